@@ -1,0 +1,24 @@
+"""Penstock: a large language model inference engine. `from penstock import LLM, SamplingParams`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from penstock.core.sampling import SamplingParams
+    from penstock.engine.async_llm import AsyncLLM
+    from penstock.engine.llm import LLM
+
+_HOMES = {"LLM": "penstock.engine.llm", "AsyncLLM": "penstock.engine.async_llm", "SamplingParams": "penstock.core.sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports late: `import penstock` must not pay for torch."""
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""The vocabulary of Penstock. Imports nothing of ours and no torch."""

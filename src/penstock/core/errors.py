@@ -1,0 +1,38 @@
+"""The one exception hierarchy. A message says what was asked, what is possible, and what to change.
+
+Raised only where a user can still do something about it: in `config`, in `models` while loading, in `server`, and in
+`engine.submit`. Below those, a broken invariant is an `AssertionError`.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of every error that Penstock raises on purpose."""
+
+
+class ConfigError(PenstockError):
+    """An option or a combination of options cannot be honoured."""
+
+
+class ModelError(PenstockError):
+    """A model folder cannot be used: missing, corrupt, of an unknown architecture, or with tensors that do not fit."""
+
+
+class RequestError(PenstockError):
+    """One request is refused; the engine and every other request go on.
+
+    `param` names the request field at fault (OpenAI's name for it), `code` is a stable machine-readable word, `status` is
+    the HTTP status that fits.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class EngineDeadError(PenstockError):
+    """The engine has stopped and cannot take or finish requests; the message holds the reason."""

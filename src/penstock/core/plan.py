@@ -1,0 +1,106 @@
+"""Everything a worker is ever told, and everything it answers.
+
+A plan says what changed (rows entering and leaving, page edits, page copies) and which segments to run. Counts and tables
+are flat int32 arrays, so a step of a thousand rows costs no thousand objects. The engine half and the worker half share
+these two types and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntFlag
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.sampling import SamplingParams
+
+Ints = npt.NDArray[np.int32]
+
+
+class Want(IntFlag):
+    """What is wanted of a segment besides the cache entries that it writes. Flags add up."""
+
+    NOTHING = 0
+    SAMPLE = 1
+    """Choose the token that follows the segment's last position and append it to the row."""
+    SCORE = 2
+    """Report the log probability of the known token that follows each of the segment's positions."""
+
+
+class Enter(NamedTuple):
+    """A request takes a row. `tokens` is all that is known of it: its prompt, and after preemption its output so far."""
+
+    row: int
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    banned_until: list[int]
+    """Tokens that cannot be chosen before `params.min_tokens`: end-of-sequence and stop tokens."""
+
+
+class Move(NamedTuple):
+    """Copy one page of a cache group to another, before anything of the step is computed."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Segment i is `counts[i]` known positions of `rows[i]` from `starts[i]` on; the order is the batch's order.
+
+    edits[g] is an int32 array [edits, 3] of (row, page index within the row, page id) for cache group g.
+    """
+
+    id: int
+    enter: list[Enter] = field(default_factory=list)
+    leave: list[int] = field(default_factory=list)
+    edits: list[Ints] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    rows: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    starts: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    counts: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    wants: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to compute; rows may still leave."""
+        return len(self.rows) == 0
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Log probabilities for some positions of a step, one line each.
+
+    `segments[i]` and `positions[i]` say which token line i is about (the token AT that position of the row); ids, values
+    and ranks are [lines, 1 + k]: the token itself, then the k most likely, k the largest number any row asked for.
+    """
+
+    segments: Ints
+    positions: Ints
+    ids: Ints
+    values: npt.NDArray[np.float32]
+    ranks: Ints
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came of a plan. tokens[i] is what segment i sampled, -1 where nothing was wanted, -2 where its logits were not
+    finite."""
+
+    id: int
+    tokens: Ints
+    logprobs: Logprobs | None = None
+    scores: Logprobs | None = None
+    seconds: float = 0.0
+    """The whole of the worker's `run`."""
+    kernel_seconds: float = 0.0
+    """The part of it inside the model."""
+
+
+NOT_SAMPLED = -1
+NOT_FINITE = -2

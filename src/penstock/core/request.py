@@ -1,0 +1,117 @@
+"""What crosses the border between a frontend and the engine: a request in, updates out. Plain data, encodable by msgspec."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.core.sampling import SamplingParams
+
+
+class Request(msgspec.Struct, array_like=True):
+    """A checked request, in tokens. The engine knows no text."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    """With `max_tokens`, `seed` and `bad_words_token_ids` settled."""
+    eos_ids: list[int] = []
+    """The tokens that end the output unless `params.ignore_eos`."""
+    arrival: float = 0.0
+    """time.time() at submission, in seconds."""
+    priority: int = 0
+    """Lower is served first among waiting requests, as in vLLM."""
+    salt: str = ""
+    """Cache namespace: pages are shared only between requests of equal salt."""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log probabilities at one position: the token there first, then the most likely ones in order."""
+
+    ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+    """1 is the most likely token."""
+
+
+class Timings(msgspec.Struct, array_like=True):
+    """When things happened to one sequence, time.time() in seconds; 0.0 where it did not happen."""
+
+    arrival: float = 0.0
+    first_scheduled: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+    preemptions: int = 0
+
+
+class Update(msgspec.Struct, array_like=True):
+    """News of one sequence of a request: the tokens since the last update, and perhaps its end."""
+
+    request_id: str
+    index: int
+    """Which of the request's `n` sequences."""
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """stop | length | abort | error; the last update of a sequence has one."""
+    stop_reason: int | str | None = None
+    """The stop token id or string that ended it; None for end-of-sequence."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry a token, if asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """For prompt positions 1 onwards, on the update that completes them, sequence 0 only."""
+    error: str | None = None
+    """With finish_reason error: what went wrong."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed because the cache had them."""
+    timings: Timings | None = None
+    """On the last update."""
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """A snapshot of the engine, sent along with updates and at least once a second while it is alive."""
+
+    time: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    """In units of slabs of the arena, the one thing that all cache groups borrow from."""
+    pages_total: int = 0
+    kv_usage: float = 0.0
+    """Fraction of the arena in use, 0 to 1."""
+    preemptions: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    cached_tokens: int = 0
+    plan_seconds: float = 0.0
+    """Total host time in planning and applying since the start."""
+    worker_seconds: float = 0.0
+    """Total time of the worker in `run` since the start."""
+    kernel_seconds: float = 0.0
+    """The part of `worker_seconds` inside the model's forward pass and head."""
+    flying: int = 0
+    """Plans in flight."""
+
+
+class EngineInfo(msgspec.Struct):
+    """Facts about a started engine that a frontend needs. Fixed for the engine's life."""
+
+    model: str
+    """The folder or id as the user gave it."""
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    """Prompt plus output, in tokens."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    kv_tokens: int
+    """How many tokens of full context fit in the arena."""
+    pages_total: int
+    dtype: str
+    device: str
+    weight_bytes: int
+    step_bytes: int
+    """The worst-case step's working memory."""
+    kv_bytes: int
+    kernels: list[tuple[str, str]] = []
+    """(operation, implementation) as bound at start."""

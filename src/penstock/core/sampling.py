@@ -1,0 +1,140 @@
+"""How a request's tokens are chosen: the sampling parameters, their meaning and their limits.
+
+The field names and call shape are vLLM's where the meaning is the same. Everything here is plain data: the arithmetic is
+in `worker/sampler.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import RequestError
+
+MAX_LOGPROBS = 20
+"""The largest `logprobs`/`top_logprobs`, as in OpenAI's API."""
+
+MAX_N = 128
+"""The largest `n`, as in OpenAI's API."""
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True):
+    """Parameters of one request. Construct, then treat as immutable; `check()` is called on submission.
+
+    A result is a function of (seed, position) and the logits alone, never of the other requests in the batch.
+    """
+
+    n: int = 1
+    """How many independent continuations. Each has its own seed, derived from `seed` and its index."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token already generated. [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once per time it was generated. [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output (Keskar et al. 2019). > 0."""
+    temperature: float = 1.0
+    """0 is greedy: the most likely token, the lowest id among equals. [0, inf)."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens with this much probability. (0, 1]."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the most likely one. [0, 1]."""
+    seed: int | None = None
+    """None draws a seed at submission."""
+    stop: list[str] | str | None = None
+    """Strings that end the output; the match is cut off unless `include_stop_str_in_output`."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end the output; the token is part of `token_ids` but its text is not shown unless it is not special."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence tokens."""
+    max_tokens: int | None = 16
+    """The most tokens to generate; None means up to the context length."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens cannot be chosen before this many tokens were generated."""
+    logprobs: int | None = None
+    """Report the log probability of each chosen token and of this many most likely alternatives. [0, 20]."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt. [0, 20]."""
+    detokenize: bool = True
+    """False leaves `text` empty."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Kept for vLLM's call shape; only True is supported."""
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of single tokens. [-100, 100]."""
+    allowed_token_ids: list[int] | None = None
+    """Only these tokens can be chosen."""
+    bad_words: list[str] | None = None
+    """Words that cannot be generated; the frontend turns them into `bad_words_token_ids`."""
+    bad_words_token_ids: list[list[int]] | None = None
+    """Token sequences whose last token cannot follow the others."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @property
+    def stops(self) -> list[str]:
+        """`stop` as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    def check(self) -> None:
+        """Raises RequestError naming the first field whose value has no meaning."""
+
+        def need(good: bool, param: str, possible: str, value: object) -> None:
+            if not good:
+                raise RequestError(f"{param} must be {possible}, got {value!r}", param=param, code="invalid_value")
+
+        def finite(x: float) -> bool:
+            return not isinstance(x, bool) and math.isfinite(x)
+
+        need(1 <= self.n <= MAX_N, "n", f"between 1 and {MAX_N}", self.n)
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            need(finite(value) and -2 <= value <= 2, name, "between -2 and 2", value)
+        need(finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "a finite number above 0",
+             self.repetition_penalty)
+        need(finite(self.temperature) and self.temperature >= 0, "temperature", "a finite number, 0 or above", self.temperature)
+        need(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        need(self.top_k >= -1, "top_k", "-1, 0 (all tokens) or a positive number", self.top_k)
+        need(finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
+        need(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer", self.seed)
+        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+        need(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
+        need(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens",
+             f"at most max_tokens ({self.max_tokens})", self.min_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            need(value is None or 0 <= value <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}", value)
+        need(all(self.stops), "stop", "non-empty strings", self.stop)
+        need(self.spaces_between_special_tokens, "spaces_between_special_tokens", "true (false is not supported)", False)
+        for token, bias in (self.logit_bias or {}).items():
+            need(finite(bias) and -100 <= bias <= 100, "logit_bias", "between -100 and 100 for every token", {token: bias})
+        need(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "a non-empty list",
+             self.allowed_token_ids)
+        need(all(self.bad_words or ["x"]), "bad_words", "non-empty strings", self.bad_words)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises RequestError for a token id that the model does not have."""
+        named: list[tuple[str, list[int]]] = [
+            ("logit_bias", list(self.logit_bias or {})),
+            ("allowed_token_ids", self.allowed_token_ids or []),
+            ("stop_token_ids", self.stop_token_ids or []),
+            ("bad_words", [t for word in self.bad_words_token_ids or [] for t in word]),
+        ]
+        for param, ids in named:
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise RequestError(f"{param} names token {token}; the vocabulary has ids 0 to {vocab_size - 1}",
+                                       param=param, code="invalid_value")
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed."""
+        return msgspec.structs.replace(self, **changes)

@@ -1,0 +1,29 @@
+"""Activations of the feed-forward layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from penstock.ops.registry import register
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+"""The kinds, by our names. gelu is the exact one, gelu_tanh the approximation of Hendrycks and Gimpel 2016."""
+
+
+@register("gated", "reference", rank=0)
+def gated(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """kind(x[:, :F]) * x[:, F:] for x [T, 2F]: SwiGLU, GeGLU (Shazeer 2020). Returns [T, F]."""
+    half = x.shape[-1] // 2
+    return ACTIVATIONS[kind](x[..., :half]) * x[..., half:]
+
+
+@register("activation", "reference", rank=0)
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """kind(x) for x [T, F]."""
+    return ACTIVATIONS[kind](x)

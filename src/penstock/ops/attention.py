@@ -1,0 +1,48 @@
+"""Attention of a ragged step over the paged cache. The step's own keys and values are in the cache already."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.ops.registry import register
+
+
+@register("attention", "reference", rank=0)
+def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, query_start: torch.Tensor,
+              context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+    """Causal attention: softmax(cap(q k^T * scale)) v, cap(s) = softcap * tanh(s / softcap) if softcap is not 0.
+
+    q [T, H, D]; segment s owns queries query_start[s] to query_start[s + 1], the last positions of its context[s] positions.
+    table [S, columns] int32: the page ids of each segment's row; position p lies in page table[s, p // page], slot p % page.
+    k_cache, v_cache [pages, KV, page, D]. window w > 0: a query sees the w positions up to and with its own; pages wholly
+    behind every window are not read and their table entries may be stale. H is a multiple of KV (grouped queries, Ainslie
+    et al. 2023). query_start [S + 1] and context [S] are int32 on q's device. Returns [T, H, D] in q's dtype; scores and
+    sums are float32, and a query's result does not depend on its neighbours.
+    """
+    heads, size = q.shape[1], k_cache.shape[2]
+    groups = heads // k_cache.shape[1]
+    out = torch.empty_like(q)
+    starts, lengths = query_start.tolist(), context.tolist()
+    for s, length in enumerate(lengths):
+        lo, hi = starts[s], starts[s + 1]
+        if lo == hi:
+            continue
+        first_query = length - (hi - lo)
+        first = max(0, first_query - window + 1) // size if window else 0
+        pages = table[s, first:-(-length // size)].long()
+        keys = k_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length - first * size].float()
+        values = v_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length - first * size].float()
+        keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
+        scores = torch.einsum("thd,hkd->htk", q[lo:hi].float(), keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        at = torch.arange(first_query, length, device=q.device)[:, None]
+        key = torch.arange(first * size, length, device=q.device)[None]
+        hidden = key > at
+        if window:
+            hidden |= key <= at - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        # Stale slots inside the first page may hold anything, even NaN: zero weight times NaN is NaN.
+        values = values.masked_fill(hidden.all(0)[None, :, None], 0.0)
+        out[lo:hi] = torch.einsum("htk,hkd->thd", weights, values).to(q.dtype)
+    return out

@@ -1,0 +1,34 @@
+"""Normalisations over the last dimension. Statistics are float32 whatever the input."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from penstock.ops.registry import register
+
+
+@register("rms_norm", "reference", rank=0)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), over the last dimension (Zhang and Sennrich 2019).
+
+    x is [..., W] with its last dimension contiguous and otherwise any strides; weight [W]. offset 1 is Gemma's. The product
+    with the weight is done in float32 and rounded once. Returns x's dtype and shape, contiguous.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * (weight.float() + offset)).to(x.dtype).contiguous()
+
+
+@register("add_rms_norm", "reference", rank=0)
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+                 offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual). Both [T, W]; the sum may be written into `residual`."""
+    total = x + residual
+    return rms_norm(total, weight, eps, offset), total
+
+
+@register("layer_norm", "reference", rank=0)
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """LayerNorm (Ba et al. 2016) of [T, W]."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)

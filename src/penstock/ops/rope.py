@@ -1,0 +1,42 @@
+"""Query and key norms, rotary position embedding and the write into the paged cache, which always happen together."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.ops.norm import rms_norm
+from penstock.ops.registry import register
+
+
+@register("rope_write", "reference", rank=0)
+def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+               k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+               q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 1e-6,
+               offset: float = 0.0) -> torch.Tensor:
+    """Norms and rotates q and k, writes k and v into their cache slots, returns the new q [T, H, D] contiguous.
+
+    q [T, H, D], k and v [T, KV, D]: views with contiguous last dimension. positions [T] int32. slots [T] int64: page id x
+    page size + offset. k_cache, v_cache [pages, KV, page, D], any strides but the last. cos, sin [max positions, R / 2] float32
+    for the first R dimensions of a head, in two halves (Su et al. 2021, in the GPT-NeoX order); None leaves positions out.
+    q_norm, k_norm [D]: RMSNorm weights a head, applied before the rotation. k and v are not changed.
+    """
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps, offset)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps, offset)
+    if cos is not None and sin is not None:
+        at = positions.long()
+        q, k = _rotate(q, cos[at], sin[at]), _rotate(k, cos[at], sin[at])
+    size = k_cache.shape[2]
+    page, inside = slots // size, slots % size
+    k_cache[page, :, inside] = k.to(k_cache.dtype)
+    v_cache[page, :, inside] = v.to(v_cache.dtype)
+    return q.contiguous()
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    left, right, rest = x[..., :half].float(), x[..., half:2 * half].float(), x[..., 2 * half:]
+    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
