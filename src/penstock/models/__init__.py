@@ -1,1 +1,60 @@
+"""Models are data: a family describes itself as a ModelSpec and a table of names, and one decoder and one loader serve all.
 
+This is the whole face of the package. `read_config`, `describe` and `eos_ids` read small files only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.core.errors import ModelError
+from penstock.layers.decoder import Decoder
+from penstock.layers.spec import ModelSpec
+from penstock.models import checkpoint, weights
+from penstock.models.config import read_config
+from penstock.models.generation import eos_ids, read_generation_config
+from penstock.models.hub import resolve_folder
+from penstock.models.registry import describe, family_of, registry
+from penstock.models.weights import Progress
+from penstock.ops.registry import Kernels
+
+__all__ = ["Decoder", "ModelSpec", "describe", "dtype_of", "eos_ids", "load", "read_config", "read_generation_config", "registry",
+           "resolve_folder"]
+
+
+def dtype_of(folder: Path | None, config: Mapping[str, Any]) -> str:
+    """The torch name of a checkpoint's own type: what config.json says, or else what most of its bytes are."""
+    named = config.get("dtype") or config.get("torch_dtype")
+    if named is None:
+        return weights.checkpoint_dtype(checkpoint.Checkpoint(folder).tensors) if folder is not None else "bfloat16"
+    name = str(named).removeprefix("torch.")
+    if name not in ("float32", "float16", "bfloat16"):
+        raise ModelError(f"config.json: the weights are {name}; possible are float32, float16 and bfloat16")
+    return name
+
+
+def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, device: torch.device, kernels: Kernels,
+         load_format: str = "auto", max_model_len: int, seed: int = 0, progress: Progress | None = None) -> Decoder:
+    """A model ready to run: described by `config` (as `read_config` gives it), weights from `folder`'s safetensors.
+
+    load_format "dummy" needs no folder: weights are random, a function of `seed`. `max_model_len` is the length of the rope
+    tables, and decides how some rope scalings behave (layers/rope.py). `progress` is called with (bytes done, bytes in all).
+    ModelError names what is wrong with the config or the files.
+    """
+    spec = describe(config)
+    learned = spec.embedding.positions
+    if learned and max_model_len > learned:
+        raise ModelError(f"max_model_len {max_model_len} is beyond the {learned} positions that this model has learned; "
+                         f"lower it to at most {learned}")
+    if load_format == "dummy":
+        values = weights.dummy(spec, dtype=dtype, device=device, kernels=kernels, seed=seed, progress=progress)
+    else:
+        assert folder is not None, "only dummy weights need no folder"
+        _, family = family_of(config)
+        values = weights.stream(spec, family.RULES, checkpoint.Checkpoint(Path(folder)), dtype=dtype, device=device,
+                                kernels=kernels, progress=progress)
+    return Decoder(spec, values, kernels, dtype=dtype, device=device, max_model_len=max_model_len)

@@ -1,0 +1,73 @@
+"""The one decoder that every family is: embedding, blocks, a last norm, the head. Built from a ModelSpec and loaded values."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.core.state import StateSpec
+from penstock.layers.attention import RopeTable
+from penstock.layers.block import Block
+from penstock.layers.linear import Values
+from penstock.layers.norm import build_norm
+from penstock.layers.rope import RopeSpec
+from penstock.layers.spec import ModelSpec
+from penstock.layers.step import KVView, Step
+from penstock.ops.registry import Kernels
+
+
+class Decoder:
+    """Tokens in, logits out. `values` has every parameter that the spec lists, by its path."""
+
+    def __init__(self, spec: ModelSpec, values: Values, kernels: Kernels, *, dtype: torch.dtype, device: torch.device,
+                 max_model_len: int) -> None:
+        self.spec = spec
+        self.states: list[StateSpec] = spec.states(str(dtype).removeprefix("torch."))
+        tables: dict[RopeSpec, RopeTable] = {}
+        for block in spec.blocks:
+            rope = block.attention.rope
+            if rope is not None and rope not in tables:
+                tables[rope] = rope.table(max_model_len, device)
+        self.embedding = values["embedding.weight"]
+        self.positions = values["positions.weight"] if spec.embedding.positions else None
+        self.blocks = [Block(block, f"blocks.{i}", values, kernels, tables.get(block.attention.rope))
+                       for i, block in enumerate(spec.blocks)]
+        self.norm = build_norm(spec.norm, "norm", values, kernels)
+        self.head_weight = self.embedding if spec.head.tied else values["head.weight"]
+        self.head_bias = values["head.bias"] if spec.head.bias else None
+        scale = spec.embedding.scale
+        self._scale = torch.tensor(scale, dtype=dtype).item() if spec.embedding.round_scale else scale
+        self._linear = kernels.linear
+        held = [*values.values(), *(tensor for table in tables.values() for tensor in table)]
+        self.weight_bytes: int = sum(value.nbytes for value in held)
+        """Bytes of all that the model holds: parameters as packed, and the rope tables."""
+
+    def attach(self, views: list[KVView]) -> None:
+        """Gives each layer its window into the cache, in layer order."""
+        assert len(views) == len(self.blocks), (len(views), len(self.blocks))
+        for block, view in zip(self.blocks, views, strict=True):
+            block.attention.view = view
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """The hidden state of each of the step's T tokens after the last norm, [T, width] in the model's dtype.
+
+        Writes the tokens' keys and values into the cache.
+        """
+        residual = self._linear.gather(step.tokens, self.embedding)
+        if self._scale != 1.0:
+            residual = residual * self._scale
+        if self.positions is not None:
+            residual = residual + self._linear.gather(step.positions, self.positions)
+        delta: torch.Tensor | None = None
+        for block in self.blocks:
+            delta, residual = block(delta, residual, step)
+        return self.norm(residual) if delta is None else self.norm.add(delta, residual)[0]
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [M, vocabulary], float32, of hidden states [M, width]."""
+        logits = self._linear.apply(hidden, self.head_weight, self.head_bias, torch.float32)
+        head = self.spec.head
+        if head.divisor != 1.0:
+            logits = logits / head.divisor
+        if head.softcap:
+            logits = torch.tanh(logits / head.softcap) * head.softcap
+        return logits

@@ -1,0 +1,26 @@
+"""A product with one packed weight, several of a checkpoint's matrices stacked into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock.layers.spec import LinearSpec
+from penstock.ops.linear import Weight
+from penstock.ops.registry import Kernels
+
+Values = Mapping[str, Weight | torch.Tensor]
+"""Loaded parameters by path."""
+
+
+class Linear:
+    """x [T, K] -> [T, N] in x's dtype."""
+
+    def __init__(self, spec: LinearSpec, path: str, values: Values, kernels: Kernels) -> None:
+        self.weight = values[f"{path}.weight"]
+        self.bias = values[f"{path}.bias"] if spec.bias else None
+        self._apply = kernels.linear.apply
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._apply(x, self.weight, self.bias)

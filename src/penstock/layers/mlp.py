@@ -1,0 +1,23 @@
+"""The feed-forward layer, gated or plain."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.layers.linear import Linear, Values
+from penstock.layers.spec import MLPSpec
+from penstock.layers.step import Step
+from penstock.ops.registry import Kernels
+
+
+class MLP:
+    """x [T, W] -> [T, W]; looks at no other position."""
+
+    def __init__(self, spec: MLPSpec, path: str, values: Values, kernels: Kernels) -> None:
+        self.up = Linear(spec.input, f"{path}.gate_up" if spec.gated else f"{path}.up", values, kernels)
+        self.down = Linear(spec.output, f"{path}.down", values, kernels)
+        self._kind = spec.activation
+        self._activate = kernels.gated if spec.gated else kernels.activation
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.down(self._activate(self.up(x), self._kind))

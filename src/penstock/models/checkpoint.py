@@ -1,0 +1,177 @@
+"""The safetensors files of a model folder: checked before they are mapped, mapped, and read a tensor at a time.
+
+Nothing here knows what a tensor means. Format: github.com/huggingface/safetensors (8 bytes of header length, a JSON header,
+then the data that the header's offsets cut).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.core.errors import ModelError
+from penstock.models.config import read_json
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What a weight may be stored as."""
+
+_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+               "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8}
+_LARGEST_HEADER = 100_000_000
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where one tensor lies: `start` and `end` are bytes from the beginning of `file`."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+def find(folder: Path) -> list[Path]:
+    """A folder's safetensors files: the single one, those that the index names, or the only one there is."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        return sorted({folder / name for name in _index(folder).values()})
+    others = sorted(folder.glob("*.safetensors"))
+    if len(others) == 1:
+        return others
+    if others:
+        raise ModelError(f"{folder} has {len(others)} safetensors files but no {INDEX} to say which belong to the model; "
+                         f"download the folder again, or leave only {SINGLE}")
+    found = [path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt", "*.h5", "*.msgpack")
+             for path in sorted(folder.glob(pattern))]
+    instead = f"; it has {', '.join(found[:4])}, and Penstock reads safetensors only" if found else ""
+    raise ModelError(f"{folder} has no {SINGLE} and no {INDEX}{instead}. Convert the weights to safetensors (in transformers: "
+                     "from_pretrained, then save_pretrained), or download a safetensors revision of the model")
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """The index's map from tensor to file name, checked."""
+    path = folder / INDEX
+    index = read_json(path).get("weight_map")
+    if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
+        raise ModelError(f"{path} has no weight_map from tensors to files; download it again")
+    for name in sorted(set(index.values())):
+        if Path(name).name != name:
+            raise ModelError(f"{path} names {name!r}, which is not a file of its own folder")
+        if not (folder / name).is_file():
+            raise ModelError(f"{path} names {name}, which is not in the folder; download it")
+    return index
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of one file, every offset checked against the file's size. ModelError says what is wrong with it."""
+
+    def corrupt(what: str) -> ModelError:
+        return ModelError(f"{path} is not a whole safetensors file: {what}; download it again")
+
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+                raise corrupt(f"its header would be {length} bytes long in a file of {size} bytes")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    except ValueError as error:
+        raise corrupt(f"its header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise corrupt("its header is not an object")
+    header.pop("__metadata__", None)
+    found: dict[str, Stored] = {}
+    for name, entry in header.items():
+        found[name] = _stored(path, name, entry, 8 + length, corrupt)
+    at = 8 + length
+    for stored in sorted(found.values(), key=lambda s: (s.start, s.end)):
+        if stored.start != at:
+            raise corrupt(f"tensor {stored.name} begins at byte {stored.start}, not at {at} where the one before ends")
+        at = stored.end
+    if at != size:
+        raise corrupt(f"its header describes {at} bytes, the file has {size}" + (" (cut short)" if at > size else ""))
+    return found
+
+
+def _stored(path: Path, name: str, entry: Any, base: int, corrupt: Any) -> Stored:
+    """One header entry, checked within itself."""
+    try:
+        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        good = dtype in _ITEM_BYTES and all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        good = good and end - start == math.prod(shape) * _ITEM_BYTES[dtype]
+    except (TypeError, KeyError, ValueError):
+        good = False
+    if not good:
+        raise corrupt(f"the header's entry for tensor {name} is {str(entry)[:120]}")
+    return Stored(name, path, dtype, shape, base + start, base + end)
+
+
+class Checkpoint:
+    """All tensors of a folder by name, and their bytes while `mapped`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, Stored] = {}
+        for path in find(folder):
+            for name, stored in read_header(path).items():
+                if name in self.tensors:
+                    raise ModelError(f"tensor {name} is both in {self.tensors[name].file.name} and in {path.name} of {folder}; "
+                                     "only one can be meant")
+                self.tensors[name] = stored
+        if not (folder / SINGLE).is_file() and (folder / INDEX).is_file():
+            wrong = [f"{name} in {file}" for name, file in sorted(_index(folder).items())
+                     if name not in self.tensors or self.tensors[name].file.name != file]
+            if wrong:
+                raise ModelError(f"{folder / INDEX} does not fit its files, which lack: {'; '.join(wrong)}; download them again")
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    @contextmanager
+    def mapped(self) -> Iterator[None]:
+        """Maps the files for as long as the context lasts. Tensors from `read` must be gone by its end."""
+        try:
+            for path in {stored.file for stored in self.tensors.values()}:
+                with path.open("rb") as file:
+                    # A private mapping is writable memory to torch, which warns of any other; nothing writes to it.
+                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            yield
+        finally:
+            for mapping in self._maps.values():
+                mapping.close()
+            self._maps.clear()
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor as stored, without a copy: its pages are read from the file as they are touched."""
+        stored = self.tensors[name]
+        dtype = DTYPES[stored.dtype]
+        if stored.nbytes == 0:
+            return torch.empty(stored.shape, dtype=dtype)
+        flat = torch.frombuffer(self._maps[stored.file], dtype=dtype, count=math.prod(stored.shape), offset=stored.start)
+        return flat.view(stored.shape)
+
+    def drop(self, name: str) -> None:
+        """Gives back the memory that reading a tensor has touched; the file can be read again."""
+        stored, page = self.tensors[name], mmap.PAGESIZE
+        start = stored.start // page * page
+        length = min(-(-stored.end // page) * page, os.path.getsize(stored.file)) - start
+        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self._maps[stored.file].madvise(mmap.MADV_DONTNEED, start, length)

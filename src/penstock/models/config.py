@@ -1,0 +1,214 @@
+"""Reading config.json: the file, typed reads of its values, and the parts that Llama-like families describe alike.
+
+Every read is checked: a value that Penstock cannot honour is a ModelError that says what was found and what is possible.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import ModelError
+from penstock.layers.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NoScaling,
+    RopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""transformers' names of activations and ours (ops/activation.py)."""
+
+_OUTER = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id",
+          "quantization_config")
+"""What a nested config may say outside its text part."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ModelError if it is missing, unreadable or not an object."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; a model folder needs it (is {path.parent} a Hugging Face model folder?)") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; download it again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a {type(value).__name__}, not an object; download it again")
+    return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder. Of a nested config (text beside vision) the text part, with the outer architecture."""
+    config = read_json(Path(folder) / "config.json")
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    outer = {name: config[name] for name in _OUTER if config.get(name) is not None}
+    return {**outer, **{name: value for name, value in text.items() if value is not None or name not in outer}, **{
+        name: outer[name] for name in ("architectures",) if name in outer}}
+
+
+class Config:
+    """Typed reads of a config. `defaults` stand in for what is absent or null, as the family's own configuration class says."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        self.given = values
+        self.values = {**(defaults or {}), **{name: value for name, value in values.items() if value is not None}}
+
+    def wrong(self, name: str, possible: str) -> ModelError:
+        """The error for a value that cannot be honoured."""
+        found = f"{name} is {self.values[name]!r}" if name in self.values else f"{name} is missing"
+        return ModelError(f"config.json: {found}; possible is {possible}")
+
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        value = self.values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.wrong(name, f"a whole number of at least {least}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise self.wrong(name, "a number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def choice(self, name: str, choices: Mapping[str, str]) -> str:
+        """What `choices` maps the value to."""
+        value = self.values.get(name)
+        if not isinstance(value, str) or value not in choices:
+            raise self.wrong(name, f"one of {', '.join(choices)}")
+        return choices[value]
+
+    def absent(self, *names: str) -> None:
+        """Refuses options that would change the computation: each must be absent, null, false or zero."""
+        for name in names:
+            if self.values.get(name):
+                raise self.wrong(name, "only that it is absent or false: this variant of the architecture is not supported")
+
+    def listing(self, name: str, length: int, fits: Callable[[Any], bool], possible: str) -> list[Any] | None:
+        """A list of at least `length` fitting values, cut to it, or None if there is none."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) < length or not all(fits(item) for item in value):
+            raise self.wrong(name, f"a list of {length} values, each {possible}")
+        return value[:length]
+
+    def windows(self, layers: int, default: Callable[[int], bool], width: int) -> list[int]:
+        """Each layer's sliding window, 0 for none: by `layer_types` if present, else where `default(layer)`."""
+        kinds = self.listing("layer_types", layers, ("full_attention", "sliding_attention").__contains__,
+                             "full_attention or sliding_attention")
+        sliding = [default(i) for i in range(layers)] if kinds is None else [kind == "sliding_attention" for kind in kinds]
+        return [width if slides else 0 for slides in sliding]
+
+
+def rope(config: Config, head_size: int, *, layer_type: str | None = None, theta: float = 10000.0, fraction: float = 1.0,
+         aliases: Mapping[str, str] | None = None) -> RopeSpec:
+    """The rotation that a config asks for, in today's form (`rope_parameters`) or the older (`rope_theta`, `rope_scaling`).
+
+    `layer_type` picks an entry where `rope_parameters` differ by layer type; `theta` and `fraction` are the family's defaults;
+    `aliases` are other names that the family uses for scalings.
+    """
+    given = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise config.wrong("rope_parameters" if "rope_parameters" in config.values else "rope_scaling", "an object")
+    if layer_type is not None and isinstance(given.get(layer_type), dict):
+        given = given[layer_type]
+    where = Config(given, {"rope_theta": config.values.get("rope_theta", theta),
+                           "partial_rotary_factor": config.values.get("partial_rotary_factor", fraction)})
+    where.values.setdefault("rope_type", where.values.pop("type", "default"))
+    kind = where.values["rope_type"]
+    kind = (aliases or {}).get(kind, kind)
+    if kind not in _SCALINGS:
+        raise where.wrong("rope_type", f"one of {', '.join(_SCALINGS)}")
+    dim = int(head_size * where.number("partial_rotary_factor"))
+    if not 2 <= dim <= head_size:
+        raise where.wrong("partial_rotary_factor", f"a fraction that rotates 2 to {head_size} dimensions of a head")
+    allowed, make = _SCALINGS[kind]
+    unknown = sorted(set(where.values) - set(allowed) - _ROPE_COMMON)
+    if unknown:
+        raise ModelError(f"config.json: rope scaling {kind!r} with {', '.join(unknown)}; what is understood is {', '.join(allowed)}")
+    return RopeSpec(where.number("rope_theta"), dim, make(where, config, dim))
+
+
+_ROPE_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+
+
+def _original(where: Config, config: Config) -> int:
+    """The context length before stretching: Phi-3 states it outside the scaling, and there it goes first."""
+    for source in (config, where):
+        if "original_max_position_embeddings" in source.values:
+            return source.integer("original_max_position_embeddings")
+    return config.integer("max_position_embeddings")
+
+
+def _optional(where: Config, name: str) -> float | None:
+    return where.number(name) if name in where.values else None
+
+
+def _plain(where: Config, config: Config, dim: int) -> RopeScaling:
+    return NoScaling()
+
+
+def _linear(where: Config, config: Config, dim: int) -> RopeScaling:
+    return LinearScaling(where.number("factor"))
+
+
+def _dynamic(where: Config, config: Config, dim: int) -> RopeScaling:
+    return DynamicScaling(where.number("factor"), config.integer("max_position_embeddings"))
+
+
+def _llama3(where: Config, config: Config, dim: int) -> RopeScaling:
+    return Llama3Scaling(where.number("factor"), where.number("low_freq_factor"), where.number("high_freq_factor"),
+                         _original(where, config))
+
+
+def _yarn(where: Config, config: Config, dim: int) -> RopeScaling:
+    return YarnScaling(where.number("factor"), _original(where, config), where.number("beta_fast", 32.0),
+                       where.number("beta_slow", 1.0), _optional(where, "attention_factor"), _optional(where, "mscale"),
+                       _optional(where, "mscale_all_dim"), where.flag("truncate", True))
+
+
+def _longrope(where: Config, config: Config, dim: int) -> RopeScaling:
+    original, count = _original(where, config), (dim + 1) // 2
+    sets = []
+    for name in ("short_factor", "long_factor"):
+        values = where.listing(name, count, lambda x: isinstance(x, int | float) and x > 0, "a number above 0")
+        if values is None or len(where.values[name]) != count:
+            raise where.wrong(name, f"a list of {count} numbers, half of the {dim} rotated dimensions of a head")
+        sets.append(tuple(float(value) for value in values))
+    factor = where.number("factor", config.integer("max_position_embeddings") / original)
+    return LongRopeScaling(sets[0], sets[1], original, factor, _optional(where, "attention_factor"))
+
+
+_SCALINGS: dict[str, tuple[tuple[str, ...], Callable[[Config, Config, int], RopeScaling]]] = {
+    "default": (("factor", "original_max_position_embeddings"), _plain),
+    "linear": (("factor", "original_max_position_embeddings"), _linear),
+    "dynamic": (("factor", "original_max_position_embeddings"), _dynamic),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), _llama3),
+    "yarn": (("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+              "mscale_all_dim", "truncate"), _yarn),
+    "longrope": (("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"), _longrope),
+}
+"""By transformers' names: the keys that a scaling understands, and its reader of (the scaling's entry, the config, dim)."""

@@ -1,0 +1,31 @@
+"""generation_config.json: a model's own sampling defaults and end-of-sequence tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import ModelError
+from penstock.models.config import read_json
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The file's values, or nothing if the model has none. ModelError if it is corrupt."""
+    path = Path(folder) / "generation_config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def eos_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a sequence: generation_config.json's, then config.json's, each once."""
+    found: list[int] = []
+    for values in (read_generation_config(folder), config):
+        given = values.get("eos_token_id")
+        for token in given if isinstance(given, list) else [given]:
+            if token is None:
+                continue
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise ModelError(f"eos_token_id of {folder} is {given!r}; possible is a token id or a list of them")
+            if token not in found:
+                found.append(token)
+    return found

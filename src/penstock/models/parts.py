@@ -1,0 +1,71 @@
+"""The parts that Llama-like configs describe with the same words. A family calls these and says only what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.layers.rope import NoScaling, RopeSpec
+from penstock.layers.spec import (
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    QueryKeyNorm,
+    RMSNormSpec,
+)
+from penstock.models.config import ACTIVATIONS, Config
+
+
+def head_size(config: Config) -> int:
+    """`head_dim`, or else the width shared evenly among the heads."""
+    width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if "head_dim" not in config.values and width % heads:
+        raise config.wrong("hidden_size", f"a multiple of num_attention_heads ({heads}) where no head_dim is stated")
+    return config.integer("head_dim", width // heads)
+
+
+def rms_norm(config: Config, offset: float = 0.0) -> RMSNormSpec:
+    return RMSNormSpec(config.number("rms_norm_eps", 1e-6), offset)
+
+
+def attention(config: Config, *, rope: RopeSpec | None, window: int = 0, scale: float | None = None, softcap: float = 0.0,
+              norm: QueryKeyNorm | None = None, bias: bool = False, output_bias: bool = False) -> AttentionSpec:
+    """By `num_attention_heads`, `num_key_value_heads`, `head_dim`; the scale is 1 / sqrt(head size) unless given."""
+    heads, size = config.integer("num_attention_heads"), head_size(config)
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    return AttentionSpec(config.integer("hidden_size"), heads, kv_heads, size, size**-0.5 if scale is None else scale, rope,
+                         window, softcap, norm, bias, output_bias)
+
+
+def gated_mlp(config: Config, *, activation: str = "hidden_act", bias: bool = False) -> MLPSpec:
+    """By `intermediate_size` and the activation under the key `activation`."""
+    return MLPSpec(config.integer("hidden_size"), config.integer("intermediate_size"), config.choice(activation, ACTIVATIONS),
+                   bias=bias)
+
+
+def pre_norm_block(attention: AttentionSpec, mlp: MLPSpec, norm: NormSpec, scale: float = 1.0) -> BlockSpec:
+    """Llama's: each branch norms its input."""
+    return BlockSpec(((BranchSpec(attention, pre=norm, scale=scale),), (BranchSpec(mlp, pre=norm, scale=scale),)))
+
+
+def decoder(config: Config, blocks: Iterable[BlockSpec], norm: NormSpec, *, embedding: EmbeddingSpec | None = None,
+            head: HeadSpec | None = None, max_positions: int | None = None) -> ModelSpec:
+    """The whole model, by `vocab_size`, `hidden_size`, `tie_word_embeddings` and `max_position_embeddings`.
+
+    The context length is what the rope scaling makes of `max_position_embeddings`, unless given.
+    """
+    config.absent("quantization_config")
+    blocks = tuple(blocks)
+    if max_positions is None:
+        ropes = [block.attention.rope for block in blocks if block.attention.rope is not None]
+        scaling = ropes[0].scaling if ropes else NoScaling()
+        max_positions = scaling.reach(config.integer("max_position_embeddings"))
+    return ModelSpec(architecture="", vocab_size=config.integer("vocab_size"), width=config.integer("hidden_size"),
+                     max_positions=max_positions, blocks=blocks, norm=norm,
+                     head=head or HeadSpec(config.flag("tie_word_embeddings", False)), embedding=embedding or EmbeddingSpec())

@@ -1,0 +1,67 @@
+"""Which family a config belongs to. Families are found by listing their folder; nothing is entered by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from penstock.core.errors import ModelError
+from penstock.layers.spec import ModelSpec
+from penstock.models import families
+from penstock.models.config import Config
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Families by the names that config.json calls them."""
+
+    architectures: Mapping[str, ModuleType]
+    model_types: Mapping[str, ModuleType]
+
+
+@cache
+def registry() -> Registry:
+    """Every family in `families/`."""
+    architectures: dict[str, ModuleType] = {}
+    model_types: dict[str, ModuleType] = {}
+    for found in pkgutil.iter_modules(families.__path__):
+        family = importlib.import_module(f"{families.__name__}.{found.name}")
+        architectures.update(dict.fromkeys(family.ARCHITECTURES, family))
+        model_types.update(dict.fromkeys(family.MODEL_TYPES, family))
+    return Registry(architectures, model_types)
+
+
+def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType]:
+    """(architecture, family) by `architectures[0]`, or by `model_type` where no architecture is named.
+
+    ModelError names the nearest that is known, and all.
+    """
+    known = registry()
+    named = config.get("architectures")
+    if named:
+        name, table = str(named[0] if isinstance(named, list) else named), known.architectures
+        if name in table:
+            return name, table[name]
+        what = f"architecture {name!r}"
+    else:
+        name, table = str(config.get("model_type", "")), known.model_types
+        if name in table:
+            return table[name].ARCHITECTURES[0], table[name]
+        what = f"model_type {name!r} (and no architecture)" if name else "neither architectures nor model_type"
+    nearest = difflib.get_close_matches(name, table, 1, 0.0)
+    raise ModelError(f"config.json names {what}, which Penstock does not know. The nearest that it knows is "
+                     f"{nearest[0] if nearest else next(iter(table))}; all are {', '.join(sorted(table))}")
+
+
+def describe(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config (as `read_config` gives it) describes; ModelError if Penstock cannot run it as described."""
+    architecture, family = family_of(config)
+    spec: ModelSpec = family.spec(Config(config, getattr(family, "DEFAULTS", None)))
+    return dataclasses.replace(spec, architecture=architecture)

@@ -1,0 +1,186 @@
+"""From a checkpoint to a model's packed parameters: strict, and a matrix at a time.
+
+`assign` decides from names and shapes alone, before a byte of data is read, which tensor becomes what, and lists everything
+that does not fit. `stream` then fills one parameter after another, so that memory peaks at the packed weights and one matrix.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.core.errors import ModelError
+from penstock.layers.spec import ModelSpec, Parameter
+from penstock.models.checkpoint import DTYPES, Checkpoint, Stored
+from penstock.models.rules import Change, Rule
+from penstock.ops.linear import Weight
+from penstock.ops.registry import Kernels
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint's tensor and the rows of a parameter that it fills."""
+
+    name: str
+    first_row: int
+    rows: int
+    change: Change | None
+
+
+def assign(spec: ModelSpec, rules: Sequence[Rule], tensors: dict[str, Stored]) -> dict[str, list[Source]]:
+    """The sources of every parameter. One ModelError lists every missing, unused, doubled, wrongly shaped or typed tensor."""
+    places = {}
+    for parameter in spec.parameters():
+        places[parameter.name] = (parameter, 0, parameter.shape[0])
+        row = 0
+        for piece in parameter.pieces:
+            places[piece.name] = (parameter, row, piece.rows)
+            row += piece.rows
+    sources: dict[str, list[Source]] = {parameter.name: [] for parameter in spec.parameters()}
+    unused, wrong = [], []
+    for name, stored in tensors.items():
+        rule, target = next(((rule, target) for rule in rules if (target := rule.match(name)) is not None), (None, None))
+        if target == "" or (target == "head.weight" and spec.head.tied):
+            continue
+        if rule is None or target not in places:
+            unused.append(f"{name} {list(stored.shape)}")
+            continue
+        parameter, first, rows = places[target]
+        problem = _misfit(stored, (rows, *parameter.shape[1:]), rule.change, spec)
+        if problem:
+            wrong.append(f"{name} {problem}")
+        sources[parameter.name].append(Source(name, first, rows, rule.change))
+    missing, doubled = _coverage(spec, rules, sources)
+    problems = [f"{title} ({len(names)}):\n  " + "\n  ".join(sorted(names)) for title, names in (
+        ("missing", missing), ("unused", unused), ("of the wrong shape or type", wrong), ("doubled", doubled)) if names]
+    if problems:
+        raise ModelError("the checkpoint's tensors do not fit its config. Tensors\n" + "\n".join(problems)
+                         + "\nEither config.json belongs to another model, or the checkpoint is incomplete or quantized.")
+    return sources
+
+
+def _misfit(stored: Stored, shape: tuple[int, ...], change: Change | None, spec: ModelSpec) -> str | None:
+    """Why a tensor cannot fill rows of `shape`, if so."""
+    if stored.dtype not in DTYPES:
+        return f"is {stored.dtype}; weights can be {', '.join(DTYPES)}"
+    found: tuple[int, ...] | str = stored.shape
+    if change is not None:
+        try:
+            found = tuple(change(torch.empty(stored.shape, device="meta"), spec).shape)
+        except RuntimeError:
+            found = "something that cannot be arranged"
+    if found == shape:
+        return None
+    after = f" (arranged as {list(found) if isinstance(found, tuple) else found})" if found != stored.shape else ""
+    return f"is {list(stored.shape)}{after}; the config asks for {list(shape)}"
+
+
+def _coverage(spec: ModelSpec, rules: Sequence[Rule], sources: dict[str, list[Source]]) -> tuple[list[str], list[str]]:
+    """Checkpoint names of parameters, or pieces of them, that nothing fills, and of those that are filled twice."""
+
+    def usual(name: str) -> str | None:
+        return next((found for rule in rules if (found := rule.name_of(name)) is not None), None)
+
+    missing, doubled = [], []
+    for parameter in spec.parameters():
+        filled = sorted(sources[parameter.name], key=lambda source: source.first_row)
+        if not filled:
+            names = [usual(parameter.name)] if usual(parameter.name) else [usual(p.name) or p.name for p in parameter.pieces]
+            missing += [name or parameter.name for name in names or [parameter.name]]
+            continue
+        covered = {source.first_row for source in filled}
+        if all(source.rows < parameter.shape[0] for source in filled):
+            row = 0
+            for piece in parameter.pieces:
+                if row not in covered:
+                    missing.append(usual(piece.name) or piece.name)
+                row += piece.rows
+        if sum(source.rows for source in filled) > sum({s.first_row: s.rows for s in filled}.values()):
+            doubled.append(" and ".join(source.name for source in filled))
+    return missing, doubled
+
+
+def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device,
+           kernels: Kernels, progress: Progress | None) -> dict[str, Weight | torch.Tensor]:
+    """Every parameter from the checkpoint, in `dtype`, packed where the operation `linear` reads it."""
+    sources = assign(spec, rules, checkpoint.tensors)
+    total = sum(checkpoint.tensors[source.name].nbytes for found in sources.values() for source in found)
+    done = 0
+    values: dict[str, Weight | torch.Tensor] = {}
+    with checkpoint.mapped():
+        for parameter in spec.parameters():
+            whole = torch.empty(parameter.shape, dtype=dtype)
+            for source in sources[parameter.name]:
+                tensor = checkpoint.read(source.name)
+                if source.change is not None:
+                    tensor = source.change(tensor, spec)
+                whole[source.first_row:source.first_row + source.rows].copy_(tensor)
+                del tensor
+                checkpoint.drop(source.name)
+                done += checkpoint.tensors[source.name].nbytes
+                if progress is not None:
+                    progress(done, total)
+            values[parameter.name] = _place(whole, parameter, device, kernels)
+            del whole
+    return values
+
+
+def _place(whole: torch.Tensor, parameter: Parameter, device: torch.device, kernels: Kernels) -> Weight | torch.Tensor:
+    whole = whole.to(device)
+    return kernels.linear.pack(whole) if parameter.packed else whole
+
+
+_RANDOM = 1_000_003
+"""Numbers drawn for dummy weights; a prime, so that no row of a matrix repeats another."""
+
+
+def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels: Kernels, seed: int,
+          progress: Progress | None) -> dict[str, Weight | torch.Tensor]:
+    """Random parameters of the same shapes, a function of the seed alone: for benchmarks.
+
+    Matrices are N(0, 1 / columns), so that activations and logits stay of the size of one. They are cut from one stretch of
+    random numbers, repeated: drawing a billion takes a minute, copying them a second.
+    """
+    stretch = torch.randn(_RANDOM, generator=torch.Generator().manual_seed(seed))
+    done, total = 0, spec.size * dtype.itemsize
+    values: dict[str, Weight | torch.Tensor] = {}
+    for parameter in spec.parameters():
+        if parameter.packed:
+            scaled = (stretch * parameter.shape[1] ** -0.5).to(dtype)
+            whole = torch.empty(parameter.shape, dtype=dtype)
+            offset = zlib.crc32(parameter.name.encode()) % _RANDOM
+            for at, piece in _repeat(scaled, offset, parameter.size):
+                whole.view(-1)[at:at + len(piece)] = piece
+        else:
+            whole = torch.full(parameter.shape, parameter.rest, dtype=dtype)
+        values[parameter.name] = _place(whole, parameter, device, kernels)
+        del whole
+        done += parameter.size * dtype.itemsize
+        if progress is not None:
+            progress(done, total)
+    return values
+
+
+def _repeat(stretch: torch.Tensor, offset: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(position, values) that fill `count` places with `stretch`, again and again, from `offset` on."""
+    at = 0
+    while at < count:
+        piece = stretch[offset:offset + count - at]
+        yield at, piece
+        at += len(piece)
+        offset = 0
+
+
+def checkpoint_dtype(tensors: dict[str, Stored]) -> str:
+    """The torch name of the type that most of a checkpoint's bytes have."""
+    sizes = {name: sum(stored.nbytes for stored in tensors.values() if stored.dtype == name) for name in DTYPES}
+    best = max(sizes, key=lambda name: sizes[name])
+    return str(DTYPES[best]).removeprefix("torch.")
+
+

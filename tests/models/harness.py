@@ -1,0 +1,104 @@
+"""Runs a Decoder with the simplest cache there is: pages of one row after another, shuffled, and steps written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from penstock.core.state import Window
+from penstock.layers.decoder import Decoder
+from penstock.layers.step import GroupStep, KVView, Step
+from penstock.models import load, read_config
+from penstock.ops.registry import Kernels, bind
+from penstock.platform.facts import detect
+
+CPU = torch.device("cpu")
+CHUNKS = (7, 1, 30, 13)
+"""Sizes of a prompt's chunks; the last takes the rest."""
+
+
+def reference() -> Kernels:
+    """Plain PyTorch for every operation."""
+    return bind(detect("cpu"), torch.float32, {"*": "reference"})
+
+
+def open_model(folder: Path, *, max_model_len: int = 256, dtype: torch.dtype = torch.float32,
+               kernels: Kernels | None = None) -> Decoder:
+    """The model in `folder`, through the real loader."""
+    return load(folder, read_config(folder), dtype=dtype, device=CPU, kernels=kernels or reference(), max_model_len=max_model_len)
+
+
+@dataclass
+class Runner:
+    """A decoder with room for `rows` sequences of `length` positions. One cache group for each distinct retention.
+
+    The cache starts full of NaN, so that reading a slot that nobody wrote shows.
+    """
+
+    decoder: Decoder
+    rows: int = 2
+    length: int = 256
+    page: int = 8
+    computed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.computed = [0] * self.rows
+        columns = -(-self.length // self.page)
+        keeps = list(dict.fromkeys(state.keep for state in self.decoder.states))
+        generator = torch.Generator().manual_seed(1)
+        self.tables = [torch.randperm(self.rows * columns, generator=generator).view(self.rows, columns).int() for _ in keeps]
+        views = []
+        for state in self.decoder.states:
+            k, v = (torch.full((self.rows * columns, f.shape[0], self.page, f.shape[1]), float("nan"), dtype=getattr(torch, f.dtype))
+                    for f in state.fields)
+            views.append(KVView(keeps.index(state.keep), k, v))
+        self.keeps = keeps
+        self.decoder.attach(views)
+
+    def step(self, segments: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
+        """Runs one step of (row, its next tokens) and returns the logits of every token, [T, vocabulary]."""
+        rows = torch.tensor([row for row, _ in segments])
+        counts = torch.tensor([len(tokens) for _, tokens in segments])
+        positions = torch.cat([torch.arange(self.computed[row], self.computed[row] + len(tokens)) for row, tokens in segments])
+        of_row = rows.repeat_interleave(counts)
+        groups = []
+        for keep, table in zip(self.keeps, self.tables, strict=True):
+            slots = table[of_row, positions // self.page].long() * self.page + positions % self.page
+            seen = table[rows].clone()
+            if isinstance(keep, Window):
+                for line, (row, _) in enumerate(segments):
+                    # Pages wholly behind the window belong to nobody: their entries must not be read.
+                    seen[line, :keep.needed(self.computed[row])[0] // self.page] = 2**31 - 1
+            groups.append(GroupStep(seen, slots))
+        for row, tokens in segments:
+            self.computed[row] += len(tokens)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        step = Step(torch.tensor([t for _, tokens in segments for t in tokens]), positions.int(), starts.int(),
+                    torch.tensor([self.computed[row] for row, _ in segments], dtype=torch.int32), groups)
+        with torch.inference_mode():
+            return self.decoder.head(self.decoder.forward(step))
+
+    def prompt(self, row: int, tokens: Sequence[int]) -> torch.Tensor:
+        """The logits of every token of a prompt, computed in uneven chunks."""
+        parts, at = [], 0
+        for size in (*CHUNKS, len(tokens)):
+            chunk = tokens[at:at + size]
+            if chunk:
+                parts.append(self.step([(row, chunk)]))
+            at += size
+        return torch.cat(parts)
+
+    def greedy(self, prompt: Sequence[int], count: int, row: int = 0) -> tuple[torch.Tensor, list[int], list[float]]:
+        """(logits of the prompt, the `count` tokens that greedily follow, their log probabilities)."""
+        logits = self.prompt(row, prompt)
+        last, ids, logprobs = logits[-1], [], []
+        for i in range(count):
+            token = int(last.argmax())
+            ids.append(token)
+            logprobs.append(float(last.log_softmax(-1)[token]))
+            if i + 1 < count:
+                last = self.step([(row, [token])])[-1]
+        return logits, ids, logprobs
