@@ -1,0 +1,50 @@
+# Penstock's commands: setup, serve, test, lint, bench. Each sets up what it needs first; once that is done it costs nothing.
+#
+#   make serve MODEL=<folder or hub id> [ARGS="--port 8001 ..."]
+#   make test  [ARGS="tests/unit -x"]
+#
+# Serving needs the runtime dependencies alone; test, lint and bench take the dev extra as well.
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+BIN := $(VENV)/bin
+SERVING := $(VENV)/.ready-to-serve
+DEVELOPING := $(VENV)/.ready-to-develop
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test lint bench clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
+
+setup: $(DEVELOPING)
+
+serve: $(SERVING)
+	@if [ -z "$(MODEL)" ]; then \
+	  echo 'make serve: say which model: make serve MODEL=/path/to/a/hugging-face/folder (or a hub id such as Qwen/Qwen3-0.6B)' >&2; \
+	  echo '            further flags go into ARGS, for example ARGS="--port 8001 --max-model-len 4K"' >&2; \
+	  exit 2; \
+	fi
+	$(BIN)/penstock serve "$(MODEL)" $(ARGS)
+
+test: $(DEVELOPING)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEVELOPING)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(DEVELOPING)
+	$(BIN)/python bench/run.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+
+$(SERVING): pyproject.toml .ci/setup
+	@.ci/setup "$(PYTHON)" "$(VENV)" .
+	@touch $@
+
+$(DEVELOPING): $(SERVING)
+	@.ci/setup "$(PYTHON)" "$(VENV)" '.[dev]'
+	@touch $@

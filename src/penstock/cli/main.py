@@ -1,0 +1,74 @@
+"""The command `penstock`: finds the subcommand and hands over to its module. Owns exit codes, no option.
+
+A subcommand is a module of this package with `add(parser)`, which declares its arguments, and `run(args) -> int`, which
+returns the exit code. Only the chosen one is imported, so that `penstock --help` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from penstock import __version__
+from penstock.config.flags import Parser, nearest
+from penstock.core.errors import PenstockError
+
+COMMANDS = {
+    "serve": "serve a model over an OpenAI-compatible HTTP API",
+    "chat": "talk to a model in the terminal",
+    "generate": "answer a file of requests (OpenAI batch format)",
+    "info": "show what would be loaded, the memory plan and the kernels",
+    "bench": "measure latency, throughput or a running server",
+    "version": "print the version",
+}
+
+EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; the returned number is the process's exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if words else EXIT_USAGE
+    name, rest = words[0], words[1:]
+    if name in ("version", "--version", "-V"):
+        print(f"penstock {__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(f"penstock: there is no command {name!r}{nearest(name, COMMANDS)}\n  see penstock --help", file=sys.stderr)
+        return EXIT_USAGE
+    module = importlib.import_module(f"penstock.cli.{name}")
+    parser = Parser(prog=f"penstock {name}", description=module.__doc__.split("\n\n")[0] if module.__doc__ else None)
+    module.add(parser)
+    return _guarded(module.run, parser.parse_args(rest))
+
+
+def _guarded(run: object, args: object) -> int:
+    """Turns the ways in which a command can end into exit codes; an error meant for the user is one line without a trace."""
+    assert callable(run)
+    try:
+        return int(run(args) or 0)
+    except PenstockError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone; there is nobody to tell. Point stdout elsewhere, or the exit's flush fails too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+
+
+def overview() -> str:
+    """The text of `penstock --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {about}" for name, about in COMMANDS.items()]
+    return "\n".join(["usage: penstock COMMAND ...", "", "A large language model inference engine.", "", *lines, "",
+                      "penstock COMMAND --help shows the options of a command."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Command line flags made from the option dataclasses of `config/schema.py`, and the parser that reports a mistyped one.
+
+A flag exists because a field exists: name, type, choices, help and default are the field's. Nothing is resolved here, and
+nothing here knows a single option by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import re
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Options = TypeVar("Options")
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def integer(text: str) -> int:
+    """An integer, plain or in vLLM's human form: 4k is 4,000, 4K is 4,096, 1.5k is 1,500; likewise m/M, g/G, t/T."""
+    match = re.fullmatch(r"([+-]?[0-9]+)(\.[0-9]+)?([kmgtKMGT]?)", text.replace("_", ""))
+    if match is None or (match[2] and not match[3]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer; possible are 4096, 4k (4,000) and 4K (4,096)")
+    value = float(match[1] + match[2]) if match[2] else int(match[1])
+    scaled = value * _UNITS.get(match[3], 1)
+    if scaled != int(scaled):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(scaled)
+
+
+def number(text: str) -> float:
+    """A finite real number."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if value != value or value in (float("inf"), float("-inf")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
+
+
+def pairs(text: str) -> dict[str, str]:
+    """`key=value`, several with commas between, or a JSON object of strings."""
+    if text.lstrip().startswith("{"):
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+        if not all(isinstance(v, str) for v in value.values()):
+            raise argparse.ArgumentTypeError(f"the values of {text!r} must be strings")
+        return {str(k): v for k, v in value.items()}
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not key or not value:
+            raise argparse.ArgumentTypeError(f"{part!r} is not of the form key=value")
+        found[key] = value
+    return found
+
+
+class _Collect(argparse.Action):
+    """Adds to what earlier occurrences of the flag gave: lists are joined, mappings merged."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        earlier = getattr(namespace, self.dest, None)
+        if values and isinstance(values[0], dict):
+            merged: dict[str, str] = dict(earlier or {})
+            for value in values:
+                merged.update(value)
+            setattr(namespace, self.dest, merged)
+        else:
+            setattr(namespace, self.dest, [*(earlier or []), *values])
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, without abbreviations, and with the nearest flag named when one is unknown."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown))
+        return found
+
+    def _unknown(self, unknown: Sequence[str]) -> str:
+        name = next((word for word in unknown if word.startswith("-")), None)
+        if name is None:
+            return f"unexpected argument {unknown[0]!r}"
+        flag = name.partition("=")[0]
+        return f"unknown flag {flag}{nearest(flag, self.flags())}"
+
+    def flags(self) -> list[str]:
+        """Every flag of this parser and of its subparsers."""
+        found: list[str] = []
+        for action in self._actions:
+            found += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    found += parser.flags() if isinstance(parser, Parser) else []
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n  see {self.prog} --help\n")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' for the known word most like `word`, or nothing if none is like it."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def flag_name(field_name: str) -> str:
+    """The flag of an option: max_model_len -> --max-model-len."""
+    return "--" + field_name.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type[Any], skip: Iterable[str] = ()) -> None:
+    """Adds a flag for every field of the dataclass `cls` that is not in `skip`.
+
+    bool: --flag and --no-flag. list: zero or more values, and the flag may be repeated. dict: see `pairs`, may be repeated.
+    int: see `integer`. A flag that is not given leaves no trace in the namespace, so the dataclass keeps the defaults.
+    """
+    leave_out = set(skip)
+    hints = get_type_hints(cls)
+    group = parser.add_argument_group((cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip("."))
+    for field in dataclasses.fields(cls):
+        if field.name in leave_out:
+            continue
+        group.add_argument(flag_name(field.name), default=argparse.SUPPRESS, dest=field.name, help=_help(field),
+                           **_shape(field, hints[field.name]))
+
+
+def from_args(args: argparse.Namespace, cls: type[Options], **more: Any) -> Options:
+    """The dataclass from what the command line said; `more` gives fields that were positional."""
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)}  # type: ignore[arg-type]
+    return cls(**{**given, **more})
+
+
+def _shape(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """How argparse reads a field of this type."""
+    kind = _unwrap(hint)
+    choices = field.metadata.get("choices") or None
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    origin = get_origin(kind) or kind
+    if origin is list:
+        return {"action": _Collect, "nargs": "*", "type": _reader(get_args(kind)[0]), "choices": choices,
+                "metavar": _metavar(get_args(kind)[0])}
+    if origin is dict:
+        return {"action": _Collect, "nargs": "+", "type": pairs, "metavar": "KEY=VALUE"}
+    return {"type": _reader(kind), "choices": choices, **({} if choices else {"metavar": _metavar(kind)})}
+
+
+def _unwrap(hint: Any) -> Any:
+    """int | None -> int."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(part for part in get_args(hint) if part is not type(None))
+    return hint
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    return {int: integer, float: number, str: str}[kind]  # type: ignore[return-value]
+
+
+def _metavar(kind: Any) -> str:
+    return {int: "N", float: "X", str: "TEXT"}[kind]
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    """The option's documentation and default, safe for argparse's own % formatting."""
+    default = field.default if field.default is not dataclasses.MISSING else None
+    doc = str(field.metadata["doc"])
+    if default is not None and default != "":
+        doc += f" (default: {default})"
+    return doc.replace("%", "%%")
