@@ -1,4 +1,4 @@
-"""Where the tests find real models, tokenizers, templates and texts. They are data of others and are not part of this project."""
+"""Where the tests find real models, tokenizers, templates and texts. They are not part of this project."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class EngineOptions:
     revision: str | None = option(None, "branch, tag or commit of the hub id")
     skip_tokenizer_init: bool = option(False, "run on token ids only; no text in or out")
     chat_template: str | None = option(None, "a chat template's file, its text, or the name of one of the model's own")
-    generation_config: str = option("auto", "auto: take default sampling parameters from generation_config.json; none: do not",
+    generation_config: str = option("auto", "auto: default sampling parameters from generation_config.json",
                                     ("auto", "none"))
     load_format: str = option("auto", "auto: safetensors; dummy: random weights, for benchmarks", ("auto", "dummy"))
     dtype: str = option("auto", "of weights, activations and cache; auto: the checkpoint's",

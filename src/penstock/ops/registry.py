@@ -112,3 +112,12 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
                 raise ConfigError(f"kernel {wanted!r} cannot serve {op}: {why}")
             chosen[op] = found["reference"]
     return Kernels(chosen, refused)
+
+
+def set_threads(count: int) -> None:
+    """How many CPU threads kernels may use, PyTorch's own included."""
+    torch.set_num_threads(count)
+    for module in _MODULES:
+        setter = getattr(importlib.import_module(f"penstock.ops.{module}"), "set_threads", None)
+        if setter is not None:
+            setter(count)

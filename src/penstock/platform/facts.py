@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import cache
 
+from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class DeviceFacts:
-    """One device. `flags` are the CPU's instruction sets as Linux names them, empty for a GPU."""
-
-    kind: str
-    """cpu | cuda"""
-    name: str
-    memory: int
-    """Bytes, all of it."""
-    cores: int
-    flags: frozenset[str] = frozenset()
-    capability: tuple[int, int] = (0, 0)
-    """CUDA compute capability."""
 
 
 @cache
@@ -76,6 +61,9 @@ def detect(device: str = "auto") -> DeviceFacts:
                           "install a CUDA build of torch and a driver, or use --device cpu")
     index = int(device.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():
-        raise ConfigError(f"device {device!r} was asked for, but there are only {torch.cuda.device_count()} GPUs (from cuda:0 on)")
+        raise ConfigError(f"device {device!r} was asked for, but the last GPU is cuda:{torch.cuda.device_count() - 1}")
     facts = torch.cuda.get_device_properties(index)
     return DeviceFacts("cuda", facts.name, facts.total_memory, os.cpu_count() or 1, frozenset(), (facts.major, facts.minor))
+
+
+__all__ = ["DeviceFacts", "available_memory", "detect"]

@@ -1,0 +1,112 @@
+"""From what a user said, the model and the device to what runs: every default and every conflict between options. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config.schema import EngineOptions
+from penstock.core.device import DeviceFacts
+from penstock.core.errors import ConfigError
+from penstock.core.layout import CacheLayout, lay_out
+from penstock.core.state import DTYPE_BYTES, StateSpec
+
+_GIB = 1 << 30
+_CPU_KV_SHARE = 0.5
+"""Of a computer's free memory, what the KV cache may take by default; it becomes resident only as it is used."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Resolved options: no Nones left."""
+
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page: int
+    depth: int
+    threads: int
+
+
+def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, facts: DeviceFacts) -> EngineConfig:
+    """Settles everything that does not depend on how much memory is left once the weights are there."""
+    gpu = facts.kind != "cpu"
+    dtype = checkpoint_dtype if options.dtype == "auto" else options.dtype
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype {dtype!r} is not supported; possible are {', '.join(DTYPE_BYTES)}")
+    length = options.max_model_len or max_positions
+    if not 2 <= length <= max_positions:
+        raise ConfigError(f"max_model_len is {length}, but this model handles 2 to {max_positions} tokens")
+    rows = _positive("max_num_seqs", options.max_num_seqs, 256 if gpu else 128)
+    budget = _positive("max_num_batched_tokens", options.max_num_batched_tokens, max(rows, 8192 if gpu else 512))
+    if budget < rows:
+        raise ConfigError(f"max_num_batched_tokens is {budget}, but each of max_num_seqs = {rows} sequences needs one token "
+                          f"a step; raise it to {rows} or lower max_num_seqs to {budget}")
+    if not 0 < options.gpu_memory_utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization is {options.gpu_memory_utilization}; it is a fraction above 0, at most 1")
+    if options.max_num_queued_reqs < 1:
+        raise ConfigError(f"max_num_queued_reqs is {options.max_num_queued_reqs}; it must be at least 1")
+    return EngineConfig(
+        dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
+        page=_positive("block_size", options.block_size, 16), depth=_positive("depth", options.depth, 2),
+        threads=_positive("threads", options.threads, facts.cores))
+
+
+def _positive(name: str, value: int | None, default: int) -> int:
+    value = default if value is None else value
+    if value < 1:
+        raise ConfigError(f"{name} is {value}; it must be at least 1")
+    return value
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What goes where, in bytes, and what fits."""
+
+    weight_bytes: int
+    step_bytes: int
+    layout: CacheLayout
+    kv_tokens: int
+    """Tokens of context that fit when sequences are as long as the model allows."""
+    max_model_len: int
+
+    def lines(self) -> list[str]:
+        """For the log and `penstock info`."""
+        return [
+            f"weights          {self.weight_bytes / _GIB:9.3f} GiB",
+            f"worst-case step  {self.step_bytes / _GIB:9.3f} GiB",
+            f"KV cache         {self.layout.nbytes / _GIB:9.3f} GiB: {self.kv_tokens:,} tokens in pages of {self.layout.page}",
+            f"longest request  {self.max_model_len:,} tokens, prompt and output together",
+        ]
+
+
+def plan_memory(options: EngineOptions, config: EngineConfig, states: list[StateSpec], weight_bytes: int, step_bytes: int,
+                free_bytes: int) -> MemoryPlan:
+    """Divides what is left after weights and the worst-case step. `free_bytes` is what the cache may take at most.
+
+    Raises ConfigError naming the longest context that fits, if the one that was asked for does not.
+    """
+    whole = lay_out(states, config.page, 0)
+    one = whole.slabs_for(config.max_model_len, config.max_num_batched_tokens) * whole.slab_bytes
+    asked = options.kv_cache_memory_bytes
+    if asked is not None and asked > free_bytes:
+        raise ConfigError(f"kv_cache_memory_bytes is {asked:,}, but only {free_bytes:,} bytes are free beside the weights "
+                          f"({weight_bytes:,}) and the worst-case step ({step_bytes:,})")
+    # One slab more for each group and sequence: partly used slabs are not shared between groups.
+    useful = (one + whole.slab_bytes * len(whole.groups)) * config.max_num_seqs
+    layout = lay_out(states, config.page, asked if asked is not None else max(0, min(useful, free_bytes)))
+    longest = layout.longest(config.max_num_batched_tokens) + 1 if layout.slabs else 0
+    if longest < config.max_model_len and (options.max_model_len is not None or longest < 2):
+        needed = one / _GIB
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, which needs {needed:.3f} GiB of KV cache, but "
+            f"{layout.nbytes / _GIB:.3f} GiB are available; the longest that fits is {longest} tokens"
+            + (f" (--max-model-len {longest})" if longest >= 2 else ": use a smaller model or dtype, or free memory"))
+    length = min(config.max_model_len, longest)
+    alone = max(1, layout.slabs_for(length, config.max_num_batched_tokens))
+    return MemoryPlan(weight_bytes, step_bytes, layout, layout.slabs * length // alone, length)
+
+
+def default_kv_share(facts: DeviceFacts, available: int) -> int:
+    """The most bytes that the cache takes of `available` when the user does not say."""
+    return available if facts.kind != "cpu" else int(available * _CPU_KV_SHARE)

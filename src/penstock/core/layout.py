@@ -1,0 +1,93 @@
+"""How the cache's byte arena is cut: groups of layers, pages, slabs. Pure arithmetic that both halves of the engine share.
+
+A group is the layers of equal retention. A page holds all layers of its group for a stretch of positions, so that any tier
+can move it in one copy. The arena is cut into equal slabs; a slab is lent to a group and carved into its pages, so groups of
+different page sizes trade memory with no fixed ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.core.state import Retention, StateSpec
+
+ALIGN = 64
+"""Bytes: a cache line, and a multiple of every vector load."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share pages. Sizes in bytes; `stride` is the distance between pages, constant across slabs."""
+
+    layers: tuple[int, ...]
+    keep: Retention
+    offsets: tuple[int, ...]
+    """Where each layer's entries begin within a page."""
+    page_bytes: int
+    per_slab: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """`page` positions to a page in every group; `slabs` slabs of `slab_bytes`."""
+
+    page: int
+    groups: tuple[Group, ...]
+    slab_bytes: int
+    slabs: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.slab_bytes * self.slabs
+
+    def pages_for(self, group: Group, length: int, chunk: int) -> int:
+        """The most pages of `group` that a sequence of `length` positions holds at once, computed `chunk` at a time."""
+        most = min(length, length - group.keep.needed(length)[0] + chunk)
+        # A stretch that starts inside a page touches one page more.
+        spill = 0 if most == length else 1
+        return min(-(-length // self.page), -(-most // self.page) + spill)
+
+    def slabs_for(self, length: int, chunk: int) -> int:
+        """Slabs that a sequence of `length` positions needs if it is alone."""
+        return sum(-(-self.pages_for(group, length, chunk) // group.per_slab) for group in self.groups)
+
+    def longest(self, chunk: int) -> int:
+        """The largest length for which one sequence alone fits."""
+        low, high = 0, 1
+        while self.slabs_for(high, chunk) <= self.slabs and high < 1 << 40:
+            low, high = high, high * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.slabs_for(middle, chunk) <= self.slabs:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def lay_out(states: Sequence[StateSpec], page: int, arena_bytes: int) -> CacheLayout:
+    """Groups the layers by retention and cuts `arena_bytes` into slabs; the result may have 0 slabs if it is too small."""
+    by_keep: dict[Retention, list[int]] = {}
+    for layer, state in enumerate(states):
+        by_keep.setdefault(state.keep, []).append(layer)
+    sizes: list[tuple[Retention, list[int], list[int], int]] = []
+    for keep, layers in by_keep.items():
+        offsets, at = [], 0
+        for layer in layers:
+            offsets.append(at)
+            at += _up(states[layer].nbytes * page, ALIGN)
+        sizes.append((keep, layers, offsets, at))
+    largest = max(size for *_, size in sizes)
+    counts = [largest // size for *_, size in sizes]
+    # Every slab divides evenly by each group's count, so page addresses have one stride through the whole arena.
+    slab = _up(largest, ALIGN * math.lcm(*counts))
+    groups = tuple(Group(tuple(layers), keep, tuple(offsets), size, count, slab // count)
+                   for (keep, layers, offsets, size), count in zip(sizes, counts, strict=True))
+    return CacheLayout(page, groups, slab, arena_bytes // slab)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,82 @@
+"""One continuation of one request and how far it has come. Phases are not stored: work left is `goal - planned`."""
+
+from __future__ import annotations
+
+from penstock.core.request import Request, Timings, TokenLogprobs
+
+
+class Sequence:
+    """Counts of positions: computed <= planned <= known + promised.
+
+    `known` tokens are on the host (`tokens`); `promised` ones will be sampled by plans in flight; `planned` positions are in
+    plans already made; `computed` positions are done. Owned by the scheduler; nobody else writes.
+    """
+
+    __slots__ = ("cached", "children", "computed", "done", "epoch", "flying", "index", "limit", "pages", "planned", "promised",
+                 "prompt_len", "request", "row", "scores", "scoring", "seed", "stops", "timings", "tokens")
+
+    def __init__(self, request: Request, index: int, seed: int, limit: int) -> None:
+        self.request = request
+        self.index = index
+        self.seed = seed
+        self.limit = limit
+        """Most tokens that may become known: prompt plus output."""
+        self.tokens: list[int] = list(request.prompt_ids)
+        self.prompt_len = len(self.tokens)
+        self.promised = 0
+        self.planned = 0
+        self.computed = 0
+        self.flying = 0
+        """Plans in flight with a segment of this sequence."""
+        self.epoch = 0
+        """Grows on preemption: what an older plan computed no longer counts, though the token it sampled does."""
+        self.row = -1
+        self.done = False
+        self.cached = 0
+        """Prompt tokens that the cache had at first admission."""
+        self.children: list[Sequence] = []
+        """The request's other sequences, until they are forked off at the end of the prompt."""
+        self.stops = set(request.params.stop_token_ids or ())
+        if not request.params.ignore_eos:
+            self.stops.update(request.eos_ids)
+        self.scoring = index == 0 and request.params.prompt_logprobs is not None
+        """Prompt log probabilities are still owed."""
+        self.scores: list[TokenLogprobs] = []
+        self.pages: list[PageRun] = []
+        """What the cache holds for it, a run for each group; empty before the first grow. Written by the cache alone."""
+        self.timings = Timings(arrival=request.arrival)
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def goal(self) -> int:
+        """Positions that should be computed so far. The last token of all is never fed back."""
+        return min(len(self.tokens) + self.promised, self.limit - 1)
+
+    @property
+    def work(self) -> int:
+        """Positions that could be planned now."""
+        return self.goal - self.planned
+
+    def restart(self) -> None:
+        """Forgets what was computed, as preemption does. Known tokens stay; what flies may still add one."""
+        self.epoch += 1
+        self.planned = self.computed = 0
+        self.row = -1
+        if self.scoring:
+            self.scores.clear()
+
+
+class PageRun:
+    """The pages of one cache group that a sequence holds: `ids[i]` covers positions [i * page, (i + 1) * page).
+
+    Entries below `first` were given back (behind a window) and are stale.
+    """
+
+    __slots__ = ("first", "ids")
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.first = 0

@@ -1,0 +1,116 @@
+"""The engine: scheduler, cache and a worker behind an executor, and the one loop that keeps `depth` plans in flight.
+
+Owned by one thread. It knows tokens, no text; `inputs` and `outputs` translate for those who do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+
+import torch
+
+from penstock import models
+from penstock.cache.manager import Cache
+from penstock.config.resolve import EngineConfig, MemoryPlan, default_kv_share, plan_memory, resolve
+from penstock.config.schema import EngineOptions
+from penstock.core.errors import RequestError
+from penstock.core.plan import StepResult
+from penstock.core.request import EngineInfo, EngineStats, Request, Update
+from penstock.engine.executor import Executor, Inline, Threaded
+from penstock.ops import registry
+from penstock.platform.facts import DeviceFacts, detect
+from penstock.scheduler.admission import Limits
+from penstock.scheduler.scheduler import Scheduler
+from penstock.worker import memory
+from penstock.worker.worker import Worker
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) while weights load."""
+
+
+class Engine:
+    """Takes requests, gives updates. `turn` is the loop's body; call it while `busy`."""
+
+    def __init__(self, options: EngineOptions, progress: Progress | None = None) -> None:
+        """Loads the model and plans memory. Raises ConfigError or ModelError saying what to change."""
+        self.options = options
+        facts = detect(options.device)
+        self.folder = models.resolve_folder(options.model, options.revision)
+        checkpoint = models.read_config(self.folder)
+        spec = models.describe(checkpoint)
+        self.config = resolve(options, spec.max_positions, models.dtype_of(self.folder, checkpoint), facts)
+        dtype = getattr(torch, self.config.dtype)
+        device = torch.device(facts.kind if ":" not in options.device else options.device)
+        self.kernels = registry.bind(facts, dtype, options.kernels)
+        registry.set_threads(self.config.threads)
+        model = models.load(self.folder, checkpoint, dtype=dtype, device=device, kernels=self.kernels,
+                            load_format=options.load_format, max_model_len=self.config.max_model_len, seed=options.seed,
+                            progress=progress)
+        self.memory = _plan_memory(options, self.config, model, dtype, device, facts)
+        self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device)
+        self.scheduler = Scheduler(Cache(self.memory.layout), Limits(
+            max_model_len=self.memory.max_model_len, max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
+            vocab_size=spec.vocab_size))
+        self.executor: Executor = Threaded(self.worker) if self.config.depth > 1 else Inline(self.worker)
+        self._flying: deque[Future[StepResult]] = deque()
+        self.info = EngineInfo(
+            model=options.model, architecture=spec.architecture, vocab_size=spec.vocab_size,
+            max_model_len=self.scheduler.admission.longest, max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens, page_size=self.config.page,
+            kv_tokens=self.memory.kv_tokens, pages_total=self.memory.layout.slabs, dtype=self.config.dtype, device=facts.name,
+            weight_bytes=self.memory.weight_bytes, step_bytes=self.memory.step_bytes, kv_bytes=self.memory.layout.nbytes,
+            kernels=self.kernels.table())
+
+    def submit(self, request: Request) -> None:
+        """Takes a request in. Raises RequestError if its parameters mean nothing, if it can never run, or if too many wait."""
+        request.params.check()
+        request.params.check_vocabulary(self.info.vocab_size)
+        if request.params.seed is None:
+            raise RequestError("the engine needs a seed; the frontend draws one", param="seed")
+        self.scheduler.add(request, time.time())
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """Ends requests by "id", or single sequences by "id/index". Unknown ones are ignored."""
+        self.scheduler.abort(ids, time.time())
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def turn(self) -> list[Update]:
+        """One turn of the loop: plan a step and hand it out, then take in results until fewer than `depth` plans fly."""
+        began = time.perf_counter()
+        plan = self.scheduler.plan(time.time())
+        self.scheduler.stats.plan_seconds += time.perf_counter() - began
+        if plan is not None:
+            self._flying.append(self.executor.submit(plan))
+        # Without a new plan there is nothing to overlap with; wait for what flies, one result at a time.
+        room = self.config.depth - 1 if plan is not None else max(0, len(self._flying) - 1)
+        while len(self._flying) > room:
+            result = self._flying.popleft().result()
+            began = time.perf_counter()
+            self.scheduler.apply(result, time.time())
+            self.scheduler.stats.plan_seconds += time.perf_counter() - began
+        return self.scheduler.take_updates()
+
+    def stats(self) -> EngineStats:
+        """Current figures."""
+        return self.scheduler.snapshot(time.time())
+
+    def close(self) -> None:
+        """Finishes the plans in flight and stops the worker. The engine cannot be used afterwards."""
+        self.executor.close()
+        self._flying.clear()
+
+
+def _plan_memory(options: EngineOptions, config: EngineConfig, model: models.Decoder, dtype: torch.dtype, device: torch.device,
+                 facts: DeviceFacts) -> MemoryPlan:
+    step = memory.step_bytes(model, config.max_num_batched_tokens, config.max_num_seqs, dtype)
+    free = max(0, memory.free_bytes(device, options.gpu_memory_utilization) - step)
+    if options.kv_cache_memory_bytes is None:
+        free = default_kv_share(facts, free)
+    return plan_memory(options, config, model.states, model.weight_bytes, step, free)

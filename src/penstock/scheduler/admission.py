@@ -1,0 +1,50 @@
+"""Which requests are refused at the door, because they could never run or because too many wait. Refusals say what would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.core.errors import RequestError
+from penstock.core.layout import CacheLayout
+from penstock.core.request import Request
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the scheduler may use. A chunk is never longer than `max_num_batched_tokens`."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued: int
+    vocab_size: int
+
+
+class Admission:
+    """Checks a request against the limits and the arena."""
+
+    def __init__(self, limits: Limits, layout: CacheLayout) -> None:
+        self.limits = limits
+        self.longest = min(limits.max_model_len, layout.longest(limits.max_num_batched_tokens) + 1)
+        """Prompt plus output that one request can have; the last token of all needs no cache entry."""
+
+    def check(self, request: Request, waiting: int) -> int:
+        """The most tokens, prompt included, that each of the request's sequences may have. Raises RequestError."""
+        prompt = len(request.prompt_ids)
+        if prompt == 0:
+            raise RequestError("the prompt has no tokens", param="prompt", code="invalid_value")
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.limits.vocab_size:
+            raise RequestError(f"the prompt names a token outside the vocabulary (0 to {self.limits.vocab_size - 1})",
+                               param="prompt", code="invalid_value")
+        if prompt >= self.longest:
+            raise RequestError(f"the prompt has {prompt} tokens; with one token of output the most is {self.longest - 1}",
+                               param="prompt", code="context_length_exceeded")
+        limit = prompt + (request.params.max_tokens or self.longest - prompt)
+        if limit > self.longest:
+            raise RequestError(f"the prompt has {prompt} tokens and max_tokens is {request.params.max_tokens}; at most "
+                               f"{self.longest} fit together, so max_tokens can be {self.longest - prompt}",
+                               param="max_tokens", code="context_length_exceeded")
+        if waiting + request.params.n > self.limits.max_queued:
+            raise RequestError(f"{waiting} requests are waiting and at most {self.limits.max_queued} may; try again later",
+                               code="queue_full", status=503)
+        return limit

@@ -1,0 +1,345 @@
+"""Which positions run now. `plan` decides a step, `apply` takes in what came of it; nothing else moves a sequence on.
+
+No phases: each running sequence has work left, and gets a segment of it. A decode is a sequence whose work is one position, a
+prefill one whose work is more; nobody asks which. Pages that run out are taken from the sequence that is last in the policy's
+order, which starts over later (preemption by recompute); the first in order can always go on, so there is no livelock.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.cache.manager import Cache
+from penstock.core.errors import RequestError
+from penstock.core.plan import NOT_FINITE, Enter, Logprobs, StepPlan, StepResult, Want
+from penstock.core.request import EngineStats, Request, TokenLogprobs, Update
+from penstock.core.sequence import Sequence
+from penstock.scheduler.admission import Admission, Limits
+from penstock.scheduler.policy import Policy, first_come
+
+_SAMPLE, _SCORE = int(Want.SAMPLE), int(Want.SCORE)
+_NOT_FINITE_ERROR = ("the model gave no usable next-token scores for this request (not a number, infinite, or every token is "
+                     "excluded by its parameters)")
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A plan being made or handed out: its segments, column by column, whose they are, and the epoch they were planned in."""
+
+    id: int
+    sequences: list[Sequence] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    wants: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns every sequence from `add` until its last update."""
+
+    def __init__(self, cache: Cache, limits: Limits, policy: Policy = first_come) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.policy = policy
+        self.admission = Admission(limits, cache.layout)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.flights: deque[_Flight] = deque()
+        self.stats = EngineStats(pages_total=cache.layout.slabs)
+        self._rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._leave: list[int] = []
+        self._enter: list[Enter] = []
+        self._news: list[Update] = []
+        self._requests: dict[str, dict[int, Sequence]] = {}
+        self._plans = 0
+
+    # -- requests in and out
+
+    def add(self, request: Request, now: float) -> None:
+        """Takes a request in, or raises RequestError if it can never run or the queue is full."""
+        if request.id in self._requests:
+            raise RequestError(f"a request with id {request.id!r} is running already; ids must be unique", param="request_id",
+                               code="duplicate_request_id")
+        limit = self.admission.check(request, len(self.waiting))
+        request.arrival = request.arrival or now
+        seed = request.params.seed or 0
+        parent, *children = (Sequence(request, i, (seed + i) & (2**64 - 1), limit) for i in range(request.params.n))
+        parent.children = children
+        self._requests[request.id] = dict(enumerate([parent, *children]))
+        self._wait(parent)
+
+    def abort(self, ids: Iterable[str], now: float) -> None:
+        """Ends requests ("id") or single sequences ("id/index"); unknown ones are ignored. Their rows and pages are free at
+        once."""
+        for name in ids:
+            request_id, _, index = name.rpartition("/")
+            if name in self._requests:
+                doomed = list(reversed(self._requests[name].values()))
+            else:
+                doomed = [s for s in self._requests.get(request_id, {}).values() if str(s.index) == index]
+            for sequence in doomed:
+                self._finish(sequence, Update(sequence.request.id, sequence.index, [], finish_reason="abort"), now)
+
+    @property
+    def busy(self) -> bool:
+        """Whether another turn of the loop has anything to do."""
+        return bool(self._requests or self.flights or self._news)
+
+    @property
+    def live(self) -> list[Sequence]:
+        """All sequences that are not done."""
+        return [sequence for sequences in self._requests.values() for sequence in sequences.values()]
+
+    # -- a step out
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute now (perhaps because it depends on what is in flight)."""
+        flight = _Flight(self._plans)
+        budget = self._plan_running(flight)
+        if budget is not None:
+            self._admit(flight, budget, now)
+        # Forks wait for the next plan: this one is only about to write the pages that they share.
+        for sequence in flight.sequences:
+            if sequence.children and sequence.planned >= sequence.prompt_len:
+                self._fork(sequence)
+        if not flight.sequences:
+            return None
+        self._plans += 1
+        edits, moves = self.cache.drain()
+        enter, self._enter = self._enter, []
+        leave, self._leave = self._leave, []
+        self.flights.append(flight)
+        return StepPlan(flight.id, enter, leave, edits, moves, np.array(flight.rows, np.int32),
+                        np.array(flight.starts, np.int32), np.array(flight.counts, np.int32), np.array(flight.wants, np.int32))
+
+    def _plan_running(self, flight: _Flight) -> int | None:
+        """Segments for the running sequences in order. Returns the token budget left, or None if one had to be preempted.
+
+        Every sequence is owed one position; what the budget has beyond that goes to the first in order.
+        """
+        running, budget, at, preempted = self.running, self.limits.max_num_batched_tokens, 0, False
+        while at < len(running):
+            sequence = running[at]
+            work = sequence.work
+            if work <= 0:
+                at += 1
+                continue
+            count = min(work, budget - (len(running) - at - 1))
+            if count < work and count < 1:
+                count = 1
+            while not self.cache.grow(sequence, sequence.planned + count):
+                preempted = True
+                if self._shed_waiting():
+                    continue
+                victim = running[-1]
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+            else:
+                self._segment(flight, sequence, count)
+                budget -= count
+                at += 1
+        return None if preempted else budget
+
+    def _admit(self, flight: _Flight, budget: int, now: float) -> None:
+        """Waiting sequences take rows in the policy's order, as long as their whole known context has room now."""
+        at = 0
+        while at < len(self.waiting) and self._rows and budget > 0:
+            sequence = self.waiting[at]
+            if sequence.flying:
+                # Preempted with a token still to come; the worker must be told all tokens when it enters again.
+                at += 1
+                continue
+            sequence.planned = sequence.computed = self.cache.match(sequence)
+            count = min(sequence.work, budget)
+            if self.running and not self.cache.has_room(sequence, sequence.goal):
+                break
+            sequence.row = self._rows[-1]
+            held = bool(sequence.pages)
+            if not self.cache.grow(sequence, sequence.planned + count):
+                sequence.row = -1
+                if not self.running and self._shed_waiting():
+                    continue
+                break
+            if held:
+                self.cache.enter(sequence)
+            self._rows.pop()
+            del self.waiting[at]
+            bisect.insort(self.running, sequence, key=self.policy)
+            params = sequence.request.params
+            banned = sorted(sequence.stops) if params.min_tokens else []
+            self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned))
+            if not sequence.timings.first_scheduled:
+                sequence.timings.first_scheduled = now
+                sequence.cached = sequence.planned
+                self.stats.prompt_tokens += sequence.prompt_len
+                self.stats.cached_tokens += sequence.cached
+            self._segment(flight, sequence, count)
+            budget -= count
+
+    def _segment(self, flight: _Flight, sequence: Sequence, count: int) -> None:
+        start, want = sequence.planned, 0
+        sequence.planned = end = start + count
+        if end == len(sequence.tokens) + sequence.promised:
+            want = _SAMPLE
+            sequence.promised += 1
+        if sequence.scoring and start < sequence.prompt_len:
+            want |= _SCORE
+        sequence.flying += 1
+        flight.sequences.append(sequence)
+        flight.epochs.append(sequence.epoch)
+        flight.rows.append(sequence.row)
+        flight.starts.append(start)
+        flight.counts.append(count)
+        flight.wants.append(want)
+
+    def _fork(self, parent: Sequence) -> None:
+        """The request's other sequences share the pages of its prompt, and compute only the prompt's last position again."""
+        upto = parent.prompt_len - 1
+        for child in parent.children:
+            self.cache.fork(parent, child, upto)
+            child.planned = child.computed = upto
+            self._wait(child)
+        parent.children = []
+
+    def _wait(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=self.policy)
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.running.remove(victim)
+        self._give_row(victim)
+        self.cache.release(victim)
+        victim.restart()
+        victim.timings.preemptions += 1
+        self.stats.preemptions += 1
+        self._wait(victim)
+
+    def _shed_waiting(self) -> bool:
+        """Takes the pages of a forked sequence that still waits, the last in order; it will compute its prompt itself."""
+        for sequence in reversed(self.waiting):
+            if sequence.pages:
+                self.cache.release(sequence)
+                sequence.planned = sequence.computed = 0
+                return True
+        return False
+
+    def _give_row(self, sequence: Sequence) -> None:
+        if sequence.row >= 0:
+            self._rows.append(sequence.row)
+            self._leave.append(sequence.row)
+            sequence.row = -1
+
+    # -- what came of a step
+
+    def apply(self, result: StepResult, now: float) -> None:
+        """Takes in the result of the oldest plan in flight; the news for its sequences wait in `take_updates`."""
+        flight = self.flights.popleft()
+        assert flight.id == result.id, (flight.id, result.id)
+        tokens = result.tokens.tolist()
+        params = [sequence.request.params for sequence in flight.sequences]
+        logprobs = _lines_by_segment(result.logprobs, [p.logprobs for p in params])
+        scores = _lines_by_segment(result.scores, [p.prompt_logprobs for p in params])
+        for i, sequence in enumerate(flight.sequences):
+            sequence.flying -= 1
+            if sequence.done:
+                continue
+            want = flight.wants[i]
+            if flight.epochs[i] == sequence.epoch:
+                sequence.computed += flight.counts[i]
+                self.cache.settle(sequence)
+                if want & _SCORE:
+                    sequence.scores += scores.get(i, ())
+            if want & _SAMPLE:
+                sequence.promised -= 1
+                self._take_token(sequence, tokens[i], logprobs.get(i), now)
+        self.stats.steps += 1
+        self.stats.worker_seconds += result.seconds
+        self.stats.kernel_seconds += result.kernel_seconds
+
+    def _take_token(self, sequence: Sequence, token: int, logprobs: list[TokenLogprobs] | None, now: float) -> None:
+        request = sequence.request
+        if token == NOT_FINITE:
+            self._finish(sequence, Update(request.id, sequence.index, [], finish_reason="error", error=_NOT_FINITE_ERROR), now)
+            return
+        sequence.tokens.append(token)
+        self.stats.generation_tokens += 1
+        update = Update(request.id, sequence.index, [token], logprobs=logprobs)
+        if sequence.scoring and sequence.computed >= sequence.prompt_len:
+            update.prompt_logprobs, sequence.scoring = sequence.scores, False
+        if not sequence.timings.first_token:
+            sequence.timings.first_token = now
+            update.cached_tokens = sequence.cached
+        if token in sequence.stops:
+            update.finish_reason = "stop"
+            update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
+        elif len(sequence.tokens) >= sequence.limit:
+            update.finish_reason = "length"
+        if update.finish_reason:
+            self._finish(sequence, update, now)
+        else:
+            self._news.append(update)
+
+    def _finish(self, sequence: Sequence, update: Update, now: float) -> None:
+        """The end of a sequence, for whatever reason: row and pages are free, its last update is on its way."""
+        sequence.done = True
+        siblings = self._requests[sequence.request.id]
+        del siblings[sequence.index]
+        if not siblings:
+            del self._requests[sequence.request.id]
+        if sequence.row >= 0:
+            self.running.remove(sequence)
+            self._give_row(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif siblings and 0 in siblings and sequence in siblings[0].children:
+            siblings[0].children.remove(sequence)
+        self.cache.release(sequence)
+        for child in sequence.children:
+            self._wait(child)
+        sequence.children = []
+        sequence.timings.finished = now
+        update.timings = sequence.timings
+        self._news.append(update)
+
+    def take_updates(self) -> list[Update]:
+        """The news since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def snapshot(self, now: float) -> EngineStats:
+        """Current figures; the same object every time."""
+        stats = self.stats
+        stats.time = now
+        stats.running, stats.waiting, stats.flying = len(self.running), len(self.waiting), len(self.flights)
+        stats.pages_used, stats.kv_usage = self.cache.pools.slabs_used, self.cache.usage
+        return stats
+
+    def check(self) -> None:
+        """Asserts every invariant; for tests."""
+        live = self.live
+        self.cache.check(live)
+        rows = [sequence.row for sequence in self.running]
+        assert sorted(rows + self._rows) == list(range(self.limits.max_num_seqs)), "a row is lost or owned twice"
+        assert len(self.running) + len(self.waiting) + sum(len(s.children) for s in live) == len(live), "a sequence is lost"
+        for sequence in live:
+            assert sequence.computed <= sequence.planned <= sequence.known + sequence.promised
+            assert sequence.known <= sequence.limit
+            assert (sequence.row >= 0) == (sequence in self.running)
+
+
+def _lines_by_segment(lines: Logprobs | None, tops: list[int | None]) -> dict[int, list[TokenLogprobs]]:
+    """A step's log probabilities as lists for each segment, in order of position, with as many alternatives as it asked for."""
+    found: dict[int, list[TokenLogprobs]] = {}
+    if lines is None:
+        return found
+    columns = zip(lines.segments.tolist(), lines.ids.tolist(), lines.values.tolist(), lines.ranks.tolist(), strict=True)
+    for segment, ids, values, ranks in columns:
+        width = 1 + (tops[segment] or 0)
+        found.setdefault(segment, []).append(TokenLogprobs(ids[:width], values[:width], ranks[:width]))
+    return found

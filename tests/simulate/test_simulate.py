@@ -1,0 +1,172 @@
+"""Thousands of random workloads through scheduler and cache against a fake worker, every invariant checked after every step."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from penstock.cache.manager import Cache
+from penstock.core.errors import RequestError
+from penstock.core.layout import lay_out
+from penstock.core.request import Request, Update
+from penstock.core.sampling import SamplingParams
+from penstock.core.state import Everything, Field, Retention, StateSpec, Window
+from penstock.scheduler.admission import Limits
+from penstock.scheduler.scheduler import Scheduler
+from tests.simulate.fake import VOCABULARY, FakeWorker, expected
+
+WORKLOADS = 2400
+SHARDS = 8
+
+
+def _states(rng: random.Random) -> list[StateSpec]:
+    """One to three kinds of layers of different sizes."""
+    keeps: list[Retention] = [Everything()] if rng.random() < 0.85 else []
+    if rng.random() < 0.6 or not keeps:
+        keeps.append(Window(rng.choice([1, 2, 3, 5, 8, 17])))
+    if rng.random() < 0.2:
+        keeps.append(Window(rng.choice([4, 30])))
+    layers = []
+    for keep in keeps:
+        size = rng.choice([8, 8, 16, 24])
+        layers += [StateSpec((Field("k", (1, size), "float32"), Field("v", (1, size), "float32")), keep)] * rng.randint(1, 3)
+    return layers
+
+
+class Run:
+    """One workload from its seed."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        states = _states(rng)
+        page = rng.choice([1, 2, 3, 4, 8, 16])
+        slab = lay_out(states, page, 0).slab_bytes
+        layout = lay_out(states, page, slab * rng.choice([5, 8, 12, 16, 24, 60]))
+        self.keeps = [group.keep for group in layout.groups]
+        rows = rng.choice([1, 2, 3, 5, 9])
+        length = rng.choice([12, 40, 80])
+        self.limits = Limits(length, rows, rng.choice([rows, rows + 1, rows + 5, 64]), rng.choice([6, 1000]), VOCABULARY)
+        self.scheduler = Scheduler(Cache(layout), self.limits)
+        self.worker = FakeWorker(layout, rows, length)
+        self.depth = rng.choice([1, 2, 2, 3])
+        self.flying: deque[object] = deque()
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.ends: dict[tuple[str, int], Update] = {}
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+        self.now = 1.0
+
+    def submit(self, number: int) -> None:
+        rng = self.rng
+        prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, rng.choice([6, self.limits.max_model_len])))]
+        params = SamplingParams(n=rng.choice([1, 1, 1, 2, 4]), max_tokens=rng.choice([None, 1, 2, 12, 30]),
+                                seed=rng.randrange(1000),
+                                stop_token_ids=[3] if rng.random() < 0.3 else None,
+                                prompt_logprobs=0 if rng.random() < 0.1 else None)
+        request = Request(f"r{number}", prompt, params, priority=rng.choice([0, 0, 1]))
+        try:
+            self.scheduler.add(request, self.now)
+        except RequestError:
+            return
+        self.requests[request.id] = request
+
+    def abort(self) -> None:
+        live = self.scheduler.live
+        if live:
+            victim = self.rng.choice(live)
+            whole = self.rng.random() < 0.5
+            name = victim.request.id if whole else f"{victim.request.id}/{victim.index}"
+            self.aborted.add(name)
+            self.scheduler.abort([name, "nobody"], self.now)
+            gone = [s for s in self.scheduler.live if s.request.id == name or f"{s.request.id}/{s.index}" == name]
+            assert not gone
+
+    def turn(self) -> None:
+        self.now += 1
+        plan = self.scheduler.plan(self.now)
+        if plan is not None:
+            assert int(plan.counts.sum()) <= self.limits.max_num_batched_tokens
+            assert len(set(plan.rows.tolist())) == len(plan.rows), "a row has two segments"
+            self.flying.append(self.worker.run(plan))
+        else:
+            assert self.flying or not self.scheduler.live, "nothing runs though there is work: a livelock"
+        self.scheduler.check()
+        room = self.depth - 1 if plan is not None else max(0, len(self.flying) - 1)
+        while len(self.flying) > room:
+            self.scheduler.apply(self.flying.popleft(), self.now)
+            self.scheduler.check()
+        for update in self.scheduler.take_updates():
+            key = (update.request_id, update.index)
+            assert key not in self.ends, "news after the end"
+            self.outputs.setdefault(key, []).extend(update.token_ids)
+            if update.prompt_logprobs is not None:
+                prompt = self.requests[update.request_id].prompt_ids
+                assert [line.ids[0] for line in update.prompt_logprobs][:len(prompt) - 1] == list(range(1, len(prompt)))
+            if update.finish_reason:
+                self.ends[key] = update
+
+    def go(self) -> None:
+        rng, number = self.rng, 0
+        for _ in range(rng.randint(1, 12)):
+            for _ in range(rng.choice([0, 1, 3, 8])):
+                self.submit(number)
+                number += 1
+            for _ in range(rng.randint(1, 6)):
+                if self.scheduler.busy:
+                    self.turn()
+            if rng.random() < 0.2:
+                self.abort()
+        turns = 0
+        while self.scheduler.busy:
+            self.turn()
+            turns += 1
+            assert turns < 20_000, "does not end"
+        self.judge()
+
+    def judge(self) -> None:
+        assert self.scheduler.cache.pools.slabs_used == 0
+        for request in self.requests.values():
+            for index in range(request.params.n):
+                got, end = self.outputs.get((request.id, index), []), self.ends[(request.id, index)]
+                want = expected(request.prompt_ids, self.keeps, (request.params.seed or 0) + index, len(got))
+                assert got == want, (request.id, index, got, want)
+                assert end.finish_reason in ("stop", "length", "abort")
+                if end.finish_reason == "abort":
+                    assert {request.id, f"{request.id}/{index}"} & self.aborted
+                elif end.finish_reason == "stop":
+                    assert got[-1] == 3 and request.params.stop_token_ids
+                else:
+                    assert len(got) == (request.params.max_tokens or self.scheduler.admission.longest - len(request.prompt_ids))
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_workloads(shard: int) -> None:
+    preemptions = 0
+    for seed in range(shard * WORKLOADS // SHARDS, (shard + 1) * WORKLOADS // SHARDS):
+        run = Run(seed)
+        try:
+            run.go()
+        except AssertionError as error:
+            raise AssertionError(f"workload {seed}: {error}") from error
+        preemptions += run.scheduler.stats.preemptions
+    assert preemptions > 100, "the workloads do not strain the cache"
+
+
+def test_no_row_is_lost_when_a_fork_waits_for_rows() -> None:
+    """n larger than the rows: the forks take turns."""
+    states = [StateSpec((Field("k", (1, 8), "float32"),), Everything())]
+    layout = lay_out(states, 4, lay_out(states, 4, 0).slab_bytes * 20)
+    scheduler = Scheduler(Cache(layout), Limits(40, 2, 8, 100, VOCABULARY))
+    worker = FakeWorker(layout, 2, 40)
+    scheduler.add(Request("a", [1, 2, 3, 4, 5, 6], SamplingParams(n=7, max_tokens=5, seed=5)), 0.0)
+    got: dict[int, list[int]] = {}
+    while scheduler.busy:
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        scheduler.apply(worker.run(plan), 0.0)
+        scheduler.check()
+        for update in scheduler.take_updates():
+            got.setdefault(update.index, []).extend(update.token_ids)
+    assert got == {i: expected([1, 2, 3, 4, 5, 6], [Everything()], 5 + i, 5) for i in range(7)}
