@@ -6,26 +6,28 @@
 # Serving needs the runtime dependencies alone; test, lint and bench take the dev extra as well.
 
 VENV ?= .venv
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+PYTHON ?=
 BIN := $(VENV)/bin
 SERVING := $(VENV)/.ready-to-serve
 DEVELOPING := $(VENV)/.ready-to-develop
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint bench clean
+.PHONY: help setup serve test lint bench clean model-is-named
 
 help:
 	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
 
 setup: $(DEVELOPING)
 
-serve: $(SERVING)
+serve: model-is-named $(SERVING)
+	exec $(BIN)/penstock serve "$(MODEL)" $(ARGS)
+
+model-is-named:
 	@if [ -z "$(MODEL)" ]; then \
 	  echo 'make serve: say which model: make serve MODEL=/path/to/a/hugging-face/folder (or a hub id such as Qwen/Qwen3-0.6B)' >&2; \
 	  echo '            further flags go into ARGS, for example ARGS="--port 8001 --max-model-len 4K"' >&2; \
 	  exit 2; \
 	fi
-	$(BIN)/penstock serve "$(MODEL)" $(ARGS)
 
 test: $(DEVELOPING)
 	$(BIN)/python -m pytest $(ARGS)
