@@ -28,7 +28,8 @@ def reference() -> Kernels:
 def open_model(folder: Path, *, max_model_len: int = 256, dtype: torch.dtype = torch.float32,
                kernels: Kernels | None = None) -> Decoder:
     """The model in `folder`, through the real loader."""
-    return load(folder, read_config(folder), dtype=dtype, device=CPU, kernels=kernels or reference(), max_model_len=max_model_len)
+    return load(folder, read_config(folder), dtype=dtype, device=CPU, kernels=kernels or reference(),
+                max_model_len=max_model_len)
 
 
 @dataclass
@@ -52,8 +53,9 @@ class Runner:
         self.tables = [torch.randperm(self.rows * columns, generator=generator).view(self.rows, columns).int() for _ in keeps]
         views = []
         for state in self.decoder.states:
-            k, v = (torch.full((self.rows * columns, f.shape[0], self.page, f.shape[1]), float("nan"), dtype=getattr(torch, f.dtype))
-                    for f in state.fields)
+            shape = (self.rows * columns, state.fields[0].shape[0], self.page, state.fields[0].shape[1])
+            dtype = getattr(torch, state.fields[0].dtype)
+            k, v = torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype)
             views.append(KVView(keeps.index(state.keep), k, v))
         self.keeps = keeps
         self.decoder.attach(views)

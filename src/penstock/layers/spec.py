@@ -98,7 +98,7 @@ class QueryKeyNorm:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal attention with grouped queries. `window` 0 sees everything; `softcap` 0 caps nothing; `rope` None rotates nothing."""
+    """Causal attention with grouped queries. `window` 0 sees all, `softcap` 0 caps nothing, `rope` None turns nothing."""
 
     width: int
     heads: int
@@ -134,7 +134,8 @@ class AttentionSpec:
     def state(self, dtype: str) -> StateSpec:
         """What this layer remembers of each position."""
         shape = (self.kv_heads, self.head_size)
-        return StateSpec((Field("k", shape, dtype), Field("v", shape, dtype)), Window(self.window) if self.window else Everything())
+        keep = Window(self.window) if self.window else Everything()
+        return StateSpec((Field("k", shape, dtype), Field("v", shape, dtype)), keep)
 
 
 @dataclass(frozen=True)

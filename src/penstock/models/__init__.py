@@ -22,8 +22,8 @@ from penstock.models.registry import describe, family_of, registry
 from penstock.models.weights import Progress
 from penstock.ops.registry import Kernels
 
-__all__ = ["Decoder", "ModelSpec", "describe", "dtype_of", "eos_ids", "load", "read_config", "read_generation_config", "registry",
-           "resolve_folder"]
+__all__ = ["Decoder", "ModelSpec", "describe", "dtype_of", "eos_ids", "load", "read_config", "read_generation_config",
+           "registry", "resolve_folder"]
 
 
 def dtype_of(folder: Path | None, config: Mapping[str, Any]) -> str:

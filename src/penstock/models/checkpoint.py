@@ -142,7 +142,7 @@ class Checkpoint:
             wrong = [f"{name} in {file}" for name, file in sorted(_index(folder).items())
                      if name not in self.tensors or self.tensors[name].file.name != file]
             if wrong:
-                raise ModelError(f"{folder / INDEX} does not fit its files, which lack: {'; '.join(wrong)}; download them again")
+                raise ModelError(f"{folder / INDEX} does not fit its files, which lack {'; '.join(wrong)}; download them again")
         self._maps: dict[Path, mmap.mmap] = {}
 
     @contextmanager

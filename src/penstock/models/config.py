@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing; a model folder needs it (is {path.parent} a Hugging Face model folder?)") from None
+        raise ModelError(f"{path} is missing; a model folder needs it (is {path.parent} one?)") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}; download it again") from None
     if not isinstance(value, dict):
@@ -86,6 +86,16 @@ class Config:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise self.wrong(name, "a number above 0")
         return float(value)
+
+    def nullable_integer(self, name: str, default: int) -> int:
+        """0 if the config says null, `default` if it says nothing."""
+        return 0 if name in self.given and self.given[name] is None else self.integer(name, default, least=min(default, 1))
+
+    def nullable_number(self, name: str, default: float) -> float:
+        """0.0 if the config says null, `default` if it says nothing."""
+        if name in self.given and self.given[name] is None:
+            return 0.0
+        return self.number(name, default) if name in self.values else default
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name, default)
@@ -148,7 +158,8 @@ def rope(config: Config, head_size: int, *, layer_type: str | None = None, theta
     allowed, make = _SCALINGS[kind]
     unknown = sorted(set(where.values) - set(allowed) - _ROPE_COMMON)
     if unknown:
-        raise ModelError(f"config.json: rope scaling {kind!r} with {', '.join(unknown)}; what is understood is {', '.join(allowed)}")
+        raise ModelError(f"config.json: rope scaling {kind!r} with {', '.join(unknown)}; what is understood with it is "
+                         f"{', '.join(allowed)}")
     return RopeSpec(where.number("rope_theta"), dim, make(where, config, dim))
 
 

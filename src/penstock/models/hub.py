@@ -27,7 +27,7 @@ def resolve_folder(model: str, revision: str | None = None) -> Path:
     if path.exists():
         raise ModelError(f"{model} is a file; Penstock needs the model's folder, with config.json and *.safetensors in it")
     if not _HUB_ID.fullmatch(model):
-        raise ModelError(f"there is no folder {path.absolute()}. Give the folder of a model (with config.json and *.safetensors), "
+        raise ModelError(f"there is no folder {path.absolute()}. Give a model's folder (with config.json and *.safetensors) "
                          "or a hub id such as Qwen/Qwen3-0.6B")
     return _download(model, revision)
 
@@ -38,22 +38,22 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     named = model + (f" at revision {revision}" if revision else "")
-    here = f"there is no folder {Path(model).absolute()}"
+    here, cache = f"there is no folder {Path(model).absolute()}", f"the hub cache ({constants.HF_HUB_CACHE})"
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=FILES, ignore_patterns=SKIPPED))
     except HFValidationError as error:
         raise ModelError(f"{here}, and {model!r} is not a hub id: {error}") from None
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE:
-            raise ModelError(f"{here}, and HF_HUB_OFFLINE is set while {named} is not in the hub cache ({constants.HF_HUB_CACHE}). "
-                             f"Unset it, or run on a machine with a network: hf download {model}, and copy the folder") from None
-        raise ModelError(f"{here}, and {named} could be neither found in the hub cache ({constants.HF_HUB_CACHE}) nor downloaded: "
-                         f"{_first_line(error)}. Check the network, or give the path of a local folder") from None
+            raise ModelError(f"{here}, and HF_HUB_OFFLINE is set while {named} is not in {cache}. Unset it, or download on a "
+                             f"machine with a network (hf download {model}) and copy the folder") from None
+        raise ModelError(f"{here}, and {named} is neither in {cache} nor could it be downloaded: {_first_line(error)}. Check "
+                         "the network, or give the path of a local folder") from None
     except HfHubHTTPError as error:
-        raise ModelError(f"{here}, and the hub does not give {named}: {_first_line(error)}. Check its spelling; a gated or private "
-                         "model needs its terms accepted and HF_TOKEN set") from None
+        raise ModelError(f"{here}, and the hub does not give {named}: {_first_line(error)}. Check its spelling; a gated or "
+                         "private model needs its terms accepted and HF_TOKEN set") from None
     except OSError as error:
-        raise ModelError(f"{here}, and downloading {named} failed: {_first_line(error)}. Check the network and the disk") from None
+        raise ModelError(f"{here}, and downloading {named} failed: {_first_line(error)}. Check the network and disk") from None
 
 
 def _first_line(error: Exception) -> str:

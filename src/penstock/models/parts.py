@@ -33,14 +33,15 @@ def rms_norm(config: Config, offset: float = 0.0) -> RMSNormSpec:
 
 
 def attention(config: Config, *, rope: RopeSpec | None, window: int = 0, scale: float | None = None, softcap: float = 0.0,
-              norm: QueryKeyNorm | None = None, bias: bool = False, output_bias: bool = False) -> AttentionSpec:
-    """By `num_attention_heads`, `num_key_value_heads`, `head_dim`; the scale is 1 / sqrt(head size) unless given."""
+              norm: QueryKeyNorm | None = None, bias: bool = False, output_bias: bool | None = None) -> AttentionSpec:
+    """By `num_attention_heads`, `num_key_value_heads`, `head_dim`. Unless given, the scale is 1 / sqrt(head size) and the
+    output has a bias if the rest has."""
     heads, size = config.integer("num_attention_heads"), head_size(config)
     kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     return AttentionSpec(config.integer("hidden_size"), heads, kv_heads, size, size**-0.5 if scale is None else scale, rope,
-                         window, softcap, norm, bias, output_bias)
+                         window, softcap, norm, bias, bias if output_bias is None else output_bias)
 
 
 def gated_mlp(config: Config, *, activation: str = "hidden_act", bias: bool = False) -> MLPSpec:
@@ -60,7 +61,6 @@ def decoder(config: Config, blocks: Iterable[BlockSpec], norm: NormSpec, *, embe
 
     The context length is what the rope scaling makes of `max_position_embeddings`, unless given.
     """
-    config.absent("quantization_config")
     blocks = tuple(blocks)
     if max_positions is None:
         ropes = [block.attention.rope for block in blocks if block.attention.rope is not None]

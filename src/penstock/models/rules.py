@@ -1,7 +1,7 @@
 """Checkpoint names to parameters, as data. A family lists rules; what they mean is decided here, once.
 
-In a pattern `#` is a layer's number, `*` one name between dots, `[text]` is optional and has no meaning of its own. The first
-rule that matches a name decides.
+In a pattern `#` is a layer's number, `*` one name between dots, `**` any rest, and `[text]` is optional and means nothing.
+The first rule that matches a name decides.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Rule:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        text = re.escape(self.source).replace(r"\[", "(?:").replace(r"\]", ")?")
-        return re.compile(text.replace(r"\#", "(?P<layer>[0-9]+)", 1).replace(r"\*", r"(?P<name>[^.]+)", 1).replace(r"\*", "[^.]+"))
+        text = re.escape(self.source).replace(r"\[", "(?:").replace(r"\]", ")?").replace(r"\*\*", ".+")
+        return re.compile(text.replace(r"\#", "(?P<layer>[0-9]+)").replace(r"\*", "(?P<name>[^.]+)"))
 
     def match(self, name: str) -> str | None:
         """The target that a checkpoint's name stands for ("" if it is to be ignored), or None if the rule is not about it."""

@@ -14,6 +14,6 @@ RULES = rules.LLAMA
 
 def spec(config: Config) -> ModelSpec:
     norm, bias = parts.rms_norm(config), config.flag("attention_bias", False)
-    attention = parts.attention(config, rope=rope(config, parts.head_size(config)), bias=bias, output_bias=bias)
+    attention = parts.attention(config, rope=rope(config, parts.head_size(config)), bias=bias)
     mlp = parts.gated_mlp(config, bias=config.flag("mlp_bias", False))
     return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm)

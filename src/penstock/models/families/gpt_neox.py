@@ -1,0 +1,42 @@
+"""GPT-NeoX and Pythia: attention and feed-forward side by side, partial rotation, LayerNorms and biases throughout."""
+
+from __future__ import annotations
+
+from penstock.layers.spec import AttentionSpec, BlockSpec, BranchSpec, LayerNormSpec, MLPSpec, ModelSpec
+from penstock.models import parts
+from penstock.models.config import ACTIVATIONS, Config, rope
+from penstock.models.rules import Rule, interleaved
+
+ARCHITECTURES = ("GPTNeoXForCausalLM",)
+MODEL_TYPES = ("gpt_neox",)
+DEFAULTS = {"hidden_act": "gelu", "max_position_embeddings": 2048}
+RULES = (
+    Rule("[gpt_neox.]embed_in.weight", "embedding.weight"),
+    Rule("[gpt_neox.]layers.#.input_layernorm.*", "blocks.#.attention.pre.*"),
+    Rule("[gpt_neox.]layers.#.attention.query_key_value.*", "blocks.#.attention.qkv.*", interleaved),
+    Rule("[gpt_neox.]layers.#.attention.dense.*", "blocks.#.attention.o.*"),
+    Rule("[gpt_neox.]layers.#.post_attention_layernorm.*", "blocks.#.mlp.pre.*"),
+    Rule("[gpt_neox.]layers.#.mlp.dense_h_to_4h.*", "blocks.#.mlp.up.*"),
+    Rule("[gpt_neox.]layers.#.mlp.dense_4h_to_h.*", "blocks.#.mlp.down.*"),
+    Rule("[gpt_neox.]final_layer_norm.*", "norm.*"),
+    Rule("embed_out.weight", "head.weight"),
+    Rule("lm_head.weight", "head.weight"),
+    Rule("[gpt_neox.]layers.#.attention.bias", None),
+    Rule("[gpt_neox.]layers.#.attention.masked_bias", None),
+    Rule("[gpt_neox.]layers.#.attention.rotary_emb.inv_freq", None),
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if width % heads:
+        raise config.wrong("hidden_size", f"a multiple of num_attention_heads ({heads})")
+    size, bias = width // heads, config.flag("attention_bias", True)
+    norm = LayerNormSpec(config.number("layer_norm_eps", 1e-5))
+    turn = rope(config, size, theta=config.number("rotary_emb_base", 10000.0), fraction=config.number("rotary_pct", 0.25))
+    attention = BranchSpec(AttentionSpec(width, heads, heads, size, size**-0.5, turn, bias=bias, output_bias=bias), pre=norm)
+    mlp = BranchSpec(MLPSpec(width, config.integer("intermediate_size"), config.choice("hidden_act", ACTIVATIONS), gated=False,
+                             bias=True), pre=norm)
+    parallel = config.flag("use_parallel_residual", True)
+    block = BlockSpec(((attention, mlp),) if parallel else ((attention,), (mlp,)))
+    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm)

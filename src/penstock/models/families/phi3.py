@@ -1,0 +1,30 @@
+"""Phi-3 (mini, medium) and Phi-4 (mini and the 14B): Llama with merged matrices, partial rotation and LongRoPE."""
+
+from __future__ import annotations
+
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import Config, rope
+from penstock.models.rules import Rule
+
+ARCHITECTURES = ("Phi3ForCausalLM",)
+MODEL_TYPES = ("phi3",)
+DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5}
+RULES = (
+    *rules.EMBEDDING,
+    *rules.PRE_NORMS,
+    Rule("model.layers.#.self_attn.qkv_proj.weight", "blocks.#.attention.qkv.weight"),
+    Rule("model.layers.#.self_attn.o_proj.weight", "blocks.#.attention.o.weight"),
+    Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None),
+    Rule("model.layers.#.mlp.gate_up_proj.weight", "blocks.#.mlp.gate_up.weight"),
+    Rule("model.layers.#.mlp.down_proj.weight", "blocks.#.mlp.down.weight"),
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    config.absent("attention_bias")
+    norm, mlp = parts.rms_norm(config), parts.gated_mlp(config)
+    turn = rope(config, parts.head_size(config), aliases={"su": "longrope", "yarn": "longrope"})
+    attention = parts.attention(config, rope=turn, window=config.nullable_integer("sliding_window", 0))
+    return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm)

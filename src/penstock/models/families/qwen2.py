@@ -1,0 +1,30 @@
+"""Qwen2 and Qwen2.5: biases on queries, keys and values, and perhaps sliding windows in the upper layers."""
+
+from __future__ import annotations
+
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import Config, rope
+
+ARCHITECTURES = ("Qwen2ForCausalLM",)
+MODEL_TYPES = ("qwen2",)
+DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 32768}
+RULES = rules.LLAMA
+
+
+def upper_windows(config: Config) -> list[int]:
+    """Each layer's window: from `max_window_layers` on, if `use_sliding_window`."""
+    slides, first = config.flag("use_sliding_window", False), config.integer("max_window_layers", 28, least=0)
+    width = config.nullable_integer("sliding_window", 4096) if slides else 0
+    return config.windows(config.integer("num_hidden_layers"), lambda layer: layer >= first, width)
+
+
+def spec(config: Config) -> ModelSpec:
+    config.absent("dual_chunk_attention_config")
+    norm, mlp = parts.rms_norm(config), parts.gated_mlp(config)
+    turn = rope(config, parts.head_size(config))
+    blocks = []
+    for window in upper_windows(config):
+        attention = parts.attention(config, rope=turn, window=window, bias=True, output_bias=False)
+        blocks.append(parts.pre_norm_block(attention, mlp, norm))
+    return parts.decoder(config, blocks, norm)

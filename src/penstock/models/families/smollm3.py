@@ -1,0 +1,28 @@
+"""SmolLM3: Llama in which every fourth layer rotates nothing (NoPE)."""
+
+from __future__ import annotations
+
+from penstock.layers.spec import HeadSpec, ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import Config, rope
+
+ARCHITECTURES = ("SmolLM3ForCausalLM",)
+MODEL_TYPES = ("smollm3",)
+DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 32768, "num_key_value_heads": 4}
+RULES = rules.LLAMA
+
+
+def spec(config: Config) -> ModelSpec:
+    norm, bias, layers = parts.rms_norm(config), config.flag("attention_bias", False), config.integer("num_hidden_layers")
+    turn, every = rope(config, parts.head_size(config), theta=2000000.0), config.integer("no_rope_layer_interval", 4)
+    # Despite its name, a 1 in no_rope_layers is a layer that rotates.
+    turns = config.listing("no_rope_layers", layers, (0, 1).__contains__, "0 or 1")
+    turns = [(i + 1) % every != 0 for i in range(layers)] if turns is None else turns
+    width = config.nullable_integer("sliding_window", 0) if config.flag("use_sliding_window", False) else 0
+    windows = config.windows(layers, lambda layer: not turns[layer], width)
+    mlp = parts.gated_mlp(config, bias=config.flag("mlp_bias", False))
+    blocks = []
+    for turned, window in zip(turns, windows, strict=True):
+        attention = parts.attention(config, rope=turn if turned else None, window=window, bias=bias)
+        blocks.append(parts.pre_norm_block(attention, mlp, norm))
+    return parts.decoder(config, blocks, norm, head=HeadSpec(config.flag("tie_word_embeddings", True)))
