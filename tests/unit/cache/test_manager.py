@@ -1,0 +1,88 @@
+"""Pages: all or nothing, copied before a shared one is written, given back behind windows."""
+
+from __future__ import annotations
+
+from penstock.cache import keys
+from penstock.cache.manager import Cache
+from penstock.core.layout import CacheLayout, lay_out
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.core.sequence import Sequence
+from penstock.core.state import Everything, Field, StateSpec, Window
+
+
+def _layout(slabs: int, *windows: int) -> CacheLayout:
+    states = [StateSpec((Field("k", (1, 16), "float32"),), Window(w) if w else Everything()) for w in windows]
+    return lay_out(states, 4, lay_out(states, 4, 0).slab_bytes * slabs)
+
+
+def _sequence(tokens: int, row: int = 0) -> Sequence:
+    sequence = Sequence(Request("r", list(range(tokens)), SamplingParams()), 0, 0, 100)
+    sequence.row = row
+    return sequence
+
+
+def test_grow_is_all_or_nothing() -> None:
+    cache = Cache(_layout(5, 0, 6))
+    sequence = _sequence(20)
+    assert not cache.grow(sequence, 20), "two groups of five pages do not fit in five slabs"
+    assert cache.pools.slabs_used == 0
+    assert cache.grow(sequence, 8)
+    edits, moves = cache.drain()
+    assert [len(e) for e in edits] == [2, 2] and moves == []
+    assert [e[:, 1].tolist() for e in edits] == [[0, 1], [0, 1]]
+    cache.check([sequence])
+    cache.release(sequence)
+    cache.check([])
+
+
+def test_pages_behind_the_window_are_given_back() -> None:
+    cache = Cache(_layout(4, 6))
+    sequence = _sequence(60)
+    held = []
+    for upto in range(1, 61):
+        assert cache.grow(sequence, upto), upto
+        sequence.planned = upto
+        held.append(cache.pools.slabs_used)
+    assert max(held) == 3 and sequence.pages[0].first == (60 - 1 - 5) // 4
+    cache.check([sequence])
+
+
+def test_a_shared_page_is_copied_before_it_is_written() -> None:
+    cache = Cache(_layout(10, 0))
+    parent, child = _sequence(7, 0), _sequence(7, 1)
+    assert cache.grow(parent, 7)
+    parent.planned = 7
+    cache.drain()
+    cache.fork(parent, child, 6)
+    child.planned = 6
+    cache.check([parent, child])
+    before = list(parent.pages[0].ids)
+    assert cache.grow(parent, 8)
+    (edits,), (move,) = cache.drain()
+    assert (move.source, move.target) == (before[1], parent.pages[0].ids[1]) and edits.tolist() == [[0, 1, move.target]]
+    assert cache.grow(child, 7)
+    assert cache.drain()[1] == [], "the last holder writes in place"
+    assert child.pages[0].ids == before
+    cache.check([parent, child])
+
+
+def test_slabs_move_between_groups() -> None:
+    cache = Cache(_layout(4, 0, 4))
+    first = _sequence(8)
+    assert cache.grow(first, 8)
+    assert cache.pools.slabs_used == 4
+    cache.release(first)
+    second = _sequence(4)
+    assert cache.grow(second, 4)
+    assert cache.pools.slabs_used == 2
+
+
+def test_keys_are_equal_exactly_for_equal_contexts() -> None:
+    tokens = list(range(10))
+    chain = keys.chain("", tokens, 4)
+    assert len(chain) == 2
+    assert keys.chain("", [*tokens[:4], 99, *tokens[5:]], 4)[0] == chain[0]
+    assert keys.chain("", [*tokens[:4], 99, *tokens[5:]], 4)[1] != chain[1]
+    assert keys.chain("tenant", tokens, 4)[0] != chain[0]
+    assert keys.chain("", tokens[:9], 4) == chain

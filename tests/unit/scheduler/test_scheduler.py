@@ -1,0 +1,104 @@
+"""Refusals at the door, order of service, and what a plan costs to make."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.cache.manager import Cache
+from penstock.core.errors import RequestError
+from penstock.core.layout import lay_out
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.core.state import Everything, Field, StateSpec
+from penstock.scheduler.admission import Limits
+from penstock.scheduler.scheduler import Scheduler
+from tests.simulate.fake import VOCABULARY, FakeWorker
+
+
+def _scheduler(rows: int = 4, budget: int = 16, length: int = 64, slabs: int = 40, queued: int = 8) -> Scheduler:
+    states = [StateSpec((Field("k", (1, 16), "float32"),), Everything())]
+    layout = lay_out(states, 4, lay_out(states, 4, 0).slab_bytes * slabs)
+    return Scheduler(Cache(layout), Limits(length, rows, budget, queued, VOCABULARY))
+
+
+def _request(name: str, prompt: int, output: int | None = 4, **more: object) -> Request:
+    return Request(name, [i % VOCABULARY for i in range(prompt)], SamplingParams(max_tokens=output, seed=0), **more)
+
+
+@pytest.mark.parametrize(("request_", "code", "words"), [
+    (_request("a", 0), "invalid_value", "no tokens"),
+    (_request("a", 64), "context_length_exceeded", "the most is 63"),
+    (_request("a", 60, 5), "context_length_exceeded", "max_tokens can be 4"),
+    (Request("a", [VOCABULARY], SamplingParams()), "invalid_value", "outside the vocabulary"),
+    (Request("a", [1], SamplingParams(n=9, max_tokens=1)), "queue_full", "at most 8"),
+])
+def test_refused_at_the_door(request_: Request, code: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        _scheduler().add(request_, 0.0)
+    assert caught.value.code == code
+
+
+def test_what_the_arena_cannot_hold_is_refused_with_the_largest_that_fits() -> None:
+    scheduler = _scheduler(slabs=5)
+    with pytest.raises(RequestError, match="the most is 20"):
+        scheduler.add(_request("a", 30), 0.0)
+    scheduler.add(_request("b", 20, 1), 0.0)
+
+
+def test_ids_are_unique_while_they_live() -> None:
+    scheduler = _scheduler()
+    scheduler.add(_request("a", 3), 0.0)
+    with pytest.raises(RequestError, match="unique"):
+        scheduler.add(_request("a", 3), 0.0)
+    scheduler.abort(["a"], 0.0)
+    scheduler.add(_request("a", 3), 0.0)
+
+
+def test_a_long_prompt_does_not_stop_those_who_decode() -> None:
+    """Each running sequence is owed one position of every step."""
+    scheduler = _scheduler(rows=4, budget=8)
+    worker = FakeWorker(scheduler.cache.layout, 4, 64)
+    for i in range(3):
+        scheduler.add(_request(f"short{i}", 2, 30, arrival=5.0 + i), 0.0)
+    scheduler.apply(worker.run(scheduler.plan(0.0)), 0.0)
+    scheduler.add(_request("long", 50, 4, arrival=1.0), 0.0)
+    for _ in range(6):
+        plan = scheduler.plan(0.0)
+        assert sorted(plan.counts.tolist()) == [1, 1, 1, 5]
+        scheduler.apply(worker.run(plan), 0.0)
+
+
+def test_priority_goes_first_and_is_preempted_last() -> None:
+    scheduler = _scheduler(rows=1)
+    scheduler.add(_request("late", 2, priority=1, arrival=1.0), 0.0)
+    scheduler.add(_request("urgent", 2, priority=0, arrival=2.0), 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan.enter[0].tokens == [0, 1] and scheduler.running[0].request.id == "urgent"
+
+
+def test_abort_frees_rows_and_pages_at_once_even_in_flight() -> None:
+    scheduler = _scheduler()
+    worker = FakeWorker(scheduler.cache.layout, 4, 64)
+    scheduler.add(Request("a", list(range(9)), SamplingParams(n=3, max_tokens=8, seed=0)), 0.0)
+    first = worker.run(scheduler.plan(0.0))
+    second = worker.run(scheduler.plan(0.0))
+    scheduler.abort(["a"], 1.0)
+    assert scheduler.cache.pools.slabs_used == 0 and not scheduler.running
+    scheduler.apply(first, 1.0)
+    scheduler.apply(second, 1.0)
+    ends = [u for u in scheduler.take_updates() if u.finish_reason]
+    assert sorted(u.index for u in ends) == [0, 1, 2] and {u.finish_reason for u in ends} == {"abort"}
+    assert not scheduler.busy
+    scheduler.check()
+
+
+def test_a_row_without_usable_logits_fails_alone() -> None:
+    scheduler = _scheduler()
+    worker = FakeWorker(scheduler.cache.layout, 4, 64)
+    scheduler.add(_request("good", 3, arrival=1.0), 0.0)
+    scheduler.add(_request("bad", 3, arrival=2.0), 0.0)
+    result = worker.run(scheduler.plan(0.0))
+    result.tokens[1] = -2
+    scheduler.apply(result, 0.0)
+    ends = {u.request_id: u.finish_reason for u in scheduler.take_updates()}
+    assert ends == {"good": None, "bad": "error"}
