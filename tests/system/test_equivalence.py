@@ -134,7 +134,7 @@ def test_alternating_windows(alternating: Path, batch: int, depth: int, page: in
 
 @pytest.mark.parametrize("name", ["stories260k", "babyllama-tok105", "babyllama-tok361"])
 def test_golden(name: str) -> None:
-    """The trained models' greedy continuations, computed by an independent implementation: ids exactly, logprobs within 1e-3."""
+    """The trained models' greedy continuations, by an independent implementation: ids exactly, logprobs to 1e-3."""
     folder = need(MODELS / name)
     cases = json.loads((folder / "greedy_golden.json").read_text())["cases"]
     engine = Engine(EngineOptions(model=str(folder), device="cpu"))

@@ -55,6 +55,7 @@ class Cache:
             wanted.append((g, taken, copy))
         for g, taken, copy in wanted:
             self._install(g, sequence, taken, copy)
+        sequence.room = len(sequence.pages[0].ids) * page
         return True
 
     def has_room(self, sequence: Sequence, upto: int) -> bool:
@@ -99,6 +100,7 @@ class Cache:
         """The child holds the parent's pages of positions [0, upto) too. Nothing is copied until one of them writes."""
         pages = -(-upto // self.layout.page)
         child.pages = []
+        parent.room = child.room = 0
         for g, run in enumerate(parent.pages):
             mine = PageRun()
             mine.first = run.first
@@ -113,6 +115,7 @@ class Cache:
             for i in range(run.first, len(run.ids)):
                 self.pools.give(g, run.ids[i])
         sequence.pages = []
+        sequence.room = 0
 
     def drain(self) -> tuple[list[Ints], list[Move]]:
         """The page edits ([edits, 3] for each group) and copies since the last call, for the plan being made."""

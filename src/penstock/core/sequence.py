@@ -13,7 +13,7 @@ class Sequence:
     """
 
     __slots__ = ("cached", "children", "computed", "done", "epoch", "flying", "index", "limit", "pages", "planned", "promised",
-                 "prompt_len", "request", "row", "scores", "scoring", "seed", "stops", "timings", "tokens")
+                 "prompt_len", "request", "room", "row", "scores", "scoring", "seed", "stops", "timings", "tokens")
 
     def __init__(self, request: Request, index: int, seed: int, limit: int) -> None:
         self.request = request
@@ -44,6 +44,8 @@ class Sequence:
         self.scores: list[TokenLogprobs] = []
         self.pages: list[PageRun] = []
         """What the cache holds for it, a run for each group; empty before the first grow. Written by the cache alone."""
+        self.room = 0
+        """Positions below this can be written without asking the cache. Written by the cache alone."""
         self.timings = Timings(arrival=request.arrival)
 
     @property

@@ -130,10 +130,9 @@ class Scheduler:
             if work <= 0:
                 at += 1
                 continue
-            count = min(work, budget - (len(running) - at - 1))
-            if count < work and count < 1:
-                count = 1
-            while not self.cache.grow(sequence, sequence.planned + count):
+            count = work if work == 1 else max(1, min(work, budget - (len(running) - at - 1)))
+            upto = sequence.planned + count
+            while upto > sequence.room and not self.cache.grow(sequence, upto):
                 preempted = True
                 if self._shed_waiting():
                     continue

@@ -1,4 +1,4 @@
-"""Sampling: each parameter against a plain one-row computation, independence of batch neighbours, and the distribution drawn."""
+"""Sampling: each parameter against a plain computation for one row, independence of neighbours, and the distribution drawn."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _sample(logits: torch.Tensor, rows: Rows, tokens: list[list[int]], which: li
     return sample(logits[which].clone(), rows, np.array(which, np.int32), position).tolist()
 
 
-def _frequencies(params: SamplingParams, logits: torch.Tensor, tokens: list[int], prompt: int, draws: int = 4000) -> torch.Tensor:
+def _frequencies(params: SamplingParams, logits: torch.Tensor, tokens: list[int], prompt: int) -> torch.Tensor:
     """How often each token is drawn over many seeds."""
     counts = torch.zeros(V)
-    block = 500
+    block, draws = 500, 4000
     for start in range(0, draws, block):
         rows = _rows([tokens] * block, [prompt] * block, [params] * block, list(range(start, start + block)))
         picks = _sample(logits.expand(block, V), rows, [tokens] * block)
