@@ -70,15 +70,6 @@ class MemoryPlan:
     """Tokens of context that fit when sequences are as long as the model allows."""
     max_model_len: int
 
-    def lines(self) -> list[str]:
-        """For the log and `penstock info`."""
-        return [
-            f"weights          {self.weight_bytes / _GIB:9.3f} GiB",
-            f"worst-case step  {self.step_bytes / _GIB:9.3f} GiB",
-            f"KV cache         {self.layout.nbytes / _GIB:9.3f} GiB: {self.kv_tokens:,} tokens in pages of {self.layout.page}",
-            f"longest request  {self.max_model_len:,} tokens, prompt and output together",
-        ]
-
 
 def plan_memory(options: EngineOptions, config: EngineConfig, states: list[StateSpec], weight_bytes: int, step_bytes: int,
                 free_bytes: int) -> MemoryPlan:

@@ -63,7 +63,7 @@ class Engine:
             max_num_batched_tokens=self.config.max_num_batched_tokens, page_size=self.config.page,
             kv_tokens=self.memory.kv_tokens, pages_total=self.memory.layout.slabs, dtype=self.config.dtype, device=facts.name,
             weight_bytes=self.memory.weight_bytes, step_bytes=self.memory.step_bytes, kv_bytes=self.memory.layout.nbytes,
-            kernels=self.kernels.table())
+            kernels=self.kernels.table(), notes=_notes(self.config, self.memory))
 
     def submit(self, request: Request) -> None:
         """Takes a request in. Raises RequestError if its parameters mean nothing, if it can never run, or if too many wait."""
@@ -105,6 +105,14 @@ class Engine:
         """Finishes the plans in flight and stops the worker. The engine cannot be used afterwards."""
         self.executor.close()
         self._flying.clear()
+
+
+def _notes(config: EngineConfig, plan: MemoryPlan) -> list[str]:
+    notes = []
+    if plan.max_model_len < config.max_model_len:
+        notes.append(f"max_model_len is {plan.max_model_len} instead of the model's {config.max_model_len}: "
+                     "the KV cache holds no more")
+    return notes
 
 
 def _plan_memory(options: EngineOptions, config: EngineConfig, model: models.Decoder, dtype: torch.dtype, device: torch.device,
