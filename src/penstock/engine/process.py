@@ -1,0 +1,415 @@
+"""The engine in a process of its own: what runs in the child, what is said between the two, and the parent's handle on it.
+
+Messages are msgpack by msgspec over two ZMQ ipc sockets; nothing is ever pickled. The child owns the engine in its main
+thread. The parent knows requests and updates, no text; `async_llm` turns them into words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+import penstock
+from penstock.config.schema import EngineOptions
+from penstock.core.errors import ConfigError, EngineDeadError, ModelError, PenstockError, RequestError
+from penstock.core.request import EngineInfo, EngineStats, Request, Update
+
+ENGINE = "penstock.engine.engine:Engine"
+"""The engine's class, as module:name. Tests name another."""
+
+IDLE_MS = 500
+"""How long an idle engine sleeps before it says again that it is alive."""
+
+STATS_SECONDS = 0.1
+"""The least time between two snapshots while busy."""
+
+
+# -- parent to child
+
+
+class Start(msgspec.Struct, array_like=True):
+    """The first thing the child is told, on its standard input."""
+
+    address: str
+    engine: str
+    options: EngineOptions
+
+
+class Add(msgspec.Struct, array_like=True, tag="add"):
+    request: Request
+
+
+class Abort(msgspec.Struct, array_like=True, tag="abort"):
+    ids: list[str]
+
+
+class Shutdown(msgspec.Struct, array_like=True, tag="shutdown"):
+    """Finish the steps in flight and exit with status 0."""
+
+
+# -- child to parent
+
+
+class Loading(msgspec.Struct, array_like=True, tag="loading"):
+    """Bytes of weights that are loaded, of how many."""
+
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    """The engine can take requests. What else a frontend needs from the model's folder comes along, so that the frontend
+    process needs neither torch nor the model code."""
+
+    info: EngineInfo
+    folder: str
+    tokenizer_folder: str
+    generation_config: dict[str, Any]
+    eos_ids: list[int]
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed"):
+    """The engine could not start, or its loop broke; the process exits non-zero after this. `kind` is config, model or other."""
+
+    reason: str
+    kind: str
+
+
+class Refused(msgspec.Struct, array_like=True, tag="refused"):
+    """The engine did not take a request: a RequestError, field by field."""
+
+    request_id: str
+    message: str
+    param: str | None
+    code: str | None
+    status: int
+
+
+class News(msgspec.Struct, array_like=True, tag="news"):
+    """What a turn of the loop brought; without updates, a sign of life."""
+
+    updates: list[Update]
+    stats: EngineStats | None
+
+
+ToChild = Add | Abort | Shutdown
+ToParent = Loading | Ready | Failed | Refused | News
+
+
+class EngineLike(Protocol):
+    """The face of an engine that this file uses."""
+
+    info: EngineInfo
+
+    def submit(self, request: Request) -> None: ...
+    def abort(self, ids: Iterable[str]) -> None: ...
+    def turn(self) -> list[Update]: ...
+    @property
+    def busy(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...
+
+
+class Loop:
+    """The child's loop around one engine: messages in, a turn, updates out. Sleeps on the socket while idle."""
+
+    def __init__(self, engine: EngineLike, inbox: zmq.Socket[bytes], send: Callable[[ToParent], None]) -> None:
+        self.engine = engine
+        self.inbox = inbox
+        self.send = send
+        self._decode = msgspec.msgpack.Decoder(ToChild).decode
+        self._stopping = False
+        self._stats_due = 0.0
+
+    def run(self) -> None:
+        """Returns after Shutdown. An exception of the engine's passes through."""
+        engine = self.engine
+        while not self._stopping:
+            busy = engine.busy
+            if self.inbox.poll(0 if busy else IDLE_MS):
+                self._take_in()
+            updates = engine.turn() if engine.busy else []
+            now = time.monotonic()
+            idle = not engine.busy
+            # A snapshot at once when work ends, so that the figures of a resting engine are never stale.
+            if now >= self._stats_due or (idle and busy):
+                self._stats_due = now + STATS_SECONDS
+                self.send(News(updates, engine.stats()))
+            elif updates:
+                self.send(News(updates, None))
+
+    def _take_in(self) -> None:
+        while True:
+            try:
+                message = self._decode(self.inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            if isinstance(message, Add):
+                self._submit(message.request)
+            elif isinstance(message, Abort):
+                self.engine.abort(message.ids)
+            else:
+                self._stopping = True
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self.engine.submit(request)
+        except RequestError as error:
+            self.send(Refused(request.id, error.message, error.param, error.code, error.status))
+        except Exception as error:
+            # Nothing of it runs yet, so it is this request's fault alone.
+            traceback.print_exc()
+            self.send(Refused(request.id, f"the engine could not take the request: {error!r}", None, "internal_error", 500))
+
+
+def main() -> None:
+    """The child's whole life. Exit status: 0 after Shutdown, 1 if the engine could not start or broke."""
+    # The parent decides when to stop: a terminal's Ctrl-C or a service manager's SIGTERM reaches the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    threading.Thread(target=_die_with_parent, name="penstock-parent-watch", daemon=True).start()
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket in (inbox, outbox):
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 5000)
+    inbox.connect(start.address + "-in")
+    outbox.connect(start.address + "-out")
+    encode = msgspec.msgpack.Encoder().encode
+
+    def send(message: ToParent) -> None:
+        outbox.send(encode(message))
+
+    status = 0
+    try:
+        engine = _load(start, send)
+        try:
+            Loop(engine, inbox, send).run()
+        finally:
+            engine.close()
+    except Exception as error:
+        status = 1
+        send(_failure(error))
+    inbox.close()
+    outbox.close()
+    context.term()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of native libraries must not keep a finished process alive.
+    os._exit(status)
+
+
+def _die_with_parent() -> None:
+    """Standard input is a pipe that only the parent holds: its end is the parent's end."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(1)
+
+
+def _load(start: Start, send: Callable[[ToParent], None]) -> EngineLike:
+    # Late: these bring torch, which only the child needs.
+    from penstock.models.config import read_config
+    from penstock.models.generation import eos_ids, read_generation_config
+    from penstock.models.hub import resolve_folder
+
+    options = start.options
+    folder = resolve_folder(options.model, options.revision)
+    tokenizer_folder = resolve_folder(options.tokenizer) if options.tokenizer else folder
+    module, _, name = start.engine.partition(":")
+    told = [0.0]
+
+    def progress(done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - told[0] >= 0.05 or done >= total:
+            told[0] = now
+            send(Loading(done, total))
+
+    engine: EngineLike = getattr(importlib.import_module(module), name)(options, progress=progress)
+    send(Ready(engine.info, str(folder), str(tokenizer_folder), read_generation_config(folder),
+               eos_ids(folder, read_config(folder))))
+    return engine
+
+
+def _failure(error: Exception) -> Failed:
+    if isinstance(error, ConfigError | ModelError):
+        return Failed(str(error), "config" if isinstance(error, ConfigError) else "model")
+    traceback.print_exc()
+    text = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+    return Failed(text, "other")
+
+
+class EngineProcess:
+    """The parent's handle: starts the child, sends requests, and hands what comes back to callbacks, all on the event loop."""
+
+    def __init__(self, options: EngineOptions, *, on_news: Callable[[News], None], on_refused: Callable[[Refused], None],
+                 on_death: Callable[[str], None], on_loading: Callable[[int, int], None] | None = None,
+                 engine: str = ENGINE) -> None:
+        self.options = options
+        self.engine = engine
+        self.on_news = on_news
+        self.on_refused = on_refused
+        self.on_death = on_death
+        self.on_loading = on_loading
+        self.heard = 0.0
+        """time.monotonic() of the last message."""
+        self.dead: str | None = None
+        """Why the engine is gone, once it is."""
+        self._stopping = False
+        self._ready: asyncio.Future[Ready] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(ToParent).decode
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, once there is one."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> Ready:
+        """Starts the child and waits until its engine is ready. ConfigError, ModelError or EngineDeadError with the reason."""
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        self._folder = tempfile.mkdtemp(prefix="penstock-")
+        address = f"ipc://{self._folder}/engine"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._outbox, self._inbox = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        for socket in (self._inbox, self._outbox):
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+        self._outbox.bind(address + "-in")
+        self._inbox.bind(address + "-out")
+        self._loop.add_reader(self._inbox.getsockopt(zmq.FD), self._receive)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "penstock.engine.process", stdin=asyncio.subprocess.PIPE, env=_environment())
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(Start(address, self.engine, self.options)) + b"\n")
+        self.heard = time.monotonic()
+        self._watch = asyncio.create_task(self._watch_exit())
+        try:
+            return await self._ready
+        except BaseException:
+            await self.stop(0.0)
+            raise
+
+    def add(self, request: Request) -> None:
+        """Sends a request in. EngineDeadError if there is no engine any more."""
+        self._send(Add(request))
+
+    def abort(self, ids: list[str]) -> None:
+        """Asks that requests ("id") or sequences ("id/index") end. Nothing happens if the engine is gone."""
+        if self.dead is None and not self._stopping:
+            self._send(Abort(ids))
+
+    async def stop(self, timeout: float = 10.0) -> None:
+        """Ends the child: politely, and after `timeout` seconds by force. Does nothing the second time."""
+        if self._process is None:
+            return
+        if not self._stopping:
+            self._stopping = True
+            if self._process.returncode is None and timeout > 0:
+                self._outbox.send(self._encode(Shutdown()), zmq.NOBLOCK)
+        try:
+            await asyncio.wait_for(self._process.wait(), timeout or 0.001)
+        except TimeoutError:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.wait()
+        if self._watch is not None and self._watch is not asyncio.current_task():
+            await self._watch
+        self._close()
+
+    def _send(self, message: ToChild) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        if self._stopping:
+            raise EngineDeadError("the engine is shutting down")
+        self._outbox.send(self._encode(message), zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        # The descriptor tells of changes only, so everything there is must be read.
+        while not self._inbox.closed:
+            try:
+                message = self._decode(self._inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            self.heard = time.monotonic()
+            if isinstance(message, News):
+                self.on_news(message)
+            elif isinstance(message, Refused):
+                self.on_refused(message)
+            elif isinstance(message, Loading):
+                if self.on_loading:
+                    self.on_loading(message.done, message.total)
+            elif isinstance(message, Ready):
+                assert self._ready is not None
+                if not self._ready.done():
+                    self._ready.set_result(message)
+            else:
+                self._die(message.reason, message.kind)
+
+    async def _watch_exit(self) -> None:
+        assert self._process is not None
+        status = await self._process.wait()
+        if not self._inbox.closed:
+            self._receive()
+        if not self._stopping:
+            self._die(f"the engine process {_ended(status)}", "other")
+
+    def _die(self, reason: str, kind: str) -> None:
+        if self.dead is not None:
+            return
+        self.dead = reason
+        assert self._ready is not None
+        if not self._ready.done():
+            error = {"config": ConfigError, "model": ModelError}.get(kind, EngineDeadError)
+            self._ready.set_exception(error(reason))
+        else:
+            self.on_death(reason)
+
+    def _close(self) -> None:
+        if self._inbox.closed:
+            return
+        self._loop.remove_reader(self._inbox.getsockopt(zmq.FD))
+        self._inbox.close()
+        self._outbox.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """The child's environment: it finds this very package, however the parent found it."""
+    environment = dict(os.environ)
+    root = str(Path(penstock.__file__).resolve().parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
+    return environment
+
+
+def _ended(status: int) -> str:
+    if status < 0:
+        name = signal.Signals(-status).name
+        hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
+    return f"exited with status {status}"
+
+
+if __name__ == "__main__":
+    # By its real name, so that messages are the classes that everyone else imports.
+    from penstock.engine import process
+
+    process.main()
