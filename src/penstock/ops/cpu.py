@@ -1,1 +1,186 @@
-"""CPU kernels register here."""
+"""CPU implementations of the operations: thin calls into the C++ libraries of ops/native.py, one set for each instruction set.
+
+The environment variable PENSTOCK_CPU_ISA (avx512, avx2, portable) restricts the choice to one of them. Contracts are the
+references' docstrings. These wrappers are on the path of every layer of every step, so they check little and allocate once.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import torch
+
+from penstock.ops import native
+from penstock.ops.linear import Weight
+from penstock.ops.registry import register
+from penstock.platform.facts import DeviceFacts
+
+_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""As csrc/dtypes.h."""
+
+_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+"""As csrc/rows.cpp."""
+
+
+class PackedWeight(Weight):
+    """A weight in panels (csrc/linear.cpp), with what every call needs of it."""
+
+    __slots__ = ("code", "pointer")
+
+    def __init__(self, data: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> None:
+        super().__init__(data, n, k, dtype)
+        self.code = _CODES[dtype]
+        self.pointer = data.data_ptr()
+
+
+class CpuLinear:
+    """pack, apply and gather of one library."""
+
+    def __init__(self, owner: CpuOperations) -> None:
+        self._owner = owner
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        lib = self._owner.lib
+        n, k = weight.shape
+        code = _CODES[weight.dtype]
+        data = torch.empty(lib.penstock_packed_size(n, k, code), dtype=weight.dtype)
+        lib.penstock_pack(weight.data_ptr(), data.data_ptr(), n, k, weight.stride(0), weight.stride(1), code)
+        return PackedWeight(data, n, k, weight.dtype)
+
+    def apply(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None,
+              out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        dtype = x.dtype
+        assert dtype is weight.dtype and x.shape[1] == weight.k, "x has the weight's dtype and width"
+        rows, n = x.shape[0], weight.n
+        narrow = out_dtype is None or out_dtype is dtype
+        out = torch.empty((rows, n), dtype=dtype if narrow else torch.float32)
+        self._owner.linear_(x.data_ptr(), x.stride(0), weight.pointer, None if bias is None else bias.data_ptr(), out.data_ptr(),
+                            rows, n, weight.k, weight.code, not narrow)
+        return out if narrow or out_dtype is torch.float32 else out.to(out_dtype)
+
+    def gather(self, ids: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        ids = ids.to(torch.int64).contiguous()
+        out = torch.empty((ids.shape[0], weight.k), dtype=weight.dtype)
+        bad = self._owner.lib.penstock_gather(ids.data_ptr(), ids.shape[0], weight.pointer, weight.n, weight.k, out.data_ptr(),
+                                              weight.code)
+        if bad >= 0:
+            raise IndexError(f"id {int(ids[bad])} is outside the {weight.n} rows of the weight")
+        return out
+
+
+class CpuOperations:
+    """The operations of one instruction set. `supports` builds and loads the library; nothing else may be called before."""
+
+    _ROPE = struct.Struct("30q")
+    _ATTENTION = struct.Struct("22q")
+
+    def __init__(self, isa: native.InstructionSet) -> None:
+        self.isa = isa
+        self.linear = CpuLinear(self)
+
+    def supports(self, facts: DeviceFacts, dtype: torch.dtype) -> str | None:
+        wanted = os.environ.get("PENSTOCK_CPU_ISA")
+        if facts.kind != "cpu":
+            return "it runs on CPUs"
+        if dtype not in _CODES:
+            return f"it has no {dtype}"
+        if wanted and wanted != self.isa.name:
+            return f"PENSTOCK_CPU_ISA asks for {wanted}"
+        if missing := self.isa.needs - facts.flags:
+            return f"this CPU has no {', '.join(sorted(missing))}"
+        try:
+            self.load()
+        except native.BuildError as error:
+            return str(error)
+        return None
+
+    def load(self) -> None:
+        """Builds the library if need be and takes hold of its functions. BuildError."""
+        self.lib = lib = native.library(self.isa.name)
+        self.linear_ = lib.penstock_linear
+        self._rms_norm = lib.penstock_rms_norm
+        self._add_rms_norm = lib.penstock_add_rms_norm
+        self._layer_norm = lib.penstock_layer_norm
+        self._rope_write = lib.penstock_rope_write
+        self._activation = lib.penstock_activation
+        self._attention = lib.penstock_attention
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+        shape = x.shape
+        if x.dim() > 3:
+            x = x.flatten(0, -2).contiguous()
+        out = torch.empty(shape, dtype=x.dtype)
+        dims = x.dim()
+        outer, outer_stride = (x.shape[0], x.stride(0)) if dims > 1 else (1, 0)
+        inner, inner_stride = (x.shape[1], x.stride(1)) if dims > 2 else (1, 0)
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, outer_stride, inner_stride, shape[-1], eps,
+                       offset, _CODES[x.dtype], _CODES[weight.dtype])
+        return out
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+                     offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, width = x.shape
+        out = torch.empty((rows, width), dtype=x.dtype)
+        self._add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, x.stride(0), residual.stride(0),
+                           width, eps, offset, _CODES[x.dtype], _CODES[weight.dtype])
+        return out, residual
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        rows, width = x.shape
+        out = torch.empty((rows, width), dtype=x.dtype)
+        self._layer_norm(x.data_ptr(), None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr(),
+                         out.data_ptr(), rows, x.stride(0), width, eps, _CODES[x.dtype],
+                         _CODES[x.dtype if weight is None else weight.dtype])
+        return out
+
+    def rope_write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+                   k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+                   q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 1e-6,
+                   offset: float = 0.0) -> torch.Tensor:
+        tokens, heads, size = q.shape
+        out = torch.empty((tokens, heads, size), dtype=q.dtype)
+        qs, ks, vs, kc, vc = q.stride(), k.stride(), v.stride(), k_cache.stride(), v_cache.stride()
+        half = 0 if cos is None else cos.shape[1]
+        self._rope_write(self._ROPE.pack(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), qs[0], qs[1], ks[0], ks[1], vs[0], vs[1], positions.data_ptr(), slots.data_ptr(),
+            k_cache.data_ptr(), v_cache.data_ptr(), kc[0], kc[1], kc[2], vc[0], vc[1], vc[2],
+            0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
+            0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), out.data_ptr(),
+            tokens, heads, k.shape[1], size, k_cache.shape[2], half), eps, offset, _CODES[q.dtype])
+        return out
+
+    def attention(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
+                  query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0,
+                  softcap: float = 0.0) -> torch.Tensor:
+        tokens, heads, size = q.shape
+        out = torch.empty((tokens, heads, size), dtype=q.dtype)
+        kc, vc, shape = k_cache.stride(), v_cache.stride(), k_cache.shape
+        self._attention(self._ATTENTION.pack(
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), query_start.data_ptr(), context.data_ptr(),
+            out.data_ptr(), q.stride(0), q.stride(1), kc[0], kc[1], kc[2], vc[0], vc[1], vc[2], table.stride(0),
+            context.shape[0], heads, shape[1], size, shape[2], window), scale, softcap, _CODES[q.dtype], _CODES[k_cache.dtype])
+        return out
+
+    def gated(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        rows, width = x.shape
+        width //= 2
+        out = torch.empty((rows, width), dtype=x.dtype)
+        self._activation(x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, _KINDS[kind], 1, _CODES[x.dtype])
+        return out
+
+    def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        rows, width = x.shape
+        out = torch.empty((rows, width), dtype=x.dtype)
+        self._activation(x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, _KINDS[kind], 0, _CODES[x.dtype])
+        return out
+
+
+def _register() -> None:
+    for isa in native.INSTRUCTION_SETS:
+        operations = CpuOperations(isa)
+        for op in ("linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "attention", "gated", "activation"):
+            register(op, f"cpu-{isa.name}", rank=isa.rank, supports=operations.supports)(getattr(operations, op))
+
+
+_register()

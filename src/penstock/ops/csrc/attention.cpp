@@ -1,0 +1,311 @@
+// Attention of a ragged step over the paged cache.
+//
+// Keys are taken in blocks of BLOCK positions that begin at multiples of BLOCK, and blocks in parts of PART positions. A part is an
+// online softmax over its blocks (Milakov and Gimelshein 2018), the parts are merged in order (as Dao 2023, flash decoding). These
+// bounds are absolute, every sum runs in position order, and a masked key changes nothing, so a query's bits depend neither on
+// its neighbours, nor on how the prompt was cut, nor on how many threads shared the parts.
+//
+// A tile is a run of one segment's queries with all heads that share a KV head: its rows reuse each block of keys, which is
+// widened to f32 and transposed on the way in, so that scores are vectors over keys and any head size will do.
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "dtypes.h"
+#include "pool.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 64, PART = 512, TILE_ROWS = 64;
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+#if defined(__AVX512F__)
+constexpr int MR = 6, NV = 4;
+#elif defined(__AVX2__)
+constexpr int MR = 6, NV = 2;
+#else
+constexpr int MR = 4, NV = 2;
+#endif
+
+struct Arguments {
+    const void *q, *k, *v;
+    const int32_t *table, *query_start, *context;
+    void* out;
+    int64_t q_token, q_head, k_page, k_head, k_slot, v_page, v_head, v_slot, table_row;
+    int64_t segments, heads, kv_heads, size, page, window;
+};
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// c [M][ldc] (+)= a [M][lda] times b [k][ldb], for V vectors of columns; sums run over k in order.
+template <int M, int V>
+INLINE void product_block(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t k, bool add) {
+    vf acc[M][V];
+    for (int r = 0; r < M; r++)
+        for (int v = 0; v < V; v++) acc[r][v] = add ? load(c + r * ldc + v * VW) : vf{};
+    for (int64_t i = 0; i < k; i++) {
+        vf column[V];
+        for (int v = 0; v < V; v++) column[v] = load(b + i * ldb + v * VW);
+#pragma GCC unroll 8
+        for (int r = 0; r < M; r++) {
+            vf row = set1(a[r * lda + i]);
+            for (int v = 0; v < V; v++) acc[r][v] = fma(row, column[v], acc[r][v]);
+        }
+    }
+    for (int r = 0; r < M; r++)
+        for (int v = 0; v < V; v++) store(c + r * ldc + v * VW, acc[r][v]);
+}
+
+template <int M>
+void product_rows(int64_t m, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t n, int64_t k,
+                  bool add) {
+    if constexpr (M > 1) {
+        if (m < M) return product_rows<M - 1>(m, a, lda, b, ldb, c, ldc, n, k, add);
+    }
+    int64_t j = 0;
+    for (; j + NV * VW <= n; j += NV * VW) product_block<M, NV>(a, lda, b + j, ldb, c + j, ldc, k, add);
+    for (; j < n; j += VW) product_block<M, 1>(a, lda, b + j, ldb, c + j, ldc, k, add);
+}
+
+void product(int64_t m, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t n, int64_t k, bool add) {
+    for (int64_t r = 0; r < m; r += MR) product_rows<MR>(std::min<int64_t>(MR, m - r), a + r * lda, lda, b, ldb, c + r * ldc, ldc, n, k, add);
+}
+
+// Rows become columns by log2(VW) rounds of interleaving row i with row i + VW / 2.
+INLINE void transpose(vf* rows) {
+    vf other[VW];
+    vi low, high;
+    for (int i = 0; i < VW / 2; i++) {
+        low[2 * i] = i, low[2 * i + 1] = VW + i;
+        high[2 * i] = VW / 2 + i, high[2 * i + 1] = VW + VW / 2 + i;
+    }
+#pragma GCC unroll 4
+    for (int step = 1; step < VW; step *= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < VW / 2; i++) {
+            other[2 * i] = __builtin_shuffle(rows[i], rows[i + VW / 2], low);
+            other[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + VW / 2], high);
+        }
+        for (int i = 0; i < VW; i++) rows[i] = other[i];
+    }
+}
+
+// Keys [BLOCK] of `size` elements, each at its own address or absent (null, read as zero), to f32 [size][BLOCK].
+template <class T>
+void load_keys(const T* const* keys, int64_t size, float* out) {
+    for (int64_t k = 0; k < BLOCK; k += VW)
+        for (int64_t d = 0; d < size; d += VW) {
+            const int64_t left = std::min<int64_t>(VW, size - d);
+            vf rows[VW];
+#pragma GCC unroll 16
+            for (int i = 0; i < VW; i++) rows[i] = keys[k + i] ? load_upto(keys[k + i] + d, left) : vf{};
+            transpose(rows);
+            for (int i = 0; i < left; i++) store(out + (d + i) * BLOCK + k, rows[i]);
+        }
+}
+
+// Values [count] to f32 [count][padded size], zeros in the padding and for absent ones.
+template <class T>
+void load_values(const T* const* values, int64_t count, int64_t size, int64_t padded, float* out) {
+    for (int64_t k = 0; k < count; k++)
+        for (int64_t d = 0; d < padded; d += VW) store(out + k * padded + d, values[k] ? load_upto(values[k] + d, size - d) : vf{});
+}
+
+// The running softmax of a tile's rows: greatest score, sum of weights, weighted sum of values.
+struct Softmax {
+    float *top, *sum, *values;
+    void clear(int64_t rows, int64_t padded) {
+        std::fill(top, top + rows, NONE);
+        std::fill(sum, sum + rows, 0.0f);
+        std::fill(values, values + rows * padded, 0.0f);
+    }
+};
+
+float exp1(float x) { return vexp(set1(x))[0]; }
+
+// What e^(score - top) is to be measured from; a row that has seen no key yet has nothing to measure.
+float finite(float top) { return top == NONE ? 0.0f : top; }
+
+// into = into and then part: exact if either is empty.
+void merge(Softmax into, Softmax part, int64_t rows, int64_t padded) {
+    for (int64_t r = 0; r < rows; r++) {
+        if (part.top[r] == NONE) continue;
+        const float top = std::max(into.top[r], part.top[r]);
+        const float a = exp1(into.top[r] - top), b = exp1(part.top[r] - top);
+        into.top[r] = top;
+        into.sum[r] = into.sum[r] * a + part.sum[r] * b;
+        float *to = into.values + r * padded, *from = part.values + r * padded;
+        for (int64_t d = 0; d < padded; d += VW) store(to + d, load(to + d) * a + load(from + d) * b);
+    }
+}
+
+struct Tile {
+    int32_t segment, kv_head;
+    int64_t first, count;              // queries of the segment
+    int64_t first_part, last_part;     // [first, last) of the parts that any of them sees
+    int64_t at;                        // where its parts lie in the workspace, if they are shared out
+};
+
+template <class C>
+struct Attention {
+    const Arguments& a;
+    const int64_t dtype;  // of q and out
+    const float scale, softcap;
+    const int64_t groups = a.heads / a.kv_heads, padded = round_up(a.size, VW);
+    const int64_t tile_queries = std::max<int64_t>(1, TILE_ROWS / groups), tile_rows = tile_queries * groups;
+    const int64_t state = tile_rows * (padded + 2);
+
+    Softmax softmax_at(float* memory) const { return {memory + tile_rows * padded, memory + tile_rows * (padded + 1), memory}; }
+    int64_t queries(const Tile& t) const { return a.query_start[t.segment + 1] - a.query_start[t.segment]; }
+    // Position of a tile's query.
+    int64_t position(const Tile& t, int64_t query) const { return a.context[t.segment] - queries(t) + t.first + query; }
+    int64_t first_seen(int64_t position) const { return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0; }
+
+    // The tile's queries as f32 times scale, [row][size]; rows are query-major.
+    void load_queries(const Tile& t, float* out) const {
+        by_dtype(dtype, [&](auto type) {
+            for (int64_t r = 0; r < t.count * groups; r++) {
+                const int64_t token = a.query_start[t.segment] + t.first + r / groups, head = t.kv_head * groups + r % groups;
+                const auto* from = (const decltype(type)*)a.q + token * a.q_token + head * a.q_head;
+                for (int64_t d = 0; d < padded; d += VW) store(out + r * padded + d, load_upto(from + d, a.size - d) * scale);
+            }
+        });
+    }
+
+    // Weights of one row of scores over block `begin`: masks, updates top and sum, rescales the row's values.
+    void weigh(float* scores, int64_t begin, int64_t position, int64_t padded_size, Softmax s, int64_t row) const {
+        constexpr int N = BLOCK / VW;
+        vf score[N];
+        vf top = set1(NONE);
+        const int32_t low = (int32_t)(first_seen(position) - begin), high = (int32_t)std::min<int64_t>(position - begin, BLOCK);
+        const bool whole = low <= 0 && high >= BLOCK - 1;
+        for (int n = 0; n < N; n++) {
+            vf v = load(scores + n * VW);
+            if (softcap != 0.0f) v = softcap * vtanh(v / softcap);
+            if (!whole) {
+                vi at = iota() + n * VW;
+                v = at < low ? set1(NONE) : v;
+                v = at > high ? set1(NONE) : v;
+            }
+            score[n] = v;
+            top = vmax(top, v);
+        }
+        const float before = s.top[row], now = std::max(before, hmax(top)), base = finite(now);
+        vf sum = {};
+        for (int n = 0; n < N; n++) {
+            vf weight = vexp(score[n] - base);
+            sum += weight;
+            store(scores + n * VW, weight);
+        }
+        s.top[row] = now;
+        if (now != before) {
+            const float shrink = exp1(before - base);
+            s.sum[row] *= shrink;
+            float* values = s.values + row * padded_size;
+            for (int64_t d = 0; d < padded_size; d += VW) store(values + d, load(values + d) * shrink);
+        }
+        s.sum[row] += hsum(sum);
+    }
+
+    // Adds part `part` of the keys to s, which is clear.
+    void run_part(const Tile& t, int64_t part, const float* q, Softmax s) const {
+        const int64_t rows = t.count * groups, length = a.context[t.segment];
+        const int64_t oldest = first_seen(position(t, 0)), newest = position(t, t.count - 1);
+        const int64_t live = first_seen(position(t, 0) - t.first);  // behind it, pages may be stale
+        float* keys = (float*)pool::scratch(4, (a.size * BLOCK + BLOCK * padded + rows * BLOCK) * sizeof(float));
+        float *values = keys + a.size * BLOCK, *scores = values + BLOCK * padded;
+        const int32_t* pages = a.table + t.segment * a.table_row;
+        const int64_t end = std::min((part + 1) * PART, newest + 1);
+        for (int64_t begin = std::max(part * PART, oldest / BLOCK * BLOCK); begin < end; begin += BLOCK) {
+            const C *key_at[BLOCK] = {}, *value_at[BLOCK] = {};
+            const int64_t count = std::min(BLOCK, length - begin);
+            for (int64_t i = std::max<int64_t>(0, live - begin); i < count; i++) {
+                const int64_t page = pages[(begin + i) / a.page], slot = (begin + i) % a.page;
+                key_at[i] = (const C*)a.k + page * a.k_page + t.kv_head * a.k_head + slot * a.k_slot;
+                value_at[i] = (const C*)a.v + page * a.v_page + t.kv_head * a.v_head + slot * a.v_slot;
+            }
+            load_keys(key_at, a.size, keys);
+            load_values(value_at, count, a.size, padded, values);
+            product(rows, q, padded, keys, BLOCK, scores, BLOCK, BLOCK, a.size, false);
+            for (int64_t r = 0; r < rows; r++) weigh(scores + r * BLOCK, begin, position(t, r / groups), padded, s, r);
+            product(rows, scores, BLOCK, values, padded, s.values, padded, padded, count, true);
+        }
+    }
+
+    void write(const Tile& t, Softmax s) const {
+        by_dtype(dtype, [&](auto type) {
+            for (int64_t r = 0; r < t.count * groups; r++) {
+                const int64_t token = a.query_start[t.segment] + t.first + r / groups, head = t.kv_head * groups + r % groups;
+                auto* to = (decltype(type)*)a.out + (token * a.heads + head) * a.size;
+                for (int64_t d = 0; d < a.size; d += VW) store_upto(to + d, load(s.values + r * padded + d) / s.sum[r], a.size - d);
+            }
+        });
+    }
+
+    // One tile on one thread.
+    void run_tile(const Tile& t) const {
+        float* q = (float*)pool::scratch(3, (tile_rows * padded + 2 * state) * sizeof(float));
+        Softmax whole = softmax_at(q + tile_rows * padded), part = softmax_at(q + tile_rows * padded + state);
+        const int64_t rows = t.count * groups;
+        load_queries(t, q);
+        whole.clear(rows, padded);
+        run_part(t, t.first_part, q, whole);
+        for (int64_t p = t.first_part + 1; p < t.last_part; p++) {
+            part.clear(rows, padded);
+            run_part(t, p, q, part);
+            merge(whole, part, rows, padded);
+        }
+        write(t, whole);
+    }
+
+    std::vector<Tile> tiles(int64_t* parts, int64_t* cost) const {
+        std::vector<Tile> found;
+        for (int64_t s = 0; s < a.segments; s++)
+            for (int64_t first = 0, n = a.query_start[s + 1] - a.query_start[s]; first < n; first += tile_queries)
+                for (int64_t h = 0; h < a.kv_heads; h++) {
+                    Tile t{(int32_t)s, (int32_t)h, first, std::min(tile_queries, n - first), 0, 0, *parts};
+                    t.first_part = first_seen(position(t, 0)) / PART;
+                    t.last_part = position(t, t.count - 1) / PART + 1;
+                    *parts += t.last_part - t.first_part;
+                    *cost += (position(t, t.count - 1) + 1 - first_seen(position(t, 0))) * (t.count * groups + 4) * a.size;
+                    found.push_back(t);
+                }
+        return found;
+    }
+
+    void run() const {
+        int64_t parts = 0, cost = 0;
+        const std::vector<Tile> all = tiles(&parts, &cost);
+        const int64_t count = (int64_t)all.size();
+        const bool worth = cost > 100000;
+        if (!worth || count >= 4 * pool::threads() || parts == count)
+            return pool::parallel_if(worth, count, [&](int64_t i) { run_tile(all[i]); });
+        // Few tiles over many keys: their parts are shared out, then merged in the order that run_tile has.
+        std::vector<std::pair<int64_t, int64_t>> jobs;
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t p = all[i].first_part; p < all[i].last_part; p++) jobs.emplace_back(i, p);
+        float* workspace = (float*)pool::scratch(5, parts * state * sizeof(float));
+        auto part_of = [&](const Tile& t, int64_t p) { return softmax_at(workspace + (t.at + p - t.first_part) * state); };
+        pool::parallel((int64_t)jobs.size(), [&](int64_t j) {
+            const Tile& t = all[jobs[j].first];
+            float* q = (float*)pool::scratch(3, tile_rows * padded * sizeof(float));
+            load_queries(t, q);
+            Softmax part = part_of(t, jobs[j].second);
+            part.clear(t.count * groups, padded);
+            run_part(t, jobs[j].second, q, part);
+        });
+        for (const Tile& t : all) {
+            Softmax whole = part_of(t, t.first_part);
+            for (int64_t p = t.first_part + 1; p < t.last_part; p++) merge(whole, part_of(t, p), t.count * groups, padded);
+            write(t, whole);
+        }
+    }
+};
+
+}  // namespace
+
+EXPORT void penstock_attention(const Arguments* arguments, double scale, double softcap, int64_t dtype, int64_t cache_dtype) {
+    by_dtype(cache_dtype, [&](auto type) {
+        Attention<decltype(type)>{*arguments, dtype, (float)scale, (float)softcap}.run();
+    });
+}

@@ -1,0 +1,19 @@
+// The codes by which Python names element types, and the choice of a template's instance by them.
+#pragma once
+
+#include "simd.h"
+
+enum DType : int64_t { F32 = 0, F16 = 1, BF16 = 2 };
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Calls body(T{}) for the type of the code.
+template <class Body>
+static inline void by_dtype(int64_t code, Body&& body) {
+    if (code == F32)
+        body(float{});
+    else if (code == F16)
+        body(f16{});
+    else
+        body(bf16{});
+}

@@ -1,0 +1,257 @@
+// Products of activations with a packed weight matrix, the packing, and rows read back out of it.
+//
+// A weight [N, K] is stored as panels of NR output columns: [N / NR][K][NR], with bf16 in pairs of k, [N / NR][K / 2][NR][2],
+// so that both elements of a 32-bit lane widen to f32 by one shift or mask; missing columns and the odd k are zero.
+// Each output is one chain of fused multiply-adds over k, in order, in f32, whatever the number of rows: its bits depend on
+// its own row and column only. Rows and columns are blocked for registers and caches around that chain; between blocks of k
+// the partial sums rest in f32. (vdpbf16ps was tried: half the multiply-add rate of f32 FMA on Sapphire Rapids.)
+
+#include <sys/mman.h>
+
+#include <algorithm>
+
+#include "dtypes.h"
+#include "pool.h"
+
+namespace {
+
+constexpr int NR = 32;          // columns of a panel
+constexpr int NV = NR / VW;     // vectors of a panel
+#if defined(__AVX512F__)
+constexpr int MR = 12;          // rows of a register block
+constexpr int strip_vectors(int) { return 2; }
+#elif defined(__AVX2__)
+constexpr int MR = 6;
+constexpr int strip_vectors(int rows) { return rows <= 3 ? 4 : 2; }
+#else
+constexpr int MR = 4;
+constexpr int strip_vectors(int) { return 2; }
+#endif
+constexpr int64_t SLICE = 16384;  // bytes of a panel that stay in L1 while row blocks pass
+constexpr int64_t ROWS = 256;     // rows of a task: their partial sums and slices of x stay in L2
+constexpr int64_t GROUP = 4;      // panels of a task with many rows: x is read once for all of them
+constexpr int64_t AHEAD = 2048;   // bytes of prefetch distance
+
+// How an element type is laid out and widened: STEP consecutive k are stored together.
+template <class T>
+struct Format {
+    static constexpr int STEP = 1;
+    static INLINE vf read(const T* w, int vector, int) { return load(w + vector * VW); }
+};
+template <>
+struct Format<bf16> {
+    static constexpr int STEP = 2;
+    static INLINE vf read(const bf16* w, int vector, int k) {
+        vu pair;
+        memcpy(&pair, w + vector * VW * 2, sizeof pair);
+        return (vf)(k == 0 ? pair << 16 : pair & 0xffff0000u);
+    }
+};
+
+template <class T>
+int64_t padded(int64_t k) {
+    constexpr int64_t step = Format<T>::STEP;
+    return (k + step - 1) / step * step;
+}
+
+// c [M][NR] (+)= x [kc][M] times w [kc][NR]; `first` starts the sums at zero.
+template <class T, int M>
+void block(const float* x, const T* w, float* c, int64_t kc, bool first) {
+    constexpr int S = strip_vectors(M), STEP = Format<T>::STEP;
+    for (int j = 0; j < NV; j += S) {
+        vf acc[M][S];
+        for (int r = 0; r < M; r++)
+            for (int v = 0; v < S; v++) acc[r][v] = first ? vf{} : load(c + r * NR + (j + v) * VW);
+        const float* xs = x;
+        const T* ws = w + j * VW * STEP;
+        for (int64_t k = 0; k < kc; k += STEP) {
+            for (size_t b = 0; b < S * VW * STEP * sizeof(T); b += 64) __builtin_prefetch((const char*)ws + AHEAD + b);
+#pragma GCC unroll 2
+            for (int s = 0; s < STEP; s++) {
+                vf column[S];
+                for (int v = 0; v < S; v++) column[v] = Format<T>::read(ws, v, s);
+#pragma GCC unroll 16
+                for (int r = 0; r < M; r++) {
+                    vf row = set1(xs[s * M + r]);
+                    for (int v = 0; v < S; v++) acc[r][v] = fma(row, column[v], acc[r][v]);
+                }
+            }
+            xs += STEP * M;
+            ws += STEP * NR;
+        }
+        for (int r = 0; r < M; r++)
+            for (int v = 0; v < S; v++) store(c + r * NR + (j + v) * VW, acc[r][v]);
+    }
+}
+
+template <class T>
+using Block = void (*)(const float*, const T*, float*, int64_t, bool);
+
+template <class T, int M>
+Block<T> block_of(int rows) {
+    if constexpr (M > 1)
+        return rows == M ? &block<T, M> : block_of<T, M - 1>(rows);
+    else
+        return &block<T, 1>;
+}
+
+// T rows cut into blocks of nearly equal height, at most MR.
+struct RowBlocks {
+    int64_t count, height, taller;
+    explicit RowBlocks(int64_t rows) : count((rows + MR - 1) / MR), height(rows / count), taller(rows % count) {}
+    int64_t begin(int64_t b) const { return b * height + std::min(b, taller); }
+    int64_t rows(int64_t b) const { return height + (b < taller); }
+};
+
+// Rows of x as f32, k-major: [k][rows], k padded with zeros.
+template <class T>
+void pack_rows(const T* x, int64_t ldx, int64_t rows, int64_t k, int64_t padded_k, float* out) {
+    if (rows == 1) {
+        int64_t i = 0;
+        for (; i + VW <= k; i += VW) store(out + i, load(x + i));
+        for (; i < padded_k; i++) out[i] = i < k ? widen(x[i]) : 0.0f;
+        return;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        const T* from = x + r * ldx;
+        int64_t i = 0;
+        for (; i + VW <= k; i += VW) {
+            vf v = load(from + i);
+            for (int lane = 0; lane < VW; lane++) out[(i + lane) * rows + r] = v[lane];
+        }
+        for (; i < padded_k; i++) out[i * rows + r] = i < k ? widen(from[i]) : 0.0f;
+    }
+}
+
+// Sums of `rows` rows of one panel, plus bias, to their places in out.
+template <class Out, class T>
+void finish(const float* c, const T* bias, Out* out, int64_t ldo, int64_t rows, int64_t columns) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int v = 0; v < NV; v++) {
+            int64_t left = columns - v * VW;
+            if (left <= 0) break;
+            vf sum = load(c + r * NR + v * VW);
+            if (bias) sum += load_upto(bias + v * VW, left);
+            store_upto(out + r * ldo + v * VW, sum, left);
+        }
+}
+
+template <class T, class Out>
+void linear(const T* x, int64_t ldx, const T* w, const T* bias, Out* out, int64_t rows, int64_t n, int64_t k) {
+    const int64_t pk = padded<T>(k), panels = (n + NR - 1) / NR, work = rows * n * k;
+    const RowBlocks blocks(rows);
+    float* packed = (float*)pool::scratch(0, rows * pk * sizeof(float));
+    pool::parallel_if(rows * k > 65536, blocks.count, [&](int64_t b) {
+        pack_rows(x + blocks.begin(b) * ldx, ldx, blocks.rows(b), k, pk, packed + blocks.begin(b) * pk);
+    });
+
+    // Whole columns of k for a single pass over the panel; slices that stay in L1 when it is passed over repeatedly.
+    const bool once = blocks.count == 1 && strip_vectors((int)rows) == NV;
+    const int64_t kc = once ? pk : SLICE / (NR * (int64_t)sizeof(T));
+    const int64_t per_chunk = std::max<int64_t>(1, ROWS / MR), chunks = (blocks.count + per_chunk - 1) / per_chunk;
+    int64_t group = 1;
+    if (blocks.count > 4)
+        while (group < GROUP && panels / (group * 2) * chunks >= 8 * pool::threads()) group *= 2;
+    else  // at least some microseconds of work in a task
+        while (group < panels && group * NR * pk * (int64_t)sizeof(T) < 32768 && group * NR * pk * rows < 131072) group *= 2;
+    const int64_t groups = (panels + group - 1) / group;
+
+    auto task = [&](int64_t index) {
+        const int64_t first_block = index / groups * per_chunk, last_block = std::min(blocks.count, first_block + per_chunk);
+        const int64_t first_panel = index % groups * group, last_panel = std::min(panels, first_panel + group);
+        const int64_t first_row = blocks.begin(first_block), height = blocks.begin(last_block) - first_row;
+        float* sums = (float*)pool::scratch(1, group * height * NR * sizeof(float));
+        for (int64_t at = 0; at < pk; at += kc) {
+            const int64_t length = std::min(kc, pk - at);
+            auto pass = [&](int64_t b, int64_t p) {
+                const int64_t r = blocks.begin(b), m = blocks.rows(b);
+                block_of<T, MR>((int)m)(packed + r * pk + at * m, w + (p * pk + at) * NR,
+                                        sums + ((p - first_panel) * height + r - first_row) * NR, length, at == 0);
+            };
+            for (int64_t b = first_block; b < last_block; b++)
+                for (int64_t p = first_panel; p < last_panel; p++) pass(b, p);
+        }
+        for (int64_t p = first_panel; p < last_panel; p++)
+            finish(sums + (p - first_panel) * height * NR, bias ? bias + p * NR : nullptr, out + first_row * n + p * NR, n, height,
+                   n - p * NR);
+    };
+    pool::parallel_if(work > 200000 || n * k > 65536, groups * chunks, task);
+}
+
+template <class T>
+void pack(const T* from, int64_t row_stride, int64_t column_stride, int64_t n, int64_t k, T* to) {
+    constexpr int STEP = Format<T>::STEP;
+    const int64_t pk = padded<T>(k), panels = (n + NR - 1) / NR;
+    pool::parallel_if(n * k > 65536, panels, [&](int64_t p) {
+        T* panel = to + p * pk * NR;
+        const int64_t columns = std::min<int64_t>(NR, n - p * NR);
+        if (columns < NR || pk > k) memset((void*)panel, 0, pk * NR * sizeof(T));
+        constexpr int64_t TILE = 64;  // k at a time, so that the lines written stay in L1
+        for (int64_t at = 0; at < k; at += TILE)
+            for (int64_t c = 0; c < columns; c++) {
+                const T* row = from + (p * NR + c) * row_stride;
+                for (int64_t i = at; i < std::min(k, at + TILE); i++)
+                    panel[(i / STEP * NR + c) * STEP + i % STEP] = row[i * column_stride];
+            }
+    });
+}
+
+// Asks for huge pages before memory is first touched: fewer misses of the TLB while weights stream by. A wish, no more.
+void advise_huge(void* memory, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page = 4096, begin = ((uintptr_t)memory + page - 1) / page * page, end = ((uintptr_t)memory + bytes) / page * page;
+    if (bytes >= (4 << 20) && end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+template <class T>
+void gather(const int64_t* ids, int64_t rows, const T* w, int64_t k, T* out) {
+    constexpr int STEP = Format<T>::STEP;
+    const int64_t pk = padded<T>(k);
+    pool::parallel_if(rows * k > 16384, rows, [&](int64_t r) {
+        const T* from = w + ids[r] / NR * pk * NR + ids[r] % NR * STEP;
+        T* to = out + r * k;
+        for (int64_t i = 0; i + STEP <= k; i += STEP) memcpy(to + i, from + i * NR, STEP * sizeof(T));
+        if (pk > k) to[k - 1] = from[(k - 1) * NR];
+    });
+}
+
+}  // namespace
+
+// Elements (not bytes) that the packed form of [n, k] takes.
+EXPORT int64_t penstock_packed_size(int64_t n, int64_t k, int64_t dtype) {
+    return (n + NR - 1) / NR * NR * (dtype == BF16 ? padded<bf16>(k) : k);
+}
+
+EXPORT void penstock_pack(const void* from, void* to, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride, int64_t dtype) {
+    advise_huge(to, penstock_packed_size(n, k, dtype) * (dtype == F32 ? 4 : 2));
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        pack((const T*)from, row_stride, column_stride, n, k, (T*)to);
+    });
+}
+
+EXPORT void penstock_linear(const void* x, int64_t ldx, const void* w, const void* bias, void* out, int64_t rows, int64_t n, int64_t k,
+                            int64_t dtype, int64_t out_f32) {
+    if (rows == 0) return;
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        if (out_f32)
+            linear((const T*)x, ldx, (const T*)w, (const T*)bias, (float*)out, rows, n, k);
+        else
+            linear((const T*)x, ldx, (const T*)w, (const T*)bias, (T*)out, rows, n, k);
+    });
+}
+
+// Returns -1, or the place of the first id outside [0, n): nothing is read then.
+EXPORT int64_t penstock_gather(const int64_t* ids, int64_t rows, const void* w, int64_t n, int64_t k, void* out, int64_t dtype) {
+    for (int64_t r = 0; r < rows; r++)
+        if (ids[r] < 0 || ids[r] >= n) return r;
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        gather(ids, rows, (const T*)w, k, (T*)out);
+    });
+    return -1;
+}

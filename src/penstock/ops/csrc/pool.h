@@ -1,0 +1,35 @@
+// The pool of threads that kernels share. Work is claimed chunk by chunk from one counter by the caller and by whoever
+// is awake, so that a thread that is late or was taken off its core holds up nobody but the chunk it is on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pool {
+
+// Threads that take part, the caller included.
+int threads();
+void set_threads(int n);
+
+// Calls work(context, i) for every i in [0, n), each once, in any order, on any thread; returns when all are done.
+// If another caller has the pool, or work calls run again, the calls are made here.
+void run(int64_t n, void (*work)(void*, int64_t), void* context);
+
+template <class F>
+inline void parallel(int64_t n, const F& body) {
+    run(n, [](void* context, int64_t i) { (*static_cast<const F*>(context))(i); }, const_cast<F*>(&body));
+}
+
+// As parallel, or a plain loop when the work is too small to be worth waking anyone.
+template <class F>
+inline void parallel_if(bool worth, int64_t n, const F& body) {
+    if (worth)
+        parallel(n, body);
+    else
+        for (int64_t i = 0; i < n; i++) body(i);
+}
+
+// Memory of this thread that lives until its next call with the same slot; aligned to 64 bytes, contents undefined.
+void* scratch(int slot, size_t bytes);
+
+}  // namespace pool

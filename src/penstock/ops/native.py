@@ -1,0 +1,171 @@
+"""Builds and loads the C++ kernels of ops/csrc: one shared library for each instruction set, compiled on first use and kept.
+
+Owns the compiler's command, the cache of built libraries and the C ABI's prototypes. What the functions do is said in csrc; who
+calls them is ops/cpu.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "csrc"
+
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-Wno-psabi")
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """One way of compiling the sources."""
+
+    name: str
+    needs: frozenset[str]
+    """Flags of /proc/cpuinfo without which the library must not be run."""
+    options: tuple[str, ...]
+    rank: int
+
+
+INSTRUCTION_SETS = (
+    InstructionSet("avx512", frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c")),
+                   ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"), 30),
+    InstructionSet("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"), 20),
+    InstructionSet("portable", frozenset(), (), 10),
+)
+
+
+class BuildError(Exception):
+    """The kernels could not be compiled or loaded; the message says why."""
+
+
+def _prototypes() -> dict[str, tuple[type | None, str]]:
+    """Result and argument types of every exported function: p a pointer, i an int64, d a double, b packed bytes."""
+    return {
+        "penstock_set_threads": (None, "i"),
+        "penstock_threads": (ctypes.c_int64, ""),
+        "penstock_packed_size": (ctypes.c_int64, "iii"),
+        "penstock_pack": (None, "ppiiiii"),
+        "penstock_linear": (None, "pipppiiiii"),
+        "penstock_gather": (ctypes.c_int64, "pipiipi"),
+        "penstock_rms_norm": (None, "pppiiiiiddii"),
+        "penstock_add_rms_norm": (None, "ppppiiiiddii"),
+        "penstock_layer_norm": (None, "ppppiiidii"),
+        "penstock_rope_write": (None, "bddi"),
+        "penstock_activation": (None, "pipiiiii"),
+        "penstock_attention": (None, "bddii"),
+    }
+
+
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double, "b": ctypes.c_char_p}
+
+_loaded: dict[str, ctypes.CDLL | BuildError] = {}
+_lock = threading.Lock()
+_threads = len(os.sched_getaffinity(0))
+
+
+def library(name: str) -> ctypes.CDLL:
+    """The library of an instruction set, built if need be. BuildError, logged once, if that fails; it is not tried again."""
+    with _lock:
+        if name not in _loaded:
+            try:
+                _loaded[name] = _open(build(next(i for i in INSTRUCTION_SETS if i.name == name)))
+            except BuildError as error:
+                log.warning("CPU kernels for %s are not available, slower ones serve: %s", name, error)
+                _loaded[name] = error
+        found = _loaded[name]
+    if isinstance(found, BuildError):
+        raise found
+    return found
+
+
+def set_threads(count: int) -> None:
+    """How many threads the kernels may use, the caller's included, in every library of this process, loaded or not yet."""
+    global _threads
+    _threads = count
+    with _lock:
+        for found in _loaded.values():
+            if isinstance(found, ctypes.CDLL):
+                found.penstock_set_threads(count)
+
+
+def build(isa: InstructionSet) -> Path:
+    """Path of the compiled library. Safe to run in several processes at once: each compiles aside, the last rename stands."""
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    files = sorted(SOURCES.glob("*.cpp"))
+    key = hashlib.sha256("\0".join((*_FLAGS, *isa.options, isa.name, platform.machine(), _version(tuple(compiler)))).encode())
+    for file in sorted((*files, *SOURCES.glob("*.h"))):
+        key.update(file.name.encode() + b"\0" + file.read_bytes())
+    folder = _folder()
+    target = folder / f"kernels-{isa.name}-{key.hexdigest()[:24]}.so"
+    if target.exists():
+        return target
+    log.info("compiling the CPU kernels for %s (once; kept in %s)", isa.name, folder)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        objects = [Path(work) / (file.stem + ".o") for file in files]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(lambda pair: _run([*compiler, *_FLAGS, *isa.options, "-c", str(pair[0]), "-o", str(pair[1])]),
+                          zip(files, objects, strict=True)))
+        made = Path(work) / target.name
+        _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made)])
+        made.replace(target)
+    return target
+
+
+@cache
+def _version(compiler: tuple[str, ...]) -> str:
+    return _run([*compiler, "--version"])
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    except FileNotFoundError:
+        raise BuildError(f"there is no {command[0]!r}; install g++ 11 or later, or set CXX") from None
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{command[0]} could not be run: {error}") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildError(f"{command[0]} failed with status {done.returncode}: {lines[0].strip() if lines else 'no message'}")
+    return done.stdout
+
+
+def _folder() -> Path:
+    """Where built libraries are kept: below XDG_CACHE_HOME or ~/.cache, or for this process alone if that is not writable."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except OSError:
+        pass
+    return _fallback_folder()
+
+
+@cache
+def _fallback_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="penstock-"))
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} cannot be loaded: {error}") from error
+    for name, (result, arguments) in _prototypes().items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = [_TYPES[a] for a in arguments]
+    lib.penstock_set_threads(_threads)
+    return lib

@@ -1,0 +1,128 @@
+"""Paged attention: ragged steps against the reference, stale pages, and the bits of a query in any company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from penstock.ops.registry import Implementation
+from tests.ops.kernels import DTYPES, close, every, random, reference, usable
+
+
+@dataclass
+class Case:
+    """A step of segments (context, queries) over a cache whose pages lie in random order in one arena."""
+
+    segments: list[tuple[int, int]]
+    heads: int = 4
+    kv: int = 2
+    size: int = 64
+    page: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+    def build(self, seed: int = 0) -> None:
+        longest = max(context for context, _ in self.segments)
+        columns = -(-longest // self.page) + 1
+        pages = len(self.segments) * columns + 2
+        arena = random(pages, 2, 2, self.kv, self.page, self.size, dtype=self.dtype, seed=seed + 1)
+        self.k, self.v = arena[:, 1, 0], arena[:, 1, 1]
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))[:len(self.segments) * columns]
+        self.table = torch.full((len(self.segments), columns + 3), -1, dtype=torch.int32)
+        self.table[:, :columns] = order.view(len(self.segments), columns)
+        self.context = torch.tensor([context for context, _ in self.segments], dtype=torch.int32)
+        counts = torch.tensor([0] + [count for _, count in self.segments])
+        self.query_start = counts.cumsum(0).int()
+        self.q = random(int(counts.sum()), self.heads * self.size * 2, dtype=self.dtype, seed=seed + 2)[:, :self.heads * self.size].view(
+            -1, self.heads, self.size)
+
+    def run(self, call) -> torch.Tensor:
+        return call(self.q, self.k, self.v, self.table, self.query_start, self.context, self.size ** -0.5, self.window, self.softcap)
+
+
+CASES = [
+    Case([(1, 1)], heads=1, kv=1, size=8, page=1),
+    Case([(5, 5), (70, 1), (33, 20), (64, 64), (65, 1)], heads=3, kv=3, size=20, page=8),
+    Case([(200, 70), (130, 1), (1, 1)], heads=6, kv=2, size=80, page=16),
+    Case([(600, 9), (1300, 1), (20, 20)], heads=8, kv=1, size=96, page=32),
+    Case([(100, 100), (300, 1), (90, 33)], heads=4, kv=2, size=64, page=16, window=48),
+    Case([(1200, 3), (700, 700)], heads=2, kv=1, size=32, page=8, window=100),
+    Case([(150, 70), (40, 1)], heads=4, kv=4, size=16, page=16, softcap=5.0),
+    Case([(77, 30), (1100, 2)], heads=16, kv=2, size=256, page=16, softcap=50.0, window=640),
+    Case([(130, 3)], heads=71, kv=1, size=64, page=1),
+    Case([(30, 7), (9, 9)], heads=2, kv=2, size=7, page=3),
+    Case([(2100, 1)], heads=8, kv=2, size=128, page=16),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("implementation", every("attention"))
+def test_attention(implementation: Implementation, dtype: torch.dtype) -> None:
+    attention = usable(implementation, dtype)
+    for case in CASES:
+        case.dtype = dtype
+        case.build()
+        q, k, v = case.q, case.k, case.v
+        found = case.run(attention)
+        case.q, case.k, case.v = q.double().float(), k.float(), v.float()
+        close(found, case.run(reference("attention")), 0.1)
+
+
+@pytest.mark.parametrize("implementation", every("attention"))
+def test_cache_of_another_type(implementation: Implementation) -> None:
+    attention = usable(implementation, torch.float32)
+    case = Case([(90, 4), (17, 17)])
+    case.build()
+    case.k, case.v = case.k.to(torch.bfloat16), case.v.to(torch.bfloat16)
+    found = case.run(attention)
+    case.k, case.v = case.k.float(), case.v.float()
+    close(found, case.run(reference("attention")), 0.1)
+
+
+@pytest.mark.parametrize("implementation", every("attention"))
+@pytest.mark.parametrize("window", [0, 70])
+def test_a_query_in_any_company(implementation: Implementation, window: int) -> None:
+    """The bits are the same alone, in chunks of any size, beside other segments, and when threads share its parts."""
+    attention = usable(implementation, torch.bfloat16)
+    case = Case([(1500, 1500)], heads=6, kv=2, size=40, window=window, dtype=torch.bfloat16)
+    case.build()
+    whole = case.run(attention)
+    for chunk in (1, 7, 64, 500):
+        for start in (0, 3, 60, 500, 1010, 1490):
+            count = min(chunk, 1500 - start)
+            part = Case([(start + count, count)], heads=6, kv=2, size=40, window=window, dtype=torch.bfloat16)
+            part.k, part.v, part.table, part.q = case.k, case.v, case.table, case.q[start:start + count]
+            part.context, part.query_start = torch.tensor([start + count]).int(), torch.tensor([0, count]).int()
+            assert torch.equal(part.run(attention), whole[start:start + count]), (chunk, start)
+    crowd = Case([(1500 - i, 1) for i in range(40)], heads=6, kv=2, size=40, window=window, dtype=torch.bfloat16)
+    crowd.k, crowd.v, crowd.table = case.k, case.v, case.table.expand(40, -1)
+    crowd.context, crowd.query_start = torch.arange(1500, 1460, -1).int(), torch.arange(41).int()
+    crowd.q = case.q.flip(0)[:40]
+    assert torch.equal(crowd.run(attention), whole.flip(0)[:40])
+
+
+@pytest.mark.parametrize("implementation", every("attention"))
+def test_stale_and_unwritten_entries_are_not_read(implementation: Implementation) -> None:
+    attention = usable(implementation, torch.float32)
+    case = Case([(130, 3), (40, 1)], window=50)
+    case.build()
+    wanted = case.run(reference("attention"))
+    table = case.table.long()
+    for s, (context, count) in enumerate(case.segments):
+        first = max(0, context - count - 50 + 1)
+        for position in [*range(context, (context // 16 + 1) * 16), *range(first // 16 * 16, first)]:
+            for cache in (case.k, case.v):
+                cache[table[s, position // 16], :, position % 16] = float("nan")
+        case.table[s, :first // 16] = -1
+    close(case.run(attention), wanted, 0.1)
+
+
+@pytest.mark.parametrize("implementation", every("attention"))
+def test_segments_without_queries(implementation: Implementation) -> None:
+    attention = usable(implementation, torch.float32)
+    case = Case([(20, 2), (30, 0), (10, 10)])
+    case.build()
+    close(case.run(attention), case.run(reference("attention")), 0.1)
