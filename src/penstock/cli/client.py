@@ -24,7 +24,7 @@ from penstock.core.errors import PenstockError
 App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 
 
-class ConnectionFailed(PenstockError):
+class ConnectionFailedError(PenstockError):
     """The server cannot be reached, or went away in the middle of an answer."""
 
 
@@ -74,14 +74,14 @@ class Reply:
     # What a command calls.
 
     async def started(self) -> None:
-        """Waits for the status; raises ConnectionFailed if none came."""
+        """Waits for the status; raises ConnectionFailedError if none came."""
         while not self.status:
             if self._error:
                 raise self._error
             await self._wait()
 
     async def chunks(self) -> AsyncIterator[tuple[float, bytes]]:
-        """The body's pieces as they arrive, each with its time. Raises ConnectionFailed if the answer breaks off."""
+        """The body's pieces as they arrive, each with its time. Raises ConnectionFailedError if the answer breaks off."""
         while True:
             while self._chunks:
                 yield self._chunks.popleft()
@@ -114,7 +114,7 @@ class Reply:
     def close(self) -> None:
         """Gives up on what has not arrived, which makes the server abort the request."""
         if not self._over:
-            self.finish(ConnectionFailed("the answer was given up"))
+            self.finish(ConnectionFailedError("the answer was given up"))
             self._abandon()
 
 
@@ -122,7 +122,7 @@ class Transport(Protocol):
     """Where requests go."""
 
     async def send(self, method: str, path: str, body: bytes = b"") -> Reply:
-        """Sends one request and returns when the answer's status is known. Raises ConnectionFailed."""
+        """Sends one request and returns when the answer's status is known. Raises ConnectionFailedError."""
         ...
 
     async def close(self) -> None: ...
@@ -181,7 +181,7 @@ class _Connection(asyncio.Protocol):
 
     def _fail(self, message: str) -> None:
         if self.reply is not None:
-            self.reply.finish(ConnectionFailed(message))
+            self.reply.finish(ConnectionFailedError(message))
 
     # httptools' callbacks.
 
@@ -213,7 +213,7 @@ class Wire:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url if "://" in url else "http://" + url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConnectionFailed(f"{url!r} is not the address of an HTTP server; one looks like http://127.0.0.1:8000")
+            raise ConnectionFailedError(f"{url!r} is not the address of an HTTP server; one looks like http://127.0.0.1:8000")
         self.url = url
         self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -232,7 +232,7 @@ class Wire:
             connection.request(head, body, reply)
             try:
                 await reply.started()
-            except ConnectionFailed:
+            except ConnectionFailedError:
                 if used and connection.silent:
                     continue  # an idle connection that the server closed just now; it never saw the request
                 raise
@@ -248,9 +248,11 @@ class Wire:
         if self._idle:
             return self._idle.pop(), True
         try:
-            _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port, ssl=self._tls)
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
         except OSError as error:
-            raise ConnectionFailed(f"cannot reach {self.url}: {error.strerror or error}; is the server running there?") from None
+            why = error.strerror or error
+            raise ConnectionFailedError(f"cannot reach {self.url}: {why}; is the server running there?") from None
         self._all.add(connection)
         return connection, False
 
@@ -314,7 +316,7 @@ class Local:
             with contextlib.suppress(OSError):
                 await self._app(scope, receive, send)
         finally:
-            reply.finish(ConnectionFailed("the application ended without completing its answer"))
+            reply.finish(ConnectionFailedError("the application ended without completing its answer"))
             gone.set()
 
     async def close(self) -> None:

@@ -1,0 +1,141 @@
+"""Where `chat` and `generate` send requests: a running server by --url, or a model loaded here behind the server's own
+application. Either way it is the OpenAI API, so the commands and the server cannot disagree about a request or an answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from penstock.cli.client import Local, Transport, Wire
+from penstock.config.flags import add_flags, from_args
+from penstock.config.schema import EngineOptions, ServerOptions
+from penstock.core.errors import ConfigError, PenstockError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Api:
+    """An open API and the name by which it knows the model."""
+
+    transport: Transport
+    model: str
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Declares MODEL or --url, and the engine's options."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a Hugging Face folder or hub id, loaded by this command")
+    parser.add_argument("--url", metavar="URL", help="talk to the server there instead, such as http://127.0.0.1:8000")
+    key = os.environ.get("PENSTOCK_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    parser.add_argument("--api-key", metavar="KEY", default=key,
+                        help="the server's key (default: PENSTOCK_API_KEY or OPENAI_API_KEY from the environment)")
+    parser.add_argument("--served-model", metavar="NAME", help="which of the server's models (default: its first)")
+    add_flags(parser, EngineOptions, skip=("model", "seed"))
+
+
+@asynccontextmanager
+async def open_api(args: argparse.Namespace) -> AsyncIterator[Api]:
+    """The API that `add_target`'s arguments name. Raises ConfigError if they name none or two."""
+    if bool(args.model) == bool(args.url):
+        raise ConfigError("give either a MODEL to load or the --url of a running server")
+    if args.url:
+        wire = Wire(args.url, args.api_key)
+        try:
+            yield Api(wire, args.served_model or await first_model(wire))
+        finally:
+            await wire.close()
+        return
+    async with _loaded(from_args(args, EngineOptions, model=args.model)) as api:
+        yield api
+
+
+@asynccontextmanager
+async def _loaded(options: EngineOptions) -> AsyncIterator[Api]:
+    raise ConfigError("in-process models come with the server's application")
+    yield
+
+
+async def first_model(transport: Transport) -> str:
+    """The first name that /v1/models lists."""
+    reply = await transport.send("GET", "/v1/models")
+    body = await reply.read()
+    if reply.status != 200:
+        raise PenstockError(f"the server does not list its models: {complaint(reply.status, body)}")
+    models = json.loads(body).get("data") or []
+    if not models:
+        raise PenstockError("the server lists no model; name one with --served-model")
+    return str(models[0]["id"])
+
+
+def complaint(status: int, body: bytes) -> str:
+    """What an error answer says, in one line."""
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
+        content = json.loads(body)
+        error = content.get("error", content)
+        message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+        if message:
+            return f"{message} (HTTP status {status})"
+    text = body.decode("utf-8", "replace").strip()
+    return f"HTTP status {status}" + (f": {text[:300]}" if text else "")
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for a program whose main thread waits for a person."""
+
+    def __enter__(self) -> LoopThread:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-loop", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine on the loop; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def settle(self) -> None:
+        """Waits until what was just cancelled has run its cleanup."""
+        with contextlib.suppress(CancelledError):
+            self.submit(asyncio.sleep(0.01)).result()
+
+    @contextmanager
+    def entered(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
+        """`async with` from the main thread. Both ends run in one task, as managers with task-bound scopes need."""
+        ready: Future[T] = Future()
+        leave = asyncio.Event()
+
+        async def hold() -> None:
+            try:
+                async with manager as value:
+                    ready.set_result(value)
+                    await leave.wait()
+            except BaseException as error:
+                if ready.done():
+                    raise
+                ready.set_exception(error if isinstance(error, Exception) else PenstockError("starting was interrupted"))
+
+        held = self.submit(hold())
+        try:
+            yield ready.result()
+        except BaseException:
+            if not ready.done():
+                held.cancel()  # Ctrl-C while the model was loading
+            raise
+        finally:
+            self._loop.call_soon_threadsafe(leave.set)
+            with contextlib.suppress(CancelledError):
+                held.result()

@@ -1,0 +1,227 @@
+"""Talk to a model in the terminal. MODEL is loaded here; --url talks to a running server instead.
+
+Ctrl-C stops the answer, not the program. Commands begin with a slash; /help lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import sys
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.cli.api import Api, LoopThread, add_target, complaint, open_api
+from penstock.config.flags import add_flags, nearest
+from penstock.config.schema import option
+from penstock.core.errors import PenstockError
+
+COMMANDS = {
+    "/help": "this list",
+    "/reset": "forget the conversation, keep the system prompt",
+    "/undo": "forget the last question and its answer",
+    "/retry": "ask the last question again",
+    "/system": "show the system prompt, or set it: /system You are terse.",
+    "/stats": "switch the line of figures after each answer on or off",
+    "/quit": "leave (so does Ctrl-D)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSampling:
+    """How answers are sampled."""
+
+    temperature: float | None = option(None, "0 is greedy; by default the model's own")
+    top_p: float | None = option(None, "keep the most likely tokens with this much probability")
+    top_k: int | None = option(None, "keep this many of the most likely tokens")
+    min_p: float | None = option(None, "keep tokens at least this fraction as likely as the likeliest")
+    presence_penalty: float | None = option(None, "discourage tokens that already occurred")
+    frequency_penalty: float | None = option(None, "discourage tokens by how often they occurred")
+    repetition_penalty: float | None = option(None, "divide the logits of tokens that occurred")
+    max_tokens: int | None = option(None, "the longest answer; by default what the context allows")
+    seed: int | None = option(None, "makes answers repeatable")
+    stop: list[str] = option([], "strings that end an answer")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    add_target(parser)
+    parser.add_argument("--system", metavar="TEXT", default="", help="a system prompt")
+    parser.add_argument("--stats", action="store_true", help="print tokens per second after each answer")
+    add_flags(parser, ChatSampling)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Opens the model, then converses until the end of the input. 1 if input was piped and an answer failed."""
+    with LoopThread() as loop, loop.entered(open_api(args)) as api:
+        return Conversation(api, loop, args).converse()
+
+
+class AnswerStoppedError(Exception):
+    """Ctrl-C while an answer was coming."""
+
+
+@dataclass
+class Figures:
+    """What is said about one answer, seconds and tokens."""
+
+    started: float
+    first: float = 0.0
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    tokens: int = 0
+
+    def line(self) -> str:
+        if not self.first or not self.tokens:
+            return "(no tokens)"
+        decode = self.ended - self.first
+        rate = f", {(self.tokens - 1) / decode:.1f} tokens/s" if self.tokens > 1 and decode > 0 else ""
+        wait = (self.first - self.started) * 1e3
+        return f"({self.prompt_tokens} tokens in, {self.tokens} out, first after {wait:.0f} ms{rate})"
+
+
+class Conversation:
+    """The messages so far, and the loop that reads, asks and prints. The terminal belongs to the main thread, the network
+    or the engine to `loop`'s, so that waiting for the user never stops the engine's heartbeat."""
+
+    def __init__(self, api: Api, loop: LoopThread, args: argparse.Namespace) -> None:
+        self.api, self.loop = api, loop
+        self.system: str = args.system
+        self.show_stats: bool = args.stats
+        self.sampling = {name: getattr(args, name) for name in ChatSampling.__dataclass_fields__ if hasattr(args, name)}
+        self.messages: list[dict[str, str]] = []
+        self.interactive = sys.stdin.isatty()
+
+    def converse(self) -> int:
+        """Reads lines until the input ends."""
+        failed = False
+        if self.interactive:
+            self._enable_line_editing()
+            print(f"{self.api.model}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+        while True:
+            try:
+                line = input("> " if self.interactive else "").strip()
+            except EOFError:
+                if self.interactive:
+                    print()
+                return int(failed and not self.interactive)
+            except KeyboardInterrupt:
+                if not self.interactive:
+                    raise
+                print("\n(Ctrl-D leaves)")
+                continue
+            if not line:
+                continue
+            if line.startswith("/") and not line.startswith("//"):
+                if line.split()[0] == "/quit":
+                    return int(failed and not self.interactive)
+                failed |= not self.command(line)
+            else:
+                failed |= not self.ask(line.removeprefix("/") if line.startswith("//") else line)
+
+    def command(self, line: str) -> bool:
+        """Does what a slash command says; False if it could not."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name == "/help":
+            print("\n".join(f"  {command:8} {about}" for command, about in COMMANDS.items()))
+        elif name == "/reset":
+            self.messages.clear()
+        elif name == "/undo":
+            self._forget_last()
+        elif name == "/retry":
+            question = self._forget_last()
+            return self.ask(question) if question is not None else True
+        elif name == "/system":
+            if rest:
+                self.system = rest
+            print(f"(system prompt: {self.system or 'none'})")
+        elif name == "/stats":
+            self.show_stats = not self.show_stats
+        else:
+            print(f"there is no command {name}{nearest(name, COMMANDS)} (// at the start sends a slash)", file=sys.stderr)
+            return False
+        return True
+
+    def ask(self, question: str) -> bool:
+        """Sends the conversation with `question` at its end and prints the answer as it comes.
+
+        False if it failed; the question is then forgotten.
+        """
+        self.messages.append({"role": "user", "content": question})
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        body = {"model": self.api.model, "messages": head + self.messages, "stream": True,
+                "stream_options": {"include_usage": True}, **self.sampling}
+        figures = Figures(time.perf_counter())
+        parts: list[str] = []
+        try:
+            self._wait(self.loop.submit(self._stream(body, parts, figures)))
+        except AnswerStoppedError:
+            print(" (stopped)", flush=True)
+        except PenstockError as error:
+            self.messages.pop()
+            print(f"{chr(10) if parts else ''}penstock: {error}", file=sys.stderr, flush=True)
+            return False
+        else:
+            print(flush=True)
+        self.messages.append({"role": "assistant", "content": "".join(parts)})
+        if self.show_stats:
+            print(figures.line(), flush=True)
+        return True
+
+    async def _stream(self, body: dict[str, Any], parts: list[str], figures: Figures) -> None:
+        """One answer: prints and collects its text. Raises PenstockError if the server refuses or breaks off."""
+        reply = await self.api.transport.send("POST", "/v1/chat/completions", msgspec.json.encode(body))
+        try:
+            if reply.status != 200:
+                raise PenstockError(complaint(reply.status, await reply.read()))
+            async for event in reply.events():
+                if event.data == b"[DONE]":
+                    break
+                self._take(json.loads(event.data), event.at, parts, figures)
+        finally:
+            reply.close()
+
+    def _take(self, chunk: dict[str, Any], at: float, parts: list[str], figures: Figures) -> None:
+        if "error" in chunk:
+            raise PenstockError(str(chunk["error"].get("message", chunk["error"])))
+        if usage := chunk.get("usage"):
+            figures.prompt_tokens, figures.tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        for choice in chunk.get("choices", ()):
+            text = choice.get("delta", {}).get("content") or ""
+            if text:
+                figures.first = figures.first or at
+                figures.ended = at
+                parts.append(text)
+                sys.stdout.write(text)
+                sys.stdout.flush()
+
+    def _wait(self, answer: Future[None]) -> None:
+        """Waits in a way that Ctrl-C interrupts, and then stops the answer."""
+        try:
+            answer.result()
+        except KeyboardInterrupt:
+            answer.cancel()
+            self.loop.settle()
+            raise AnswerStoppedError from None
+
+    def _forget_last(self) -> str | None:
+        """Takes the last question and its answer away; returns the question."""
+        while self.messages:
+            message = self.messages.pop()
+            if message["role"] == "user":
+                return message["content"]
+        print("(there is nothing to forget)")
+        return None
+
+    @staticmethod
+    def _enable_line_editing() -> None:
+        # Importing readline is what gives input() its history and editing; a Python built without it still reads lines.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")

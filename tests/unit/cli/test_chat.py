@@ -1,0 +1,94 @@
+"""`penstock chat` over the fake API: history, commands, faults, piped input, and Ctrl-C in a real terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from penstock.cli.main import main
+from tests.unit.cli.fake import FakeApi, served
+
+
+def chat(app: FakeApi, text: str, *flags: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    with served(app) as url:
+        return main(["chat", "--url", url, *flags])
+
+
+def test_a_conversation_has_a_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    app = FakeApi()
+    script = "hello\nhow are you\n/undo\n//slash\n/system Be terse.\n/reset\nanew\n/retry\n/quit\nnever\n"
+    assert chat(app, script, "--temperature", "0", "--max-tokens", "1k", "--api-key", "k", monkeypatch=monkeypatch) == 0
+    assert [[m["content"] for m in body["messages"]] for body in app.bodies] == [
+        ["hello"], ["hello", "hello", "how are you"], ["hello", "hello", "/slash"], ["Be terse.", "anew"], ["Be terse.", "anew"]]
+    assert [m["role"] for m in app.bodies[1]["messages"]] == ["user", "assistant", "user"]
+    assert app.bodies[0]["temperature"] == 0
+    assert app.bodies[0]["max_tokens"] == 1000
+    assert "seed" not in app.bodies[0]
+    assert capsys.readouterr().out.splitlines() == ["hello", "how are you", "/slash", "(system prompt: Be terse.)", "anew", "anew"]
+    assert set(app.keys) == {"Bearer k"}
+
+
+def test_a_refused_question_is_forgotten_and_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    app = FakeApi()
+    assert chat(app, "broken\n/rest\nfine\n", "--system", "S", "--stats", monkeypatch=monkeypatch) == 1
+    out, err = capsys.readouterr()
+    assert "the prompt is broken" in err
+    assert "no command /rest; did you mean /reset?" in err
+    assert "(7 tokens in, 1 out, first after" in out
+    assert [m["content"] for m in app.bodies[-1]["messages"]] == ["S", "fine"]
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:9"]) == 1
+    assert "is the server running there?" in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_the_answer_not_the_program() -> None:
+    app = FakeApi()
+    with served(app) as url:
+        terminal, child = pty.openpty()
+        command = [sys.executable, "-m", "penstock", "chat", "--url", url]
+        process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child)
+        os.close(child)
+        screen = Screen(terminal)
+        screen.wait_for("> ")
+        os.write(terminal, b"drip\n")
+        screen.wait_for("drip\r\n")  # the terminal's own echo of the question
+        screen.wait_for("drip drip")
+        process.send_signal(signal.SIGINT)
+        screen.wait_for("(stopped)")
+        screen.wait_for("> ")
+        os.write(terminal, b"hello\n")
+        screen.wait_for("hello\r\n")
+        screen.wait_for("> ")
+        os.write(terminal, b"\x04")
+        assert process.wait(10) == 0
+        os.close(terminal)
+    assert app.aborted == 1
+    partial = app.bodies[1]["messages"][1]["content"]
+    assert partial.startswith("drip drip")
+    assert len(partial) < 400
+
+
+class Screen:
+    """What a program printed on a pseudo terminal; each wait goes on where the one before it ended."""
+
+    def __init__(self, terminal: int) -> None:
+        self.terminal, self.unread = terminal, ""
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 15
+        while text not in self.unread:
+            assert time.monotonic() < deadline, f"{text!r} did not appear in {self.unread!r}"
+            if select.select([self.terminal], [], [], 0.1)[0]:
+                self.unread += os.read(self.terminal, 4096).decode()
+        self.unread = self.unread.partition(text)[2]
