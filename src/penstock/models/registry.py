@@ -64,7 +64,7 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config (as `read_config` gives it) describes; ModelError if Penstock cannot run it as described."""
     architecture, family = family_of(config)
     if config.get("quantization_config"):
-        raise ModelError(f"config.json: quantization_config is {str(config['quantization_config'])[:200]}; possible are weights "
-                         "in float32, float16 and bfloat16: take the model's unquantized folder")
+        raise ModelError(f"config.json: quantization_config is {str(config['quantization_config'])[:200]}; possible are "
+                         "weights in float32, float16 and bfloat16: take the model's unquantized folder")
     spec: ModelSpec = family.spec(Config(config, getattr(family, "DEFAULTS", None)))
     return dataclasses.replace(spec, architecture=architecture)

@@ -6,6 +6,8 @@ that does not fit. `stream` then fills one parameter after another, so that memo
 
 from __future__ import annotations
 
+import math
+import mmap
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,8 +116,8 @@ def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dt
     done = 0
     values: dict[str, Weight | torch.Tensor] = {}
     with checkpoint.mapped():
-        for parameter in spec.parameters():
-            whole = torch.empty(parameter.shape, dtype=dtype)
+        for parameter in _order(spec):
+            whole = _buffer(parameter.shape, dtype)
             for source in sources[parameter.name]:
                 tensor = checkpoint.read(source.name)
                 if source.change is not None:
@@ -129,6 +131,26 @@ def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dt
             values[parameter.name] = _place(whole, parameter, device, kernels)
             del whole
     return values
+
+
+def _order(spec: ModelSpec) -> list[Parameter]:
+    """Parameters outside the blocks first: they are the largest, and while there is little else their copy costs no peak."""
+    return sorted(spec.parameters(), key=lambda parameter: parameter.name.startswith("blocks."))
+
+
+_SMALL = 1 << 20
+
+
+def _buffer(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory to put a parameter together in. Large ones come from the system and go back to it when the tensor dies: malloc
+    would keep them, in holes between the packed weights, for the life of the process."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _SMALL:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _place(whole: torch.Tensor, parameter: Parameter, device: torch.device, kernels: Kernels) -> Weight | torch.Tensor:
@@ -150,10 +172,10 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
     stretch = torch.randn(_RANDOM, generator=torch.Generator().manual_seed(seed))
     done, total = 0, spec.size * dtype.itemsize
     values: dict[str, Weight | torch.Tensor] = {}
-    for parameter in spec.parameters():
+    for parameter in _order(spec):
         if parameter.packed:
             scaled = (stretch * parameter.shape[1] ** -0.5).to(dtype)
-            whole = torch.empty(parameter.shape, dtype=dtype)
+            whole = _buffer(parameter.shape, dtype)
             offset = zlib.crc32(parameter.name.encode()) % _RANDOM
             for at, piece in _repeat(scaled, offset, parameter.size):
                 whole.view(-1)[at:at + len(piece)] = piece
