@@ -6,6 +6,9 @@ import torch
 
 from penstock.ops.registry import register
 
+_SCORES = 1 << 24
+"""Scores held at a time, which bounds the reference's memory to a few times 64 MiB whatever the prompt."""
+
 
 @register("attention", "reference", rank=0)
 def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, query_start: torch.Tensor,
@@ -19,8 +22,7 @@ def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tab
     et al. 2023). query_start [S + 1] and context [S] are int32 on q's device. Returns [T, H, D] in q's dtype; scores and
     sums are float32, and a query's result does not depend on its neighbours.
     """
-    heads, size = q.shape[1], k_cache.shape[2]
-    groups = heads // k_cache.shape[1]
+    size, kv_heads = k_cache.shape[2], k_cache.shape[1]
     out = torch.empty_like(q)
     starts, lengths = query_start.tolist(), context.tolist()
     for s, length in enumerate(lengths):
@@ -32,17 +34,20 @@ def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tab
         pages = table[s, first:-(-length // size)].long()
         keys = k_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length - first * size].float()
         values = v_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length - first * size].float()
-        keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
-        scores = torch.einsum("thd,hkd->htk", q[lo:hi].float(), keys) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        at = torch.arange(first_query, length, device=q.device)[:, None]
-        key = torch.arange(first * size, length, device=q.device)[None]
-        hidden = key > at
+        key = torch.arange(first * size, length, device=q.device)
         if window:
-            hidden |= key <= at - window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        # Stale slots inside the first page may hold anything, even NaN: zero weight times NaN is NaN.
-        values = values.masked_fill(hidden.all(0)[None, :, None], 0.0)
-        out[lo:hi] = torch.einsum("htk,hkd->thd", weights, values).to(q.dtype)
+            # Stale slots inside the first page may hold anything, even NaN, and zero weight times NaN is NaN.
+            values = values.masked_fill((key <= first_query - window)[None, :, None], 0.0)
+        block = max(1, _SCORES // (q.shape[1] * len(key)))
+        for at in range(lo, hi, block):
+            queries = q[at:min(hi, at + block)].unflatten(1, (kv_heads, -1)).float()
+            scores = torch.einsum("tgnd,gkd->gntk", queries, keys) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            position = torch.arange(first_query + at - lo, first_query + at - lo + len(queries), device=q.device)[:, None]
+            hidden = key > position
+            if window:
+                hidden |= key <= position - window
+            weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+            out[at:at + len(queries)] = torch.einsum("gntk,gkd->tgnd", weights, values).flatten(1, 2).to(q.dtype)
     return out
