@@ -51,7 +51,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType]:
             return name, table[name]
         what = f"architecture {name!r}"
     else:
-        name, table = str(config.get("model_type", "")), known.model_types
+        name, table = str(config.get("model_type") or ""), known.model_types
         if name in table:
             return table[name].ARCHITECTURES[0], table[name]
         what = f"model_type {name!r} (and no architecture)" if name else "neither architectures nor model_type"

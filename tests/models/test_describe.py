@@ -1,0 +1,213 @@
+"""Configs as the hub has them, old and new: what is read from them, and what is refused and how."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.core.errors import ModelError
+from penstock.core.state import Everything, Window
+from penstock.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, NoScaling, YarnScaling
+from penstock.models import describe, dtype_of, eos_ids, read_config, read_generation_config, registry
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": False,
+         "hidden_act": "silu",
+         "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                          "original_max_position_embeddings": 8192}}
+
+REAL: dict[str, tuple[dict[str, Any], int, int]] = {
+    "Llama-3.1-8B": (LLAMA, 8_030_261_248, 131072),
+    "Mistral-7B-v0.1": ({"architectures": ["MistralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+                         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+                         "max_position_embeddings": 32768, "sliding_window": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+                         "hidden_act": "silu", "tie_word_embeddings": False}, 7_241_732_096, 32768),
+    "Qwen2.5-0.5B": ({"architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "intermediate_size": 4864,
+                      "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+                      "max_position_embeddings": 32768, "max_window_layers": 24, "sliding_window": 32768,
+                      "use_sliding_window": False, "tie_word_embeddings": True, "rope_theta": 1000000.0, "hidden_act": "silu",
+                      "rms_norm_eps": 1e-6}, 494_032_768, 32768),
+    "Qwen3-0.6B": ({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
+                    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936,
+                    "max_position_embeddings": 40960, "sliding_window": None, "max_window_layers": 28,
+                    "tie_word_embeddings": True, "rope_scaling": None, "rope_theta": 1000000, "hidden_act": "silu",
+                    "attention_bias": False, "rms_norm_eps": 1e-6}, 596_049_920, 40960),
+    "gemma-2-2b": ({"architectures": ["Gemma2ForCausalLM"], "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256,
+                    "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256000,
+                    "max_position_embeddings": 8192, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+                    "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 10000.0,
+                    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, 2_614_341_888, 8192),
+    "gemma-3-1b": ({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152,
+                    "intermediate_size": 6912, "head_dim": 256, "num_hidden_layers": 26, "num_attention_heads": 4,
+                    "num_key_value_heads": 1, "vocab_size": 262144, "max_position_embeddings": 32768, "sliding_window": 512,
+                    "sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None,
+                    "final_logit_softcapping": None, "attn_logit_softcapping": None, "query_pre_attn_scalar": 256,
+                    "hidden_activation": "gelu_pytorch_tanh"}, 999_885_952, 32768),
+    "gemma-3-4b": ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106],
+                    "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152},
+                    "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                                    "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                                    "sliding_window": 1024}}, 3_880_263_168, 131072),
+    "Phi-3-mini-128k": ({"architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "intermediate_size": 8192,
+                         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064,
+                         "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144,
+                         "rope_scaling": {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+                         "rope_theta": 10000.0, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+                         "tie_word_embeddings": False}, 3_821_079_552, 131072),
+    "Phi-4-mini": ({"architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "intermediate_size": 8192,
+                    "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 200064,
+                    "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144,
+                    "partial_rotary_factor": 0.75, "rope_theta": 10000.0, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+                    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+                    "tie_word_embeddings": True}, 3_836_021_760, 131072),
+    "OLMo-2-1B": ({"architectures": ["Olmo2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 8192,
+                   "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 100352,
+                   "max_position_embeddings": 4096, "rope_theta": 500000, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+                   "tie_word_embeddings": False}, 1_484_916_736, 4096),
+    "granite-3.1-2b": ({"architectures": ["GraniteForCausalLM"], "hidden_size": 2048, "intermediate_size": 8192,
+                        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 49155,
+                        "max_position_embeddings": 131072, "rope_theta": 5000000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+                        "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+                        "residual_multiplier": 0.22, "tie_word_embeddings": True}, 2_533_531_648, 131072),
+    "SmolLM3-3B": ({"architectures": ["SmolLM3ForCausalLM"], "hidden_size": 2048, "intermediate_size": 11008,
+                    "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256,
+                    "max_position_embeddings": 65536, "rope_theta": 5000000.0, "no_rope_layer_interval": 4,
+                    "no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36, "use_sliding_window": False,
+                    "sliding_window": None, "hidden_act": "silu", "rms_norm_eps": 1e-6}, 3_075_098_624, 65536),
+    "pythia-70m": ({"architectures": ["GPTNeoXForCausalLM"], "hidden_size": 512, "intermediate_size": 2048,
+                    "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 50304, "max_position_embeddings": 2048,
+                    "rotary_pct": 0.25, "rotary_emb_base": 10000, "use_parallel_residual": True, "hidden_act": "gelu",
+                    "layer_norm_eps": 1e-5, "tie_word_embeddings": False}, 70_426_624, 2048),
+    "gpt2": ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12,
+              "n_ctx": 1024, "n_positions": 1024, "vocab_size": 50257, "activation_function": "gelu_new",
+              "layer_norm_epsilon": 1e-5}, 124_439_808, 1024),
+}
+"""Published models: what matters of their config.json, their number of (text) parameters, their context length."""
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_configs(name: str, tmp_path: Path) -> None:
+    config, size, positions = REAL[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = describe(read_config(tmp_path))
+    assert (spec.size, spec.max_positions, spec.architecture) == (size, positions, config["architectures"][0])
+
+
+def test_windows_and_rotations_by_layer() -> None:
+    gemma = describe({**REAL["gemma-3-1b"][0]})
+    assert [state.keep for state in gemma.states("bfloat16")][:7] == [Window(512)] * 5 + [Everything()] + [Window(512)]
+    assert [block.attention.rope.theta for block in gemma.blocks if block.attention.rope][4:6] == [10000.0, 1000000.0]
+    smol = describe(REAL["SmolLM3-3B"][0])
+    assert [block.attention.rope is None for block in smol.blocks] == [False, False, False, True] * 9
+    field = gemma.states("bfloat16")[0].fields[1]
+    assert (field.name, field.shape, field.dtype) == ("v", (1, 256), "bfloat16")
+    nested = read_config_of(REAL["gemma-3-4b"][0])
+    assert describe(nested).blocks[5].attention.rope == describe(nested).blocks[11].attention.rope
+    assert describe(nested).blocks[5].attention.rope.scaling == LinearScaling(8.0)  # type: ignore[union-attr]
+    assert describe(nested).blocks[0].attention.rope.scaling == NoScaling()  # type: ignore[union-attr]
+
+
+def read_config_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The text part, as `read_config` takes it."""
+    outer = {name: value for name, value in config.items() if name not in ("text_config", "vision_config")}
+    return {**outer, **config["text_config"]}
+
+
+@pytest.mark.parametrize(("scaling", "expected", "positions"), [
+    (None, NoScaling(), 131072),
+    ({"type": "linear", "factor": 2.0}, LinearScaling(2.0), 262144),
+    ({"rope_type": "dynamic", "factor": 2.0}, DynamicScaling(2.0, 131072), 262144),
+    (LLAMA["rope_scaling"], Llama3Scaling(8.0, 1.0, 4.0, 8192), 131072),
+    ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 65536}, YarnScaling(4.0, 65536), 262144),
+    ({"rope_type": "longrope", "short_factor": [1] * 64, "long_factor": [2] * 64, "original_max_position_embeddings": 4096},
+     LongRopeScaling((1.0,) * 64, (2.0,) * 64, 4096, 32.0), 131072),
+])
+def test_old_and_new_names_of_rope_scalings_agree(scaling: Any, expected: Any, positions: int) -> None:
+    old = describe({**LLAMA, "rope_scaling": scaling})
+    modern = {name: value for name, value in LLAMA.items() if name not in ("rope_scaling", "rope_theta")}
+    new = describe({**modern, "rope_parameters": {"rope_theta": 500000.0, **(scaling or {})}})
+    assert old == new
+    assert (old.blocks[0].attention.rope.scaling, old.max_positions) == (expected, positions)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"hidden_act": "xielu"}, ["hidden_act is 'xielu'", "silu", "gelu_new"]),
+    ({"rope_scaling": {"rope_type": "mrope"}}, ["rope_type is 'mrope'", "llama3", "longrope"]),
+    ({"rope_scaling": {"rope_type": "linear"}}, ["factor is missing"]),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1000}}, ["alpha", "'linear'"]),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 64}}, ["short_factor", "64"]),
+    ({"rope_scaling": "linear"}, ["rope_scaling is 'linear'", "object"]),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq", "bfloat16"]),
+    ({"num_key_value_heads": 5}, ["num_key_value_heads is 5", "32"]),
+    ({"hidden_size": 4095}, ["hidden_size is 4095", "num_attention_heads (32)"]),
+    ({"num_hidden_layers": "32"}, ["num_hidden_layers is '32'", "whole number"]),
+    ({"vocab_size": True}, ["vocab_size is True"]),
+    ({"intermediate_size": None}, ["intermediate_size is missing"]),
+    ({"rms_norm_eps": -1}, ["rms_norm_eps is -1", "above 0"]),
+    ({"attention_bias": "yes"}, ["attention_bias is 'yes'", "true or false"]),
+    ({"architectures": ["LlamaForCausaLM"]}, ["'LlamaForCausaLM'", "nearest", "LlamaForCausalLM;", "GPT2LMHeadModel"]),
+    ({"architectures": ["Qwen3MoeForCausalLM"]}, ["nearest that it knows is Qwen3ForCausalLM"]),
+    ({"architectures": None, "model_type": "lama"}, ["model_type 'lama'", "is llama;"]),
+    ({"architectures": [], "model_type": None}, ["neither architectures nor model_type"]),
+])
+def test_refusals(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ModelError) as caught:
+        describe({**LLAMA, **changes})
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "changes", "word"), [
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    ("gemma-2-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma-3-1b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("Qwen2.5-0.5B", {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
+    ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ("Qwen2.5-0.5B", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+])
+def test_variants_that_would_compute_something_else_are_refused(name: str, changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(ModelError, match=word):
+        describe({**REAL[name][0], **changes})
+
+
+def test_model_type_is_enough() -> None:
+    assert describe({**LLAMA, "architectures": None}).architecture == "LlamaForCausalLM"
+
+
+def test_every_family_declares_itself() -> None:
+    known = registry()
+    assert len(set(known.architectures.values())) == 12
+    assert set(known.architectures.values()) == set(known.model_types.values())
+
+
+def test_nested_config_keeps_the_outer_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(REAL["gemma-3-4b"][0]))
+    config = read_config(tmp_path)
+    assert config["architectures"] == ["Gemma3ForConditionalGeneration"]
+    assert (config["hidden_size"], config["eos_token_id"]) == (2560, [1, 106])
+    assert dtype_of(None, config) == "bfloat16"
+
+
+@pytest.mark.parametrize(("text", "word"), [
+    (None, "missing"), ("{", "cannot be read"), ("[1]", "list"), ("\xff", "cannot be read")])
+def test_unreadable_config(tmp_path: Path, text: str | None, word: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text, "latin-1")
+    with pytest.raises(ModelError, match=word):
+        read_config(tmp_path)
+
+
+def test_end_of_sequence_tokens_of_both_files(tmp_path: Path) -> None:
+    assert read_generation_config(tmp_path) == {}
+    assert eos_ids(tmp_path, {"eos_token_id": 2}) == [2]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2, 9], "temperature": 0.6}')
+    assert eos_ids(tmp_path, {"eos_token_id": 2}) == [7, 2, 9]
+    assert eos_ids(tmp_path, {"eos_token_id": None}) == [7, 2, 9]
+    assert read_generation_config(tmp_path)["temperature"] == 0.6
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ModelError, match="eos_token_id"):
+        eos_ids(tmp_path, {})
