@@ -45,7 +45,7 @@ class Engine:
         dtype = getattr(torch, self.config.dtype)
         device = torch.device(facts.kind if ":" not in options.device else options.device)
         self.kernels = registry.bind(facts, dtype, options.kernels)
-        registry.set_threads(self.config.threads)
+        registry.set_threads(self.config.threads, self.kernels)
         model = models.load(self.folder, checkpoint, dtype=dtype, device=device, kernels=self.kernels,
                             load_format=options.load_format, max_model_len=self.config.max_model_len, seed=options.seed,
                             progress=progress)

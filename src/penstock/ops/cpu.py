@@ -184,3 +184,6 @@ def _register() -> None:
 
 
 _register()
+
+set_threads = native.set_threads
+"""For ops/registry.py: how many threads the kernels may use."""

@@ -114,9 +114,13 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
     return Kernels(chosen, refused)
 
 
-def set_threads(count: int) -> None:
-    """How many CPU threads kernels may use, PyTorch's own included."""
-    torch.set_num_threads(count)
+def set_threads(count: int, kernels: Kernels) -> None:
+    """How many CPU threads the kernels may use.
+
+    PyTorch's own pool gets them only if it does the products: its threads meet at a barrier after every operation, and with a
+    busy neighbour on a core an operation of microseconds then takes milliseconds.
+    """
+    torch.set_num_threads(count if kernels.chosen["linear"].name == "reference" else 1)
     for module in _MODULES:
         setter = getattr(importlib.import_module(f"penstock.ops.{module}"), "set_threads", None)
         if setter is not None:
