@@ -97,7 +97,8 @@ class FakeApi:
 
     @staticmethod
     async def _event(send: Any, content: dict[str, Any]) -> None:
-        await send({"type": "http.response.body", "body": b"data: " + json.dumps(content).encode() + b"\n\n", "more_body": True})
+        body = b"data: " + json.dumps(content).encode() + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
     @staticmethod
     async def _json(send: Any, status: int, content: dict[str, Any]) -> None:

@@ -28,16 +28,19 @@ def test_a_conversation_has_a_memory(monkeypatch: pytest.MonkeyPatch, capsys: py
     script = "hello\nhow are you\n/undo\n//slash\n/system Be terse.\n/reset\nanew\n/retry\n/quit\nnever\n"
     assert chat(app, script, "--temperature", "0", "--max-tokens", "1k", "--api-key", "k", monkeypatch=monkeypatch) == 0
     assert [[m["content"] for m in body["messages"]] for body in app.bodies] == [
-        ["hello"], ["hello", "hello", "how are you"], ["hello", "hello", "/slash"], ["Be terse.", "anew"], ["Be terse.", "anew"]]
+        ["hello"], ["hello", "hello", "how are you"], ["hello", "hello", "/slash"], ["Be terse.", "anew"],
+        ["Be terse.", "anew"]]
     assert [m["role"] for m in app.bodies[1]["messages"]] == ["user", "assistant", "user"]
     assert app.bodies[0]["temperature"] == 0
     assert app.bodies[0]["max_tokens"] == 1000
     assert "seed" not in app.bodies[0]
-    assert capsys.readouterr().out.splitlines() == ["hello", "how are you", "/slash", "(system prompt: Be terse.)", "anew", "anew"]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["hello", "how are you", "/slash", "(system prompt: Be terse.)", "anew", "anew"]
     assert set(app.keys) == {"Bearer k"}
 
 
-def test_a_refused_question_is_forgotten_and_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_question_is_forgotten_and_said(monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
     app = FakeApi()
     assert chat(app, "broken\n/rest\nfine\n", "--system", "S", "--stats", monkeypatch=monkeypatch) == 1
     out, err = capsys.readouterr()

@@ -105,7 +105,7 @@ def test_many_at_once_reuse_connections() -> None:
 
 
 def test_odd_but_legal_answers() -> None:
-    """Bodies cut at any byte, CRLF events, comments, an interim 100, a body that ends with the connection, a stale connection."""
+    """Bodies cut at any byte, CRLF events, comments, an interim 100, a body that ends with its connection, a stale one."""
     payload = b': hi\r\n\r\nevent: x\r\ndata: {"a": 1}\r\n\r\ndata: one\r\ndata: two\r\n\r\ndata: [DONE]\r\n\r\n'
     asked = 0
 

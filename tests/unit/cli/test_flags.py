@@ -42,7 +42,8 @@ def test_every_shape() -> None:
     assert parse("--name", "x", "--kind=b", "--size", "4k", "--share", "0.25", "--fast", "--no-safe") == Sample(
         name="x", kind="b", size=4000, share=0.25, fast=True, safe=False)
     assert parse("--names", "a", "b", "--names", "c") == Sample(names=["a", "b", "c"])
-    assert parse("--table", "a=1", "b=2,c=x=y", "--table", '{"d": "4"}') == Sample(table={"a": "1", "b": "2", "c": "x=y", "d": "4"})
+    table = {"a": "1", "b": "2", "c": "x=y", "d": "4"}
+    assert parse("--table", "a=1", "b=2,c=x=y", "--table", '{"d": "4"}') == Sample(table=table)
 
 
 @pytest.mark.parametrize(("text", "value"), [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("2M", 2 << 20),

@@ -1,0 +1,77 @@
+"""In what a figure was measured: machine, device, library versions, commit. A figure without it says little."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import penstock
+
+PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "uvloop", "fastapi")
+
+
+def environment() -> dict[str, Any]:
+    """Facts about this machine and installation. What cannot be found out is None; nothing raises, torch is not imported."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "penstock": penstock.__version__,
+        "git_commit": _commit(),
+        "python": platform.python_version(),
+        "os": f"{platform.system()} {platform.release()}",
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": round(os.getloadavg()[0], 2),
+        **_gpu(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _gpu() -> dict[str, Any]:
+    """The GPUs and their driver, as nvidia-smi names them."""
+    answer = _say("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    rows = [row.split(", ") for row in (answer or "").splitlines() if ", " in row]
+    return {"gpu": [row[0] for row in rows] or None, "driver": rows[0][1] if rows else None}
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package runs from, with a + if it has changes; None if it was installed."""
+    root = Path(penstock.__file__).resolve().parents[2]
+    commit = _say("git", "-C", str(root), "rev-parse", "--short=12", "HEAD") if (root / ".git").exists() else None
+    changed = commit and _say("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+" if changed else commit
+
+
+def _say(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{environment()}\n")

@@ -1,0 +1,109 @@
+"""Measures the engine in this process, without HTTP: seconds for one batch, tokens per second over many requests.
+
+The keys of the results are those of vLLM's `bench latency` and `bench throughput`, and with them what the engine itself
+counted: steps, and the time of a step that is not spent in kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from penstock.cli.bench.figures import percentile
+from penstock.cli.bench.workload import Item, make_workload
+from penstock.config.flags import from_args
+from penstock.config.schema import EngineOptions
+from penstock.core.errors import ConfigError
+from penstock.core.sampling import SamplingParams
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+def measure_latency(args: argparse.Namespace) -> dict[str, Any]:
+    """One batch of equal requests, again and again."""
+    for name in ("batch_size", "input_len", "output_len", "num_iters"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    run = _Run(args)
+    shape = argparse.Namespace(num_prompts=args.batch_size, random_input_len=args.input_len, random_output_len=args.output_len,
+                               random_range_ratio=0.0, random_prefix_len=0, trace=None, length_scale=1.0, max_input_len=None,
+                               max_output_len=None, seed=args.seed)
+    seconds: list[float] = []
+    for turn in range(args.num_iters_warmup + args.num_iters):
+        if turn == args.num_iters_warmup:
+            run.begin()
+        # New prompts each time: a cache of prefixes must not answer for the engine.
+        shape.seed = args.seed + turn
+        elapsed = run.generate(make_workload(shape, run.vocab_size).items)
+        if turn >= args.num_iters_warmup:
+            seconds.append(elapsed)
+    ordered = sorted(seconds)
+    mean = statistics.fmean(seconds)
+    return {"batch_size": args.batch_size, "input_len": args.input_len, "output_len": args.output_len, "avg_latency": mean,
+            "latencies": seconds, "percentiles": {str(p): percentile(ordered, p) for p in PERCENTILES},
+            "output_tokens_per_second": args.batch_size * args.output_len / mean, **run.report()}
+
+
+def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
+    """Many requests at once, as many in flight as the engine takes."""
+    run = _Run(args)
+    workload = make_workload(args, run.vocab_size)
+    run.generate([Item(0.0, [3, 4, 5], 3, 4)])  # the first step pays for pages and threads that the others find ready
+    run.begin()
+    elapsed = run.generate(workload.items)
+    n_in, n_out = sum(item.input_len for item in workload.items), sum(item.output_len for item in workload.items)
+    return {"elapsed_time": elapsed, "num_requests": len(workload.items), "total_num_tokens": n_in + n_out,
+            "requests_per_second": len(workload.items) / elapsed, "tokens_per_second": (n_in + n_out) / elapsed,
+            "total_input_tokens": n_in, "total_output_tokens": n_out, "output_tokens_per_second": n_out / elapsed,
+            "clipped_inputs": workload.clipped_inputs, "clipped_outputs": workload.clipped_outputs, **run.report()}
+
+
+class _Run:
+    """A loaded model and what its engine counts between `begin` and `report`."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from penstock.engine.llm import LLM  # brings torch, which `penstock bench --help` must not
+
+        self.options = from_args(args, EngineOptions, model=args.model, skip_tokenizer_init=True)
+        start = time.perf_counter()
+        self.llm = LLM(**asdict(self.options))
+        self.load_seconds = time.perf_counter() - start
+        self.vocab_size = self.llm.info.vocab_size
+        self.before = self.llm.stats()
+
+    def begin(self) -> None:
+        self.before = self.llm.stats()
+
+    def generate(self, items: list[Item]) -> float:
+        """Seconds until all are answered in full length."""
+        prompts: list[Any] = [{"prompt_token_ids": item.prompt} for item in items]
+        params = [SamplingParams(temperature=0, max_tokens=item.output_len, ignore_eos=True, detokenize=False) for item in items]
+        start = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        elapsed = time.perf_counter() - start
+        for output, item in zip(outputs, items, strict=True):
+            answer = output.outputs[0]
+            if len(answer.token_ids) != item.output_len:
+                raise ConfigError(f"a request of {item.input_len} + {item.output_len} tokens ended after "
+                                  f"{len(answer.token_ids)} ({answer.finish_reason}); the context is "
+                                  f"{self.llm.info.max_model_len} tokens")
+        return elapsed
+
+    def report(self) -> dict[str, Any]:
+        """What the engine is, and what it counted since `begin`; milliseconds per step."""
+        before, after = self.before, self.llm.stats()
+        steps = max(1, after.steps - before.steps)
+        worker, kernels = after.worker_seconds - before.worker_seconds, after.kernel_seconds - before.kernel_seconds
+        plan = after.plan_seconds - before.plan_seconds
+        return {"load_seconds": self.load_seconds,
+                "engine": {"steps": after.steps - before.steps,
+                           "preemptions": after.preemptions - before.preemptions,
+                           "plan_ms_per_step": plan / steps * 1e3, "worker_ms_per_step": worker / steps * 1e3,
+                           "kernel_ms_per_step": kernels / steps * 1e3,
+                           "overhead_ms_per_step": (plan + worker - kernels) / steps * 1e3},
+                "engine_info": msgspec.to_builtins(self.llm.info)}
