@@ -57,4 +57,5 @@ class ServerOptions:
     allowed_origins: list[str] = option([], "origins that browsers may call from (CORS)")
     max_body_bytes: int = option(16 << 20, "the largest request body")
     stall_timeout: float = option(60.0, "seconds without progress after which a busy engine counts as stuck")
+    trust_request_chat_template: bool = option(False, "run chat templates that requests bring; a template is a program")
     log_level: str = option("info", "of the server's own log", ("debug", "info", "warning", "error"))

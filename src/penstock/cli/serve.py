@@ -1,0 +1,116 @@
+"""Serve a model over an OpenAI-compatible HTTP API.
+
+Options are generated from `config/schema.py`; what is printed while loading is decided here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
+
+from penstock.config.flags import add_flags, from_args
+from penstock.config.schema import EngineOptions, ServerOptions
+from penstock.core.errors import ConfigError
+from penstock.core.request import EngineInfo
+
+KEY_VARIABLE = "PENSTOCK_API_KEY"
+
+
+def add(parser: ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder or a hub id")
+    add_flags(parser, ServerOptions)
+    add_flags(parser, EngineOptions, skip=("model",))
+
+
+def run(args: Namespace) -> int:
+    """Serves until a signal; the exit status."""
+    options = with_key(from_args(args, ServerOptions))
+    check(options)
+    return run_server(from_args(args, EngineOptions, model=args.model), options)
+
+
+def run_server(engine_options: EngineOptions, options: ServerOptions, engine: str | None = None) -> int:
+    """Serves, printing progress, the memory plan and the address. `engine` names another engine class, for tests."""
+    # Late: the web framework must not slow `--help`.
+    from penstock.engine.process import ENGINE
+    from penstock.observe.log import set_up
+    from penstock.server.run import serve
+
+    set_up(options.log_level)
+    progress = LoadingLine()
+    print(f"loading {engine_options.model}", flush=True)
+
+    def ready(info: EngineInfo, url: str) -> None:
+        progress.end()
+        print(memory_plan(info), flush=True)
+        print(f"ready at {url}", flush=True)
+
+    try:
+        return serve(engine_options, options, engine=engine or ENGINE, on_loading=progress.show, on_ready=ready)
+    finally:
+        progress.end()
+
+
+def with_key(options: ServerOptions) -> ServerOptions:
+    """The options with the key of the environment, if there is one."""
+    key = os.environ.get(KEY_VARIABLE)
+    return replace(options, api_key=[*options.api_key, key]) if key else options
+
+
+def check(options: ServerOptions) -> None:
+    """ConfigError for options of the server that cannot be honoured."""
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port must be between 0 and 65535, got {options.port}")
+    for name in ("shutdown_timeout", "stall_timeout", "max_body_bytes"):
+        if getattr(options, name) < 0 or (name != "shutdown_timeout" and getattr(options, name) == 0):
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
+    if any(not key.strip() for key in options.api_key):
+        raise ConfigError("--api-key must not be empty")
+
+
+class LoadingLine:
+    """Progress of loading: one line that is rewritten on a terminal, a line every tenth elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._tenth = -1
+        self._open = False
+
+    def show(self, done: int, total: int) -> None:
+        tenth = 10 * done // max(1, total)
+        text = f"  {size(done)} of {size(total)} ({100 * done // max(1, total)} %)"
+        if self._terminal:
+            print(f"\r{text}   ", end="", flush=True)
+            self._open = True
+        elif tenth > self._tenth:
+            print(text, flush=True)
+        self._tenth = max(tenth, self._tenth)
+
+    def end(self) -> None:
+        """Leaves the line, if it is still being rewritten."""
+        if self._open:
+            print(flush=True)
+            self._open = False
+
+
+def memory_plan(info: EngineInfo) -> str:
+    """What memory is used for, and how much context fits."""
+    return "\n".join([
+        f"{info.architecture}, {info.dtype}, on {info.device}",
+        f"  weights          {size(info.weight_bytes):>10}",
+        f"  largest step     {size(info.step_bytes):>10}   {info.max_num_batched_tokens:,} tokens",
+        f"  KV cache         {size(info.kv_bytes):>10}   {info.kv_tokens:,} tokens in pages of {info.page_size}",
+        f"  context          {info.max_model_len:>10,}   tokens, prompt and output; {info.max_num_seqs} sequences at once",
+    ])
+
+
+def size(count: float) -> str:
+    """Bytes, for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,348 @@
+"""An engine for asyncio: text in, text out, many at once, the engine itself in a process of its own.
+
+It owns the frontend's half of every request: tokenization, detokenization, stop strings, the streams that consumers read, and
+the figures of what passed. Everything runs on one event loop; only long texts are tokenized on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from penstock.config.schema import EngineOptions
+from penstock.core.errors import EngineDeadError, PenstockError, RequestError
+from penstock.core.request import EngineInfo, EngineStats, Request, Timings, Update
+from penstock.core.sampling import SamplingParams
+from penstock.engine.inputs import Inputs
+from penstock.engine.outputs import Delta, Outputs, RequestOutput
+from penstock.engine.process import ENGINE, EngineProcess, News, Refused
+from penstock.observe.figures import Figures
+from penstock.text import ChatTemplate, Tokenizer
+
+LONG_TEXT = 8192
+"""Characters from which on a text is tokenized on a thread, so that streams do not wait for it (some milliseconds)."""
+
+
+class Track:
+    """Where one open request stands, for its stream and for the figures. Times are time.monotonic()."""
+
+    __slots__ = ("arrived", "last", "open", "request", "stream", "tokens")
+
+    def __init__(self, request: Request, stream: Stream, now: float) -> None:
+        self.request = request
+        self.stream = stream
+        self.arrived = now
+        self.open = request.params.n
+        """Sequences that have not ended."""
+        self.last: dict[int, float] = {}
+        self.tokens: dict[int, int] = {}
+
+
+class Stream:
+    """What comes of some requests that belong together, as it comes. Close it, or iterate it to its end.
+
+    `async for deltas in stream` gives all that has come since the last time, at least one delta. Raises RequestError when a
+    request was refused or failed, EngineDeadError when the engine died; the other requests of the stream are then aborted.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._deltas: list[Delta] = []
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.open: set[str] = set()
+        """Ids of requests that have not ended."""
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if not self.open:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Aborts what has not ended. A reader that waits gets `error`, or the end. May be called at any time, and again."""
+        self._llm.drop(self)
+        if self._error is None:
+            self._error = error
+        self._wake()
+
+    def put(self, delta: Delta) -> None:
+        """Adds news for the reader."""
+        self._deltas.append(delta)
+        self._wake()
+
+    def end(self, request_id: str) -> None:
+        """One of the requests has ended."""
+        self.open.discard(request_id)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class AsyncLLM:
+    """vLLM's AsyncLLM in call shape. `await start()` first, `await shutdown()` last."""
+
+    def __init__(self, options: EngineOptions, *, engine: str = ENGINE, stall_timeout: float = 60.0,
+                 on_loading: Callable[[int, int], None] | None = None, on_death: Callable[[str], None] | None = None) -> None:
+        self.options = options
+        self.stall_timeout = stall_timeout
+        self.on_death = on_death
+        self.info: EngineInfo | None = None
+        """Set once the engine is ready."""
+        self.stats = EngineStats()
+        self.figures = Figures(1)
+        self.tokenizer: Tokenizer | None = None
+        self.template: ChatTemplate | None = None
+        self.generation_config: dict[str, Any] = {}
+        self._process = EngineProcess(options, on_news=self._on_news, on_refused=self._on_refused, on_death=self._on_death,
+                                      on_loading=on_loading, engine=engine)
+        self._tracks: dict[str, Track] = {}
+        self._names = itertools.count()
+        self._progress = 0.0
+        self._steps = -1
+
+    async def start(self) -> None:
+        """Starts the engine process and loads the tokenizer beside it. ConfigError, ModelError or EngineDeadError says why not."""
+        ready = await self._process.start()
+        self.generation_config = ready.generation_config if self.options.generation_config == "auto" else {}
+        try:
+            if not self.options.skip_tokenizer_init:
+                self.tokenizer = Tokenizer.load(Path(ready.tokenizer_folder))
+                self.template = ChatTemplate.load(Path(ready.tokenizer_folder), self.options.chat_template)
+            self.inputs = Inputs(self.tokenizer, self.template, ready.info, ready.generation_config)
+            self.outputs = Outputs(self.tokenizer)
+        except BaseException:
+            await self._process.stop(0.0)
+            raise
+        self.figures = Figures(ready.info.max_model_len)
+        self._progress = time.monotonic()
+        self.info = ready.info
+
+    async def shutdown(self, timeout: float = 10.0) -> None:
+        """Aborts what is open and ends the engine process."""
+        self.fail_open(EngineDeadError("the engine is shutting down"))
+        await self._process.stop(timeout)
+
+    # -- how it is
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine is gone, or None while it is not."""
+        return self._process.dead
+
+    @property
+    def errored(self) -> bool:
+        return self.dead is not None
+
+    @property
+    def live(self) -> int:
+        """Requests that are open."""
+        return len(self._tracks)
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the engine was last heard from."""
+        return time.monotonic() - self._process.heard
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._process.pid
+
+    def unhealthy(self) -> str | None:
+        """Why requests cannot be served now: loading, dead, silent, or busy without progress; None if all is well."""
+        if self.dead is not None:
+            return f"the engine has stopped: {self.dead}"
+        if self.info is None:
+            return "the model is still loading"
+        now = time.monotonic()
+        if self.silence > self.stall_timeout:
+            return f"the engine is stuck: nothing was heard from it for {self.silence:.0f} s"
+        if self._tracks and now - self._progress > self.stall_timeout:
+            return f"the engine is stuck: {self.live} requests are open and no step ended for {now - self._progress:.0f} s"
+        return None
+
+    # -- requests
+
+    def new_id(self) -> str:
+        """A name for a request, unlike any other of this frontend."""
+        return f"r{next(self._names)}"
+
+    async def off_loop(self, size: int, work: Callable[[], Any]) -> Any:
+        """`work()`, on a thread if it has `size` characters to read and that is long."""
+        return await asyncio.to_thread(work) if size > LONG_TEXT else work()
+
+    def open(self, requests: Sequence[Request]) -> Stream:
+        """Submits requests whose news come in one stream. EngineDeadError if there is no engine."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        if self.info is None:
+            raise EngineDeadError("the engine is not started")
+        now = time.monotonic()
+        if not self._tracks:
+            self._progress = now
+        for request in requests:
+            if request.id in self._tracks:
+                raise RequestError(f"a request with id {request.id!r} is running already; ids must be unique",
+                                   param="request_id", code="duplicate_request_id")
+        stream = Stream(self)
+        for request in requests:
+            self.outputs.register(request)
+            self._tracks[request.id] = Track(request, stream, now)
+            stream.open.add(request.id)
+            self._process.add(request)
+            self._count_start(request)
+        return stream
+
+    async def generate(self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
+                       priority: int = 0) -> AsyncIterator[RequestOutput]:
+        """Yields the request's whole output so far, each time there is more of it. Closing the generator aborts the request."""
+        params = sampling_params or SamplingParams()
+        name = request_id or self.new_id()
+        size = len(prompt) if isinstance(prompt, str) else 0
+        request = await self.off_loop(size, lambda: self.inputs.request(name, prompt, params, priority=priority))
+        output = RequestOutput.empty(request, prompt if isinstance(prompt, str) else None)
+        async with self.open([request]) as stream:
+            async for deltas in stream:
+                for delta in deltas:
+                    output.add(delta)
+                yield output
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its stream ends with finish_reason "abort". Unknown ids are ignored."""
+        self._process.abort([request_id])
+
+    def drop(self, stream: Stream) -> None:
+        """Forgets a stream's open requests and has the engine abort them."""
+        ids = list(stream.open)
+        stream.open.clear()
+        for name in ids:
+            track = self._tracks.pop(name)
+            self.outputs.forget(name)
+            self.figures.finished["abort"] += track.open
+        if ids:
+            self._process.abort(ids)
+
+    def fail_open(self, error: PenstockError) -> None:
+        """Ends every open stream with `error`."""
+        for stream in {track.stream for track in self._tracks.values()}:
+            stream.close(error)
+
+    # -- news from the process
+
+    def _on_news(self, news: News) -> None:
+        now = time.monotonic()
+        if news.stats is not None:
+            self.stats = news.stats
+            if news.stats.steps != self._steps:
+                self._steps = news.stats.steps
+                self._progress = now
+        if not news.updates:
+            return
+        self._progress = now
+        known = [update for update in news.updates if update.request_id in self._tracks]
+        for update in known:
+            self._count_update(update)
+        for delta in self.outputs.push(known):
+            self._deliver(delta, now)
+        aborts = self.outputs.take_aborts()
+        if aborts:
+            self._process.abort(aborts)
+
+    def _deliver(self, delta: Delta, now: float) -> None:
+        track = self._tracks.get(delta.request_id)
+        if track is None:
+            return
+        if delta.token_ids:
+            self._count_tokens(track, delta.index, len(delta.token_ids), now)
+        if delta.finish_reason == "error":
+            track.stream.close(RequestError(f"the request failed: {delta.error}", code="generation_failed", status=500))
+            return
+        if delta.finish_reason is not None:
+            track.open -= 1
+            self._count_end(track, delta, now)
+        track.stream.put(delta)
+        if track.open == 0:
+            del self._tracks[delta.request_id]
+            track.stream.end(delta.request_id)
+
+    def _on_refused(self, refused: Refused) -> None:
+        track = self._tracks.get(refused.request_id)
+        if track is None:
+            return
+        self.figures.refused += 1
+        track.open = 0
+        track.stream.close(RequestError(refused.message, param=refused.param, code=refused.code, status=refused.status))
+
+    def _on_death(self, reason: str) -> None:
+        self.fail_open(EngineDeadError(reason))
+        if self.on_death:
+            self.on_death(reason)
+
+    # -- figures
+
+    def _count_start(self, request: Request) -> None:
+        figures, params = self.figures, request.params
+        figures.prompt_tokens += len(request.prompt_ids)
+        figures.prompt_lengths.observe(len(request.prompt_ids))
+        figures.sequences.observe(params.n)
+        if params.max_tokens is not None:
+            figures.max_tokens.observe(params.max_tokens)
+
+    def _count_update(self, update: Update) -> None:
+        if update.finish_reason == "error":
+            self.figures.finished["error"] += 1
+        timings = update.timings
+        if timings is not None and timings.first_scheduled:
+            self._count_timings(timings)
+
+    def _count_timings(self, timings: Timings) -> None:
+        figures = self.figures
+        figures.queue.observe(max(0.0, timings.first_scheduled - timings.arrival))
+        figures.inference.observe(max(0.0, timings.finished - timings.first_scheduled))
+        if timings.first_token:
+            figures.prefill.observe(max(0.0, timings.first_token - timings.first_scheduled))
+            figures.decode.observe(max(0.0, timings.finished - timings.first_token))
+
+    def _count_tokens(self, track: Track, index: int, count: int, now: float) -> None:
+        figures = self.figures
+        figures.generation_tokens += count
+        last = track.last.get(index)
+        if last is None:
+            figures.first_token.observe(now - track.arrived)
+            track.tokens[index] = count
+        else:
+            figures.between_tokens.observe((now - last) / count, count)
+            track.tokens[index] += count
+        track.last[index] = now
+
+    def _count_end(self, track: Track, delta: Delta, now: float) -> None:
+        figures, tokens = self.figures, track.tokens.get(delta.index, 0)
+        figures.finished[delta.finish_reason or "stop"] += 1
+        figures.end_to_end.observe(now - track.arrived)
+        figures.output_lengths.observe(tokens)
+        if tokens > 1:
+            figures.per_token.observe((now - track.arrived) / tokens)

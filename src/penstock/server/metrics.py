@@ -1,0 +1,122 @@
+"""/metrics: the figures of the frontend and the engine's last snapshot under vLLM's names, and a few of our own.
+
+The registry belongs to one app. Everything is collected when scraped; nothing is formatted on the way of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from penstock.engine.async_llm import AsyncLLM
+from penstock.observe.figures import Histogram
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+LABELS = ("model_name", "engine")
+
+
+class EngineCollector(Collector):
+    """Renders an AsyncLLM's figures. Yields nothing until the engine is ready."""
+
+    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+        self.llm = llm
+        self.values = (model_name, "0")
+
+    def collect(self) -> Iterator[Metric]:
+        if self.llm.info is None:
+            return
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self._histograms()
+        yield self._cache_config()
+
+    def _gauges(self) -> Iterator[Metric]:
+        stats = self.llm.stats
+        for name, doc, value in (
+            ("vllm:num_requests_running", "Sequences that hold a row now.", stats.running),
+            ("vllm:num_requests_waiting", "Sequences that wait for a row.", stats.waiting),
+            ("vllm:kv_cache_usage_perc", "Fraction of the KV cache in use, 0 to 1.", stats.kv_usage),
+            ("penstock:pages_used", "Slabs of the KV arena in use.", stats.pages_used),
+            ("penstock:pages_total", "Slabs of the KV arena.", stats.pages_total),
+            ("penstock:plans_in_flight", "Steps handed to the worker whose results are not back.", stats.flying),
+            ("penstock:requests_live", "Requests that this frontend has open.", self.llm.live),
+            ("penstock:engine_up", "1 while the engine is alive and not stuck.", 0 if self.llm.unhealthy() else 1),
+            ("penstock:engine_silence_seconds", "Time since the engine was last heard from.", self.llm.silence),
+        ):
+            yield self._one(GaugeMetricFamily(name, doc, labels=LABELS), value)
+
+    def _counters(self) -> Iterator[Metric]:
+        stats, figures = self.llm.stats, self.llm.figures
+        for name, doc, value in (
+            ("vllm:prompt_tokens", "Prompt tokens of the requests taken in.", figures.prompt_tokens),
+            ("vllm:prompt_tokens_cached", "Prompt tokens that were not computed because the cache had them.", stats.cached_tokens),
+            ("vllm:generation_tokens", "Tokens generated.", figures.generation_tokens),
+            ("vllm:num_preemptions", "Sequences that lost their pages and started over.", stats.preemptions),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.cached_tokens),
+            ("vllm:corrupted_requests", "Sequences that failed for logits that are not finite.", figures.finished["error"]),
+            ("penstock:requests_aborted", "Sequences that a client gave up or that a stop string ended.",
+             figures.finished["abort"]),
+            ("penstock:requests_refused", "Requests that the engine did not take.", figures.refused),
+            ("penstock:steps", "Steps that the engine ran.", stats.steps),
+            ("penstock:plan_seconds", "Host time in planning steps and taking in results.", stats.plan_seconds),
+            ("penstock:worker_seconds", "Time of the worker in its steps.", stats.worker_seconds),
+            ("penstock:kernel_seconds", "The worker's time inside the model.", stats.kernel_seconds),
+        ):
+            yield self._one(CounterMetricFamily(name, doc, labels=LABELS), value)
+        success = CounterMetricFamily("vllm:request_success", "Finished sequences by why they ended.",
+                                      labels=(*LABELS, "finished_reason"))
+        for reason, count in figures.finished.items():
+            success.add_metric((*self.values, reason), count)
+        yield success
+
+    def _histograms(self) -> Iterator[Metric]:
+        figures = self.llm.figures
+        named: tuple[tuple[str, str, Histogram], ...] = (
+            ("vllm:time_to_first_token_seconds", "From submission to the first token.", figures.first_token),
+            ("vllm:inter_token_latency_seconds", "Between one token and the next.", figures.between_tokens),
+            ("vllm:request_time_per_output_token_seconds", "Decoding time a token, by sequence.", figures.per_token),
+            ("vllm:e2e_request_latency_seconds", "From submission to the end.", figures.end_to_end),
+            ("vllm:request_queue_time_seconds", "Waiting for a row the first time.", figures.queue),
+            ("vllm:request_inference_time_seconds", "From the first row to the end.", figures.inference),
+            ("vllm:request_prefill_time_seconds", "From the first row to the first token.", figures.prefill),
+            ("vllm:request_decode_time_seconds", "From the first token to the end.", figures.decode),
+            ("vllm:request_prompt_tokens", "Prompt lengths.", figures.prompt_lengths),
+            ("vllm:request_generation_tokens", "Output lengths, by sequence.", figures.output_lengths),
+            ("vllm:request_params_max_tokens", "The most tokens asked for.", figures.max_tokens),
+            ("vllm:request_params_n", "Sequences asked for in one request.", figures.sequences),
+        )
+        for name, doc, histogram in named:
+            family = HistogramMetricFamily(name, doc, labels=LABELS)
+            family.add_metric(self.values, histogram.cumulative(), histogram.total)
+            yield family
+
+    def _cache_config(self) -> Metric:
+        info = self.llm.info
+        assert info is not None
+        facts = {"block_size": info.page_size, "num_gpu_blocks": info.kv_tokens // info.page_size, "cache_dtype": info.dtype,
+                 "kv_bytes": info.kv_bytes, "kv_tokens": info.kv_tokens, "enable_prefix_caching": False}
+        family = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is laid out.", labels=("engine", *facts))
+        family.add_metric(("0", *map(str, facts.values())), 1)
+        return family
+
+    def _one(self, family: Metric, value: float) -> Metric:
+        family.add_metric(self.values, value)  # type: ignore[attr-defined]
+        return family
+
+
+class MetricsPage:
+    """One app's registry and its rendering."""
+
+    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(EngineCollector(llm, model_name))
+        ProcessCollector(registry=self.registry)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

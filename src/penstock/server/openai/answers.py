@@ -1,0 +1,112 @@
+"""What chat and completion answers have in common: usage, the choices as they grow, and the merging of deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.core.request import Request, TokenLogprobs
+from penstock.engine.outputs import Delta
+from penstock.server.openai.protocol import GenerationFields
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """Tokens of all choices together; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class Growth:
+    """One choice so far."""
+
+    __slots__ = ("finish_reason", "logprobs", "prompt_logprobs", "started", "stop_reason", "text", "token_ids")
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.started = False
+        """An event of it went out."""
+
+
+class Choices:
+    """All choices of an answer: `n` for each of its requests, numbered through."""
+
+    def __init__(self, requests: Sequence[Request], body: GenerationFields) -> None:
+        self.requests = requests
+        self.n = requests[0].params.n
+        self.growths = [Growth() for _ in range(self.n * len(requests))]
+        self.first = {request.id: place * self.n for place, request in enumerate(requests)}
+        self.prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.want_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        self.usage_at_end = bool(options and options.include_usage)
+        self.usage_always = bool(options and options.continuous_usage_stats)
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        """Takes deltas in for a whole answer."""
+        for delta in deltas:
+            growth = self.growths[self.count(delta)]
+            growth.text.append(delta.text)
+            growth.token_ids += delta.token_ids
+            if delta.logprobs:
+                growth.logprobs += delta.logprobs
+            if delta.prompt_logprobs is not None:
+                growth.prompt_logprobs = delta.prompt_logprobs
+            if delta.finish_reason is not None:
+                growth.finish_reason, growth.stop_reason = delta.finish_reason, delta.stop_reason
+
+    def count(self, delta: Delta) -> int:
+        """Enters a delta into the usage; its choice's number."""
+        self.completion_tokens += len(delta.token_ids)
+        if delta.cached_tokens and delta.index == 0:
+            self.cached_tokens += delta.cached_tokens
+        return self.first[delta.request_id] + delta.index
+
+    def merged(self, deltas: list[Delta]) -> list[tuple[int, Delta]]:
+        """(choice, delta), with the deltas of one choice made into one."""
+        if len(deltas) == 1:
+            return [(self.count(deltas[0]), deltas[0])]
+        found: dict[int, Delta] = {}
+        for delta in deltas:
+            choice = self.count(delta)
+            earlier = found.get(choice)
+            found[choice] = delta if earlier is None else _join(earlier, delta)
+        return list(found.items())
+
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, self.completion_tokens, self.prompt_tokens + self.completion_tokens,
+                     PromptDetails(self.cached_tokens))
+
+    def chunk_usage(self) -> Usage | None | UnsetType:
+        """The `usage` of an event that is not the last: as it stands, null, or left out, as the request wants it."""
+        if self.usage_always:
+            return self.usage()
+        return None if self.usage_at_end else UNSET
+
+
+def _join(earlier: Delta, later: Delta) -> Delta:
+    return msgspec.structs.replace(
+        later, text=earlier.text + later.text, token_ids=[*earlier.token_ids, *later.token_ids],
+        logprobs=_both(earlier.logprobs, later.logprobs), prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs)
+
+
+def _both(one: list[Any] | None, two: list[Any] | None) -> list[Any] | None:
+    if one is None or two is None:
+        return one or two
+    return one + two

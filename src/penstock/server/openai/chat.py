@@ -1,0 +1,175 @@
+"""POST /v1/chat/completions: messages through the model's template, and the answer in OpenAI's shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core.errors import RequestError
+from penstock.core.request import Request as EngineRequest
+from penstock.engine.outputs import Delta
+from penstock.server.openai.answers import Choices, Usage
+from penstock.server.openai.logprobs import Namer, chat_content, prompt_entries
+from penstock.server.openai.messages import render
+from penstock.server.openai.protocol import ChatRequest
+from penstock.server.openai.respond import event, respond
+from penstock.server.openai.sampling import check_stream, sampling_params
+from penstock.server.state import State
+
+
+class ChunkDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChunkDelta
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Chunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class AnswerMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: str | None = None
+
+
+class AnswerChoice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[AnswerChoice]
+    usage: Usage
+    object: str = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+
+
+class ChatAnswer:
+    """One request's answer, as it grows."""
+
+    def __init__(self, answer_id: str, model: str, request: EngineRequest, body: ChatRequest, namer: Namer) -> None:
+        self.id = answer_id
+        self.model = model
+        self.created = int(time.time())
+        self.request = request
+        self.choices = Choices([request], body)
+        self.namer = namer
+        self.want_logprobs = bool(body.logprobs)
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        """Server-sent events for these deltas. A choice begins with one that names the role, as OpenAI's does."""
+        return b"".join([self._event(choice, delta) for choice, delta in self.choices.merged(deltas)])
+
+    def _event(self, choice: int, delta: Delta) -> bytes:
+        choices, growth = self.choices, self.choices.growths[choice]
+        opening = b""
+        if not growth.started:
+            growth.started = True
+            opening = event(self._chunk(ChunkChoice(choice, ChunkDelta("assistant", "")), first=True))
+        if not (delta.text or delta.finish_reason or self.want_logprobs or choices.want_ids):
+            return opening
+        line = ChunkChoice(choice, ChunkDelta(content=delta.text) if delta.text or not delta.finish_reason else ChunkDelta())
+        if self.want_logprobs:
+            line.logprobs = {"content": chat_content(delta.logprobs or [], self.namer), "refusal": None}
+        if choices.want_ids:
+            line.token_ids = delta.token_ids
+        if delta.finish_reason:
+            line.finish_reason, line.stop_reason = delta.finish_reason, delta.stop_reason
+        return opening + event(self._chunk(line))
+
+    def _chunk(self, line: ChunkChoice, first: bool = False) -> Chunk:
+        chunk = Chunk(self.id, self.created, self.model, [line], usage=self.choices.chunk_usage())
+        if first and self.choices.want_ids:
+            chunk.prompt_token_ids = self.request.prompt_ids
+        return chunk
+
+    def last_events(self) -> bytes:
+        if not self.choices.usage_at_end:
+            return b""
+        return event(Chunk(self.id, self.created, self.model, [], usage=self.choices.usage()))
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        self.choices.add(deltas)
+
+    def whole(self) -> ChatCompletion:
+        choices, lines = self.choices, []
+        for index, growth in enumerate(choices.growths):
+            logprobs = {"content": chat_content(growth.logprobs, self.namer), "refusal": None} if self.want_logprobs else None
+            lines.append(AnswerChoice(index, AnswerMessage("".join(growth.text)), logprobs, growth.finish_reason,
+                                      growth.stop_reason, growth.token_ids if choices.want_ids else UNSET))
+        answer = ChatCompletion(self.id, self.created, self.model, lines, choices.usage())
+        if choices.want_ids:
+            answer.prompt_token_ids = self.request.prompt_ids
+        if self.request.params.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_entries(choices.growths[0].prompt_logprobs or [], self.namer)
+        return answer
+
+
+class Chat:
+    """The endpoint."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    async def post(self, http: Request) -> Response:
+        """Answers one chat request. RequestError for what cannot be honoured."""
+        state = self.state
+        body = await state.bodies.read(http, ChatRequest)
+        model = state.admit(body.model)
+        check(body)
+        prompt = await render(state.llm, body, state.options.trust_request_chat_template)
+        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = sampling_params(body, state.llm.generation_config, limit, logprobs)
+        # A template writes its own special tokens.
+        request = await state.prepare(prompt, params, body, add_special_tokens=bool(body.add_special_tokens))
+        answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", model, request, body,
+                            Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)))
+        return await respond(http, state.llm.open([request]), answer, bool(body.stream))
+
+
+def check(body: ChatRequest) -> None:
+    """RequestError for fields that do not go together."""
+    check_stream(body)
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs is only possible when logprobs is true", param="top_logprobs", code="invalid_value")
+    if body.max_tokens is not None and body.max_completion_tokens is not None and body.max_tokens != body.max_completion_tokens:
+        raise RequestError("max_tokens and max_completion_tokens are two names of one limit; give one of them", param="max_tokens",
+                           code="invalid_value")
+    if body.tools and body.parallel_tool_calls is False:
+        raise RequestError("parallel_tool_calls cannot be honoured: structured output is not supported yet, so the model cannot be "
+                           "kept from calling several tools", param="parallel_tool_calls", code="unsupported_parameter")
+    if body.tool_choice is not None and not body.tools:
+        raise RequestError("tool_choice is only possible with tools", param="tool_choice", code="invalid_value")
+    if body.echo:
+        raise RequestError("echo cannot be honoured: it is supported by /v1/completions only", param="echo",
+                           code="unsupported_parameter")

@@ -1,0 +1,183 @@
+"""POST /v1/completions: prompts as text or token ids, one or many, and the answer in OpenAI's older shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core.errors import RequestError
+from penstock.core.request import Request as EngineRequest
+from penstock.engine.outputs import Delta
+from penstock.server.openai.answers import Choices, Usage
+from penstock.server.openai.logprobs import CompletionLogprobs, Namer, prompt_entries
+from penstock.server.openai.protocol import CompletionRequest
+from penstock.server.openai.respond import event, respond
+from penstock.server.openai.sampling import check_stream, sampling_params
+from penstock.server.state import State
+
+
+class Choice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct):
+    """A whole answer, or one event of it: in this API they have one shape."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    object: str = "text_completion"
+    usage: Usage | None | UnsetType = UNSET
+
+
+class CompletionAnswer:
+    """One HTTP request's answer, over all its prompts, as it grows."""
+
+    def __init__(self, answer_id: str, model: str, requests: list[EngineRequest], texts: list[str], body: CompletionRequest,
+                 namer: Namer) -> None:
+        self.id = answer_id
+        self.model = model
+        self.created = int(time.time())
+        self.requests = requests
+        self.texts = texts
+        """The prompts as text, for echo."""
+        self.choices = Choices(requests, body)
+        self.namer = namer
+        self.echo = bool(body.echo)
+        self.score_only = body.max_tokens == 0
+        """Only the prompt is wanted; the one token that the engine makes all the same is not shown."""
+        self.want_logprobs = body.logprobs is not None
+        self.want_prompt_logprobs = body.prompt_logprobs is not None
+        self._lines = [CompletionLogprobs(namer) for _ in self.choices.growths]
+        self._scores: dict[str, list[Any]] = {}
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        """Server-sent events for these deltas."""
+        for delta in deltas:
+            if delta.prompt_logprobs is not None:
+                self._scores[delta.request_id] = delta.prompt_logprobs
+        return b"".join([self._event(choice, delta) for choice, delta in self.choices.merged(deltas)])
+
+    def _event(self, index: int, delta: Delta) -> bytes:
+        choices, growth = self.choices, self.choices.growths[index]
+        request = self.requests[index // choices.n]
+        opening = not growth.started
+        growth.started = True
+        if not (delta.text or delta.finish_reason or self.want_logprobs or choices.want_ids or (opening and self.echo)):
+            growth.started = not opening
+            return b""
+        text, ids, lines = ("", [], []) if self.score_only else (delta.text, delta.token_ids, delta.logprobs or [])
+        choice = Choice(index, text)
+        if opening and self.echo:
+            choice.text = self.texts[index // choices.n] + text
+        if self.want_logprobs:
+            shown, scored = self._with_prompt(request, ids, lines) if opening and self.echo else (ids, lines)
+            choice.logprobs = self._lines[index].render(shown, scored)
+        if choices.want_ids:
+            choice.token_ids = ids
+            if opening:
+                choice.prompt_token_ids = request.prompt_ids
+        if delta.finish_reason:
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        return event(Completion(self.id, self.created, self.model, [choice], usage=self._shown(choices.chunk_usage())))
+
+    def _with_prompt(self, request: EngineRequest, ids: list[int], lines: list[Any]) -> tuple[list[int], list[Any]]:
+        """The prompt's tokens and scores before those of the answer; its first token has no score."""
+        return [*request.prompt_ids, *ids], [None, *self._scores.get(request.id, []), *lines]
+
+    def last_events(self) -> bytes:
+        if not self.choices.usage_at_end:
+            return b""
+        return event(Completion(self.id, self.created, self.model, [], usage=self._shown(self.choices.usage())))
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        self.choices.add(deltas)
+
+    def whole(self) -> Completion:
+        choices = self.choices
+        for place, request in enumerate(self.requests):
+            self._scores[request.id] = choices.growths[place * choices.n].prompt_logprobs or []
+        return Completion(self.id, self.created, self.model, [self._whole_choice(i) for i in range(len(choices.growths))],
+                          usage=self._shown(choices.usage()))
+
+    def _whole_choice(self, index: int) -> Choice:
+        choices, growth = self.choices, self.choices.growths[index]
+        request = self.requests[index // choices.n]
+        text, ids, lines = ("", [], []) if self.score_only else ("".join(growth.text), growth.token_ids, growth.logprobs)
+        choice = Choice(index, self.texts[index // choices.n] + text if self.echo else text, None, growth.finish_reason,
+                        growth.stop_reason)
+        if self.want_logprobs:
+            choice.logprobs = self._lines[index].render(*(self._with_prompt(request, ids, lines) if self.echo else (ids, lines)))
+        if choices.want_ids:
+            choice.token_ids, choice.prompt_token_ids = ids, request.prompt_ids
+        if self.want_prompt_logprobs:
+            choice.prompt_logprobs = prompt_entries(self._scores[request.id], self.namer)
+        return choice
+
+    def _shown(self, usage: Usage | None | UnsetType) -> Usage | None | UnsetType:
+        if self.score_only and isinstance(usage, Usage):
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage
+
+
+class Completions:
+    """The endpoint."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    async def post(self, http: Request) -> Response:
+        """Answers one completion request. RequestError for what cannot be honoured."""
+        state = self.state
+        body = await state.bodies.read(http, CompletionRequest)
+        model = state.admit(body.model)
+        prompts = split_prompts(body.prompt)
+        check(body)
+        params = sampling_params(body, state.llm.generation_config, body.max_tokens or (1 if body.max_tokens == 0 else None),
+                                 body.logprobs)
+        if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+            params = params.replace(prompt_logprobs=body.logprobs)
+        requests = [await state.prepare(prompt, params, body, add_special_tokens=body.add_special_tokens is not False)
+                    for prompt in prompts]
+        texts = [state.text_of(prompt) for prompt in prompts] if body.echo else []
+        answer = CompletionAnswer(f"cmpl-{body.request_id or http.scope['request_id']}", model, requests, texts, body,
+                                  Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)))
+        return await respond(http, state.llm.open(requests), answer, bool(body.stream))
+
+
+def check(body: CompletionRequest) -> None:
+    """RequestError for fields that do not go together."""
+    check_stream(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError(f"best_of cannot be honoured: answers are not ranked; leave it out, or make it n ({body.n or 1})",
+                           param="best_of", code="unsupported_parameter")
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens must be at least 1; 0 is only possible with echo", param="max_tokens", code="invalid_value")
+
+
+def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """`prompt` as a list of texts and lists of ids. RequestError for an empty list, or one that mixes kinds."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(entry) for entry in prompt}
+    if kinds == {int}:
+        return [prompt]
+    if len(kinds) != 1:
+        what = "an empty list" if not prompt else "a mixture of texts, ids and lists"
+        raise RequestError(f"prompt is {what}; possible are a text, a list of texts, a list of token ids, a list of such lists",
+                           param="prompt", code="invalid_value")
+    return list(prompt)

@@ -1,0 +1,78 @@
+"""Log probabilities in the three shapes that clients know: OpenAI's for chat, its older one for completions, vLLM's for prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.core.request import TokenLogprobs
+from penstock.text import Tokenizer
+
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON cannot say; OpenAI's choice."""
+
+
+class Namer:
+    """What a token is called in an answer: its text, or "token_id:N" if the request wants that or there is no tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
+        self._tokenizer = None if as_ids else tokenizer
+        self._bytes_of = tokenizer.token_bytes if tokenizer else None
+
+    def name(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        return self._tokenizer.token_text(token)
+
+    def exact_name(self, token: int) -> str:
+        """The text, or the bytes spelled out where they are no text: distinct where the bytes are."""
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        raw = self._tokenizer.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def raw(self, token: int) -> list[int] | None:
+        return list(self._bytes_of(token)) if self._bytes_of else None
+
+
+def chat_content(lines: list[TokenLogprobs], namer: Namer) -> list[dict[str, Any]]:
+    """`choices[].logprobs.content` of a chat completion."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        return {"token": namer.name(token), "logprob": max(value, LEAST), "bytes": namer.raw(token)}
+
+    return [{**entry(line.ids[0], line.logprobs[0]),
+             "top_logprobs": [entry(*pair) for pair in zip(line.ids[1:], line.logprobs[1:], strict=True)]} for line in lines]
+
+
+class CompletionLogprobs:
+    """`choices[].logprobs` of a completion; text offsets count characters from the start of the choice's text."""
+
+    def __init__(self, namer: Namer) -> None:
+        self._namer = namer
+        self._offset = 0
+
+    def render(self, ids: list[int], lines: list[TokenLogprobs | None]) -> dict[str, Any]:
+        """The next tokens; None for a token without a score, which the first one of a prompt is."""
+        tokens = [self._namer.exact_name(token) for token in ids]
+        offsets = []
+        for token in ids:
+            offsets.append(self._offset)
+            self._offset += len(self._namer.name(token))
+        return {"text_offset": offsets, "tokens": tokens,
+                "token_logprobs": [None if line is None else max(line.logprobs[0], LEAST) for line in lines],
+                "top_logprobs": [None if line is None else self._top(line) for line in lines]}
+
+    def _top(self, line: TokenLogprobs) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token, value in zip(line.ids, line.logprobs, strict=True):
+            found.setdefault(self._namer.exact_name(token), max(value, LEAST))
+        return found
+
+
+def prompt_entries(lines: list[TokenLogprobs], namer: Namer) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each prompt token, {id: {logprob, rank, decoded_token}}; null for the first."""
+    return [None, *({str(token): {"logprob": max(value, LEAST), "rank": rank, "decoded_token": namer.name(token)}
+                     for token, value, rank in zip(line.ids, line.logprobs, line.ranks, strict=True)} for line in lines)]

@@ -1,0 +1,59 @@
+"""From the messages of a chat request to the text of its prompt."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import RequestError
+from penstock.engine.async_llm import AsyncLLM
+from penstock.server.openai.protocol import ChatRequest, TokenizeRequest
+from penstock.text import ChatTemplate
+
+Templated = ChatRequest | TokenizeRequest
+"""Bodies that have messages and what a template takes with them."""
+
+
+async def render(llm: AsyncLLM, body: Templated, trust_template: bool) -> str:
+    """The conversation written out by the model's template. RequestError if there is none, or it refuses."""
+    template = choose(llm.template, body.chat_template, trust_template)
+    messages = msgspec.to_builtins(body.messages)
+    # With tool_choice none the model is not told of the tools: nothing else could keep it from calling them.
+    tools = msgspec.to_builtins(body.tools) if body.tools and body.tool_choice != "none" else None
+    work = functools.partial(template.render, messages, tools,
+                             body.add_generation_prompt if body.add_generation_prompt is not None
+                             else not body.continue_final_message,
+                             bool(body.continue_final_message), body.documents, **_variables(template, body))
+    return str(await llm.off_loop(_size(body), work))
+
+
+def choose(template: ChatTemplate | None, wanted: str | None, trust: bool) -> ChatTemplate:
+    """The template to use: the server's, one of the model's by name, or, if that is allowed, the request's own text."""
+    if template is None:
+        raise RequestError("this server runs on token ids only (--skip-tokenizer-init); send ids to /v1/completions",
+                           param="messages", code="no_tokenizer")
+    if wanted is None:
+        return template
+    if wanted not in template.names and not trust:
+        raise RequestError("chat_template cannot be taken from a request: a template is a program, and this server does not run "
+                           f"those of its clients (--trust-request-chat-template). Possible: {', '.join(template.names) or 'none'}",
+                           param="chat_template", code="unsupported_parameter")
+    return template.using(wanted)
+
+
+def _variables(template: ChatTemplate, body: Templated) -> dict[str, Any]:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        if not any("reasoning_effort" in source for source in template.sources.values()):
+            raise RequestError("reasoning_effort cannot be honoured: this model's chat template does not know it",
+                               param="reasoning_effort", code="unsupported_parameter")
+        variables["reasoning_effort"] = body.reasoning_effort
+    return variables
+
+
+def _size(body: Templated) -> int:
+    """About how many characters there are to write."""
+    return sum(len(message.content) if isinstance(message.content, str) else sum(map(len, map(str, message.content or ())))
+               for message in body.messages or ())

@@ -1,0 +1,257 @@
+"""The bodies of OpenAI's chat and completion requests as msgspec structs, and what is recognised but refused.
+
+A field of type None is one that OpenAI or vLLM has and this server cannot honour: null is accepted, anything else refused by
+name, with the reason in `WHY_REFUSED`. Unknown fields are refused, as OpenAI does. The served OpenAPI schema is made from these
+types. Meaning is given to the values in `sampling`, `chat` and `completions`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from penstock.core.sampling import MAX_LOGPROBS, MAX_N
+
+Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+TokenId = Annotated[int, Meta(ge=0)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Top = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Word = Annotated[str, Meta(min_length=1)]
+OnlyFalse = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]
+OnlyTrue = Annotated[bool, Meta(extra_json_schema={"enum": [True]})]
+
+NEUTRAL: dict[str, Any] = {
+    "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0, "spaces_between_special_tokens": True,
+}
+"""Fields of which only one value is possible."""
+
+_GUIDED = "structured output is not supported yet"
+WHY_REFUSED: dict[str, str] = {
+    "response_format": f"{_GUIDED}; the only possible value is {{\"type\": \"text\"}}",
+    "structured_outputs": _GUIDED,
+    "guided_json": _GUIDED, "guided_regex": _GUIDED, "guided_choice": _GUIDED, "guided_grammar": _GUIDED,
+    "tool_choice": f"{_GUIDED}, so a tool call cannot be forced; possible are \"auto\" and \"none\"",
+    "functions": "it is deprecated; use tools",
+    "function_call": "it is deprecated; use tool_choice",
+    "audio": "this server gives text only",
+    "modalities": "this server gives text only; the only possible value is [\"text\"]",
+    "web_search_options": "this server does not search the web",
+    "prediction": "predicted output is not supported",
+    "verbosity": "it has no meaning for the models served here; say it in the prompt",
+    "suffix": "insertion is not supported; write the prompt in the model's own fill-in-the-middle format",
+    "prompt_embeds": "prompts are text or token ids",
+    "echo": "it is supported by /v1/completions only",
+    "use_beam_search": "beam search is not supported; use n with a temperature",
+    "length_penalty": "beam search is not supported",
+    "early_stopping": "beam search is not supported",
+    "spaces_between_special_tokens": "only true is supported",
+    "thinking_token_budget": "reasoning is not told apart from the answer yet",
+    "include_reasoning": "reasoning is not told apart from the answer yet",
+    "mm_processor_kwargs": "this server takes text only",
+    "media_io_kwargs": "this server takes text only",
+    "kv_transfer_params": "this server does not transfer caches",
+    "ec_transfer_params": "this server does not transfer caches",
+    "moderation": "this server does not moderate",
+}
+"""Why a recognised field is refused, as the second half of a sentence."""
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    """Send one more chunk before the end, with the usage of the whole request."""
+    continuous_usage_stats: bool | None = None
+    """Send the usage so far with every chunk."""
+    include_obfuscation: OnlyFalse | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+
+
+class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both endpoints have: model, streaming, sampling, vLLM's extras, and the fields that change nothing."""
+
+    model: str | None = None
+    """A served name; absent means the one model that is served."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    seed: Seed | None = None
+    stop: Word | list[Word] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Natural | None = None
+    logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: list[Word] | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Top | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Count | None = None
+    """Keep only this many of the prompt's last tokens."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens in logprobs as "token_id:N"."""
+    request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """Lower is served first."""
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    response_format: TextFormat | None = None
+
+    # Accepted, as OpenAI does; they name or file the request and change no token of the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    # Only one value possible, or none.
+    use_beam_search: OnlyFalse | None = None
+    early_stopping: OnlyFalse | None = None
+    length_penalty: Annotated[float, Meta(extra_json_schema={"enum": [1.0]})] | None = None
+    spaces_between_special_tokens: OnlyTrue | None = None
+    structured_outputs: None = None
+    guided_json: None = None
+    guided_regex: None = None
+    guided_choice: None = None
+    guided_grammar: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    """A text, token ids, or a list of either."""
+    max_tokens: Natural | None = 16
+    """0 is possible with echo, to score a prompt."""
+    echo: bool | None = None
+    logprobs: Top | None = None
+    best_of: Count | None = None
+    """Only as many as n."""
+    suffix: None = None
+    prompt_embeds: None = None
+
+
+class TextPart(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
+    text: str
+
+
+class RefusalPart(msgspec.Struct, kw_only=True, tag_field="type", tag="refusal"):
+    refusal: str
+
+
+class ToolCallFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    function: ToolCallFunction
+    type: Literal["function"] = "function"
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One message. What a template does not read of it is lost, as with any engine."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart | RefusalPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    reasoning_effort: str | None = None
+    """Handed to the chat template; refused if that does not know it."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Annotated[str, Meta(min_length=1)] | None = None
+    """The name of one of the model's templates; a template's text only if the server trusts its clients with that."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
+    """The older name of max_completion_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    audio: None = None
+    echo: OnlyFalse | None = None
+    function_call: None = None
+    functions: None = None
+    include_reasoning: None = None
+    media_io_kwargs: None = None
+    mm_processor_kwargs: None = None
+    moderation: None = None
+    prediction: None = None
+    thinking_token_budget: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: of a prompt, or of messages and what a chat template takes with them."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Annotated[str, Meta(min_length=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+    skip_special_tokens: bool = False

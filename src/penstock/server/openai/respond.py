@@ -1,0 +1,123 @@
+"""How a stream of deltas becomes an HTTP answer, whole or as server-sent events, and what happens when the client goes away.
+
+What the answer says is an `Answer`'s business; this file owns its life: nobody waits for a client that is gone, and nothing
+runs on in the engine for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.core.errors import EngineDeadError, RequestError
+from penstock.engine.async_llm import Stream
+from penstock.engine.outputs import Delta
+from penstock.server.errors import as_request_error, error_body
+
+encode = msgspec.json.Encoder().encode
+
+CLIENT_GONE = 499
+"""The status of an answer that nobody will read, as nginx has it."""
+
+SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: %b\n\n" % encode(value)
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Answer(Protocol):
+    """What one request's answer says, in either form."""
+
+    def events(self, deltas: Iterable[Delta]) -> bytes:
+        """Server-sent events for these deltas; empty if there is nothing to say yet."""
+        ...
+
+    def last_events(self) -> bytes:
+        """What comes after the last delta, without the end mark."""
+        ...
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        """Takes deltas in for the whole answer."""
+        ...
+
+    def whole(self) -> Any:
+        """The whole answer, as an object to encode."""
+        ...
+
+
+async def respond(request: Request, stream: Stream, answer: Answer, streaming: bool) -> Response:
+    """The answer to `request`, once it is certain what its status is: for events, when there is a first delta."""
+    watch = asyncio.create_task(_close_when_gone(request.receive, stream))
+    try:
+        if streaming:
+            first = await anext(stream)
+            return EventStream(first, stream, answer, watch)
+        async for deltas in stream:
+            answer.add(deltas)
+        watch.cancel()
+        return Response(encode(answer.whole()), media_type="application/json")
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_GONE)
+    except BaseException:
+        watch.cancel()
+        stream.close()
+        raise
+
+
+async def _close_when_gone(receive: Receive, stream: Stream) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    stream.close(ClientDisconnect())
+
+
+class EventStream(Response):
+    """Server-sent events. Everything that is ready goes out in one write; a slow reader gets fewer, larger events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: list[Delta], stream: Stream, answer: Answer, watch: asyncio.Task[None]) -> None:
+        super().__init__(headers=SSE_HEADERS)
+        del self.headers["content-length"]
+        self._first = first
+        self._stream = stream
+        self._answer = answer
+        self._watch = watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                await self._send_all(send)
+            except ClientDisconnect:
+                return
+            except (RequestError, EngineDeadError) as error:
+                await send({"type": "http.response.body", "body": event(error_body(as_request_error(error))), "more_body": True})
+            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        finally:
+            self._watch.cancel()
+            self._stream.close()
+
+    async def _send_all(self, send: Send) -> None:
+        answer, deltas = self._answer, self._first
+        while True:
+            body = answer.events(deltas)
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            try:
+                deltas = await self._stream.__anext__()
+            except StopAsyncIteration:
+                break
+        body = answer.last_events()
+        if body:
+            await send({"type": "http.response.body", "body": body, "more_body": True})

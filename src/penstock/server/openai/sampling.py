@@ -1,0 +1,37 @@
+"""From a request's body to SamplingParams: what was said, then the model's own defaults, then OpenAI's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core.errors import RequestError
+from penstock.core.sampling import SamplingParams
+from penstock.server.openai.protocol import GenerationFields
+
+SAME_NAME = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+             "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids",
+             "bad_words", "skip_special_tokens", "prompt_logprobs")
+"""Fields that mean the same in a body and in SamplingParams."""
+
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model's generation_config.json may set for requests that do not say."""
+
+
+def sampling_params(body: GenerationFields, defaults: Mapping[str, Any], max_tokens: int | None,
+                    logprobs: int | None) -> SamplingParams:
+    """The parameters of `body`; `max_tokens` None means up to the context length."""
+    said: dict[str, Any] = {name: defaults[name] for name in MODEL_DEFAULTS if defaults.get(name) is not None}
+    for name in SAME_NAME:
+        value = getattr(body, name)
+        if value is not None:
+            said[name] = value
+    return SamplingParams(**said, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def check_stream(body: GenerationFields) -> None:
+    """RequestError for what does not go together with streaming."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options is only possible when stream is true", param="stream_options", code="invalid_value")
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs is only possible when stream is false", param="prompt_logprobs", code="invalid_value")

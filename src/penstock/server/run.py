@@ -1,0 +1,149 @@
+"""A server from its first line of output to its exit status: listening, loading, serving, draining, stopping.
+
+Exit status 0 after a drain, 1 if the engine could not start or died, 2 on a second signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from penstock.config.schema import EngineOptions, ServerOptions
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.request import EngineInfo
+from penstock.engine.async_llm import AsyncLLM
+from penstock.engine.process import ENGINE
+from penstock.observe.log import LOG
+from penstock.server.app import Application
+from penstock.server.errors import Unavailable
+
+FAREWELL_SECONDS = 2.0
+"""How long clients of a dead engine are given to read their error."""
+
+
+class Listener(uvicorn.Server):
+    """uvicorn without its own reaction to signals: what they mean is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class ServerRun:
+    """One run of a server."""
+
+    def __init__(self, engine_options: EngineOptions, options: ServerOptions, *, engine: str = ENGINE,
+                 on_loading: Callable[[int, int], None] | None = None, on_ready: Callable[[EngineInfo, str], None] | None = None) -> None:
+        self.options = options
+        self.on_ready = on_ready
+        self.llm = AsyncLLM(engine_options, engine=engine, stall_timeout=options.stall_timeout, on_loading=on_loading,
+                            on_death=self._on_death)
+        self.application = Application(self.llm, options)
+        self._stop = asyncio.Event()
+        self._signals = 0
+
+    async def run(self) -> int:
+        """Serves until told to stop; the exit status. PenstockError if it could not start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        bound = bind(self.options.host, self.options.port)
+        # Listening before loading: a probe is told "loading" instead of being refused.
+        listener = Listener(uvicorn.Config(self.application.asgi, http="httptools", ws="none", lifespan="off", access_log=False,
+                                           log_config=None, server_header=False, timeout_keep_alive=30))
+        serving = asyncio.create_task(listener.serve([bound]))
+        try:
+            return await self._serve(f"http://{_shown(self.options.host)}:{bound.getsockname()[1]}")
+        finally:
+            listener.should_exit = True
+            await self.llm.shutdown()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(serving, 5.0)
+
+    async def _serve(self, url: str) -> int:
+        starting = asyncio.create_task(self.llm.start())
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait((starting,))
+            return 0
+        starting.result()
+        assert self.llm.info is not None
+        if self.on_ready:
+            self.on_ready(self.llm.info, url)
+        await stopping
+        return await (self._say_farewell() if self.llm.dead else self._drain())
+
+    async def _drain(self) -> int:
+        self.application.state.draining = True
+        began = time.monotonic()
+        if self.llm.live:
+            LOG.info("stopping: %d requests are given up to %g s to finish", self.llm.live, self.options.shutdown_timeout)
+        while self.llm.live and not self.llm.dead and time.monotonic() - began < self.options.shutdown_timeout:
+            await asyncio.sleep(0.02)
+        if self.llm.live:
+            LOG.warning("stopping: %d requests did not finish in time and are aborted", self.llm.live)
+            self.llm.fail_open(Unavailable("the server is shutting down", "shutting_down"))
+            await asyncio.sleep(0.1)
+        return 1 if self.llm.dead else 0
+
+    async def _say_farewell(self) -> int:
+        LOG.error("the engine has stopped: %s", self.llm.dead)
+        await asyncio.sleep(min(FAREWELL_SECONDS, 0.5))
+        return 1
+
+    def _on_death(self, reason: str) -> None:
+        self._stop.set()
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            LOG.warning("stopping at once")
+            pid = self.llm.engine_pid
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            sys.stderr.flush()
+            os._exit(2)
+        self.application.state.draining = True
+        self._stop.set()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. ConfigError says why there is none."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port (0 picks a free one)") from None
+    return bound
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def serve(engine_options: EngineOptions, options: ServerOptions, *, engine: str = ENGINE,
+          on_loading: Callable[[int, int], None] | None = None, on_ready: Callable[[EngineInfo, str], None] | None = None) -> int:
+    """Runs a server in this thread, which must be the main one; the exit status. PenstockError if it could not start."""
+    import uvloop
+
+    async def run() -> int:
+        return await ServerRun(engine_options, options, engine=engine, on_loading=on_loading, on_ready=on_ready).run()
+
+    return uvloop.run(run())
+
+
+__all__ = ["PenstockError", "ServerRun", "bind", "serve"]

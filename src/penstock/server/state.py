@@ -1,0 +1,70 @@
+"""What the routes share: the engine's frontend, the names it goes by, and whether work is taken."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+from penstock.config.schema import ServerOptions
+from penstock.core.errors import RequestError
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.engine.async_llm import AsyncLLM
+from penstock.server.body import BodyReader
+from penstock.server.errors import Unavailable
+from penstock.server.openai.protocol import GenerationFields
+
+
+class State:
+    """One server's state. `draining` is set once and for good."""
+
+    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
+        self.llm = llm
+        self.options = options
+        self.names = options.served_model_name or [llm.options.model]
+        self.created = int(time.time())
+        self.bodies = BodyReader(options.max_body_bytes)
+        self.draining = False
+
+    @property
+    def name(self) -> str:
+        """The first name, which answers carry."""
+        return self.names[0]
+
+    def not_ready(self) -> str | None:
+        """Why no work is taken now, or None."""
+        if self.draining:
+            return "the server is shutting down"
+        return self.llm.unhealthy()
+
+    def admit(self, model: str | None) -> str:
+        """The served name that a request means. RequestError 404 for another model, 503 while no work is taken."""
+        if self.draining:
+            raise Unavailable("the server is shutting down", "shutting_down")
+        if self.llm.dead is not None:
+            raise Unavailable(f"the engine has stopped: {self.llm.dead}", "engine_dead")
+        if self.llm.info is None:
+            raise Unavailable("the model is still loading", "loading")
+        if model is None:
+            return self.name
+        if model not in self.names:
+            raise RequestError(f"the model {model!r} is not served here; possible: {', '.join(self.names)}", param="model",
+                               code="model_not_found", status=404)
+        return model
+
+    async def prepare(self, prompt: str | list[int], params: SamplingParams, body: GenerationFields, *,
+                      add_special_tokens: bool) -> Request:
+        """A checked engine request under a name of its own; two HTTP requests may carry the same request_id."""
+        llm = self.llm
+        work = functools.partial(llm.inputs.request, llm.new_id(), prompt, params, add_special_tokens=add_special_tokens,
+                                 priority=body.priority or 0, salt=body.cache_salt or "", keep_last=body.truncate_prompt_tokens)
+        request: Request = await llm.off_loop(len(prompt) if isinstance(prompt, str) else 0, work)
+        return request
+
+    def text_of(self, prompt: str | list[int]) -> str:
+        """A prompt as text, for echo. RequestError if it is ids and there is no tokenizer."""
+        if isinstance(prompt, str):
+            return prompt
+        if self.llm.tokenizer is None:
+            return ""
+        return self.llm.tokenizer.decode(prompt)

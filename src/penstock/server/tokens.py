@@ -1,0 +1,60 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core.errors import RequestError
+from penstock.server.admin import json_response
+from penstock.server.openai.messages import render
+from penstock.server.openai.protocol import DetokenizeRequest, TokenizeRequest
+from penstock.server.state import State
+from penstock.text import Tokenizer
+
+
+class Tokens:
+    """The two endpoints."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    async def tokenize(self, http: Request) -> Response:
+        """{prompt} or {messages} -> {count, max_model_len, tokens, token_strs}."""
+        state = self.state
+        body = await state.bodies.read(http, TokenizeRequest)
+        state.admit(body.model)
+        tokenizer = self._tokenizer()
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt", code="missing_required_parameter")
+        if body.prompt is not None:
+            text, special = body.prompt, body.add_special_tokens is not False
+        else:
+            text, special = await render(state.llm, body, state.options.trust_request_chat_template), bool(body.add_special_tokens)
+        tokens = await state.llm.off_loop(len(text), lambda: tokenizer.encode(text, special))
+        info = state.llm.info
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": info.max_model_len if info else 0, "tokens": tokens,
+                                  "token_strs": None}
+        if body.return_token_strs:
+            answer["token_strs"] = [tokenizer.token_name(token) for token in tokens]
+        return json_response(answer)
+
+    async def detokenize(self, http: Request) -> Response:
+        """{tokens} -> {prompt}."""
+        state = self.state
+        body = await state.bodies.read(http, DetokenizeRequest)
+        state.admit(body.model)
+        tokenizer = self._tokenizer()
+        for token in body.tokens:
+            if token >= tokenizer.vocab_size:
+                raise RequestError(f"tokens names token {token}; the vocabulary has ids 0 to {tokenizer.vocab_size - 1}",
+                                   param="tokens", code="invalid_value")
+        return json_response({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
+
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = self.state.llm.tokenizer
+        if tokenizer is None:
+            raise RequestError("this server has no tokenizer (--skip-tokenizer-init)", code="no_tokenizer")
+        return tokenizer
