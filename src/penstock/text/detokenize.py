@@ -1,0 +1,199 @@
+"""Tokens to text, a few at a time and exactly: what the pushes return, joined, is the text of all the tokens at once.
+
+A character whose bytes have not all come is held back, so no part of a stream is broken UTF-8; bytes that belong to no
+character become U+FFFD. There is one algorithm: `Tokenizer.decode` is a detokenizer that is pushed once. What a single token
+stands for comes from the vocabularies (`fast.py`, `spm.py`), as a `Pieces` table.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+REPLACEMENT = "\ufffd"
+
+LONGEST_RUN = 32
+"""Bytes of a run of byte tokens that are held back at most; see `WholeRun`."""
+
+Piece = TypeVar("Piece")
+
+
+class Detokenizer(Protocol):
+    """Text of one growing sequence of tokens."""
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Text that these tokens make certain, after everything returned before. Ids outside the vocabulary have no text."""
+        ...
+
+    def flush(self) -> str:
+        """The rest: what was held back will not be completed. The detokenizer is then as new."""
+        ...
+
+
+class Pieces(dict[int, Piece], Generic[Piece]):
+    """What each token stands for, worked out when it is first met."""
+
+    def __init__(self, piece_of: Callable[[int], Piece], empty: Piece, hidden: frozenset[int] = frozenset()) -> None:
+        """`hidden` tokens (special ones that are to be skipped) stand for `empty`."""
+        super().__init__()
+        self._piece_of = piece_of
+        self._empty = empty
+        self._hidden = hidden
+
+    def __missing__(self, token: int) -> Piece:
+        piece = self._empty if token in self._hidden else self._piece_of(token)
+        self[token] = piece
+        return piece
+
+
+class ByteLevel:
+    """For vocabularies whose every token is a string of bytes (GPT-2's kind of BPE)."""
+
+    __slots__ = ("_decode", "_pieces")
+
+    def __init__(self, pieces: Pieces[bytes]) -> None:
+        self._pieces = pieces
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, ids: Iterable[int]) -> str:
+        pieces = self._pieces
+        return self._decode(b"".join([pieces[token] for token in ids]))
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class ByteRun(Protocol):
+    """What becomes of neighbouring byte tokens. Both rules agree on runs that are valid UTF-8."""
+
+    def add(self, byte: int) -> str: ...
+
+    def end(self) -> str:
+        """The run is over: a token with text follows, or nothing."""
+        ...
+
+
+class WholeRun:
+    """The rule of the tokenizers library: a run that is not valid UTF-8 as a whole is one U+FFFD for each of its bytes.
+
+    So characters are certain only when the run ends. Two things keep the wait short: a run that is known to be broken is
+    passed on at once, and after LONGEST_RUN bytes the complete characters so far are taken as a run of their own.
+    """
+
+    __slots__ = ("_broken", "_held")
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+        self._broken = False
+
+    def add(self, byte: int) -> str:
+        if self._broken:
+            return REPLACEMENT
+        held = self._held
+        held.append(byte)
+        try:
+            held.decode()
+            complete = len(held)
+        except UnicodeDecodeError as error:
+            # "Unexpected end" is the one fault that later bytes can mend.
+            if error.reason != "unexpected end of data":
+                self._broken = True
+                text = REPLACEMENT * len(held)
+                held.clear()
+                return text
+            complete = error.start
+        if len(held) < LONGEST_RUN:
+            return ""
+        text = held[:complete].decode()
+        del held[:complete]
+        return text
+
+    def end(self) -> str:
+        self._broken = False
+        held = self._held
+        if not held:
+            return ""
+        try:
+            text = held.decode()
+        except UnicodeDecodeError:
+            text = REPLACEMENT * len(held)
+        held.clear()
+        return text
+
+
+class EachCharacter:
+    """The rule of the sentencepiece library: characters of a run stand for themselves, every other byte is one U+FFFD."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def add(self, byte: int) -> str:
+        self._held.append(byte)
+        return self._take(False)
+
+    def end(self) -> str:
+        return self._take(True) if self._held else ""
+
+    def _take(self, last: bool) -> str:
+        held, text = self._held, ""
+        while held:
+            try:
+                text += held.decode()
+                held.clear()
+            except UnicodeDecodeError as error:
+                text += held[:error.start].decode()
+                del held[:error.start]
+                if error.reason == "unexpected end of data" and not last:
+                    break
+                text += REPLACEMENT
+                del held[0]
+        return text
+
+
+class ByteFallback:
+    """For vocabularies of text pieces, with a token for each byte where no piece fits (sentencepiece's kind).
+
+    A piece is its text, or an int for a byte token. `leading` spaces are cut from the front of the whole text, as such
+    vocabularies add one there; `cut_bytes` says whether a space written as a byte token counts.
+    """
+
+    __slots__ = ("_cut_bytes", "_leading", "_left", "_pieces", "_run")
+
+    def __init__(self, pieces: Pieces[str | int], run: ByteRun, leading: int, cut_bytes: bool) -> None:
+        self._pieces = pieces
+        self._run = run
+        self._leading = leading
+        self._left = leading
+        self._cut_bytes = cut_bytes
+
+    def push(self, ids: Iterable[int]) -> str:
+        pieces, run = self._pieces, self._run
+        text = ""
+        for token in ids:
+            piece = pieces[token]
+            if type(piece) is int:
+                part = run.add(piece)
+                if not self._cut_bytes:
+                    self._left = 0
+            elif piece:
+                part = run.end() + piece
+            else:
+                continue
+            text += self._cut(part) if self._left else part
+        return text
+
+    def flush(self) -> str:
+        text = self._cut(self._run.end())
+        self._left = self._leading
+        return text
+
+    def _cut(self, text: str) -> str:
+        """`text` without the leading spaces still to be cut."""
+        if not text:
+            return text
+        spaces = min(len(text) - len(text.lstrip(" ")), self._left)
+        self._left = self._left - spaces if spaces == len(text) else 0
+        return text[spaces:]

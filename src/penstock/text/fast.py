@@ -1,0 +1,193 @@
+"""Vocabularies in tokenizer.json, run by the tokenizers library: how they encode, and what each token stands for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+
+from penstock.core.errors import ModelError
+from penstock.text.detokenize import ByteFallback, ByteLevel, Detokenizer, Pieces, WholeRun
+
+_MATCHING = ("single_word", "lstrip", "rstrip", "normalized")
+"""How an added token is found in a text."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable ones of Latin-1 stand for themselves, the others for characters from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in set(plain)]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
+
+
+BYTE_OF_CHARACTER = _byte_of_character()
+
+
+class FastVocabulary:
+    """A tokenizer.json as transformers would use it."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
+        """`settings` is tokenizer_config.json; `named` are the special tokens by role. ModelError if the file is corrupt."""
+        try:
+            text = path.read_text(encoding="utf-8")
+            self._core = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError(f"{path} is not a usable tokenizer: {error}. Download it again, or use a version of the "
+                             f"tokenizers library that knows it (this is {tokenizers.__version__})") from None
+        # A file may carry these from training; a prompt is never cut or filled up.
+        self._core.no_truncation()
+        self._core.no_padding()
+        _prefix_space(self._core, settings)
+        _add_tokens(self._core, settings, named)
+        _add_ends(self._core, settings, named)
+        added = self._core.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self.size = 1 + max(max(self._core.get_vocab(False).values(), default=-1), max(added, default=-1))
+        self._spelling = _spelling(path, self._core)
+        self._tables: dict[bool, Pieces[Any]] = {}
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The batch call is the one that has a variant without offsets.
+        return self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return [found.ids for found in self._core.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+
+    def id_of(self, token: str) -> int | None:
+        return self._core.token_to_id(token)
+
+    def name_of(self, token: int) -> str | None:
+        return self._core.id_to_token(token)
+
+    def bytes_of(self, token: int) -> bytes:
+        name = self._core.id_to_token(token)
+        if name is None:
+            return b""
+        piece = self._spelling.piece(name)
+        if isinstance(piece, int):
+            return bytes([piece])
+        return piece if isinstance(piece, bytes) else piece.encode()
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        if skip_special_tokens not in self._tables:
+            self._tables[skip_special_tokens] = self._spelling.table(
+                self._core, self.special_ids if skip_special_tokens else frozenset())
+        return self._spelling.detokenizer(self._tables[skip_special_tokens])
+
+
+class _Bytes:
+    """Tokens are spelled in GPT-2's characters for bytes."""
+
+    def piece(self, name: str) -> bytes:
+        try:
+            return bytes([BYTE_OF_CHARACTER[character] for character in name])
+        except KeyError:
+            # An added token need not be spelled so; then it is its own text.
+            return name.encode()
+
+    def table(self, core: tokenizers.Tokenizer, hidden: frozenset[int]) -> Pieces[bytes]:
+        def piece_of(token: int) -> bytes:
+            name = core.id_to_token(token)
+            return b"" if name is None else self.piece(name)
+
+        return Pieces(piece_of, b"", hidden)
+
+    def detokenizer(self, table: Pieces[bytes]) -> Detokenizer:
+        return ByteLevel(table)
+
+
+class _Text:
+    """Tokens are text with some characters replaced, or bytes spelled <0xHH>."""
+
+    def __init__(self, replacements: list[tuple[str, str]], fallback: bool, leading: int) -> None:
+        self._replacements = replacements
+        self._fallback = fallback
+        self._leading = leading
+
+    def piece(self, name: str) -> str | int:
+        for old, new in self._replacements:
+            name = name.replace(old, new)
+        byte = _BYTE_TOKEN.fullmatch(name) if self._fallback else None
+        return int(byte[1], 16) if byte else name
+
+    def table(self, core: tokenizers.Tokenizer, hidden: frozenset[int]) -> Pieces[str | int]:
+        def piece_of(token: int) -> str | int:
+            name = core.id_to_token(token)
+            return "" if name is None else self.piece(name)
+
+        return Pieces(piece_of, "", hidden)
+
+    def detokenizer(self, table: Pieces[str | int]) -> Detokenizer:
+        return ByteFallback(table, WholeRun(), self._leading, cut_bytes=True)
+
+
+def _spelling(path: Path, core: tokenizers.Tokenizer) -> _Bytes | _Text:
+    """How tokens turn into text, from the file's decoder. ModelError for one that cannot be streamed exactly."""
+    decoder = json.loads(core.decoder.__getstate__()) if core.decoder is not None else {"type": "null"}
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    if [step["type"] for step in steps if step["type"] != "Fuse"] == ["ByteLevel"]:
+        return _Bytes()
+    replacements: list[tuple[str, str]] = []
+    fallback, leading, fused = False, 0, False
+    for step in steps:
+        kind = step["type"]
+        if kind == "Replace" and "String" in step["pattern"] and not fallback and not fused:
+            replacements.append((step["pattern"]["String"], step["content"]))
+        elif kind == "ByteFallback" and not fallback and not fused:
+            fallback = True
+        elif kind == "Fuse":
+            fused = True
+        elif kind == "Strip" and fused and not leading and step["content"] == " " and not step["stop"]:
+            leading = step["start"]
+        else:
+            break
+    else:
+        # Without Fuse the library joins the tokens by nothing all the same.
+        return _Text(replacements, fallback, leading)
+    shape = " + ".join(step["type"] for step in steps)
+    raise ModelError(f"{path} decodes by {shape}, which Penstock does not know how to stream; it knows ByteLevel, and sequences "
+                     "of Replace (of a string), ByteFallback, Fuse and Strip (of leading spaces). Run it on token ids alone, with "
+                     "skip_tokenizer_init")
+
+
+def _prefix_space(core: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
+    """tokenizer_config.json's add_prefix_space wins over the file's, where the pre-tokenizer has that choice."""
+    wanted = settings.get("add_prefix_space")
+    if isinstance(wanted, bool) and hasattr(core.pre_tokenizer, "add_prefix_space"):
+        core.pre_tokenizer.add_prefix_space = wanted
+
+
+def _add_tokens(core: tokenizers.Tokenizer, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """Tokens that only tokenizer_config.json knows, in the order of their ids; and every named token becomes special."""
+    known = {entry.content: entry for entry in core.get_added_tokens_decoder().values()}
+    listed = settings.get("added_tokens_decoder") or {}
+    for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+        token = AddedToken(entry["content"], **{key: entry[key] for key in (*_MATCHING, "special") if key in entry})
+        if repr(known.get(token.content)) != repr(token):
+            known[token.content] = token
+            (core.add_special_tokens if token.special else core.add_tokens)([token])
+    for content in named.values():
+        if content not in known or not known[content].special:
+            old = known.get(content, AddedToken(content, normalized=False))
+            known[content] = AddedToken(content, special=True, **{key: getattr(old, key) for key in _MATCHING})
+            core.add_special_tokens([known[content]])
+
+
+def _add_ends(core: tokenizers.Tokenizer, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """add_bos_token and add_eos_token, where tokenizer_config.json says either, replace what the file says."""
+    if "add_bos_token" not in settings and "add_eos_token" not in settings:
+        return
+    first = named.get("bos_token") if settings.get("add_bos_token") else None
+    last = named.get("eos_token") if settings.get("add_eos_token") else None
+    parts = [part for part in (first, "$A", last) if part is not None]
+    # TemplateProcessing wants each special token with its id.
+    ids = [(token, core.token_to_id(token)) for token in {first, last} if token is not None]
+    core.post_processor = TemplateProcessing(single=parts, pair=[*parts, "$B:1"], special_tokens=ids)

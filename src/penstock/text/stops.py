@@ -1,0 +1,59 @@
+"""Stop strings in a stream: where the first one ends the text, and how much may be shown before that is certain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class StopStrings:
+    """Watches one sequence's text for the first of some strings.
+
+    The first is the one that is complete first; of those complete at the same character, the longest. So the outcome is that
+    of looking after every character, however the text is cut into pieces.
+    """
+
+    __slots__ = ("_held", "_include", "_matched", "_stops")
+
+    def __init__(self, stops: Iterable[str], include: bool = False) -> None:
+        """`include` leaves the matched string in the text. `stops` are not empty strings."""
+        self._stops = list(dict.fromkeys(stops))
+        self._include = include
+        self._held = ""
+        """What was not shown yet, because some stop string begins with it."""
+        self._matched = False
+
+    def push(self, delta: str) -> tuple[str, str | None]:
+        """(text that is safe to show, the stop string that was met or None). After a match nothing more comes out."""
+        if self._matched or not delta:
+            return "", None
+        text = self._held + delta
+        found, begin, end = None, 0, len(text) + 1
+        for stop in self._stops:
+            # A match that ends where the best one does counts if it is longer, hence the bound.
+            place = text.find(stop, 0, end)
+            if place >= 0 and (place + len(stop) < end or place < begin):
+                found, begin, end = stop, place, place + len(stop)
+        if found is not None:
+            self._matched = True
+            self._held = ""
+            return text[:end if self._include else begin], found
+        safe = self._partial(text)
+        self._held = text[safe:]
+        return text[:safe], None
+
+    def flush(self) -> str:
+        """The text has ended: what was held back turned out to be no stop string."""
+        text, self._held = self._held, ""
+        return text
+
+    def _partial(self, text: str) -> int:
+        """Where the longest end of `text` begins with which some stop string begins; its length if there is none."""
+        earliest = len(text)
+        for stop in self._stops:
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while 0 <= start < earliest:
+                if stop.startswith(text[start:]):
+                    earliest = start
+                else:
+                    start = text.find(stop[0], start + 1)
+        return earliest

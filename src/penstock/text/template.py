@@ -1,0 +1,312 @@
+"""Chat templates: where a model keeps them, and how a conversation becomes one text.
+
+A template is a Jinja program from the model's authors. It runs in Jinja's immutable sandbox with the settings, filters and
+variables that transformers gives it, so the text is the same; it is compiled once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock.core.errors import ConfigError, ModelError, RequestError
+from penstock.text import messages as chat
+from penstock.text.tokenizer import read_json, read_specials
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names with a meaning: the template used unless another is asked for, and the one used when there are tools."""
+
+_MARK = "<<the final message ends here>> "
+"""Put behind a message that is to be continued. Its last space shows whether the template trims its messages."""
+
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"})
+
+
+class _Refusal(jinja2.TemplateError):
+    """The template itself has refused, by raise_exception."""
+
+
+class _Generation(Extension):
+    """{% generation %}...{% endgeneration %} marks what the assistant says. Only training needs the marks."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block, as in transformers: what is set inside is not seen outside.
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Any) -> str:
+        return str(caller())
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+            sort_keys: bool = False) -> str:
+    # Jinja's own filter writes for HTML: it escapes <, > and &. Its map and select give iterators; they are written as lists.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys,
+                      default=_listed)
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"an object of type {type(value).__name__} cannot be written as JSON")
+
+
+def _raise_exception(message: str) -> None:
+    raise _Refusal(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Nothing that a template is given can be changed, but for a list's length: Kimi K2's template keeps a queue in one.
+
+    It does no harm: all that a template sees is a copy (`_plain`).
+    """
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT = _environment()
+
+
+class ChatTemplate:
+    """The templates of one model, by name; possibly none. Immutable; may be used from several threads."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
+        """`sources` by name; `special_tokens` are variables of every one. jinja2.TemplateSyntaxError if one is not Jinja."""
+        self.sources = dict(sources)
+        self._compiled = {name: _Compiled(source) for name, source in sources.items()}
+        self._variables = dict(special_tokens)
+
+    @classmethod
+    def load(cls, folder: Path | str, override: str | None = None,
+             special_tokens: Mapping[str, Any] | None = None) -> ChatTemplate:
+        """The templates in a model's folder, or the one that `override` is: a name among them, a file, or a template's text.
+
+        `special_tokens` are the variables (bos_token, ...), by default what the folder's tokenizer files name. A folder without
+        template gives a ChatTemplate that refuses to render. ModelError or ConfigError for what is not Jinja, naming the line.
+        """
+        path = Path(folder)
+        variables = read_specials(path) if special_tokens is None else special_tokens
+        found = _find(path)
+        if override is not None:
+            if override in found:
+                found = {override: found[override]}
+            else:
+                name, text = _override(override, list(found))
+                return cls._parse({name: text}, variables, ConfigError)
+        return cls._parse(found, variables, ModelError)
+
+    @classmethod
+    def _parse(cls, found: Mapping[str, str], variables: Mapping[str, Any], kind: type[Exception]) -> ChatTemplate:
+        """`found` is texts by where they come from: a name, or a file."""
+        for name, text in found.items():
+            try:
+                _ENVIRONMENT.parse(text)
+            except jinja2.TemplateSyntaxError as error:
+                raise kind(f"the chat template {name} is broken: line {error.lineno}: {error.message}. Give another one with "
+                           "--chat-template") from None
+        if len(found) == 1:
+            found = {DEFAULT: next(iter(found.values()))}
+        return cls(found, variables)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the templates; empty if the model has none."""
+        return list(self.sources)
+
+    def using(self, override: str) -> ChatTemplate:
+        """The same variables with another template, for one request: a name among these, or a template's text; no files."""
+        if override in self.sources:
+            return ChatTemplate({DEFAULT: self.sources[override]}, self._variables)
+        try:
+            return ChatTemplate({DEFAULT: override}, self._variables)
+        except jinja2.TemplateSyntaxError as error:
+            raise RequestError(f"chat_template is broken: line {error.lineno}: {error.message}", param="chat_template",
+                               code="invalid_value") from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
+               add_generation_prompt: bool = True, continue_final_message: bool = False,
+               documents: Sequence[Mapping[str, Any]] | None = None, **variables: Any) -> str:
+        """The conversation as one text, special tokens spelled out: encode it without adding any.
+
+        `tools` are OpenAI's tool objects. `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves
+        the last message open instead, to be continued. Other `variables` are for the template (enable_thinking, ...).
+        RequestError, with the template's own message, if it refuses.
+        """
+        compiled = self._choose(bool(tools))
+        if continue_final_message and add_generation_prompt:
+            raise RequestError("continue_final_message and add_generation_prompt exclude each other; set one of them to false",
+                               param="continue_final_message", code="invalid_value")
+        reserved = sorted(_RESERVED & variables.keys())
+        if reserved:
+            raise RequestError(f"chat_template_kwargs may not set {', '.join(reserved)}; these are fields of the request",
+                               param="chat_template_kwargs", code="invalid_value")
+        checked = chat.check(messages)
+        shaped = chat.shape(checked, compiled.shape)
+        if continue_final_message:
+            shaped[-1] = _marked(shaped[-1])
+        given = {**variables, "messages": shaped, "tools": list(tools) if tools else None,
+                 "documents": list(documents) if documents else None}
+        plain = {name: _plain(value, name) for name, value in given.items()}
+        text = self._run(compiled, {**self._variables, **plain, "add_generation_prompt": add_generation_prompt})
+        return _cut(text) if continue_final_message else text
+
+    def _choose(self, tools: bool) -> _Compiled:
+        if tools and TOOL_USE in self._compiled:
+            return self._compiled[TOOL_USE]
+        if DEFAULT in self._compiled:
+            return self._compiled[DEFAULT]
+        if not self._compiled:
+            raise RequestError("this model has no chat template, so it is not known how it wants a conversation written; send "
+                               "a plain prompt to /v1/completions, or give a template with --chat-template",
+                               param="messages", code="no_chat_template")
+        raise RequestError(f"this model has several chat templates ({', '.join(self._compiled)}) and none is the default; "
+                           "choose one with --chat-template", param="messages", code="no_chat_template")
+
+    def _run(self, compiled: _Compiled, variables: dict[str, Any]) -> str:
+        try:
+            return compiled.run(variables)
+        except _Refusal as error:
+            raise RequestError(f"the chat template refuses these messages: {error}", param="messages",
+                               code="template_error") from None
+        except jinja2.UndefinedError as error:
+            raise RequestError(f"the chat template needs something that is not there: {error.message}. A variable of the "
+                               "template can be given in chat_template_kwargs", param="messages", code="template_error") from None
+        except Exception as error:  # a template is a program; whatever it does is this request's failure
+            raise RequestError(f"the chat template fails on these messages: {type(error).__name__}: {error}", param="messages",
+                               code="template_error") from None
+
+
+class _Compiled:
+    """One template, and what it takes."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._template = _ENVIRONMENT.from_string(source)
+
+    def run(self, variables: Mapping[str, Any]) -> str:
+        return self._template.render(variables)
+
+    @functools.cached_property
+    def shape(self) -> chat.Shape:
+        """Found by trying: a text that goes in must come out, and not as Python's notation of a list or an object."""
+        text, parts = "a-text", [{"type": "text", "text": "a-text"}]
+        takes_parts, takes_strings = self._shows(parts), self._shows(text)
+        content: Any = text if takes_strings or not takes_parts else parts
+        objects = self._calls({"a-key": "a-value"}, content) or not self._calls('{"a-key": "a-value"}', content)
+        return chat.Shape(parts=takes_parts, strings=takes_strings or not takes_parts, arguments=objects,
+                          developer="developer" in self._source)
+
+    def _shows(self, content: Any) -> bool:
+        shown = self._try([{"role": "user", "content": content}])
+        return "a-text" in shown and not any(sign in shown for sign in ("'type'", '"type"'))
+
+    def _calls(self, arguments: Any, content: Any) -> bool:
+        call = {"id": "call00001", "type": "function", "function": {"name": "a-tool", "arguments": arguments}}
+        shown = self._try([{"role": "user", "content": content},
+                           {"role": "assistant", "content": content, "tool_calls": [call]},
+                           {"role": "tool", "tool_call_id": "call00001", "name": "a-tool", "content": content},
+                           {"role": "user", "content": content}])
+        return "a-key" in shown and "{'a-key'" not in shown and '\\"a-key' not in shown
+
+    def _try(self, conversation: list[dict[str, Any]]) -> str:
+        try:
+            return self.run({"messages": conversation, "tools": None, "documents": None, "add_generation_prompt": True,
+                             "bos_token": "", "eos_token": ""})
+        except Exception:
+            return ""
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy made of JSON's types alone, so that nothing an object can do is in a template's reach. Else RequestError."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry, where) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry, where) for entry in value]
+    raise RequestError(f"{where} holds an object of type {type(value).__name__}; possible are strings, numbers, true, false, "
+                       "null, lists and objects", param=where if where in _RESERVED else "chat_template_kwargs", code="invalid_value")
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + _MARK}
+    if content:
+        return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]}
+    raise RequestError("continue_final_message needs a final message with content to continue", param="messages",
+                       code="invalid_value")
+
+
+def _cut(text: str) -> str:
+    place = text.rfind(_MARK.rstrip())
+    if place < 0:
+        raise RequestError("the chat template does not show the final message as it is, so it cannot be continued; end with "
+                           "another message, or leave continue_final_message out", param="continue_final_message",
+                           code="template_error")
+    # If the mark has lost its space, the template trims messages; the text it would have shown ends without space.
+    return text[:place] if text.startswith(_MARK, place) else text[:place].rstrip()
+
+
+def _find(folder: Path) -> dict[str, str]:
+    """The model's templates by name. Files win over tokenizer_config.json, as in transformers."""
+    found: dict[str, str] = {}
+    config = read_json(folder / "tokenizer_config.json").get("chat_template")
+    legacy = read_json(folder / "chat_template.json").get("chat_template")
+    for given in (config, legacy):
+        if isinstance(given, str):
+            found[DEFAULT] = given
+        elif isinstance(given, Mapping):
+            found.update({str(name): text for name, text in given.items() if isinstance(text, str)})
+        elif isinstance(given, list):
+            found.update({entry["name"]: entry["template"] for entry in given})
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = _text(path)
+    if (folder / "chat_template.jinja").exists():
+        found[DEFAULT] = _text(folder / "chat_template.jinja")
+    return found
+
+
+def _override(given: str, names: list[str]) -> tuple[str, str]:
+    """(where it comes from, the template's text) of --chat-template. ConfigError if it is none of what it could be."""
+    if "\n" not in given and len(given) < 4096 and Path(given).expanduser().is_file():
+        return given, _text(Path(given).expanduser())
+    if "{%" in given or "{{" in given:
+        return "given as text", given
+    own = f"the model's own are {', '.join(names)}" if names else "the model has none of its own"
+    raise ConfigError(f"--chat-template {given!r} is neither a file, nor a template's text, nor the name of a template ({own})")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"the chat template {path} is not readable: {error}") from None
+
