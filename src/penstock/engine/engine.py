@@ -49,7 +49,7 @@ class Engine:
         model = models.load(self.folder, checkpoint, dtype=dtype, device=device, kernels=self.kernels,
                             load_format=options.load_format, max_model_len=self.config.max_model_len, seed=options.seed,
                             progress=progress)
-        self.memory = _plan_memory(options, self.config, model, dtype, device, facts)
+        self.memory = _plan_memory(options, self.config, model, device, facts)
         self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device)
         self.scheduler = Scheduler(Cache(self.memory.layout), Limits(
             max_model_len=self.memory.max_model_len, max_num_seqs=self.config.max_num_seqs,
@@ -115,9 +115,10 @@ def _notes(config: EngineConfig, plan: MemoryPlan) -> list[str]:
     return notes
 
 
-def _plan_memory(options: EngineOptions, config: EngineConfig, model: models.Decoder, dtype: torch.dtype, device: torch.device,
+def _plan_memory(options: EngineOptions, config: EngineConfig, model: models.Decoder, device: torch.device,
                  facts: DeviceFacts) -> MemoryPlan:
-    step = memory.step_bytes(model, config.max_num_batched_tokens, config.max_num_seqs, dtype)
+    step = memory.step_bytes(model, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len, config.page,
+                             device)
     free = max(0, memory.free_bytes(device, options.gpu_memory_utilization) - step)
     if options.kv_cache_memory_bytes is None:
         free = default_kv_share(facts, free)

@@ -21,7 +21,8 @@ class Attention:
         self.spec = spec
         self.qkv = Linear(spec.qkv, f"{path}.qkv", values, kernels)
         self.o = Linear(spec.output, f"{path}.o", values, kernels)
-        self.cos, self.sin = table if table is not None else (None, None)
+        self.cos = table[0] if table is not None else None
+        self.sin = table[1] if table is not None else None
         self.q_norm = self.k_norm = None
         self.whole_norm = spec.norm is not None and spec.norm.whole
         self.eps, self.offset = 1e-6, 0.0

@@ -21,12 +21,11 @@ class Decoder:
     def __init__(self, spec: ModelSpec, values: Values, kernels: Kernels, *, dtype: torch.dtype, device: torch.device,
                  max_model_len: int) -> None:
         self.spec = spec
+        self.dtype = dtype
         self.states: list[StateSpec] = spec.states(str(dtype).removeprefix("torch."))
-        tables: dict[RopeSpec, RopeTable] = {}
-        for block in spec.blocks:
-            rope = block.attention.rope
-            if rope is not None and rope not in tables:
-                tables[rope] = rope.table(max_model_len, device)
+        ropes = dict.fromkeys(block.attention.rope for block in spec.blocks)
+        tables: dict[RopeSpec | None, RopeTable] = {
+            rope: rope.table(max_model_len, device) for rope in ropes if rope is not None}
         self.embedding = values["embedding.weight"]
         self.positions = values["positions.weight"] if spec.embedding.positions else None
         self.blocks = [Block(block, f"blocks.{i}", values, kernels, tables.get(block.attention.rope))

@@ -1,0 +1,30 @@
+"""The probe is an ordinary plan that a worker can run at its largest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock import models
+from penstock.core.device import DeviceFacts
+from penstock.core.layout import lay_out
+from penstock.ops import registry
+from penstock.worker.memory import probe, step_bytes
+from penstock.worker.worker import Worker
+
+CONFIG = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 32, "intermediate_size": 48,
+          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+          "max_position_embeddings": 128, "sliding_window": 16, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+
+
+@pytest.mark.parametrize("segments", [1, 5])
+def test_probe_runs(segments: int) -> None:
+    kernels = registry.bind(DeviceFacts("cpu", "", 0, 1), torch.float32, {"*": "reference"})
+    cpu = torch.device("cpu")
+    model = models.load(None, CONFIG, dtype=torch.float32, device=cpu, kernels=kernels, load_format="dummy", max_model_len=128)
+    small = lay_out(model.states, 16, 0)
+    layout = lay_out(model.states, 16, small.slab_bytes * small.slabs_for(60, 60) * segments)
+    worker = Worker(model, layout, 5, 128, cpu)
+    result = worker.run(probe(worker, segments, 60))
+    assert (result.tokens >= 0).all() and len(result.tokens) == segments
+    assert step_bytes(model, 512, 5, 128, 16, cpu) > 512 * 32 * 4
