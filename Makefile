@@ -15,7 +15,7 @@ DEVELOPING := $(VENV)/.ready-to-develop
 .PHONY: help setup serve test lint bench clean model-is-named
 
 help:
-	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 setup: $(DEVELOPING)
 

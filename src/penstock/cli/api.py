@@ -9,12 +9,15 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from tqdm import tqdm
 
 from penstock.cli.client import Local, Transport, Wire
 from penstock.config.flags import add_flags, from_args
@@ -39,7 +42,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     key = os.environ.get("PENSTOCK_API_KEY") or os.environ.get("OPENAI_API_KEY")
     parser.add_argument("--api-key", metavar="KEY", default=key,
                         help="the server's key (default: PENSTOCK_API_KEY or OPENAI_API_KEY from the environment)")
-    parser.add_argument("--served-model", metavar="NAME", help="which of the server's models (default: its first)")
+    parser.add_argument("--served-model", metavar="NAME",
+                        help="which of the server's models (default: its first), or the name that requests use for MODEL")
     add_flags(parser, EngineOptions, skip=("model", "seed"))
 
 
@@ -55,14 +59,31 @@ async def open_api(args: argparse.Namespace) -> AsyncIterator[Api]:
         finally:
             await wire.close()
         return
-    async with _loaded(from_args(args, EngineOptions, model=args.model)) as api:
+    options = from_args(args, EngineOptions, model=args.model)
+    async with _loaded(options, [args.served_model] if args.served_model else []) as api:
         yield api
 
 
 @asynccontextmanager
-async def _loaded(options: EngineOptions) -> AsyncIterator[Api]:
-    raise ConfigError("in-process models come with the server's application")
-    yield
+async def _loaded(options: EngineOptions, names: list[str]) -> AsyncIterator[Api]:
+    """The server's application over an engine of this program's own."""
+    # Late: the web framework must not slow the commands that talk to a server elsewhere.
+    from penstock.engine.async_llm import AsyncLLM
+    from penstock.server.app import Application
+
+    with tqdm(desc="loading", unit="B", unit_scale=True, leave=False, file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        llm = AsyncLLM(options, on_loading=show)
+        await llm.start()
+    local = Local(Application(llm, ServerOptions(served_model_name=names)).asgi)
+    try:
+        yield Api(local, names[0] if names else options.model)
+    finally:
+        await local.close()
+        await llm.shutdown()
 
 
 async def first_model(transport: Transport) -> str:
