@@ -11,7 +11,7 @@ import pytest
 from penstock.core.errors import ModelError
 from penstock.core.state import Everything, Window
 from penstock.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, NoScaling, YarnScaling
-from penstock.models import describe, dtype_of, eos_ids, read_config, read_generation_config, registry
+from penstock.models import describe, dtype_of, eos_ids, families, read_config, read_generation_config, registry
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -182,6 +182,25 @@ def test_every_family_declares_itself() -> None:
     known = registry()
     assert len(set(known.architectures.values())) == 12
     assert set(known.architectures.values()) == set(known.model_types.values())
+
+
+FAMILY = """
+from penstock.models.families import llama
+ARCHITECTURES, MODEL_TYPES, RULES, spec = ("AlpacaForCausalLM",), ("alpaca",), llama.RULES, llama.spec
+DEFAULTS = {"hidden_act": "gelu", "max_position_embeddings": 77}
+"""
+
+
+def test_a_new_family_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "alpaca.py").write_text(FAMILY)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    registry.cache_clear()
+    try:
+        config = {name: value for name, value in LLAMA.items() if name not in ("hidden_act", "max_position_embeddings")}
+        spec = describe({**config, "architectures": ["AlpacaForCausalLM"]})
+        assert (spec.architecture, spec.max_positions) == ("AlpacaForCausalLM", 77)
+    finally:
+        registry.cache_clear()
 
 
 def test_nested_config_keeps_the_outer_names(tmp_path: Path) -> None:

@@ -196,7 +196,9 @@ def _llama3(where: Config, config: Config, dim: int) -> RopeScaling:
 
 
 def _yarn(where: Config, config: Config, dim: int) -> RopeScaling:
-    return YarnScaling(where.number("factor"), _original(where, config), where.number("beta_fast", 32.0),
+    original = _original(where, config)
+    factor = where.number("factor", config.integer("max_position_embeddings") / original)
+    return YarnScaling(factor, original, where.number("beta_fast", 32.0),
                        where.number("beta_slow", 1.0), _optional(where, "attention_factor"), _optional(where, "mscale"),
                        _optional(where, "mscale_all_dim"), where.flag("truncate", True))
 
