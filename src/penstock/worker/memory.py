@@ -9,6 +9,7 @@ from penstock.core.layout import lay_out
 from penstock.core.plan import Enter, StepPlan, Want
 from penstock.core.sampling import SamplingParams
 from penstock.layers.decoder import Decoder
+from penstock.layers.spec import ModelSpec
 from penstock.platform.facts import available_memory
 from penstock.worker.worker import Worker
 
@@ -17,15 +18,15 @@ def step_bytes(model: Decoder, tokens: int, rows: int, max_model_len: int, page:
     """Bytes that a step of `tokens` tokens and `rows` sampled rows allocates at most, beyond weights and cache."""
     if device.type == "cuda":
         return max(_measured(model, tokens, rows, segments, max_model_len, page, device) for segments in (1, min(rows, tokens)))
-    return _counted(model, tokens, rows)
+    return counted(model.spec, model.dtype, tokens, rows)
 
 
-def _counted(model: Decoder, tokens: int, rows: int) -> int:
+def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
     """Upper estimate: the widest live set of a layer (residual, normed input, merged projections, their result), and the
     sampler's copies of the logits, all of which are as wide as the vocabulary and float32."""
-    widest = max(parameter.shape[0] for parameter in model.spec.parameters() if parameter.name.startswith("blocks."))
-    layer = tokens * (4 * model.spec.width + 2 * widest) * model.dtype.itemsize
-    return layer + rows * model.spec.vocab_size * 4 * 6
+    widest = max(parameter.shape[0] for parameter in spec.parameters() if parameter.name.startswith("blocks."))
+    layer = tokens * (4 * spec.width + 2 * widest) * dtype.itemsize
+    return layer + rows * spec.vocab_size * 4 * 6
 
 
 def _measured(model: Decoder, tokens: int, rows: int, segments: int, max_model_len: int, page: int,

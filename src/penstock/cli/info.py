@@ -1,0 +1,158 @@
+"""Show what MODEL is, what memory would be used for, and which kernel serves which operation. Nothing is loaded.
+
+The folder's tensors are checked against the model by name and shape. --load starts the engine and reports what it measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.config.flags import add_flags, from_args
+from penstock.config.resolve import EngineConfig, MemoryPlan, default_kv_share, plan_memory, resolve
+from penstock.config.schema import EngineOptions
+from penstock.core.device import DeviceFacts
+
+if TYPE_CHECKING:
+    from penstock.layers.spec import ModelSpec
+
+TEXT_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder or hub id")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--load", action="store_true", help="start the engine, and report its own figures for memory")
+    add_flags(parser, EngineOptions, skip=("model",))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises ModelError or ConfigError if the model could not be served as asked."""
+    found = survey(from_args(args, EngineOptions, model=args.model), args.load)
+    print(json.dumps(found, indent=2) if args.json else as_text(found))
+    return 0
+
+
+def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
+    """All that `info` says, as plain data. Bytes are bytes."""
+    # Late: these bring torch, which `penstock info --help` must not.
+    import torch
+
+    from penstock import models
+    from penstock.ops import registry
+    from penstock.platform.facts import detect
+    from penstock.worker import memory
+
+    facts = detect(options.device)
+    folder = models.resolve_folder(options.model, options.revision)
+    checkpoint = models.read_config(folder)
+    spec = models.describe(checkpoint)
+    own_dtype = models.dtype_of(folder, checkpoint)
+    config = resolve(options, spec.max_positions, own_dtype, facts)
+    dtype = getattr(torch, config.dtype)
+    kernels = registry.bind(facts, dtype, options.kernels)
+    if load:
+        figures = _loaded(options)
+    else:
+        weights = spec.nbytes(config.dtype)
+        step = memory.counted(spec, dtype, config.max_num_batched_tokens, config.max_num_seqs)
+        device = torch.device(facts.kind if ":" not in options.device else options.device)
+        free = max(0, memory.free_bytes(device, options.gpu_memory_utilization) - weights - step)
+        if options.kv_cache_memory_bytes is None:
+            free = default_kv_share(facts, free)
+        figures = _planned(plan_memory(options, config, spec.states(config.dtype), weights, step, free), config)
+    return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},
+            "files": _files(options, folder, checkpoint, spec),
+            "device": _device(facts), "memory": figures,
+            "kernels": {op: {"serves": name, "refused": dict(kernels.refused.get(op, []))} for op, name in kernels.table()}}
+
+
+def _describe(spec: ModelSpec) -> dict[str, Any]:
+    layers = Counter((block.attention.heads, block.attention.kv_heads, block.attention.head_size, block.attention.window)
+                     for block in spec.blocks)
+    return {"architecture": spec.architecture, "parameters": spec.size, "width": spec.width, "vocab_size": spec.vocab_size,
+            "context": spec.max_positions, "tied_embeddings": spec.head.tied, "layers": len(spec.blocks),
+            "attention": [{"layers": count, "heads": heads, "kv_heads": kv_heads, "head_size": size, "window": window or None}
+                          for (heads, kv_heads, size, window), count in layers.items()]}
+
+
+def _files(options: EngineOptions, folder: Path, checkpoint: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """The files that would be read. Raises ModelError if tensors are missing, unused or of the wrong shape."""
+    from penstock.models.checkpoint import Checkpoint
+    from penstock.models.registry import family_of
+    from penstock.models.weights import assign
+
+    text = [name for name in TEXT_FILES if (folder / name).is_file()]
+    if options.load_format == "dummy":
+        return {"weights": [], "tensors": 0, "bytes": 0, "text": text}
+    tensors = Checkpoint(folder).tensors
+    assign(spec, family_of(checkpoint)[1].RULES, tensors)
+    return {"weights": sorted({stored.file.name for stored in tensors.values()}), "tensors": len(tensors),
+            "bytes": sum(stored.nbytes for stored in tensors.values()), "text": text}
+
+
+def _device(facts: DeviceFacts) -> dict[str, Any]:
+    return {"kind": facts.kind, "name": facts.name, "memory_bytes": facts.memory, "cores": facts.cores}
+
+
+def _planned(plan: MemoryPlan, config: EngineConfig) -> dict[str, Any]:
+    return {"measured": False, "dtype": config.dtype, "weight_bytes": plan.weight_bytes, "step_bytes": plan.step_bytes,
+            "kv_bytes": plan.layout.nbytes, "kv_tokens": plan.kv_tokens, "page_size": config.page,
+            "max_model_len": plan.max_model_len, "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens, "depth": config.depth, "threads": config.threads,
+            "groups": [{"layers": len(group.layers), "page_bytes": group.page_bytes} for group in plan.layout.groups]}
+
+
+def _loaded(options: EngineOptions) -> dict[str, Any]:
+    from penstock.engine.engine import Engine
+
+    start = time.perf_counter()
+    engine = Engine(options)
+    seconds = time.perf_counter() - start
+    try:
+        return {**_planned(engine.memory, engine.config), "measured": True, "load_seconds": round(seconds, 3)}
+    finally:
+        engine.close()
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The survey for people."""
+    model, files, memory, device = found["model"], found["files"], found["memory"], found["device"]
+    lines = [f"{model['architecture']}  {model['folder']}",
+             f"  parameters   {model['parameters']:,}; {model['layers']} layers of width {model['width']:,}, "
+             f"vocabulary {model['vocab_size']:,}{', tied' if model['tied_embeddings'] else ''}",
+             f"  context      {model['context']:,} tokens"]
+    for kind in model["attention"]:
+        window = f", window {kind['window']:,}" if kind["window"] else ""
+        lines.append(f"  attention    {kind['layers']} layers: {kind['heads']} heads, {kind['kv_heads']} key/value heads "
+                     f"of {kind['head_size']}{window}")
+    lines += [f"  weights      {files['tensors']} tensors, {size(files['bytes'])} of {model['checkpoint_dtype']} "
+              f"in {', '.join(files['weights'])}" if files["weights"] else "  weights      random (load_format dummy)",
+              f"  text         {', '.join(files['text']) or 'no tokenizer'}", "",
+              f"{device['name']}, {device['cores']} cores, {size(device['memory_bytes'])}", "",
+              f"Memory, {'measured' if memory['measured'] else 'planned'} for {memory['dtype']}",
+              f"  weights      {size(memory['weight_bytes'])}",
+              f"  largest step {size(memory['step_bytes'])} ({memory['max_num_batched_tokens']:,} tokens, "
+              f"{memory['max_num_seqs']} sequences)",
+              f"  KV cache     {size(memory['kv_bytes'])}: {memory['kv_tokens']:,} tokens in pages of {memory['page_size']}",
+              f"  longest      {memory['max_model_len']:,} tokens, prompt and output", "", "Kernels"]
+    width = max(map(len, found["kernels"]))
+    for op, kernel in found["kernels"].items():
+        lines.append(f"  {op:<{width}}  {kernel['serves']}")
+        lines += [f"  {'':<{width}}  not {name}: {reason}" for name, reason in kernel["refused"].items()]
+    return "\n".join(lines)
+
+
+def size(count: int) -> str:
+    """Bytes in binary units."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.2f} {unit}"
+        value /= 1024
+    return f"{value:,.2f} TiB"
