@@ -295,6 +295,7 @@ def test_learned_positions_bound_the_length(tmp_path: Path) -> None:
 def test_the_type_of_a_checkpoint(copy: Path) -> None:
     assert dtype_of(copy, {"torch_dtype": "bfloat16"}) == "bfloat16"
     assert dtype_of(copy, {}) == "float32"
+    assert dtype_of(copy.parent, {}) == "bfloat16"
     with pytest.raises(ModelError, match="float8"):
         dtype_of(copy, {"dtype": "float8_e4m3fn"})
 

@@ -27,10 +27,13 @@ __all__ = ["Decoder", "ModelSpec", "describe", "dtype_of", "eos_ids", "load", "r
 
 
 def dtype_of(folder: Path | None, config: Mapping[str, Any]) -> str:
-    """The torch name of a checkpoint's own type: what config.json says, or else what most of its bytes are."""
+    """The torch name of a checkpoint's own type: what config.json says, or else what most of its bytes are.
+
+    bfloat16 where there are neither (a folder for dummy weights)."""
     named = config.get("dtype") or config.get("torch_dtype")
     if named is None:
-        return weights.checkpoint_dtype(checkpoint.Checkpoint(folder).tensors) if folder is not None else "bfloat16"
+        stored = folder is not None and any(folder.glob("*.safetensors"))
+        return weights.checkpoint_dtype(checkpoint.Checkpoint(folder).tensors) if stored else "bfloat16"
     name = str(named).removeprefix("torch.")
     if name not in ("float32", "float16", "bfloat16"):
         raise ModelError(f"config.json: the weights are {name}; possible are float32, float16 and bfloat16")
