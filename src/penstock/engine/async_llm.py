@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,7 +31,7 @@ LONG_TEXT = 8192
 class Track:
     """Where one open request stands, for its stream and for the figures. Times are time.monotonic()."""
 
-    __slots__ = ("arrived", "last", "open", "request", "stream", "tokens")
+    __slots__ = ("arrived", "first", "last", "open", "request", "stream", "tokens")
 
     def __init__(self, request: Request, stream: Stream, now: float) -> None:
         self.request = request
@@ -39,6 +39,7 @@ class Track:
         self.arrived = now
         self.open = request.params.n
         """Sequences that have not ended."""
+        self.first: dict[int, float] = {}
         self.last: dict[int, float] = {}
         self.tokens: dict[int, int] = {}
 
@@ -117,7 +118,6 @@ class AsyncLLM:
         self.figures = Figures(1)
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
-        self.generation_config: dict[str, Any] = {}
         self._process = EngineProcess(options, on_news=self._on_news, on_refused=self._on_refused, on_death=self._on_death,
                                       on_loading=on_loading, engine=engine)
         self._tracks: dict[str, Track] = {}
@@ -128,12 +128,12 @@ class AsyncLLM:
     async def start(self) -> None:
         """Starts the engine process and loads the tokenizer beside it. ConfigError, ModelError or EngineDeadError says why not."""
         ready = await self._process.start()
-        self.generation_config = ready.generation_config if self.options.generation_config == "auto" else {}
+        defaults = ready.generation_config if self.options.generation_config == "auto" else {}
         try:
             if not self.options.skip_tokenizer_init:
                 self.tokenizer = Tokenizer.load(Path(ready.tokenizer_folder))
                 self.template = ChatTemplate.load(Path(ready.tokenizer_folder), self.options.chat_template)
-            self.inputs = Inputs(self.tokenizer, self.template, ready.info, ready.generation_config)
+            self.inputs = Inputs(self.tokenizer, self.template, ready.info, defaults, ready.eos_ids, self.options.seed)
             self.outputs = Outputs(self.tokenizer)
         except BaseException:
             await self._process.stop(0.0)
@@ -218,13 +218,12 @@ class AsyncLLM:
         return stream
 
     async def generate(self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
-                       priority: int = 0) -> AsyncIterator[RequestOutput]:
+                       priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's whole output so far, each time there is more of it. Closing the generator aborts the request."""
-        params = sampling_params or SamplingParams()
         name = request_id or self.new_id()
         size = len(prompt) if isinstance(prompt, str) else 0
-        request = await self.off_loop(size, lambda: self.inputs.request(name, prompt, params, priority=priority))
-        output = RequestOutput.empty(request, prompt if isinstance(prompt, str) else None)
+        request = await self.off_loop(size, lambda: self.inputs.request(name, prompt, sampling_params, priority=priority))
+        output = RequestOutput.empty(request, prompt if isinstance(prompt, str) else None, self.tokenizer)
         async with self.open([request]) as stream:
             async for deltas in stream:
                 for delta in deltas:
@@ -333,6 +332,7 @@ class AsyncLLM:
         last = track.last.get(index)
         if last is None:
             figures.first_token.observe(now - track.arrived)
+            track.first[index] = now
             track.tokens[index] = count
         else:
             figures.between_tokens.observe((now - last) / count, count)
@@ -345,4 +345,4 @@ class AsyncLLM:
         figures.end_to_end.observe(now - track.arrived)
         figures.output_lengths.observe(tokens)
         if tokens > 1:
-            figures.per_token.observe((now - track.arrived) / tokens)
+            figures.per_token.observe((now - track.first[delta.index]) / (tokens - 1))

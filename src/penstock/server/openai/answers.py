@@ -93,7 +93,7 @@ class Choices:
         return Usage(self.prompt_tokens, self.completion_tokens, self.prompt_tokens + self.completion_tokens,
                      PromptDetails(self.cached_tokens))
 
-    def chunk_usage(self) -> Usage | None | UnsetType:
+    def chunk_usage(self) -> Usage | UnsetType | None:
         """The `usage` of an event that is not the last: as it stands, null, or left out, as the request wants it."""
         if self.usage_always:
             return self.usage()

@@ -33,7 +33,7 @@ class ChunkChoice(msgspec.Struct):
     delta: ChunkDelta
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -43,7 +43,7 @@ class Chunk(msgspec.Struct):
     model: str
     choices: list[ChunkChoice]
     object: str = "chat.completion.chunk"
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -149,7 +149,7 @@ class Chat:
         prompt = await render(state.llm, body, state.options.trust_request_chat_template)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = sampling_params(body, state.llm.generation_config, limit, logprobs)
+        params = sampling_params(body, state.llm.inputs.defaults, limit, logprobs)
         # A template writes its own special tokens.
         request = await state.prepare(prompt, params, body, add_special_tokens=bool(body.add_special_tokens))
         answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", model, request, body,

@@ -20,6 +20,7 @@ from penstock.server.openai.protocol import CompletionRequest
 from penstock.server.openai.respond import event, respond
 from penstock.server.openai.sampling import check_stream, sampling_params
 from penstock.server.state import State
+from penstock.text import Tokenizer
 
 
 class Choice(msgspec.Struct):
@@ -27,7 +28,7 @@ class Choice(msgspec.Struct):
     text: str
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
@@ -41,14 +42,14 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[Choice]
     object: str = "text_completion"
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class CompletionAnswer:
     """One HTTP request's answer, over all its prompts, as it grows."""
 
     def __init__(self, answer_id: str, model: str, requests: list[EngineRequest], texts: list[str], body: CompletionRequest,
-                 namer: Namer) -> None:
+                 namer: Namer, tokenizer: Tokenizer | None) -> None:
         self.id = answer_id
         self.model = model
         self.created = int(time.time())
@@ -62,7 +63,8 @@ class CompletionAnswer:
         """Only the prompt is wanted; the one token that the engine makes all the same is not shown."""
         self.want_logprobs = body.logprobs is not None
         self.want_prompt_logprobs = body.prompt_logprobs is not None
-        self._lines = [CompletionLogprobs(namer) for _ in self.choices.growths]
+        shown = requests[0].params.skip_special_tokens
+        self._lines = [CompletionLogprobs(namer, tokenizer, shown) for _ in self.choices.growths]
         self._scores: dict[str, list[Any]] = {}
 
     def events(self, deltas: list[Delta]) -> bytes:
@@ -128,7 +130,7 @@ class CompletionAnswer:
             choice.prompt_logprobs = prompt_entries(self._scores[request.id], self.namer)
         return choice
 
-    def _shown(self, usage: Usage | None | UnsetType) -> Usage | None | UnsetType:
+    def _shown(self, usage: Usage | UnsetType | None) -> Usage | UnsetType | None:
         if self.score_only and isinstance(usage, Usage):
             usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         return usage
@@ -147,7 +149,7 @@ class Completions:
         model = state.admit(body.model)
         prompts = split_prompts(body.prompt)
         check(body)
-        params = sampling_params(body, state.llm.generation_config, body.max_tokens or (1 if body.max_tokens == 0 else None),
+        params = sampling_params(body, state.llm.inputs.defaults, body.max_tokens or (1 if body.max_tokens == 0 else None),
                                  body.logprobs)
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
             params = params.replace(prompt_logprobs=body.logprobs)
@@ -155,7 +157,7 @@ class Completions:
                     for prompt in prompts]
         texts = [state.text_of(prompt) for prompt in prompts] if body.echo else []
         answer = CompletionAnswer(f"cmpl-{body.request_id or http.scope['request_id']}", model, requests, texts, body,
-                                  Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)))
+                                  Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)), state.llm.tokenizer)
         return await respond(http, state.llm.open(requests), answer, bool(body.stream))
 
 

@@ -48,10 +48,12 @@ def chat_content(lines: list[TokenLogprobs], namer: Namer) -> list[dict[str, Any
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of a completion; text offsets count characters from the start of the choice's text."""
+    """`choices[].logprobs` of a completion. Text offsets count characters from the start of the choice's text to where what
+    the token adds to it begins: a special token that is not shown adds nothing, nor does a part of a character."""
 
-    def __init__(self, namer: Namer) -> None:
+    def __init__(self, namer: Namer, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> None:
         self._namer = namer
+        self._push = tokenizer.detokenizer(skip_special_tokens).push if tokenizer else lambda ids: ""
         self._offset = 0
 
     def render(self, ids: list[int], lines: list[TokenLogprobs | None]) -> dict[str, Any]:
@@ -60,7 +62,7 @@ class CompletionLogprobs:
         offsets = []
         for token in ids:
             offsets.append(self._offset)
-            self._offset += len(self._namer.name(token))
+            self._offset += len(self._push((token,)))
         return {"text_offset": offsets, "tokens": tokens,
                 "token_logprobs": [None if line is None else max(line.logprobs[0], LEAST) for line in lines],
                 "top_logprobs": [None if line is None else self._top(line) for line in lines]}

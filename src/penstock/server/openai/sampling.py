@@ -14,14 +14,11 @@ SAME_NAME = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", 
              "bad_words", "skip_special_tokens", "prompt_logprobs")
 """Fields that mean the same in a body and in SamplingParams."""
 
-MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a model's generation_config.json may set for requests that do not say."""
-
 
 def sampling_params(body: GenerationFields, defaults: Mapping[str, Any], max_tokens: int | None,
                     logprobs: int | None) -> SamplingParams:
-    """The parameters of `body`; `max_tokens` None means up to the context length."""
-    said: dict[str, Any] = {name: defaults[name] for name in MODEL_DEFAULTS if defaults.get(name) is not None}
+    """The parameters of `body`; `max_tokens` None means up to the model's own limit."""
+    said: dict[str, Any] = {name: value for name, value in defaults.items() if name != "max_tokens"}
     for name in SAME_NAME:
         value = getattr(body, name)
         if value is not None:

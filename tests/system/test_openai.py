@@ -1,0 +1,251 @@
+"""The official client, synchronous and not, streaming and not, over every endpoint and parameter, on a trained model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.data import MODELS, need
+from tests.system.served import NAME, TEMPLATE, Served, served
+
+PROMPT = "Once upon a time, there was"
+GREEDY = {"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(need(MODELS / "stories260k"), "--chat-template", TEMPLATE) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def text(client: openai.OpenAI) -> str:
+    return client.completions.create(**GREEDY).choices[0].text
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).owned_by == "penstock"
+    with pytest.raises(openai.NotFoundError) as error:
+        client.models.retrieve("gpt-4")
+    assert NAME in str(error.value)
+
+
+def test_completion(client: openai.OpenAI) -> None:
+    answer = client.completions.create(**GREEDY)
+    choice = answer.choices[0]
+    assert answer.object == "text_completion" and answer.model == NAME and answer.id.startswith("cmpl-")
+    assert choice.text.startswith(" a little") and choice.finish_reason == "length"
+    assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (24, answer.usage.prompt_tokens + 24)
+    assert answer.usage.prompt_tokens_details.cached_tokens >= 0
+
+
+@pytest.mark.parametrize("kind", ["text", "list", "ids", "lists of ids"])
+def test_prompts(server: Served, client: openai.OpenAI, text: str, kind: str) -> None:
+    ids = server.post("/tokenize", prompt=PROMPT).json()["tokens"]
+    prompt = {"text": PROMPT, "list": [PROMPT, "The"], "ids": ids, "lists of ids": [ids, ids[:2], ids]}[kind]
+    answer = client.completions.create(**{**GREEDY, "prompt": prompt})
+    assert [choice.index for choice in answer.choices] == list(range(len(prompt) if "list" in kind else 1))
+    assert answer.choices[0].text == text
+    if kind == "lists of ids":
+        assert answer.choices[2].text == text != answer.choices[1].text
+
+
+def test_completion_stream(client: openai.OpenAI, text: str) -> None:
+    chunks = list(client.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == text
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "length"
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 24
+
+
+def test_continuous_usage(client: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [chunk.usage.completion_tokens for chunk in client.completions.create(**GREEDY, stream=True, stream_options=options)]
+    assert counts == sorted(counts) and counts[-1] == 24 and counts[0] < 24
+
+
+def test_stream_of_many(client: openai.OpenAI) -> None:
+    prompts = [PROMPT, "The dog", "One day"]
+    whole = client.completions.create(**{**GREEDY, "prompt": prompts}, n=2, seed=3)
+    parts = [""] * 6
+    for chunk in client.completions.create(**{**GREEDY, "prompt": prompts}, n=2, seed=3, stream=True):
+        parts[chunk.choices[0].index] += chunk.choices[0].text
+    assert parts == [choice.text for choice in whole.choices]
+    assert len({*parts}) == 3
+
+
+def test_echo_and_logprobs(client: openai.OpenAI, text: str) -> None:
+    answer = client.completions.create(**GREEDY, echo=True, logprobs=3)
+    choice, found = answer.choices[0], answer.choices[0].logprobs
+    assert choice.text == PROMPT + text
+    assert len(found.tokens) == answer.usage.total_tokens == len(found.token_logprobs) == len(found.text_offset)
+    assert found.token_logprobs[0] is None and all(value <= 0 for value in found.token_logprobs[1:])
+    place = found.tokens.index(",")
+    assert choice.text[found.text_offset[place]] == ","
+    greedy = answer.usage.prompt_tokens
+    for token, value, top in list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))[greedy:]:
+        assert top[token] == value == max(top.values()) and len(top) == 3
+    streamed = [chunk.choices[0] for chunk in client.completions.create(**GREEDY, echo=True, logprobs=3, stream=True)]
+    assert "".join(part.text for part in streamed) == choice.text
+    assert [token for part in streamed for token in part.logprobs.tokens] == found.tokens
+    assert [at for part in streamed for at in part.logprobs.text_offset] == found.text_offset
+
+
+def test_score_a_prompt(client: openai.OpenAI) -> None:
+    whole = client.completions.create(**GREEDY, echo=True, logprobs=0)
+    answer = client.completions.create(**{**GREEDY, "max_tokens": 0}, echo=True, logprobs=0)
+    assert answer.choices[0].text == PROMPT and answer.usage.completion_tokens == 0
+    assert answer.choices[0].logprobs.token_logprobs == whole.choices[0].logprobs.token_logprobs[:answer.usage.prompt_tokens]
+
+
+def test_prompt_logprobs(server: Served) -> None:
+    answer = server.complete(**GREEDY, prompt_logprobs=2, return_token_ids=True)
+    choice = answer["choices"][0]
+    ids, lines = choice["prompt_token_ids"], choice["prompt_logprobs"]
+    assert len(ids) == len(lines) and lines[0] is None
+    assert all(str(token) in line and set(line[str(token)]) == {"logprob", "rank", "decoded_token"}
+               for token, line in zip(ids[1:], lines[1:], strict=True))
+
+
+def test_chat(client: openai.OpenAI, text: str) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    answer = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_completion_tokens=12)
+    choice = answer.choices[0]
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    assert choice.message.role == "assistant" and choice.finish_reason == "length" and answer.usage.completion_tokens == 12
+    chunks = list(client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_completion_tokens=12, stream=True,
+                                                 stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage.completion_tokens == 12
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == choice.message.content
+    parts = [{"type": "text", "text": PROMPT}]
+    same = client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": parts}], temperature=0, max_tokens=12)
+    assert same.choices[0].message.content == choice.message.content
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    arguments = {"model": NAME, "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 8,
+                 "logprobs": True, "top_logprobs": 4}
+    choice = client.chat.completions.create(**arguments).choices[0]
+    content = choice.logprobs.content
+    assert len(content) == 8 and all(len(entry.top_logprobs) == 4 for entry in content)
+    assert b"".join(bytes(entry.bytes) for entry in content).decode() == choice.message.content
+    assert all(entry.logprob == entry.top_logprobs[0].logprob and entry.token == entry.top_logprobs[0].token for entry in content)
+    streamed = [entry for chunk in client.chat.completions.create(**arguments, stream=True)
+                for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])]
+    assert [entry.token for entry in streamed] == [entry.token for entry in content]
+    plain = client.chat.completions.create(**{**arguments, "top_logprobs": None}).choices[0].logprobs.content
+    assert plain[0].top_logprobs == []
+
+
+def test_chat_template_arguments(client: openai.OpenAI, server: Served) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    messages = [{"role": "user", "content": PROMPT}]
+
+    def count(**more: object) -> int:
+        answer = server.post("/v1/chat/completions", messages=messages, max_tokens=1, **more)
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["prompt_tokens"])
+
+    plain = count()
+    assert count(tools=[tool]) > plain == count(tools=[tool], tool_choice="none")
+    assert count(tools=[tool], tool_choice="auto") > plain > count(add_generation_prompt=False)
+    assert count(add_generation_prompt=False, continue_final_message=True) < plain
+    assert server.post("/tokenize", messages=messages).json()["count"] == plain
+
+
+def test_token_ids(server: Served, text: str) -> None:
+    answer = server.complete(**GREEDY, return_token_ids=True)["choices"][0]
+    assert server.post("/detokenize", tokens=answer["token_ids"], skip_special_tokens=True).json()["prompt"].strip() == text.strip()
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    whole = server.post("/v1/chat/completions", **chat).json()
+    assert len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"] and len(whole["choices"][0]["token_ids"]) == 6
+    events = [json.loads(line[6:]) for line in server.post("/v1/chat/completions", **chat, stream=True).text.split("\n\n")
+              if line.startswith("data: {")]
+    assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert [token for line in events for token in line["choices"][0].get("token_ids", [])] == whole["choices"][0]["token_ids"]
+
+
+def test_tokenize(server: Served) -> None:
+    found = server.post("/tokenize", prompt=PROMPT, return_token_strs=True).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) and found["tokens"][0] == 1
+    assert found["max_model_len"] == 512
+    bare = server.post("/tokenize", prompt=PROMPT, add_special_tokens=False).json()["tokens"]
+    assert bare == found["tokens"][1:]
+    assert server.post("/detokenize", tokens=bare).json() == {"prompt": PROMPT}
+
+
+SAMPLING = [
+    {"temperature": 0.8, "seed": 7}, {"temperature": 1.0, "top_p": 0.5, "seed": 7}, {"temperature": 1.5, "top_k": 3, "seed": 7},
+    {"temperature": 1.0, "min_p": 0.3, "seed": 7}, {"presence_penalty": 1.5}, {"frequency_penalty": 1.5}, {"repetition_penalty": 1.3},
+    {"logit_bias": {"432": -100}}, {"stop": ["girl", "dog"]}, {"stop": " little", "include_stop_str_in_output": True},
+    {"stop_token_ids": [395]}, {"ignore_eos": True, "min_tokens": 24}, {"allowed_token_ids": [400, 401, 402]}, {"bad_words": ["little"]},
+    {"skip_special_tokens": False}, {"priority": 3, "cache_salt": "mine"}, {"truncate_prompt_tokens": 3},
+    {"return_tokens_as_token_ids": True, "logprobs": 1}, {"n": 3, "seed": 1, "temperature": 1.0},
+    {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s", "prompt_cache_key": "k"},
+]
+
+
+@pytest.mark.parametrize("fields", SAMPLING, ids=lambda fields: next(iter(fields)))
+def test_parameters_stream_as_they_answer(server: Served, text: str, fields: dict) -> None:
+    """Every parameter: honoured where its effect is certain, and the same streamed as whole."""
+    body = {**GREEDY, **fields}
+    answer = server.complete(**body)
+    choices = answer["choices"]
+    streamed = [""] * len(choices)
+    for line in server.post("/v1/completions", **body, stream=True).text.split("\n\n"):
+        if line.startswith("data: {"):
+            choice = json.loads(line[6:])["choices"][0]
+            streamed[choice["index"]] += choice["text"]
+    assert streamed == [choice["text"] for choice in choices]
+    first = choices[0]
+    if "stop" in fields:
+        assert first["finish_reason"] == "stop" and first["stop_reason"] in fields["stop"]
+        assert first["text"].endswith(" little") if "include_stop_str_in_output" in fields else "girl" not in first["text"]
+    elif "stop_token_ids" in fields:
+        assert (first["finish_reason"], first["stop_reason"]) == ("stop", 395)
+    elif "bad_words" in fields:
+        assert "little" not in first["text"]
+    elif "logit_bias" in fields:
+        assert "," not in first["text"] or first["text"] != text
+    elif "n" in fields:
+        assert len({choice["text"] for choice in choices}) == 3
+    elif "truncate_prompt_tokens" in fields:
+        assert answer["usage"]["prompt_tokens"] == 3
+    elif "return_tokens_as_token_ids" in fields:
+        assert all(token.startswith("token_id:") for token in first["logprobs"]["tokens"])
+    elif not {"temperature", "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids"} & set(fields):
+        assert first["text"] == text
+
+
+def test_async_client(server: Served, text: str) -> None:
+    """32 streams at once, each as if it were alone."""
+
+    async def one(client: openai.AsyncOpenAI) -> str:
+        return "".join([chunk.choices[0].text async for chunk in await client.completions.create(**GREEDY, stream=True)])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
+            return await asyncio.gather(*(one(client) for _ in range(32)))
+
+    assert set(asyncio.run(all_of_them())) == {text}
+
+
+def test_refusals_through_the_client(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.completions.create(**{**GREEDY, "model": "other"})
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(**{**GREEDY, "prompt": [1] * 600})
+    assert error.value.code == "context_length_exceeded" and "512" in str(error.value)
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(**GREEDY, suffix="end")
+    assert error.value.param == "suffix"
