@@ -153,9 +153,9 @@ def _spelling(path: Path, core: tokenizers.Tokenizer) -> _Bytes | _Text:
         # Without Fuse the library joins the tokens by nothing all the same.
         return _Text(replacements, fallback, leading)
     shape = " + ".join(step["type"] for step in steps)
-    raise ModelError(f"{path} decodes by {shape}, which Penstock does not know how to stream; it knows ByteLevel, and sequences "
-                     "of Replace (of a string), ByteFallback, Fuse and Strip (of leading spaces). Run it on token ids alone, with "
-                     "skip_tokenizer_init")
+    raise ModelError(f"{path} decodes by {shape}, which Penstock does not know how to stream; it knows ByteLevel, and "
+                     "sequences of Replace (of a string), ByteFallback, Fuse and Strip (of leading spaces). Run the model on "
+                     "token ids alone, with skip_tokenizer_init")
 
 
 def _prefix_space(core: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:

@@ -22,13 +22,16 @@ class StopStrings:
         """What was not shown yet, because some stop string begins with it."""
         self._matched = False
 
-    def push(self, delta: str) -> tuple[str, str | None]:
-        """(text that is safe to show, the stop string that was met or None). After a match nothing more comes out."""
+    def push(self, delta: str, armed: bool = True) -> tuple[str, str | None]:
+        """(text that is safe to show, the stop string that was met or None). After a match nothing more comes out.
+
+        While not `armed`, complete stop strings pass; one that is completed once armed counts as a whole.
+        """
         if self._matched or not delta:
             return "", None
         text = self._held + delta
         found, begin, end = None, 0, len(text) + 1
-        for stop in self._stops:
+        for stop in self._stops if armed else ():
             # A match that ends where the best one does counts if it is longer, hence the bound.
             place = text.find(stop, 0, end)
             if place >= 0 and (place + len(stop) < end or place < begin):

@@ -195,7 +195,8 @@ class ChatTemplate:
                                code="template_error") from None
         except jinja2.UndefinedError as error:
             raise RequestError(f"the chat template needs something that is not there: {error.message}. A variable of the "
-                               "template can be given in chat_template_kwargs", param="messages", code="template_error") from None
+                               "template can be given in chat_template_kwargs", param="messages",
+                               code="template_error") from None
         except Exception as error:  # a template is a program; whatever it does is this request's failure
             raise RequestError(f"the chat template fails on these messages: {type(error).__name__}: {error}", param="messages",
                                code="template_error") from None
@@ -252,7 +253,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry, where) for entry in value]
     raise RequestError(f"{where} holds an object of type {type(value).__name__}; possible are strings, numbers, true, false, "
-                       "null, lists and objects", param=where if where in _RESERVED else "chat_template_kwargs", code="invalid_value")
+                       "null, lists and objects", param=where if where in _RESERVED else "chat_template_kwargs",
+                       code="invalid_value")
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,204 @@
+"""What a user asks for becomes a request in tokens: prompts encoded, parameters checked and settled, limits kept.
+
+Used in the process of the frontend. Whatever is wrong with a request is found here, before the engine hears of it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import RequestError
+from penstock.core.request import EngineInfo, Request
+from penstock.core.sampling import SamplingParams
+from penstock.text import ChatTemplate, Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the objects may have a cache_salt."""
+
+DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+            "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+"""What generation_config.json may set, by the name of the parameter that it is the default of."""
+
+
+class Inputs:
+    """Makes requests for one engine. Stateless but for the seeds it draws; may be used from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, info: EngineInfo,
+                 generation_config: Mapping[str, Any] | None = None, eos_ids: Iterable[int] = (),
+                 seed: int | None = None) -> None:
+        """`generation_config` holds the model's defaults, empty if they are not wanted. `eos_ids` are what the model's files
+        name; without any, the generation_config's and the tokenizer's. `seed` makes the drawn seeds repeatable."""
+        self.tokenizer = tokenizer
+        self.template = template
+        self.info = info
+        config = generation_config or {}
+        self.defaults = {name: config[key] for key, name in DEFAULTS.items() if config.get(key) is not None}
+        self.eos_ids = list(dict.fromkeys(eos_ids)) or _eos_ids(config, tokenizer)
+        self._random = random.Random(seed)
+
+    def default_params(self) -> SamplingParams:
+        """SamplingParams with the model's own defaults."""
+        return SamplingParams(**self.defaults)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **how: Any) -> str:
+        """A conversation as a prompt's text, as `ChatTemplate.render`; to be encoded without special tokens added."""
+        if self.template is None:
+            raise RequestError("there is no tokenizer (skip_tokenizer_init), so no chat template; send token ids",
+                               param="messages", code="no_tokenizer")
+        template = self.template if chat_template is None else self.template.using(chat_template)
+        return template.render(messages, **how)
+
+    def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True,
+                priority: int = 0, salt: str = "", keep_last: int | None = None) -> Request:
+        """A request ready for the engine. RequestError for everything that cannot be honoured.
+
+        `add_special_tokens` applies to text. `keep_last` keeps that many tokens of the prompt's end (vLLM's
+        truncate_prompt_tokens); -1 as many as fit.
+        """
+        params = _checked(params if params is not None else self.default_params())
+        if isinstance(prompt, Mapping):
+            prompt, salt = _from_mapping(prompt, salt)
+        ids = self._ids(prompt, add_special_tokens)
+        if keep_last is not None:
+            ids = self._last(ids, keep_last, params)
+        params = self._settled(params, len(ids))
+        return Request(name, ids, params, list(self.eos_ids), time.time(), priority, salt)
+
+    def _ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("there is no tokenizer (skip_tokenizer_init); send the prompt as token ids", param="prompt",
+                                   code="no_tokenizer")
+            ids = self.tokenizer.encode(prompt, add_special_tokens)
+            if not ids and self.tokenizer.bos_id is not None:
+                ids = [self.tokenizer.bos_id]
+            if not ids:
+                raise RequestError("the prompt is empty, and this model has no token to begin a text with; send at least one "
+                                   "character", param="prompt", code="invalid_value")
+        else:
+            ids = _plain_ids(prompt)
+        if min(ids) < 0 or max(ids) >= self.info.vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < self.info.vocab_size)
+            raise RequestError(f"the prompt has token {wrong}; the model's vocabulary has ids 0 to {self.info.vocab_size - 1}",
+                               param="prompt", code="invalid_value")
+        return ids
+
+    def _last(self, ids: list[int], count: int, params: SamplingParams) -> list[int]:
+        room = self.info.max_model_len - (params.max_tokens or 1)
+        if count == -1:
+            count = max(1, room)
+        if not 1 <= count <= self.info.max_model_len:
+            raise RequestError(f"truncate_prompt_tokens is {count}; possible are 1 to {self.info.max_model_len}, or -1 for as "
+                               "many as fit", param="truncate_prompt_tokens", code="invalid_value")
+        return ids[-count:]
+
+    def _settled(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        """`params` with nothing left open: max_tokens, seed, token sequences of bad words."""
+        longest = self.info.max_model_len
+        room = longest - prompt_len
+        if room < 1:
+            raise RequestError(f"the prompt has {prompt_len} tokens, but this model's context is {longest} tokens, prompt and "
+                               f"output together; shorten the prompt to at most {longest - 1}", param="prompt",
+                               code="context_length_exceeded")
+        wanted = params.max_tokens
+        if wanted is not None and wanted > room:
+            raise RequestError(f"max_tokens is {wanted} and the prompt has {prompt_len} tokens, together {wanted + prompt_len}, "
+                               f"but this model's context is {longest} tokens; lower max_tokens to at most {room}, or shorten "
+                               "the prompt", param="max_tokens", code="context_length_exceeded")
+        changes: dict[str, Any] = {}
+        if wanted is None:
+            changes["max_tokens"] = min(room, self.defaults.get("max_tokens", room))
+        if params.seed is None:
+            changes["seed"] = self._random.getrandbits(63)
+        if params.bad_words:
+            changes["bad_words_token_ids"] = [*(params.bad_words_token_ids or ()), *self._bad_sequences(params.bad_words)]
+        self._check_text_needs(params)
+        if changes:
+            params = params.replace(**changes)
+        params.check()
+        params.check_vocabulary(self.info.vocab_size)
+        return params
+
+    def _check_text_needs(self, params: SamplingParams) -> None:
+        if params.stops and (self.tokenizer is None or not params.detokenize):
+            why = "detokenize is false" if self.tokenizer else "there is no tokenizer (skip_tokenizer_init)"
+            raise RequestError(f"stop strings are found in the text, but {why}; use stop_token_ids", param="stop",
+                               code="invalid_value")
+
+    def _bad_sequences(self, words: Sequence[str]) -> list[list[int]]:
+        """The token sequences that spell a word: at the start of a text, after a space, and within or after another word.
+
+        A word can be spelled by still other sequences, which stay possible, as in vLLM.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise RequestError("bad_words are text, but there is no tokenizer (skip_tokenizer_init); use bad_words_token_ids",
+                               param="bad_words", code="no_tokenizer")
+        newline = tokenizer.encode("\n", add_special_tokens=False)
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip() or word
+            for text in (bare, " " + bare):
+                found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+            # Vocabularies that begin a text with a space show only behind something else how they spell the word without.
+            inner = tokenizer.encode("\n" + bare, add_special_tokens=False)
+            if inner[:len(newline)] == newline:
+                found[tuple(inner[len(newline):])] = None
+        return [list(sequence) for sequence in found if sequence]
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    """A copy whose fields have their types, and values with a meaning."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}", param="sampling_params",
+                           code="invalid_value")
+    try:
+        copy = msgspec.convert(msgspec.to_builtins(params), SamplingParams)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError(f"the sampling parameters are not of the right types: {error}", param="sampling_params",
+                           code="invalid_value") from None
+    copy.check()
+    return copy
+
+
+def _from_mapping(prompt: Mapping[str, Any], salt: str) -> tuple[str | Sequence[int], str]:
+    """(text or ids, cache salt) of a prompt in vLLM's object form."""
+    extra = sorted(prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"})
+    if extra:
+        raise RequestError(f"a prompt object may not have {', '.join(extra)}; possible are prompt or prompt_token_ids, and "
+                           "cache_salt", param=extra[0], code="unsupported_parameter")
+    # vLLM's objects may carry the text along with the ids that stand for it.
+    found = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if found is None:
+        raise RequestError("a prompt object needs prompt (a text) or prompt_token_ids", param="prompt", code="invalid_value")
+    return found, prompt.get("cache_salt") or salt
+
+
+def _plain_ids(prompt: Any) -> list[int]:
+    """Token ids as a list of ints; arrays and tensors will do."""
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, list | tuple | range) or not all(type(token) is int for token in ids):
+        raise RequestError(f"a prompt must be a text, a list of token ids, or an object with prompt or prompt_token_ids; got "
+                           f"{_glimpse(prompt)}", param="prompt", code="invalid_value")
+    if not ids:
+        raise RequestError("the prompt has no tokens; send at least one", param="prompt", code="invalid_value")
+    return list(ids)
+
+
+def _glimpse(value: Any) -> str:
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) < 80 else shown[:77] + '...'}"
+
+
+def _eos_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]:
+    given = config.get("eos_token_id")
+    if isinstance(given, int):
+        return [given]
+    if given:
+        return list(dict.fromkeys(given))
+    return [tokenizer.eos_id] if tokenizer is not None and tokenizer.eos_id is not None else []

@@ -1,0 +1,282 @@
+"""The offline API: an engine in this process, prompts in, whole outputs back. `async_llm` is its twin for asyncio."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from penstock import models
+from penstock.config.schema import EngineOptions
+from penstock.core.errors import ConfigError, RequestError
+from penstock.core.request import EngineInfo, EngineStats, Request
+from penstock.core.sampling import SamplingParams
+from penstock.engine.engine import Engine
+from penstock.engine.inputs import Inputs, Prompt
+from penstock.engine.outputs import Outputs, RequestOutput
+from penstock.text import ChatTemplate, Tokenizer
+
+Message = Mapping[str, Any]
+
+_OPTIONS = {entry.name: entry for entry in fields(EngineOptions)}
+
+_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    "enforce_eager": (True, False),
+    "trust_remote_code": (True, False),
+    "disable_log_stats": (True, False),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "quantization": (None,),
+    "tokenizer_mode": ("auto",),
+}
+"""Keywords of vLLM's that are no options here, and the values for which that makes no difference."""
+
+
+class LLM:
+    """A model ready to generate. Also a context manager; `close` frees the engine."""
+
+    def __init__(self, model: str, tokenizer: str | None = None, **options: Any) -> None:
+        """Loads `model`, a Hugging Face folder or a hub id. `options` are the fields of EngineOptions (config/schema.py).
+
+        vLLM's enforce_eager is accepted and changes nothing: results are the same with and without captured steps. So are
+        trust_remote_code (a model's own code is never run) and tensor_parallel_size=1. ConfigError for an option that does not
+        exist, naming similar ones; ModelError if the model cannot be used.
+        """
+        self.options = _options(model, tokenizer, options)
+        folder = models.resolve_folder(model, self.options.revision)
+        self._tokenizer: Tokenizer | None = None
+        template: ChatTemplate | None = None
+        if not self.options.skip_tokenizer_init:
+            home = folder if tokenizer is None else models.resolve_folder(tokenizer)
+            # Before the weights: this fails in milliseconds.
+            self._tokenizer = Tokenizer.load(home)
+            template = ChatTemplate.load(home, self.options.chat_template, self._tokenizer.special_tokens)
+        with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=None, leave=False) as bar:
+            self.engine = Engine(self.options, progress=_shown(bar))
+        config = models.read_generation_config(folder) if self.options.generation_config == "auto" else {}
+        self.inputs = Inputs(self._tokenizer, template, self.engine.info, config,
+                             models.eos_ids(folder, models.read_config(folder)), self.options.seed)
+        self._outputs = Outputs(self._tokenizer)
+        self._count = 0
+
+    # -- facts
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts about the engine."""
+        return self.engine.info
+
+    def stats(self) -> EngineStats:
+        """The engine's current figures."""
+        return self.engine.stats()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. ConfigError if the LLM was made without one."""
+        if self._tokenizer is None:
+            raise ConfigError("there is no tokenizer: the LLM was made with skip_tokenizer_init=True")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when it is given no parameters: the model's own defaults, from generation_config.json."""
+        return self.inputs.default_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """True: no request finds pages of an earlier one. (Pages are not kept beyond their requests.)"""
+        return True
+
+    # -- work
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+                 use_tqdm: bool | Callable[..., tqdm[Any]] = True, *, priority: Sequence[int] | None = None) -> list[RequestOutput]:
+        """Completes prompts; the outputs are in the prompts' order.
+
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; a list of them is a batch, and then
+        `sampling_params` and `priority` may be lists too. RequestError, naming the prompt, before anything runs if one cannot
+        be served. A request that fails while it runs ends with finish_reason "error"; the others go on.
+        """
+        batch = _batch(prompts)
+        texts = [_text(prompt) for prompt in batch]
+        return self._run(batch, texts, sampling_params, use_tqdm, priority, True)
+
+    def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
+             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+             use_tqdm: bool | Callable[..., tqdm[Any]] = True, *, chat_template: str | None = None,
+             add_generation_prompt: bool = True, continue_final_message: bool = False,
+             tools: Sequence[Mapping[str, Any]] | None = None, documents: Sequence[Mapping[str, Any]] | None = None,
+             chat_template_kwargs: Mapping[str, Any] | None = None) -> list[RequestOutput]:
+        """Answers a conversation (a list of messages) or several (a list of such lists), written out by the chat template.
+
+        `chat_template` is a template's text or the name of one of the model's; the other keywords are `ChatTemplate.render`'s.
+        """
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if one else messages
+        texts = []
+        for place, conversation in enumerate(conversations):
+            with _naming(place, len(conversations), "conversation"):
+                texts.append(self.inputs.render(
+                    conversation, chat_template=chat_template, tools=tools, add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message, documents=documents, **(chat_template_kwargs or {})))
+        # A template writes the special tokens itself.
+        return self._run(texts, texts, sampling_params, use_tqdm, None, False)
+
+    def close(self) -> None:
+        """Stops the engine. The LLM cannot be used afterwards."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- how
+
+    def _run(self, prompts: Sequence[Any], texts: Sequence[str | None], params: SamplingParams | Sequence[SamplingParams] | None,
+             use_tqdm: bool | Callable[..., tqdm[Any]], priority: Sequence[int] | None, specials: bool) -> list[RequestOutput]:
+        each = _spread(params, len(prompts), "sampling_params")
+        order = _spread(priority, len(prompts), "priority")
+        requests = []
+        for place, prompt in enumerate(prompts):
+            with _naming(place, len(prompts), "prompt"):
+                requests.append(self.inputs.request(str(self._count), prompt, each[place], add_special_tokens=specials,
+                                                    priority=order[place] or 0))
+            self._count += 1
+        results = [RequestOutput.empty(request, text, self._tokenizer) for request, text in zip(requests, texts, strict=True)]
+        bar_of = use_tqdm if callable(use_tqdm) else tqdm
+        with bar_of(total=len(requests), desc="prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
+            self._finish(requests, {output.request_id: output for output in results}, _Meter(bar))
+        return results
+
+    def _finish(self, requests: list[Request], results: dict[str, RequestOutput], meter: _Meter) -> None:
+        """Runs `requests` to their ends. If anything goes wrong, Ctrl-C included, the engine is left without them."""
+        waiting, engine = deque(requests), self.engine
+        try:
+            while waiting or len(self._outputs):
+                self._submit(waiting)
+                for delta in self._outputs.push(engine.turn()):
+                    output = results[delta.request_id]
+                    output.add(delta)
+                    meter.count(len(delta.token_ids), output)
+                aborts = self._outputs.take_aborts()
+                if aborts:
+                    engine.abort(aborts)
+            self._drain()
+        except BaseException:
+            for request in requests:
+                self._outputs.forget(request.id)
+            engine.abort([request.id for request in requests])
+            self._drain()
+            raise
+
+    def _submit(self, waiting: deque[Request]) -> None:
+        """Hands requests to the engine until its queue is full."""
+        while waiting:
+            request = waiting[0]
+            try:
+                self.engine.submit(request)
+            except RequestError as error:
+                if error.code == "queue_full" and len(self._outputs):
+                    return
+                raise
+            self._outputs.register(request)
+            waiting.popleft()
+
+    def _drain(self) -> None:
+        """Lets the engine end what it was told to abort."""
+        while self.engine.busy:
+            self.engine.turn()
+
+
+class _Meter:
+    """The progress bar's figures: prompts done, tokens a second in and out."""
+
+    def __init__(self, bar: tqdm[Any]) -> None:
+        self._bar = bar
+        self._start = self._shown = time.perf_counter()
+        self._read = self._written = 0
+
+    def count(self, tokens: int, output: RequestOutput) -> None:
+        self._written += tokens
+        if not output.finished:
+            return
+        self._read += len(output.prompt_token_ids)
+        self._bar.update()
+        now = time.perf_counter()
+        if now - self._shown > 0.2 or self._bar.n == self._bar.total:
+            self._shown, seconds = now, now - self._start
+            self._bar.set_postfix_str(f"in {self._read / seconds:.0f}, out {self._written / seconds:.0f} tokens/s", refresh=False)
+
+
+@contextmanager
+def _naming(place: int, count: int, what: str) -> Iterator[None]:
+    """A RequestError from inside says which of several it is about."""
+    try:
+        yield
+    except RequestError as error:
+        if count == 1:
+            raise
+        raise RequestError(f"{what} {place} of {count}: {error.message}", param=error.param, code=error.code,
+                           status=error.status) from None
+
+
+def _options(model: str, tokenizer: str | None, given: dict[str, Any]) -> EngineOptions:
+    """EngineOptions from keywords. ConfigError for those that do not exist or cannot have that value."""
+    known: dict[str, Any] = {"model": str(model), "tokenizer": None if tokenizer is None else str(tokenizer)}
+    for name, value in given.items():
+        if name in _ELSEWHERE:
+            if value not in _ELSEWHERE[name]:
+                possible = ", ".join(map(repr, _ELSEWHERE[name]))
+                raise ConfigError(f"{name}={value!r} is not supported; possible is {possible}")
+            continue
+        if name not in _OPTIONS:
+            near = difflib.get_close_matches(name, [*_OPTIONS, *_ELSEWHERE], 3, 0.6)
+            hint = f"; similar are {', '.join(near)}" if near else f"; possible are {', '.join(_OPTIONS)}"
+            raise ConfigError(f"there is no option {name!r}{hint}")
+        # A torch.dtype says torch.float32.
+        value = str(value).removeprefix("torch.") if name == "dtype" else value
+        choices = _OPTIONS[name].metadata["choices"]
+        if choices and value not in choices:
+            raise ConfigError(f"{name} is {value!r}; possible are {', '.join(choices)}")
+        known[name] = value
+    return EngineOptions(**known)
+
+
+def _shown(bar: tqdm[Any]) -> Callable[[int, int], None]:
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return progress
+
+
+def _batch(prompts: Any) -> list[Any]:
+    """The prompts of a call, of which there may be only one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    return [prompts] if prompts and type(prompts[0]) is int else prompts
+
+
+def _text(prompt: Any) -> str | None:
+    found = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return found if isinstance(found, str) else None
+
+
+def _spread(value: Any, count: int, name: str) -> list[Any]:
+    """One value for all, or a list with one for each."""
+    if value is None or isinstance(value, SamplingParams):
+        return [value] * count
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise RequestError(f"{name} must be one for all or a list with one for each prompt, got {type(value).__name__}", param=name,
+                           code="invalid_value")
+    if len(value) != count:
+        raise RequestError(f"there are {count} prompts, but {len(value)} {name}; give one for all, or one for each", param=name,
+                           code="invalid_value")
+    return list(value)

@@ -1,0 +1,304 @@
+"""What the engine says of its sequences becomes text and outputs: detokenization, stop strings, and vLLM's output objects.
+
+Used in the process of the frontend, by whoever takes updates from the engine; it knows neither asyncio nor HTTP. Work is by
+difference: each update costs what is new in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.core.request import Request, Timings, TokenLogprobs, Update
+from penstock.text import Detokenizer, StopStrings, Tokenizer
+
+
+CONTEXT = 32
+"""The last tokens of a prompt that its output's text can depend on."""
+
+
+class Delta(msgspec.Struct):
+    """What is new of one sequence. The last one of a sequence has a finish_reason."""
+
+    request_id: str
+    index: int
+    text: str
+    """New text that no stop string will take back. May be empty although there are tokens."""
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """stop | length | abort | error."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it; None for end-of-sequence."""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    timings: Timings | None = None
+
+
+class _Open:
+    """One sequence whose end has not been seen."""
+
+    __slots__ = ("count", "detokenizer", "first_token", "stops")
+
+    def __init__(self, detokenizer: Detokenizer | None, stops: StopStrings | None) -> None:
+        self.detokenizer = detokenizer
+        self.stops = stops
+        self.count = 0
+        """Tokens so far."""
+        self.first_token = 0.0
+
+
+class _Live:
+    """One request with sequences that have not ended."""
+
+    __slots__ = ("include_stop", "min_tokens", "request", "sequences")
+
+    def __init__(self, request: Request, sequences: dict[int, _Open]) -> None:
+        self.request = request
+        self.sequences = sequences
+        self.min_tokens = request.params.min_tokens
+        self.include_stop = request.params.include_stop_str_in_output
+
+
+class Outputs:
+    """The requests in progress, and how far their text has come."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Without a tokenizer there is no text, and no stop string is found (Inputs refuses such requests)."""
+        self._tokenizer = tokenizer
+        self._live: dict[str, _Live] = {}
+        self._aborts: list[str] = []
+
+    def register(self, request: Request) -> None:
+        """Expects updates of `request`. Its id must not be in use."""
+        assert request.id not in self._live, f"request id {request.id!r} is in use"
+        self._live[request.id] = _Live(request, {index: self._open(request) for index in range(request.params.n)})
+
+    def _open(self, request: Request) -> _Open:
+        params = request.params
+        if self._tokenizer is None or not params.detokenize:
+            return _Open(None, None)
+        stops = StopStrings(params.stops, params.include_stop_str_in_output) if params.stop else None
+        detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens)
+        # The output continues the prompt's text: a space that only begins a text, or a character whose bytes began in the
+        # prompt, come out as they do in the text of both.
+        detokenizer.push(request.prompt_ids[-CONTEXT:])
+        return _Open(detokenizer, stops)
+
+    def forget(self, request_id: str) -> None:
+        """Updates of this request are of no interest any more. Unknown ids are ignored."""
+        self._live.pop(request_id, None)
+
+    def __len__(self) -> int:
+        """Requests in progress."""
+        return len(self._live)
+
+    def push(self, updates: Iterable[Update]) -> list[Delta]:
+        """One delta for each update of a sequence that has not ended, in order. Updates of others are ignored."""
+        deltas = []
+        for update in updates:
+            live = self._live.get(update.request_id)
+            sequence = live.sequences.get(update.index) if live is not None else None
+            if live is None or sequence is None:
+                continue
+            delta = self._delta(live, sequence, update)
+            if delta.finish_reason is not None:
+                del live.sequences[update.index]
+                if not live.sequences:
+                    del self._live[update.request_id]
+                if update.finish_reason is None:
+                    # The engine does not know of stop strings.
+                    whole = live.request.params.n == 1 or not live.sequences
+                    self._aborts.append(update.request_id if whole else f"{update.request_id}/{update.index}")
+            deltas.append(delta)
+        return deltas
+
+    def take_aborts(self) -> list[str]:
+        """What the engine should abort since the last call ("id" or "id/index"): sequences that a stop string has ended."""
+        aborts, self._aborts = self._aborts, []
+        return aborts
+
+    def _delta(self, live: _Live, sequence: _Open, update: Update) -> Delta:
+        ids = update.token_ids
+        delta = Delta(update.request_id, update.index, "", ids, update.finish_reason, update.stop_reason, update.logprobs,
+                      update.prompt_logprobs, update.error, update.cached_tokens, update.timings)
+        if ids and not sequence.count:
+            sequence.first_token = time.time()
+        if sequence.detokenizer is None:
+            sequence.count += len(ids)
+            return delta
+        # The token that ended the output is not part of its text, unless stops are wanted there.
+        shown = ids[:-1] if update.finish_reason == "stop" and not live.include_stop else ids
+        if sequence.stops is not None:
+            _until_stop(live, sequence, shown, delta)
+        else:
+            sequence.count += len(ids)
+            delta.text = sequence.detokenizer.push(shown)
+            if delta.finish_reason is not None:
+                delta.text += sequence.detokenizer.flush()
+        return delta
+
+
+def _until_stop(live: _Live, sequence: _Open, shown: list[int], delta: Delta) -> None:
+    """Adds the text of `shown` to `delta`, token by token; ends it at a stop string, with the tokens up to that one."""
+    assert sequence.detokenizer is not None and sequence.stops is not None
+    text = ""
+    for place, token in enumerate(shown, 1):
+        # As in vLLM, a stop string that is complete before min_tokens does not count.
+        armed = sequence.count + place > live.min_tokens
+        safe, stop = sequence.stops.push(sequence.detokenizer.push((token,)), armed)
+        text += safe
+        if stop is not None:
+            _stop(live, sequence, delta, text, stop, place)
+            return
+    if delta.finish_reason is not None:
+        safe, stop = sequence.stops.push(sequence.detokenizer.flush(), True)
+        text += safe
+        if stop is not None:
+            _stop(live, sequence, delta, text, stop, len(delta.token_ids))
+            return
+        text += sequence.stops.flush()
+    delta.text = text
+    sequence.count += len(delta.token_ids)
+
+
+def _stop(live: _Live, sequence: _Open, delta: Delta, text: str, stop: str, tokens: int) -> None:
+    """Ends a sequence at a stop string that its `tokens`-th new token has completed."""
+    delta.text = text
+    delta.token_ids = delta.token_ids[:tokens]
+    if delta.logprobs is not None:
+        delta.logprobs = delta.logprobs[:tokens]
+    delta.finish_reason, delta.stop_reason = "stop", stop
+    if delta.timings is None:
+        delta.timings = Timings(arrival=live.request.arrival, first_token=sequence.first_token, finished=time.time())
+
+
+# -- vLLM's shapes
+
+
+@dataclass(slots=True)
+class Logprob:
+    """How likely a token was at its place."""
+
+    logprob: float
+    rank: int | None = None
+    """1 is the most likely."""
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, time.time() in seconds; 0.0 where it is not known."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float = 0.0
+    first_token_time: float = 0.0
+    finished_time: float = 0.0
+    num_preemptions: int = 0
+
+    @property
+    def time_in_queue(self) -> float:
+        return max(0.0, self.first_scheduled_time - self.arrival_time) if self.first_scheduled_time else 0.0
+
+
+class CompletionOutput:
+    """One continuation, as far as it has come."""
+
+    __slots__ = ("_parts", "cumulative_logprob", "error", "finish_reason", "index", "logprobs", "stop_reason", "token_ids")
+
+    def __init__(self, index: int, logprobs: bool = False) -> None:
+        self.index = index
+        self._parts: list[str] = []
+        self.token_ids: list[int] = []
+        self.cumulative_logprob: float | None = 0.0 if logprobs else None
+        self.logprobs: list[dict[int, Logprob]] | None = [] if logprobs else None
+        """For each token: the chosen one first, then the most likely ones."""
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        """With finish_reason "error": what went wrong."""
+
+    @property
+    def text(self) -> str:
+        # Joined when somebody looks, so that a long output is not copied for each of its tokens.
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def add(self, delta: Delta, tokenizer: Tokenizer | None) -> None:
+        """Grows by a delta of this sequence."""
+        if delta.text:
+            self._parts.append(delta.text)
+        self.token_ids += delta.token_ids
+        if self.logprobs is not None and delta.logprobs:
+            self.logprobs += [_entry(line, tokenizer) for line in delta.logprobs]
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(line.logprobs[0] for line in delta.logprobs)
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
+
+    def __repr__(self) -> str:
+        return (f"CompletionOutput(index={self.index}, text={self.text!r}, token_ids={self.token_ids}, "
+                f"cumulative_logprob={self.cumulative_logprob}, logprobs={self.logprobs}, "
+                f"finish_reason={self.finish_reason!r}, stop_reason={self.stop_reason!r})")
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its continuations, as far as they have come."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt's text, if it was given as text."""
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    """For each prompt token, None for the first; None if not asked for."""
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int
+    """Prompt tokens that were not computed because the cache had them."""
+    tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def empty(cls, request: Request, prompt: str | None = None, tokenizer: Tokenizer | None = None) -> RequestOutput:
+        """Nothing generated yet. `tokenizer` gives the decoded_token of log probabilities."""
+        logprobs = request.params.logprobs is not None
+        outputs = [CompletionOutput(index, logprobs) for index in range(request.params.n)]
+        return cls(request.id, prompt, request.prompt_ids, None, outputs, False, RequestMetrics(arrival_time=request.arrival), 0,
+                   tokenizer)
+
+    def add(self, delta: Delta) -> None:
+        """Grows by a delta of this request."""
+        self.outputs[delta.index].add(delta, self.tokenizer)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = [None, *(_entry(line, self.tokenizer) for line in delta.prompt_logprobs)]
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.cached_tokens)
+        if delta.timings is not None:
+            self._time(delta.timings)
+        if delta.finish_reason is not None:
+            self.finished = all(output.finish_reason is not None for output in self.outputs)
+
+    def _time(self, timings: Timings) -> None:
+        """The request begins with the first of its sequences and ends with the last."""
+        metrics = self.metrics
+        for name, value in (("first_scheduled_time", timings.first_scheduled), ("first_token_time", timings.first_token)):
+            known: float = getattr(metrics, name)
+            if value and (not known or value < known):
+                setattr(metrics, name, value)
+        metrics.finished_time = max(metrics.finished_time, timings.finished)
+        metrics.num_preemptions += timings.preemptions
+
+
+def _entry(line: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    found: dict[int, Logprob] = {}
+    for token, logprob, rank in zip(line.ids, line.logprobs, line.ranks, strict=True):
+        if token not in found:
+            found[token] = Logprob(logprob, rank, tokenizer.token_text(token) if tokenizer is not None else None)
+    return found
