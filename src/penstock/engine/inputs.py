@@ -107,9 +107,9 @@ class Inputs:
                                code="context_length_exceeded")
         wanted = params.max_tokens
         if wanted is not None and wanted > room:
-            raise RequestError(f"max_tokens is {wanted} and the prompt has {prompt_len} tokens, together {wanted + prompt_len}, "
-                               f"but this model's context is {longest} tokens; lower max_tokens to at most {room}, or shorten "
-                               "the prompt", param="max_tokens", code="context_length_exceeded")
+            raise RequestError(f"max_tokens is {wanted} and the prompt has {prompt_len} tokens, together "
+                               f"{wanted + prompt_len}, but this model's context is {longest} tokens; lower max_tokens to at "
+                               f"most {room}, or shorten the prompt", param="max_tokens", code="context_length_exceeded")
         changes: dict[str, Any] = {}
         if wanted is None:
             changes["max_tokens"] = min(room, self.defaults.get("max_tokens", room))

@@ -24,6 +24,10 @@ from penstock.engine.outputs import Outputs, RequestOutput
 from penstock.text import ChatTemplate, Tokenizer
 
 Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""For all prompts, or one each; None for the model's defaults."""
+Bar = bool | Callable[..., Any]
+"""Whether to show a progress bar, or a class like tqdm."""
 
 _OPTIONS = {entry.name: entry for entry in fields(EngineOptions)}
 
@@ -93,23 +97,22 @@ class LLM:
 
     # -- work
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-                 use_tqdm: bool | Callable[..., tqdm[Any]] = True, *, priority: Sequence[int] | None = None) -> list[RequestOutput]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: Bar = True, *,
+                 priority: Sequence[int] | None = None) -> list[RequestOutput]:
         """Completes prompts; the outputs are in the prompts' order.
 
-        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; a list of them is a batch, and then
-        `sampling_params` and `priority` may be lists too. RequestError, naming the prompt, before anything runs if one cannot
-        be served. A request that fails while it runs ends with finish_reason "error"; the others go on.
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; a list of them is a batch, and
+        then `sampling_params` and `priority` may be lists too. RequestError, naming the prompt, before anything runs if one
+        cannot be served. A request that fails while it runs ends with finish_reason "error"; the others go on.
         """
         batch = _batch(prompts)
         texts = [_text(prompt) for prompt in batch]
         return self._run(batch, texts, sampling_params, use_tqdm, priority, True)
 
-    def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
-             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-             use_tqdm: bool | Callable[..., tqdm[Any]] = True, *, chat_template: str | None = None,
-             add_generation_prompt: bool = True, continue_final_message: bool = False,
-             tools: Sequence[Mapping[str, Any]] | None = None, documents: Sequence[Mapping[str, Any]] | None = None,
+    def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None,
+             use_tqdm: Bar = True, *, chat_template: str | None = None, add_generation_prompt: bool = True,
+             continue_final_message: bool = False, tools: Sequence[Mapping[str, Any]] | None = None,
+             documents: Sequence[Mapping[str, Any]] | None = None,
              chat_template_kwargs: Mapping[str, Any] | None = None) -> list[RequestOutput]:
         """Answers a conversation (a list of messages) or several (a list of such lists), written out by the chat template.
 
@@ -138,8 +141,8 @@ class LLM:
 
     # -- how
 
-    def _run(self, prompts: Sequence[Any], texts: Sequence[str | None], params: SamplingParams | Sequence[SamplingParams] | None,
-             use_tqdm: bool | Callable[..., tqdm[Any]], priority: Sequence[int] | None, specials: bool) -> list[RequestOutput]:
+    def _run(self, prompts: Sequence[Any], texts: Sequence[str | None], params: Params, use_tqdm: Bar,
+             priority: Sequence[int] | None, specials: bool) -> list[RequestOutput]:
         each = _spread(params, len(prompts), "sampling_params")
         order = _spread(priority, len(prompts), "priority")
         requests = []
@@ -211,7 +214,8 @@ class _Meter:
         now = time.perf_counter()
         if now - self._shown > 0.2 or self._bar.n == self._bar.total:
             self._shown, seconds = now, now - self._start
-            self._bar.set_postfix_str(f"in {self._read / seconds:.0f}, out {self._written / seconds:.0f} tokens/s", refresh=False)
+            rates = f"in {self._read / seconds:.0f}, out {self._written / seconds:.0f} tokens/s"
+            self._bar.set_postfix_str(rates, refresh=False)
 
 
 @contextmanager
@@ -274,8 +278,8 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
     if value is None or isinstance(value, SamplingParams):
         return [value] * count
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise RequestError(f"{name} must be one for all or a list with one for each prompt, got {type(value).__name__}", param=name,
-                           code="invalid_value")
+        raise RequestError(f"{name} must be one for all or a list with one for each prompt, got {type(value).__name__}",
+                           param=name, code="invalid_value")
     if len(value) != count:
         raise RequestError(f"there are {count} prompts, but {len(value)} {name}; give one for all, or one for each", param=name,
                            code="invalid_value")

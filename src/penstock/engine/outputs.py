@@ -16,10 +16,6 @@ from penstock.core.request import Request, Timings, TokenLogprobs, Update
 from penstock.text import Detokenizer, StopStrings, Tokenizer
 
 
-CONTEXT = 32
-"""The last tokens of a prompt that its output's text can depend on."""
-
-
 class Delta(msgspec.Struct):
     """What is new of one sequence. The last one of a sequence has a finish_reason."""
 
@@ -83,10 +79,9 @@ class Outputs:
         if self._tokenizer is None or not params.detokenize:
             return _Open(None, None)
         stops = StopStrings(params.stops, params.include_stop_str_in_output) if params.stop else None
-        detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens)
-        # The output continues the prompt's text: a space that only begins a text, or a character whose bytes began in the
-        # prompt, come out as they do in the text of both.
-        detokenizer.push(request.prompt_ids[-CONTEXT:])
+        # The output continues the prompt's text.
+        detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens, request.prompt_ids)
+        stops = StopStrings(params.stops, params.include_stop_str_in_output) if params.stop else None
         return _Open(detokenizer, stops)
 
     def forget(self, request_id: str) -> None:
@@ -271,8 +266,8 @@ class RequestOutput:
         """Nothing generated yet. `tokenizer` gives the decoded_token of log probabilities."""
         logprobs = request.params.logprobs is not None
         outputs = [CompletionOutput(index, logprobs) for index in range(request.params.n)]
-        return cls(request.id, prompt, request.prompt_ids, None, outputs, False, RequestMetrics(arrival_time=request.arrival), 0,
-                   tokenizer)
+        metrics = RequestMetrics(arrival_time=request.arrival)
+        return cls(request.id, prompt, request.prompt_ids, None, outputs, False, metrics, 0, tokenizer)
 
     def add(self, delta: Delta) -> None:
         """Grows by a delta of this request."""

@@ -8,13 +8,16 @@ stands for comes from the vocabularies (`fast.py`, `spm.py`), as a `Pieces` tabl
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 REPLACEMENT = "\ufffd"
 
 LONGEST_RUN = 32
 """Bytes of a run of byte tokens that are held back at most; see `WholeRun`."""
+
+PENDING = 3
+"""The most bytes, and so tokens, that a character can have without being complete."""
 
 Piece = TypeVar("Piece")
 
@@ -52,9 +55,10 @@ class ByteLevel:
 
     __slots__ = ("_decode", "_pieces")
 
-    def __init__(self, pieces: Pieces[bytes]) -> None:
+    def __init__(self, pieces: Pieces[bytes], after: Sequence[int] = ()) -> None:
         self._pieces = pieces
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.push(after[-PENDING:])
 
     def push(self, ids: Iterable[int]) -> str:
         pieces = self._pieces
@@ -157,17 +161,26 @@ class ByteFallback:
     """For vocabularies of text pieces, with a token for each byte where no piece fits (sentencepiece's kind).
 
     A piece is its text, or an int for a byte token. `leading` spaces are cut from the front of the whole text, as such
-    vocabularies add one there; `cut_bytes` says whether a space written as a byte token counts.
+    vocabularies add one there; `cut_bytes` says whether a space written as a byte token counts. If the tokens `after` which
+    these come have text, then this is not the front.
     """
 
     __slots__ = ("_cut_bytes", "_leading", "_left", "_pieces", "_run")
 
-    def __init__(self, pieces: Pieces[str | int], run: ByteRun, leading: int, cut_bytes: bool) -> None:
+    def __init__(self, pieces: Pieces[str | int], run: ByteRun, leading: int, cut_bytes: bool,
+                 after: Sequence[int] = ()) -> None:
         self._pieces = pieces
         self._run = run
         self._leading = leading
         self._left = leading
         self._cut_bytes = cut_bytes
+        for token in after:
+            if not self._left:
+                break
+            self.push((token,))
+        run.end()
+        for byte in _unfinished([pieces[token] for token in after[-PENDING:]]):
+            run.add(byte)
 
     def push(self, ids: Iterable[int]) -> str:
         pieces, run = self._pieces, self._run
@@ -197,3 +210,19 @@ class ByteFallback:
         spaces = min(len(text) - len(text.lstrip(" ")), self._left)
         self._left = self._left - spaces if spaces == len(text) else 0
         return text[spaces:]
+
+
+def _unfinished(pieces: Sequence[str | int]) -> bytes:
+    """The bytes at the end that begin a character and do not complete it."""
+    found = b""
+    for piece in reversed(pieces):
+        if type(piece) is not int:
+            break
+        found = bytes([piece]) + found
+        try:
+            found.decode()
+            return b""
+        except UnicodeDecodeError as error:
+            if error.start == 0 and error.reason == "unexpected end of data":
+                return found
+    return b""

@@ -76,11 +76,11 @@ class FastVocabulary:
             return bytes([piece])
         return piece if isinstance(piece, bytes) else piece.encode()
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool, after: Sequence[int]) -> Detokenizer:
         if skip_special_tokens not in self._tables:
             self._tables[skip_special_tokens] = self._spelling.table(
                 self._core, self.special_ids if skip_special_tokens else frozenset())
-        return self._spelling.detokenizer(self._tables[skip_special_tokens])
+        return self._spelling.detokenizer(self._tables[skip_special_tokens], after)
 
 
 class _Bytes:
@@ -100,8 +100,8 @@ class _Bytes:
 
         return Pieces(piece_of, b"", hidden)
 
-    def detokenizer(self, table: Pieces[bytes]) -> Detokenizer:
-        return ByteLevel(table)
+    def detokenizer(self, table: Pieces[bytes], after: Sequence[int]) -> Detokenizer:
+        return ByteLevel(table, after)
 
 
 class _Text:
@@ -125,8 +125,8 @@ class _Text:
 
         return Pieces(piece_of, "", hidden)
 
-    def detokenizer(self, table: Pieces[str | int]) -> Detokenizer:
-        return ByteFallback(table, WholeRun(), self._leading, cut_bytes=True)
+    def detokenizer(self, table: Pieces[str | int], after: Sequence[int]) -> Detokenizer:
+        return ByteFallback(table, WholeRun(), self._leading, True, after)
 
 
 def _spelling(path: Path, core: tokenizers.Tokenizer) -> _Bytes | _Text:

@@ -72,11 +72,11 @@ class SentencePieceVocabulary:
         piece = self._piece(token)
         return bytes([piece]) if isinstance(piece, int) else piece.encode()
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool, after: Sequence[int]) -> Detokenizer:
         if skip_special_tokens not in self._tables:
             hidden = self.special_ids if skip_special_tokens else frozenset()
             self._tables[skip_special_tokens] = Pieces(self._piece, "", hidden)
-        return ByteFallback(self._tables[skip_special_tokens], EachCharacter(), self._leading, cut_bytes=False)
+        return ByteFallback(self._tables[skip_special_tokens], EachCharacter(), self._leading, False, after)
 
     def markers(self) -> dict[str, str]:
         """The special tokens that the file itself names, by role."""
