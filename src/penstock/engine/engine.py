@@ -19,7 +19,7 @@ from penstock.config.schema import EngineOptions
 from penstock.core.errors import RequestError
 from penstock.core.plan import StepResult
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
-from penstock.engine.executor import Executor, Inline, Threaded
+from penstock.engine.executor import Executor, Threaded
 from penstock.ops import registry
 from penstock.platform.facts import DeviceFacts, detect
 from penstock.scheduler.admission import Limits
@@ -55,7 +55,7 @@ class Engine:
             max_model_len=self.memory.max_model_len, max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
             vocab_size=spec.vocab_size))
-        self.executor: Executor = Threaded(self.worker) if self.config.depth > 1 else Inline(self.worker)
+        self.executor: Executor = Threaded(self.worker)
         self._flying: deque[Future[StepResult]] = deque()
         self.info = EngineInfo(
             model=options.model, architecture=spec.architecture, vocab_size=spec.vocab_size,
@@ -91,7 +91,9 @@ class Engine:
         # Without a new plan there is nothing to overlap with; wait for what flies, one result at a time.
         room = self.config.depth - 1 if plan is not None else max(0, len(self._flying) - 1)
         while len(self._flying) > room:
-            result = self._flying.popleft().result()
+            # Taken off only when it is there: whoever is interrupted while waiting finds it in its place.
+            result = self._flying[0].result()
+            self._flying.popleft()
             began = time.perf_counter()
             self.scheduler.apply(result, time.time())
             self.scheduler.stats.plan_seconds += time.perf_counter() - began

@@ -24,26 +24,11 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
-class Inline:
-    """Runs each plan before `submit` returns: for depth 1, where there is nothing to overlap with."""
-
-    def __init__(self, worker: Runs) -> None:
-        self._worker = worker
-
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
-        future: Future[StepResult] = Future()
-        try:
-            future.set_result(self._worker.run(plan))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def close(self) -> None:
-        """Nothing to stop."""
-
-
 class Threaded:
-    """Runs plans on a thread of this process, so that the next plan is made while one runs."""
+    """Runs plans on a thread of this process, so that the next plan is made while one runs.
+
+    At depth 1 too, where there is nothing to overlap with: a Ctrl-C then interrupts the waiting, never the work.
+    """
 
     def __init__(self, worker: Runs) -> None:
         self._worker = worker
