@@ -53,6 +53,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     add_target(parser)
     parser.add_argument("--system", metavar="TEXT", default="", help="a system prompt")
+    parser.add_argument("--plain", action="store_true",
+                        help="no conversation: the model continues each line (for models without a chat template)")
     parser.add_argument("--stats", action="store_true", help="print tokens per second after each answer")
     add_flags(parser, ChatSampling)
 
@@ -94,6 +96,7 @@ class Conversation:
         self.api, self.loop = api, loop
         self.system: str = args.system
         self.show_stats: bool = args.stats
+        self.plain: bool = args.plain
         self.sampling = {name: getattr(args, name) for name in ChatSampling.__dataclass_fields__ if hasattr(args, name)}
         self.messages: list[dict[str, str]] = []
         self.interactive = sys.stdin.isatty()
@@ -156,8 +159,8 @@ class Conversation:
         """
         self.messages.append({"role": "user", "content": question})
         head = [{"role": "system", "content": self.system}] if self.system else []
-        body = {"model": self.api.model, "messages": head + self.messages, "stream": True,
-                "stream_options": {"include_usage": True}, **self.sampling}
+        asked = {"prompt": question} if self.plain else {"messages": head + self.messages}
+        body = {"model": self.api.model, **asked, "stream": True, "stream_options": {"include_usage": True}, **self.sampling}
         figures = Figures(time.perf_counter())
         parts: list[str] = []
         try:
@@ -177,7 +180,8 @@ class Conversation:
 
     async def _stream(self, body: dict[str, Any], parts: list[str], figures: Figures) -> None:
         """One answer: prints and collects its text. Raises PenstockError if the server refuses or breaks off."""
-        reply = await self.api.transport.send("POST", "/v1/chat/completions", msgspec.json.encode(body))
+        path = "/v1/completions" if self.plain else "/v1/chat/completions"
+        reply = await self.api.transport.send("POST", path, msgspec.json.encode(body))
         try:
             if reply.status != 200:
                 raise PenstockError(complaint(reply.status, await reply.read()))
@@ -194,7 +198,7 @@ class Conversation:
         if usage := chunk.get("usage"):
             figures.prompt_tokens, figures.tokens = usage["prompt_tokens"], usage["completion_tokens"]
         for choice in chunk.get("choices", ()):
-            text = choice.get("delta", {}).get("content") or ""
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
             if text:
                 figures.first = figures.first or at
                 figures.ended = at

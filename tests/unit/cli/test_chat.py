@@ -50,6 +50,14 @@ def test_a_refused_question_is_forgotten_and_said(monkeypatch: pytest.MonkeyPatc
     assert [m["content"] for m in app.bodies[-1]["messages"]] == ["S", "fine"]
 
 
+def test_plain_lines_are_continued_without_a_conversation(monkeypatch: pytest.MonkeyPatch,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    app = FakeApi()
+    assert chat(app, "Once upon\na time\n", "--plain", monkeypatch=monkeypatch) == 0
+    assert [body["prompt"] for body in app.bodies] == ["Once upon", "a time"]
+    assert capsys.readouterr().out == "Once upon\na time\n"
+
+
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:9"]) == 1
     assert "is the server running there?" in capsys.readouterr().err

@@ -74,15 +74,17 @@ class _Run:
         self.llm = LLM(**asdict(self.options))
         self.load_seconds = time.perf_counter() - start
         self.vocab_size = self.llm.info.vocab_size
-        self.before = self.llm.stats()
+        self.begin()
 
     def begin(self) -> None:
-        self.before = self.llm.stats()
+        """What the engine counts from here on is reported."""
+        self.before = msgspec.structs.replace(self.llm.stats())  # a copy: the engine goes on counting in its own
 
     def generate(self, items: list[Item]) -> float:
         """Seconds until all are answered in full length."""
         prompts: list[Any] = [{"prompt_token_ids": item.prompt} for item in items]
-        params = [SamplingParams(temperature=0, max_tokens=item.output_len, ignore_eos=True, detokenize=False) for item in items]
+        params = [SamplingParams(temperature=0, max_tokens=item.output_len, ignore_eos=True, detokenize=False)
+                  for item in items]
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         elapsed = time.perf_counter() - start

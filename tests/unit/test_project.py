@@ -1,0 +1,191 @@
+"""What holds for the project as a whole: order of imports, quick starts, few dependencies, small files, true documents."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import re
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.cli.main import COMMANDS
+from penstock.config.schema import EngineOptions, ServerOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "penstock"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def sources() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_the_order_of_imports_is_kept() -> None:
+    """import-linter reads function-local imports as well as those at the top."""
+    code = "from importlinter.cli import lint_imports_command as run; run()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", [["-c", "import penstock"], ["-m", "penstock", "--help"],
+                                     ["-m", "penstock", "serve", "--help"]])
+def test_starting_costs_nothing(command: list[str]) -> None:
+    """Under 0.3 s, the median of five; a help text must not pay for torch."""
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *command], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - start)
+    assert statistics.median(seconds) < 0.3
+
+
+def test_torch_comes_only_when_it_is_needed() -> None:
+    heavy = "{'torch', 'transformers', 'fastapi', 'numpy', 'huggingface_hub'} & set(sys.modules)"
+    code = ("import sys, penstock, penstock.cli.main; penstock.cli.main.main(['--help']); "
+            f"found = {heavy}; sys.exit(str(found) if found else 0)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"version"}))
+def test_every_command_has_its_module_and_help(command: str) -> None:
+    assert importlib.util.find_spec(f"penstock.cli.{command}") is not None
+    done = subprocess.run([sys.executable, "-m", "penstock", command, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: penstock {command}")
+
+
+def test_few_dependencies() -> None:
+    assert len(PROJECT["project"]["dependencies"]) <= 15
+
+
+def test_every_third_party_import_is_a_dependency() -> None:
+    """A module imports only what `dependencies` installs, or what is optional and imported late."""
+    known = {requirement.split(">")[0].split("<")[0].split("=")[0].lower().replace("-", "_")
+             for requirement in PROJECT["project"]["dependencies"]}
+    known |= {"zmq", "penstock", "starlette", "pydantic"}  # pyzmq's module; FastAPI's own foundations
+    for path in sources():
+        for imported in imports(path):
+            top = imported.split(".")[0]
+            assert top in sys.stdlib_module_names or top in known, f"{path} imports {imported}"
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+
+
+@pytest.mark.parametrize(("options", "most"), [(EngineOptions, 80), (ServerOptions, 40)])
+def test_options_are_few_and_documented(options: type, most: int) -> None:
+    fields = dataclasses.fields(options)
+    assert len(fields) <= most
+    for field in fields:
+        doc = field.metadata["doc"]
+        assert len(doc) > 8 and doc.count("\n") == 0, field.name
+
+
+def test_option_names_do_not_collide() -> None:
+    """`serve` has the flags of both."""
+    engine, server = ({field.name for field in dataclasses.fields(options)} for options in (EngineOptions, ServerOptions))
+    assert not engine & server
+
+
+def test_files_stay_small_and_say_what_they_are() -> None:
+    for path in sources():
+        text = path.read_text()
+        assert len(text.splitlines()) <= 600, path
+        assert not text.strip() or ast.get_docstring(ast.parse(text)), f"{path} does not say what it owns"
+        assert path.stem not in ("utils", "util", "helpers", "common", "misc"), path
+
+
+def test_no_placeholders() -> None:
+    words = ("TO" + "DO", "FIX" + "ME", "NotImplemented" + "Error", "X" * 3)
+    for path in [*sources(), *(ROOT / "tests").rglob("*.py"), *SOURCE.rglob("*.cpp"), *SOURCE.rglob("*.h")]:
+        text = path.read_text()
+        assert not any(word in text for word in words), path
+
+
+def test_imports_have_no_cycles() -> None:
+    """Function-local imports included, so that no order of importing can fail; those of type checkers only are left out."""
+    names = {name_of(path): path for path in sources()}
+    edges = {name: {found for target in runtime_imports(path) for found in [_module(target, names)] if found and found != name}
+             for name, path in names.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail[trail.index(name):], name))
+        if name not in done:
+            for target in sorted(edges[name]):
+                # A package's own __init__ may gather what its modules define.
+                if not name.startswith(target + "."):
+                    visit(target, (*trail, name))
+            done.add(name)
+
+    for name in sorted(names):
+        visit(name, ())
+
+
+def runtime_imports(path: Path) -> Iterator[str]:
+    """Imported modules, also as "package.name" for `from package import name`; without `if TYPE_CHECKING` blocks."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body.clear()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _module(target: str, names: dict[str, Path]) -> str | None:
+    """The module of ours that importing `target` runs: itself, or the one that it is a name of."""
+    parent = target.rpartition(".")[0]
+    return next((name for name in (target, parent) if name in names), None)
+
+
+def test_licence_and_version() -> None:
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert PROJECT["project"]["license"]["text"] == "Apache-2.0"
+    assert penstock.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_documents_name_only_what_exists() -> None:
+    """In backquotes, `folder/`, `folder/file.py` and `folder/file.py::Class.method` are places of this project."""
+    for document in documents():
+        for word in re.findall(r"`([^`\n]+)`", document.read_text()):
+            place, _, symbol = word.partition("::")
+            if not re.fullmatch(r"[\w./-]+(\.(py|cpp|h|md|toml)|/)", place) or place.startswith(("/", "..")):
+                continue
+            found = [base / place for base in (ROOT, SOURCE) if (base / place).exists()]
+            assert found, f"{document.name} names {place}"
+            for part in symbol.split(".") if symbol else ():
+                text = found[0].read_text()
+                assert re.search(rf"^\s*(async def|def|class) {part}\b|^\s*{part}\b.* = ", text, re.M), f"{document.name}: {word}"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in documents():
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
+            assert "://" in target or (document.parent / target).exists(), f"{document.name} links to {target}"
