@@ -32,8 +32,9 @@ def dtype_of(folder: Path | None, config: Mapping[str, Any]) -> str:
     bfloat16 where there are neither (a folder for dummy weights)."""
     named = config.get("dtype") or config.get("torch_dtype")
     if named is None:
-        stored = folder is not None and any(folder.glob("*.safetensors"))
-        return weights.checkpoint_dtype(checkpoint.Checkpoint(folder).tensors) if stored else "bfloat16"
+        if folder is None or not any(folder.glob("*.safetensors")):
+            return "bfloat16"
+        return weights.checkpoint_dtype(checkpoint.Checkpoint(folder).tensors)
     name = str(named).removeprefix("torch.")
     if name not in ("float32", "float16", "bfloat16"):
         raise ModelError(f"config.json: the weights are {name}; possible are float32, float16 and bfloat16")

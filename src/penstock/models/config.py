@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing; a model folder needs it (is {path.parent} one?)") from None
+        raise ModelError(f"{path} is missing; every model folder has one; is this one whole?") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}; download it again") from None
     if not isinstance(value, dict):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -111,13 +112,16 @@ def _coverage(spec: ModelSpec, rules: Sequence[Rule], sources: dict[str, list[So
 def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device,
            kernels: Kernels, progress: Progress | None) -> dict[str, Weight | torch.Tensor]:
     """Every parameter from the checkpoint, in `dtype`, packed where the operation `linear` reads it."""
-    sources = assign(spec, rules, checkpoint.tensors)
+    try:
+        sources = assign(spec, rules, checkpoint.tensors)
+    except ModelError as error:
+        raise ModelError(f"{checkpoint.folder}: {error}") from None
     total = sum(checkpoint.tensors[source.name].nbytes for found in sources.values() for source in found)
     done = 0
     values: dict[str, Weight | torch.Tensor] = {}
     with checkpoint.mapped():
-        for parameter in _order(spec):
-            whole = _buffer(parameter.shape, dtype)
+        for parameter, bench in _order(spec):
+            whole = bench.take(parameter.shape, dtype)
             for source in sources[parameter.name]:
                 tensor = checkpoint.read(source.name)
                 if source.change is not None:
@@ -133,24 +137,40 @@ def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dt
     return values
 
 
-def _order(spec: ModelSpec) -> list[Parameter]:
-    """Parameters outside the blocks first: they are the largest, and while there is little else their copy costs no peak."""
-    return sorted(spec.parameters(), key=lambda parameter: parameter.name.startswith("blocks."))
+class _Workbench:
+    """Memory to put one parameter after another together in, taken from the system and given back to it when done.
+
+    malloc would keep it, in holes between the packed weights, for the life of the process; and fresh memory for each parameter
+    costs half a second a gigabyte in page faults. Packing may keep the memory as it is: then the next one gets new memory.
+    """
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor; the one before must be gone, unless packing has kept it."""
+        count = math.prod(shape)
+        nbytes = count * dtype.itemsize
+        if nbytes < _SMALL:
+            return torch.empty(shape, dtype=dtype)
+        # A tensor over the memory holds a reference to it; two are ours, the attribute and the argument.
+        if self._memory is None or len(self._memory) < nbytes or sys.getrefcount(self._memory) > 2:
+            self._memory = mmap.mmap(-1, nbytes)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count).view(shape)
 
 
 _SMALL = 1 << 20
 
 
-def _buffer(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory to put a parameter together in. Large ones come from the system and go back to it when the tensor dies: malloc
-    would keep them, in holes between the packed weights, for the life of the process."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _SMALL:
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+def _order(spec: ModelSpec) -> Iterator[tuple[Parameter, _Workbench]]:
+    """Every parameter and where to build it. Those outside the blocks come first: they are the largest, and while there is
+    little else their copies cost no peak."""
+    outside = [parameter for parameter in spec.parameters() if not parameter.name.startswith("blocks.")]
+    inside = [parameter for parameter in spec.parameters() if parameter.name.startswith("blocks.")]
+    for parameters in (outside, inside):
+        bench = _Workbench()
+        for parameter in parameters:
+            yield parameter, bench
 
 
 def _place(whole: torch.Tensor, parameter: Parameter, device: torch.device, kernels: Kernels) -> Weight | torch.Tensor:
@@ -170,14 +190,17 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
     random numbers, repeated: drawing a billion takes a minute, copying them a second.
     """
     stretch = torch.randn(_RANDOM, generator=torch.Generator().manual_seed(seed))
+    scaled: dict[int, torch.Tensor] = {}
     done, total = 0, spec.size * dtype.itemsize
     values: dict[str, Weight | torch.Tensor] = {}
-    for parameter in _order(spec):
+    for parameter, bench in _order(spec):
         if parameter.packed:
-            scaled = (stretch * parameter.shape[1] ** -0.5).to(dtype)
-            whole = _buffer(parameter.shape, dtype)
+            columns = parameter.shape[1]
+            if columns not in scaled:
+                scaled[columns] = (stretch * columns**-0.5).to(dtype)
+            whole = bench.take(parameter.shape, dtype)
             offset = zlib.crc32(parameter.name.encode()) % _RANDOM
-            for at, piece in _repeat(scaled, offset, parameter.size):
+            for at, piece in _repeat(scaled[columns], offset, parameter.size):
                 whole.view(-1)[at:at + len(piece)] = piece
         else:
             whole = torch.full(parameter.shape, parameter.rest, dtype=dtype)
