@@ -153,3 +153,27 @@ def test_golden(name: str) -> None:
     for i, case in enumerate(cases):
         assert ids[str(i)] == case["greedy_ids"]
         assert logprobs[str(i)] == pytest.approx(case["logprobs"], abs=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [8, 512])
+def test_prompt_logprobs(chunk: int) -> None:
+    """A golden continuation, given as a prompt, scores as when it was generated, at any chunking and under preemption."""
+    folder = need(MODELS / "stories260k")
+    cases = json.loads((folder / "greedy_golden.json").read_text())["cases"]
+    engine = Engine(EngineOptions(model=str(folder), device="cpu", max_num_batched_tokens=chunk, max_num_seqs=5,
+                                  kv_cache_memory_bytes=_tight(folder, 16, chunk) * 2))
+    for i, case in enumerate(cases):
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, seed=0, prompt_logprobs=2)
+        engine.submit(Request(str(i), case["prompt_ids"] + case["greedy_ids"][:100], params))
+    scored: dict[str, list[float]] = {}
+    while engine.busy:
+        for update in engine.turn():
+            if update.prompt_logprobs is not None:
+                assert update.request_id not in scored
+                assert all(len(line.ids) == 3 for line in update.prompt_logprobs)
+                scored[update.request_id] = [line.logprobs[0] for line in update.prompt_logprobs]
+    assert engine.stats().preemptions > 0
+    engine.close()
+    for i, case in enumerate(cases):
+        assert len(scored[str(i)]) == len(case["prompt_ids"]) + 100 - 1
+        assert scored[str(i)][-100:] == pytest.approx(case["logprobs"][:100], abs=1e-3)
