@@ -70,7 +70,7 @@ class Served:
         """Samples by name, with the labels that tell them apart: 'vllm:request_success_total{stop}'."""
         found = {}
         for line in self.http.get("/metrics").text.splitlines():
-            match = re.fullmatch(r'([a-z_:]+)(?:\{(.*)\})? (\S+)', line)
+            match = re.fullmatch(r'([a-z0-9_:]+)(?:\{(.*)\})? (\S+)', line)
             if match and "le=" not in (match[2] or ""):
                 label = re.search(r'finished_reason="(\w+)"', match[2] or "")
                 found[match[1] + (f"{{{label[1]}}}" if label else "")] = float(match[3])

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from penstock.config.schema import EngineOptions
@@ -100,7 +99,7 @@ class Stream:
     async def __aenter__(self) -> Stream:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
 
@@ -126,21 +125,23 @@ class AsyncLLM:
         self._steps = -1
 
     async def start(self) -> None:
-        """Starts the engine process and loads the tokenizer beside it. ConfigError, ModelError or EngineDeadError says why not."""
-        ready = await self._process.start()
-        defaults = ready.generation_config if self.options.generation_config == "auto" else {}
+        """Starts the engine process; the tokenizer is loaded meanwhile. ConfigError, ModelError or EngineDeadError: why not."""
+        found = await self._process.start()
         try:
             if not self.options.skip_tokenizer_init:
-                self.tokenizer = Tokenizer.load(Path(ready.tokenizer_folder))
-                self.template = ChatTemplate.load(Path(ready.tokenizer_folder), self.options.chat_template)
-            self.inputs = Inputs(self.tokenizer, self.template, ready.info, defaults, ready.eos_ids, self.options.seed)
-            self.outputs = Outputs(self.tokenizer)
+                folder = Path(found.tokenizer_folder)
+                self.tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+                self.template = ChatTemplate.load(folder, self.options.chat_template)
         except BaseException:
             await self._process.stop(0.0)
             raise
-        self.figures = Figures(ready.info.max_model_len)
+        info = await self._process.ready()
+        defaults = found.generation_config if self.options.generation_config == "auto" else {}
+        self.inputs = Inputs(self.tokenizer, self.template, info, defaults, found.eos_ids, self.options.seed)
+        self.outputs = Outputs(self.tokenizer)
+        self.figures = Figures(info.max_model_len)
         self._progress = time.monotonic()
-        self.info = ready.info
+        self.info = info
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """Aborts what is open and ends the engine process."""

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -27,6 +27,8 @@ import penstock
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, EngineDeadError, ModelError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
+
+Reply = TypeVar("Reply")
 
 ENGINE = "penstock.engine.engine:Engine"
 """The engine's class, as module:name. Tests name another."""
@@ -71,19 +73,24 @@ class Loading(msgspec.Struct, array_like=True, tag="loading"):
     total: int
 
 
-class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine can take requests. What else a frontend needs from the model's folder comes along, so that the frontend
-    process needs neither torch nor the model code."""
+class Found(msgspec.Struct, array_like=True, tag="found"):
+    """What a frontend needs from the model's folder; it comes before the weights are read. So the frontend process needs
+    neither torch nor the model code, and a bad tokenizer or template is found before a long wait."""
 
-    info: EngineInfo
     folder: str
     tokenizer_folder: str
     generation_config: dict[str, Any]
     eos_ids: list[int]
 
 
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    """The engine can take requests."""
+
+    info: EngineInfo
+
+
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The engine could not start, or its loop broke; the process exits non-zero after this. `kind` is config, model or other."""
+    """The engine could not start, or its loop broke; the process exits non-zero after this. `kind`: config, model or other."""
 
     reason: str
     kind: str
@@ -107,7 +114,7 @@ class News(msgspec.Struct, array_like=True, tag="news"):
 
 
 ToChild = Add | Abort | Shutdown
-ToParent = Loading | Ready | Failed | Refused | News
+ToParent = Loading | Found | Ready | Failed | Refused | News
 
 
 class EngineLike(Protocol):
@@ -239,9 +246,9 @@ def _load(start: Start, send: Callable[[ToParent], None]) -> EngineLike:
             told[0] = now
             send(Loading(done, total))
 
+    send(Found(str(folder), str(tokenizer_folder), read_generation_config(folder), eos_ids(folder, read_config(folder))))
     engine: EngineLike = getattr(importlib.import_module(module), name)(options, progress=progress)
-    send(Ready(engine.info, str(folder), str(tokenizer_folder), read_generation_config(folder),
-               eos_ids(folder, read_config(folder))))
+    send(Ready(engine.info))
     return engine
 
 
@@ -270,7 +277,8 @@ class EngineProcess:
         self.dead: str | None = None
         """Why the engine is gone, once it is."""
         self._stopping = False
-        self._ready: asyncio.Future[Ready] | None = None
+        self._found: asyncio.Future[Found] | None = None
+        self._ready: asyncio.Future[EngineInfo] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._encode = msgspec.msgpack.Encoder().encode
@@ -281,10 +289,10 @@ class EngineProcess:
         """The child's process id, once there is one."""
         return self._process.pid if self._process else None
 
-    async def start(self) -> Ready:
-        """Starts the child and waits until its engine is ready. ConfigError, ModelError or EngineDeadError with the reason."""
+    async def start(self) -> Found:
+        """Starts the child and waits until it has found the model. ConfigError, ModelError or EngineDeadError with the reason."""
         self._loop = asyncio.get_running_loop()
-        self._ready = self._loop.create_future()
+        self._found, self._ready = self._loop.create_future(), self._loop.create_future()
         self._folder = tempfile.mkdtemp(prefix="penstock-")
         address = f"ipc://{self._folder}/engine"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -301,8 +309,16 @@ class EngineProcess:
         self._process.stdin.write(msgspec.json.encode(Start(address, self.engine, self.options)) + b"\n")
         self.heard = time.monotonic()
         self._watch = asyncio.create_task(self._watch_exit())
+        return await self._until(self._found)
+
+    async def ready(self) -> EngineInfo:
+        """Waits until the engine can take requests, after `start`. The same errors."""
+        assert self._ready is not None
+        return await self._until(self._ready)
+
+    async def _until(self, future: asyncio.Future[Reply]) -> Reply:
         try:
-            return await self._ready
+            return await future
         except BaseException:
             await self.stop(0.0)
             raise
@@ -356,10 +372,10 @@ class EngineProcess:
             elif isinstance(message, Loading):
                 if self.on_loading:
                     self.on_loading(message.done, message.total)
+            elif isinstance(message, Found):
+                _settle(self._found, message)
             elif isinstance(message, Ready):
-                assert self._ready is not None
-                if not self._ready.done():
-                    self._ready.set_result(message)
+                _settle(self._ready, message.info)
             else:
                 self._die(message.reason, message.kind)
 
@@ -375,12 +391,14 @@ class EngineProcess:
         if self.dead is not None:
             return
         self.dead = reason
-        assert self._ready is not None
-        if not self._ready.done():
-            error = {"config": ConfigError, "model": ModelError}.get(kind, EngineDeadError)
-            self._ready.set_exception(error(reason))
-        else:
+        assert self._found is not None and self._ready is not None
+        if self._ready.done():
             self.on_death(reason)
+            return
+        error = {"config": ConfigError, "model": ModelError}.get(kind, EngineDeadError)(reason)
+        # Whoever waits for the second may not have come to it yet; the error waits there, and only there it may go unread.
+        waited_for = self._ready if self._found.done() else self._found
+        waited_for.set_exception(error)
 
     def _close(self) -> None:
         if self._inbox.closed:
@@ -390,6 +408,11 @@ class EngineProcess:
         self._outbox.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _settle(future: asyncio.Future[Any] | None, value: Any) -> None:
+    if future is not None and not future.done():
+        future.set_result(value)
 
 
 def _environment() -> dict[str, str]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from penstock.config.schema import EngineOptions, ServerOptions
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError
 from penstock.core.request import EngineInfo
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.process import ENGINE
@@ -25,8 +25,11 @@ from penstock.observe.log import LOG
 from penstock.server.app import Application
 from penstock.server.errors import Unavailable
 
-FAREWELL_SECONDS = 2.0
+FAREWELL_SECONDS = 0.5
 """How long clients of a dead engine are given to read their error."""
+
+ENGINE_SECONDS = 5.0
+"""How long the engine is given to finish the steps in flight at the end."""
 
 
 class Listener(uvicorn.Server):
@@ -64,7 +67,8 @@ class ServerRun:
             return await self._serve(f"http://{_shown(self.options.host)}:{bound.getsockname()[1]}")
         finally:
             listener.should_exit = True
-            await self.llm.shutdown()
+            # A stuck engine does not hear that it should end.
+            await self.llm.shutdown(0.0 if self.llm.unhealthy() else ENGINE_SECONDS)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(serving, 5.0)
 
@@ -98,7 +102,7 @@ class ServerRun:
 
     async def _say_farewell(self) -> int:
         LOG.error("the engine has stopped: %s", self.llm.dead)
-        await asyncio.sleep(min(FAREWELL_SECONDS, 0.5))
+        await asyncio.sleep(FAREWELL_SECONDS)
         return 1
 
     def _on_death(self, reason: str) -> None:
@@ -145,5 +149,3 @@ def serve(engine_options: EngineOptions, options: ServerOptions, *, engine: str 
 
     return uvloop.run(run())
 
-
-__all__ = ["PenstockError", "ServerRun", "bind", "serve"]
