@@ -104,6 +104,7 @@ def memory_plan(info: EngineInfo) -> str:
         f"  largest step     {size(info.step_bytes):>10}   {info.max_num_batched_tokens:,} tokens",
         f"  KV cache         {size(info.kv_bytes):>10}   {info.kv_tokens:,} tokens in pages of {info.page_size}",
         f"  context          {info.max_model_len:>10,}   tokens, prompt and output; {info.max_num_seqs} sequences at once",
+        *(f"  note: {note}" for note in info.notes),
     ])
 
 

@@ -117,13 +117,3 @@ class EngineInfo(msgspec.Struct):
     """(operation, implementation) as bound at start."""
     notes: list[str] = []
     """What was decided differently from what the user may expect, in sentences."""
-
-    def memory_lines(self) -> list[str]:
-        """Where the memory goes and what fits in it, for people."""
-        gib = 1 << 30
-        return [
-            f"weights          {self.weight_bytes / gib:9.3f} GiB",
-            f"worst-case step  {self.step_bytes / gib:9.3f} GiB",
-            f"KV cache         {self.kv_bytes / gib:9.3f} GiB: {self.kv_tokens:,} tokens in pages of {self.page_size}",
-            f"longest request  {self.max_model_len:,} tokens, prompt and output together",
-        ]
