@@ -17,7 +17,9 @@ from penstock.worker.worker import Worker
 def step_bytes(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device) -> int:
     """Bytes that a step of `tokens` tokens and `rows` sampled rows allocates at most, beyond weights and cache."""
     if device.type == "cuda":
-        return max(_measured(model, tokens, rows, segments, max_model_len, page, device) for segments in (1, min(rows, tokens)))
+        # Few long segments and many short ones: attention and the sampler have their peaks at opposite ends.
+        few, many = min(rows, -(-tokens // (max_model_len - 1))), min(rows, tokens)
+        return max(_measured(model, tokens, rows, segments, max_model_len, page, device) for segments in (few, many))
     return counted(model.spec, model.dtype, tokens, rows)
 
 
