@@ -181,8 +181,8 @@ def test_documents_name_only_what_exists() -> None:
             found = [base / place for base in (ROOT, SOURCE) if (base / place).exists()]
             assert found, f"{document.name} names {place}"
             for part in symbol.split(".") if symbol else ():
-                text = found[0].read_text()
-                assert re.search(rf"^\s*(async def|def|class) {part}\b|^\s*{part}\b.* = ", text, re.M), f"{document.name}: {word}"
+                defined = rf"^\s*(async def|def|class) {part}\b|^\s*{part}\b.* = "
+                assert re.search(defined, found[0].read_text(), re.M), f"{document.name} names {word}"
 
 
 def test_links_between_documents_lead_somewhere() -> None:

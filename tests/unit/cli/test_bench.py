@@ -127,8 +127,8 @@ def bench(capsys: pytest.CaptureFixture[str], app: FakeApi, *words: str) -> dict
 def test_a_closed_loop(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     app = FakeApi()
     found = bench(capsys, app, "--num-prompts", "40", "--max-concurrency", "4", "--random-input-len", "9",
-                  "--random-output-len", "12", "--save-detailed", "--output", str(tmp_path / "r.json"), "--metadata", "who=test",
-                  "--extra-body", '{"top_p": 0.5}')
+                  "--random-output-len", "12", "--save-detailed", "--output", str(tmp_path / "r.json"),
+                  "--metadata", "who=test", "--extra-body", '{"top_p": 0.5}')
     assert found["completed"] == 40
     assert found["total_output_tokens"] == 480
     assert found["max_concurrent_requests"] == app.most_running == 4

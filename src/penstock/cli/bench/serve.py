@@ -91,6 +91,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
+    token_ids: list[int] | None = None
     finish_reason: str | None = None
 
 
@@ -180,7 +181,8 @@ class _Load:
         except (PenstockError, msgspec.DecodeError) as error:
             record.error = str(error)
         if not record.stamps and not record.error:
-            record.error = "the answer had no tokens"
+            record.error = ("the answer had no text; from a server without a tokenizer, ask for tokens with "
+                            """--extra-body '{"return_token_ids": true}'""")
         return record
 
     def _take(self, record: Record, at: float, chunk: _Chunk) -> None:
@@ -193,7 +195,7 @@ class _Load:
             delta = choice.delta
             piece = choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)) or ""
             # A completion's chunk counts even if its text is empty: its token may end no character yet.
-            if piece or (choice.text is not None and choice.finish_reason is None):
+            if piece or choice.token_ids or (choice.text is not None and choice.finish_reason is None):
                 record.stamps.append(at)
                 if self.args.save_detailed:
                     record.pieces.append(piece)
