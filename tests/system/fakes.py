@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Timings, TokenLogprobs, Update
 
 FAIL, BREAK, STICK, SLOW, REFUSE, CRASH_ON_SUBMIT = 500, 501, 502, 503, 504, 505
-"""First prompt tokens: its logits are not finite; the loop raises; a step never ends; 20 ms a step; queue full; submit raises."""
+"""First prompt tokens: logits not finite; the loop raises; a step never ends; 20 ms a step; queue full; submit raises."""
 
 NAME = "tests.system.fakes:FakeEngine"
 
@@ -26,8 +26,9 @@ class FakeEngine:
         if progress:
             progress(1, 2)
             progress(2, 2)
-        self.info = EngineInfo(model=options.model, architecture="Fake", vocab_size=512, max_model_len=options.max_model_len or 512,
-                               max_num_seqs=256, max_num_batched_tokens=512, page_size=16, kv_tokens=4096, pages_total=256,
+        self.info = EngineInfo(model=options.model, architecture="Fake", vocab_size=512,
+                               max_model_len=options.max_model_len or 512, max_num_seqs=256,
+                               max_num_batched_tokens=512, page_size=16, kv_tokens=4096, pages_total=256,
                                dtype="float32", device="cpu", weight_bytes=1, step_bytes=1, kv_bytes=1)
         self.live: dict[tuple[str, int], tuple[Request, list[int], Timings]] = {}
         self.news: list[Update] = []
@@ -71,7 +72,7 @@ class FakeEngine:
             timings.first_token = timings.first_token or time.time()
             done = len(tokens) >= (request.params.max_tokens or 16)
             wanted = request.params.logprobs
-            logprobs = None if wanted is None else [TokenLogprobs([token] + list(range(300, 300 + wanted)), [-0.5] * (1 + wanted),
+            logprobs = None if wanted is None else [TokenLogprobs([token, *range(300, 300 + wanted)], [-0.5] * (1 + wanted),
                                                                   list(range(1, wanted + 2)))]
             news.append(Update(*key, [token], finish_reason="length" if done else None, logprobs=logprobs,
                                timings=timings if done else None))

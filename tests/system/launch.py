@@ -15,8 +15,8 @@ def main() -> int:
     serve.add(parser)
     args = parser.parse_args(sys.argv[2:])
     try:
-        return serve.run_server(from_args(args, EngineOptions, model=args.model), serve.with_key(from_args(args, ServerOptions)),
-                                engine=sys.argv[1])
+        options = serve.with_key(from_args(args, ServerOptions))
+        return serve.run_server(from_args(args, EngineOptions, model=args.model), options, engine=sys.argv[1])
     except PenstockError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 1

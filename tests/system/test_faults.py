@@ -66,8 +66,11 @@ async def send_and_give_up(server: Served, count: int, seed: int) -> None:
     rng = random.Random(seed)
     gate = asyncio.Semaphore(48)
 
-    async def one(client: httpx.AsyncClient, prompt: list[int], tokens: int, n: int, stream: bool, patience: float | None) -> None:
-        body = {"prompt": prompt, "max_tokens": tokens, "n": n, "stream": stream, "ignore_eos": True}
+    async def one(client: httpx.AsyncClient) -> None:
+        prompt = [1] + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 60))]
+        body = {"prompt": prompt, "max_tokens": rng.randrange(1, 60), "n": rng.choice((1, 1, 2)), "stream": rng.random() < 0.5,
+                "ignore_eos": True}
+        patience = rng.choice((None, rng.random() * 0.3))
         async with gate:
             try:
                 async with asyncio.timeout(patience):
@@ -77,9 +80,7 @@ async def send_and_give_up(server: Served, count: int, seed: int) -> None:
                 pass
 
     async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=64)) as client:
-        await asyncio.gather(*(
-            one(client, [1] + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 60))], rng.randrange(1, 60), rng.choice((1, 1, 2)),
-                rng.random() < 0.5, rng.choice((None, rng.random() * 0.3))) for _ in range(count)))
+        await asyncio.gather(*(one(client) for _ in range(count)))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -90,7 +91,8 @@ def test_a_client_that_leaves_is_noticed(fake: Served, stream: bool) -> None:
 
     async def leave() -> None:
         async with httpx.AsyncClient(base_url=fake.url) as client:
-            sent = asyncio.create_task(client.post("/v1/completions", json={"prompt": [SLOW], "max_tokens": 400, "stream": stream}))
+            body = {"prompt": [SLOW], "max_tokens": 400, "stream": stream}
+            sent = asyncio.create_task(client.post("/v1/completions", json=body))
             while fake.http.get("/load").json()["server_load"] == 0:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
@@ -141,7 +143,8 @@ def test_a_real_full_queue() -> None:
         async def crowd() -> list[int]:
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 body = {"prompt": [1], "max_tokens": 200, "ignore_eos": True}
-                return [a.status_code for a in await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(12)))]
+                answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(12)))
+                return [answer.status_code for answer in answers]
 
         statuses = asyncio.run(crowd())
         assert set(statuses) == {200, 503} and 1 <= statuses.count(200) <= 5

@@ -33,8 +33,8 @@ def server() -> Iterator[Served]:
 
 
 def golden_body(case: dict[str, Any]) -> dict[str, Any]:
-    return {"model": NAME, "prompt": case["prompt_ids"], "max_tokens": len(case["greedy_ids"]), "temperature": 0, "ignore_eos": True,
-            "logprobs": 1, "return_token_ids": True}
+    return {"model": NAME, "prompt": case["prompt_ids"], "max_tokens": len(case["greedy_ids"]), "temperature": 0,
+            "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
 
 
 def check_golden(case: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -94,8 +94,8 @@ def test_metrics(server: Served) -> None:
     assert grown["penstock:worker_seconds_total"] >= grown["penstock:kernel_seconds_total"] > 0
     text = server.http.get("/metrics").text
     for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total",
-                 "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:request_time_per_output_token_seconds_bucket",
-                 "vllm:request_prompt_tokens_bucket", "vllm:request_generation_tokens_bucket"):
+                 "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:request_prompt_tokens_bucket",
+                 "vllm:request_time_per_output_token_seconds_bucket", "vllm:request_generation_tokens_bucket"):
         assert f'{name}{{' in text and f'model_name="{NAME}"' in text
     assert 'vllm:cache_config_info{' in text
 

@@ -33,7 +33,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once per time it was generated. [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in the prompt or the output (Keskar et al. 2019). > 0."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output (Keskar et al. 2019).
+    [0.01, 100]: beyond that, logits could overflow."""
     temperature: float = 1.0
     """0 is greedy: the most likely token, the lowest id among equals. [0, inf)."""
     top_p: float = 1.0
@@ -99,8 +100,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             need(finite(value) and -2 <= value <= 2, name, "between -2 and 2", value)
-        need(finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "a finite number above 0",
-             self.repetition_penalty)
+        need(finite(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100, "repetition_penalty",
+             "between 0.01 and 100", self.repetition_penalty)
         need(finite(self.temperature) and self.temperature >= 0, "temperature", "a finite number, 0 or above", self.temperature)
         need(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
         need(self.top_k >= -1, "top_k", "-1, 0 (all tokens) or a positive number", self.top_k)

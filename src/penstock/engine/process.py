@@ -290,7 +290,7 @@ class EngineProcess:
         return self._process.pid if self._process else None
 
     async def start(self) -> Found:
-        """Starts the child and waits until it has found the model. ConfigError, ModelError or EngineDeadError with the reason."""
+        """Starts the child and waits until it has found the model. ConfigError, ModelError or EngineDeadError: why not."""
         self._loop = asyncio.get_running_loop()
         self._found, self._ready = self._loop.create_future(), self._loop.create_future()
         self._folder = tempfile.mkdtemp(prefix="penstock-")
@@ -396,7 +396,7 @@ class EngineProcess:
             self.on_death(reason)
             return
         error = {"config": ConfigError, "model": ModelError}.get(kind, EngineDeadError)(reason)
-        # Whoever waits for the second may not have come to it yet; the error waits there, and only there it may go unread.
+        # Whoever waits for the second may not have come to it yet.
         waited_for = self._ready if self._found.done() else self._found
         waited_for.set_exception(error)
 

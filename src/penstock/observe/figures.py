@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 FIRST_TOKEN_SECONDS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
                        640.0, 2560.0)
-TOKEN_SECONDS = (.001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+TOKEN_SECONDS = (.001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+                 80.0)
 REQUEST_SECONDS = (.3, .5, .8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
                    1920.0, 7680.0)
 """Bucket bounds in seconds, vLLM's, so that dashboards made for it fit; between tokens three finer ones are added."""
@@ -18,11 +19,12 @@ REQUEST_SECONDS = (.3, .5, .8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 
 
 def token_bounds(longest: int) -> tuple[float, ...]:
     """Bucket bounds for counts of tokens: 1, 2, 5, 10, ... up to `longest`."""
-    found, unit = [], 1
+    found: list[float] = []
+    unit = 1
     while True:
         for step in (1, 2, 5):
             if step * unit > longest:
-                return tuple(found or [1.0])
+                return tuple(found) or (1.0,)
             found.append(float(step * unit))
         unit *= 10
 

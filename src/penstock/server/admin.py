@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import penstock
-from penstock.server.errors import Unavailable, error_response
+from penstock.server.errors import UnavailableError, error_response
 from penstock.server.metrics import CONTENT_TYPE, MetricsPage
 from penstock.server.state import State
 
@@ -30,14 +30,14 @@ class Admin:
         """200 while the engine answers; 503 with the reason while it loads, when it is stuck, and when it is dead."""
         reason = self.state.llm.unhealthy()
         if reason:
-            return error_response(Unavailable(reason, "unhealthy"))
+            return error_response(UnavailableError(reason, "unhealthy"))
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         """200 when a request sent now would be taken."""
         reason = self.state.not_ready()
         if reason:
-            return error_response(Unavailable(reason, "not_ready"))
+            return error_response(UnavailableError(reason, "not_ready"))
         return json_response({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:

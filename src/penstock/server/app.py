@@ -31,11 +31,12 @@ class Application:
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         self.state = State(llm, options)
         self.app = FastAPI(title="Penstock", version=penstock.__version__, openapi_url="/openapi.json", docs_url="/docs",
-                           redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+                           redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
         self._add_routes(self.app)
         self.app.add_exception_handler(HTTPException, on_http_exception)
         self.app.add_exception_handler(RequestError, on_request_error)
         self.app.add_exception_handler(EngineDeadError, on_request_error)
+        self.app.add_exception_handler(Exception, on_request_error)
         document: dict[str, Any] = openapi()
         self.app.openapi = lambda: document  # type: ignore[method-assign]
         inner: ASGIApp = self.app
@@ -50,10 +51,10 @@ class Application:
         for path, handler in (("/v1/chat/completions", chat.post), ("/v1/completions", completions.post),
                               ("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):
             app.add_route(path, handler, methods=["POST"])
-        for path, handler in (("/v1/models", models.list), ("/v1/models/{model:path}", models.one), ("/health", admin.health),
+        for path, answer in (("/v1/models", models.list), ("/v1/models/{model:path}", models.one), ("/health", admin.health),
                               ("/ready", admin.ready), ("/metrics", admin.metrics), ("/version", admin.version),
                               ("/load", admin.load)):
-            app.add_route(path, handler, methods=["GET"])
+            app.add_route(path, answer, methods=["GET"])
         app.add_route("/ping", admin.health, methods=["GET", "POST"])
 
 

@@ -26,7 +26,7 @@ RETRY_SECONDS = 1
 """What a refused client is told to wait for."""
 
 
-class Unavailable(RequestError):
+class UnavailableError(RequestError):
     """The server cannot take a request now: loading, draining or dead. Status 503."""
 
     def __init__(self, message: str, code: str) -> None:
@@ -52,9 +52,10 @@ def as_request_error(error: BaseException) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EngineDeadError):
-        return Unavailable(f"the engine has stopped: {error}", "engine_dead")
+        return UnavailableError(f"the engine has stopped: {error}", "engine_dead")
     if isinstance(error, HTTPException):
-        return RequestError(_http_message(error), code="not_found" if error.status_code == 404 else None, status=error.status_code)
+        code = "not_found" if error.status_code == 404 else None
+        return RequestError(_http_message(error), code=code, status=error.status_code)
     return RequestError(f"internal error ({type(error).__name__}); the server's log has the details", code="internal_error",
                         status=500)
 
@@ -78,7 +79,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_request_error(request: Request, error: Exception) -> Response:
-    """Starlette's handler for a RequestError or EngineDeadError raised by a route."""
+    """Starlette's handler for what a route raises: refusals, the engine's death, and what nobody foresaw."""
     return error_response(as_request_error(error))
 
 

@@ -37,13 +37,15 @@ class Gate:
         given = headers.get(b"x-request-id", b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         scope["request_id"] = request_id.decode()
-        started = False
+        started = finished = False
 
         async def send_named(message: Message) -> None:
-            nonlocal started
+            nonlocal started, finished
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            elif not message.get("more_body"):
+                finished = True
             await send(message)
 
         if self.keys and scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS" and not self._knows(headers):
@@ -54,10 +56,11 @@ class Gate:
             await self.app(scope, receive, send_named)
         except Exception as error:
             self.on_error(error)
-            if started:
+            if not started:
+                await error_response(as_request_error(error))(scope, receive, send_named)
+            elif not finished:
                 # The status is gone out already; breaking the connection is the only honest end.
                 raise
-            await error_response(as_request_error(error))(scope, receive, send_named)
 
     def _knows(self, headers: dict[bytes, bytes]) -> bool:
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")

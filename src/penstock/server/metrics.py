@@ -54,7 +54,7 @@ class EngineCollector(Collector):
         stats, figures = self.llm.stats, self.llm.figures
         for name, doc, value in (
             ("vllm:prompt_tokens", "Prompt tokens of the requests taken in.", figures.prompt_tokens),
-            ("vllm:prompt_tokens_cached", "Prompt tokens that were not computed because the cache had them.", stats.cached_tokens),
+            ("vllm:prompt_tokens_cached", "Prompt tokens that the cache spared.", stats.cached_tokens),
             ("vllm:generation_tokens", "Tokens generated.", figures.generation_tokens),
             ("vllm:num_preemptions", "Sequences that lost their pages and started over.", stats.preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),

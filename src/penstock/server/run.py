@@ -23,7 +23,13 @@ from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.process import ENGINE
 from penstock.observe.log import LOG
 from penstock.server.app import Application
-from penstock.server.errors import Unavailable
+from penstock.server.errors import UnavailableError
+
+OnLoading = Callable[[int, int], None]
+"""Told (bytes of weights loaded, of how many)."""
+
+OnReady = Callable[[EngineInfo, str], None]
+"""Told of the engine and the server's URL."""
 
 FAREWELL_SECONDS = 0.5
 """How long clients of a dead engine are given to read their error."""
@@ -44,7 +50,7 @@ class ServerRun:
     """One run of a server."""
 
     def __init__(self, engine_options: EngineOptions, options: ServerOptions, *, engine: str = ENGINE,
-                 on_loading: Callable[[int, int], None] | None = None, on_ready: Callable[[EngineInfo, str], None] | None = None) -> None:
+                 on_loading: OnLoading | None = None, on_ready: OnReady | None = None) -> None:
         self.options = options
         self.on_ready = on_ready
         self.llm = AsyncLLM(engine_options, engine=engine, stall_timeout=options.stall_timeout, on_loading=on_loading,
@@ -96,7 +102,7 @@ class ServerRun:
             await asyncio.sleep(0.02)
         if self.llm.live:
             LOG.warning("stopping: %d requests did not finish in time and are aborted", self.llm.live)
-            self.llm.fail_open(Unavailable("the server is shutting down", "shutting_down"))
+            self.llm.fail_open(UnavailableError("the server is shutting down", "shutting_down"))
             await asyncio.sleep(0.1)
         return 1 if self.llm.dead else 0
 
@@ -131,7 +137,8 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port (0 picks a free one)") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port (0 picks a free "
+                          "one)") from None
     return bound
 
 
@@ -140,7 +147,7 @@ def _shown(host: str) -> str:
 
 
 def serve(engine_options: EngineOptions, options: ServerOptions, *, engine: str = ENGINE,
-          on_loading: Callable[[int, int], None] | None = None, on_ready: Callable[[EngineInfo, str], None] | None = None) -> int:
+          on_loading: OnLoading | None = None, on_ready: OnReady | None = None) -> int:
     """Runs a server in this thread, which must be the main one; the exit status. PenstockError if it could not start."""
     import uvloop
 

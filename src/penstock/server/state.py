@@ -11,7 +11,7 @@ from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine.async_llm import AsyncLLM
 from penstock.server.body import BodyReader
-from penstock.server.errors import Unavailable
+from penstock.server.errors import UnavailableError
 from penstock.server.openai.protocol import GenerationFields
 
 
@@ -40,11 +40,11 @@ class State:
     def admit(self, model: str | None) -> str:
         """The served name that a request means. RequestError 404 for another model, 503 while no work is taken."""
         if self.draining:
-            raise Unavailable("the server is shutting down", "shutting_down")
+            raise UnavailableError("the server is shutting down", "shutting_down")
         if self.llm.dead is not None:
-            raise Unavailable(f"the engine has stopped: {self.llm.dead}", "engine_dead")
+            raise UnavailableError(f"the engine has stopped: {self.llm.dead}", "engine_dead")
         if self.llm.info is None:
-            raise Unavailable("the model is still loading", "loading")
+            raise UnavailableError("the model is still loading", "loading")
         if model is None:
             return self.name
         if model not in self.names:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -117,7 +116,7 @@ class ChatAnswer:
             return b""
         return event(Chunk(self.id, self.created, self.model, [], usage=self.choices.usage()))
 
-    def add(self, deltas: Iterable[Delta]) -> None:
+    def add(self, deltas: list[Delta]) -> None:
         self.choices.add(deltas)
 
     def whole(self) -> ChatCompletion:
@@ -150,11 +149,26 @@ class Chat:
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = sampling_params(body, state.llm.inputs.defaults, limit, logprobs)
-        # A template writes its own special tokens.
-        request = await state.prepare(prompt, params, body, add_special_tokens=bool(body.add_special_tokens))
+        try:
+            # A template writes its own special tokens.
+            request = await state.prepare(prompt, params, body, add_special_tokens=bool(body.add_special_tokens))
+        except RequestError as error:
+            raise in_terms_of_chat(error, body) from None
         answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", model, request, body,
                             Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)))
         return await respond(http, state.llm.open([request]), answer, bool(body.stream))
+
+
+def in_terms_of_chat(error: RequestError, body: ChatRequest) -> RequestError:
+    """A refusal that names a parameter of the engine, by the name that this endpoint has for it."""
+    names = {"prompt": "messages"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    name = names.get(error.param or "")
+    if name is None:
+        return error
+    message = error.message if name == "messages" else error.message.replace(str(error.param), name)
+    return RequestError(message, param=name, code=error.code, status=error.status)
 
 
 def check(body: ChatRequest) -> None:
@@ -162,12 +176,14 @@ def check(body: ChatRequest) -> None:
     check_stream(body)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs is only possible when logprobs is true", param="top_logprobs", code="invalid_value")
-    if body.max_tokens is not None and body.max_completion_tokens is not None and body.max_tokens != body.max_completion_tokens:
-        raise RequestError("max_tokens and max_completion_tokens are two names of one limit; give one of them", param="max_tokens",
-                           code="invalid_value")
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise RequestError("max_tokens and max_completion_tokens are two names of one limit; give one of them",
+                           param="max_tokens", code="invalid_value")
     if body.tools and body.parallel_tool_calls is False:
-        raise RequestError("parallel_tool_calls cannot be honoured: structured output is not supported yet, so the model cannot be "
-                           "kept from calling several tools", param="parallel_tool_calls", code="unsupported_parameter")
+        raise RequestError("parallel_tool_calls cannot be honoured: structured output is not supported yet, so the model "
+                           "cannot be kept from calling several tools", param="parallel_tool_calls",
+                           code="unsupported_parameter")
     if body.tool_choice is not None and not body.tools:
         raise RequestError("tool_choice is only possible with tools", param="tool_choice", code="invalid_value")
     if body.echo:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -106,7 +105,7 @@ class CompletionAnswer:
             return b""
         return event(Completion(self.id, self.created, self.model, [], usage=self._shown(self.choices.usage())))
 
-    def add(self, deltas: Iterable[Delta]) -> None:
+    def add(self, deltas: list[Delta]) -> None:
         self.choices.add(deltas)
 
     def whole(self) -> Completion:
@@ -123,7 +122,8 @@ class CompletionAnswer:
         choice = Choice(index, self.texts[index // choices.n] + text if self.echo else text, None, growth.finish_reason,
                         growth.stop_reason)
         if self.want_logprobs:
-            choice.logprobs = self._lines[index].render(*(self._with_prompt(request, ids, lines) if self.echo else (ids, lines)))
+            shown, scored = self._with_prompt(request, ids, lines) if self.echo else (ids, lines)
+            choice.logprobs = self._lines[index].render(shown, scored)
         if choices.want_ids:
             choice.token_ids, choice.prompt_token_ids = ids, request.prompt_ids
         if self.want_prompt_logprobs:
@@ -168,7 +168,8 @@ def check(body: CompletionRequest) -> None:
         raise RequestError(f"best_of cannot be honoured: answers are not ranked; leave it out, or make it n ({body.n or 1})",
                            param="best_of", code="unsupported_parameter")
     if body.max_tokens == 0 and not body.echo:
-        raise RequestError("max_tokens must be at least 1; 0 is only possible with echo", param="max_tokens", code="invalid_value")
+        raise RequestError("max_tokens must be at least 1; 0 is only possible with echo", param="max_tokens",
+                           code="invalid_value")
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:

@@ -1,7 +1,8 @@
-"""Log probabilities in the three shapes that clients know: OpenAI's for chat, its older one for completions, vLLM's for prompts."""
+"""Log probabilities in the shapes that clients know: OpenAI's for chat, its older one for completions, vLLM's for prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.core.request import TokenLogprobs
@@ -56,7 +57,7 @@ class CompletionLogprobs:
         self._push = tokenizer.detokenizer(skip_special_tokens).push if tokenizer else lambda ids: ""
         self._offset = 0
 
-    def render(self, ids: list[int], lines: list[TokenLogprobs | None]) -> dict[str, Any]:
+    def render(self, ids: list[int], lines: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
         """The next tokens; None for a token without a score, which the first one of a prompt is."""
         tokens = [self._namer.exact_name(token) for token in ids]
         offsets = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import msgspec
@@ -14,6 +15,9 @@ from penstock.text import ChatTemplate
 
 Templated = ChatRequest | TokenizeRequest
 """Bodies that have messages and what a template takes with them."""
+
+_TAKEN = frozenset(inspect.signature(ChatTemplate.render).parameters)
+"""Names that `ChatTemplate.render` has a meaning of its own for."""
 
 
 async def render(llm: AsyncLLM, body: Templated, trust_template: bool) -> str:
@@ -37,14 +41,18 @@ def choose(template: ChatTemplate | None, wanted: str | None, trust: bool) -> Ch
     if wanted is None:
         return template
     if wanted not in template.names and not trust:
-        raise RequestError("chat_template cannot be taken from a request: a template is a program, and this server does not run "
-                           f"those of its clients (--trust-request-chat-template). Possible: {', '.join(template.names) or 'none'}",
-                           param="chat_template", code="unsupported_parameter")
+        raise RequestError("chat_template cannot be taken from a request: a template is a program, and this server does not "
+                           "run those of its clients (--trust-request-chat-template). Possible by name: "
+                           f"{', '.join(template.names) or 'none'}", param="chat_template", code="unsupported_parameter")
     return template.using(wanted)
 
 
 def _variables(template: ChatTemplate, body: Templated) -> dict[str, Any]:
     variables = dict(body.chat_template_kwargs or {})
+    taken = sorted(_TAKEN & variables.keys())
+    if taken:
+        raise RequestError(f"chat_template_kwargs may not set {', '.join(taken)}; these are fields of the request",
+                           param="chat_template_kwargs", code="invalid_value")
     if body.reasoning_effort is not None:
         if not any("reasoning_effort" in source for source in template.sources.values()):
             raise RequestError("reasoning_effort cannot be honoured: this model's chat template does not know it",

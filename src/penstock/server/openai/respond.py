@@ -7,7 +7,6 @@ runs on in the engine for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -39,7 +38,7 @@ DONE = b"data: [DONE]\n\n"
 class Answer(Protocol):
     """What one request's answer says, in either form."""
 
-    def events(self, deltas: Iterable[Delta]) -> bytes:
+    def events(self, deltas: list[Delta]) -> bytes:
         """Server-sent events for these deltas; empty if there is nothing to say yet."""
         ...
 
@@ -47,7 +46,7 @@ class Answer(Protocol):
         """What comes after the last delta, without the end mark."""
         ...
 
-    def add(self, deltas: Iterable[Delta]) -> None:
+    def add(self, deltas: list[Delta]) -> None:
         """Takes deltas in for the whole answer."""
         ...
 
@@ -102,7 +101,8 @@ class EventStream(Response):
             except ClientDisconnect:
                 return
             except (RequestError, EngineDeadError) as error:
-                await send({"type": "http.response.body", "body": event(error_body(as_request_error(error))), "more_body": True})
+                body = event(error_body(as_request_error(error)))
+                await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": DONE, "more_body": False})
         finally:
             self._watch.cancel()

@@ -9,9 +9,9 @@ from penstock.core.errors import RequestError
 from penstock.core.sampling import SamplingParams
 from penstock.server.openai.protocol import GenerationFields
 
-SAME_NAME = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-             "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids",
-             "bad_words", "skip_special_tokens", "prompt_logprobs")
+SAME_NAME = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+             "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "logit_bias",
+             "allowed_token_ids", "bad_words", "skip_special_tokens", "prompt_logprobs")
 """Fields that mean the same in a body and in SamplingParams."""
 
 
@@ -31,4 +31,5 @@ def check_stream(body: GenerationFields) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is only possible when stream is true", param="stream_options", code="invalid_value")
     if body.stream and body.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs is only possible when stream is false", param="prompt_logprobs", code="invalid_value")
+        raise RequestError("prompt_logprobs is only possible when stream is false", param="prompt_logprobs",
+                           code="invalid_value")
