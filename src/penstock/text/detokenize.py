@@ -187,7 +187,7 @@ class ByteFallback:
         text = ""
         for token in ids:
             piece = pieces[token]
-            if type(piece) is int:
+            if isinstance(piece, int):
                 part = run.add(piece)
                 if not self._cut_bytes:
                     self._left = 0
@@ -216,7 +216,7 @@ def _unfinished(pieces: Sequence[str | int]) -> bytes:
     """The bytes at the end that begin a character and do not complete it."""
     found = b""
     for piece in reversed(pieces):
-        if type(piece) is not int:
+        if not isinstance(piece, int):
             break
         found = bytes([piece]) + found
         try:

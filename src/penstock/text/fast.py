@@ -131,8 +131,8 @@ class _Text:
 
 def _spelling(path: Path, core: tokenizers.Tokenizer) -> _Bytes | _Text:
     """How tokens turn into text, from the file's decoder. ModelError for one that cannot be streamed exactly."""
-    decoder = json.loads(core.decoder.__getstate__()) if core.decoder is not None else {"type": "null"}
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    decoder: dict[str, Any] = {"type": "no decoder"} if core.decoder is None else json.loads(core.decoder.__getstate__())
+    steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps if step["type"] != "Fuse"] == ["ByteLevel"]:
         return _Bytes()
     replacements: list[tuple[str, str]] = []
@@ -182,8 +182,14 @@ def _add_tokens(core: tokenizers.Tokenizer, settings: Mapping[str, Any], named: 
 
 
 def _add_ends(core: tokenizers.Tokenizer, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """add_bos_token and add_eos_token, where tokenizer_config.json says either, replace what the file says."""
-    if "add_bos_token" not in settings and "add_eos_token" not in settings:
+    """add_bos_token and add_eos_token in tokenizer_config.json win over the file's own rule, for the classes that obeyed them.
+
+    Other classes of transformers ignore them beside a tokenizer.json, and its version 5 does so for all; but models were
+    published (DeepSeek's) whose file alone lacks the bos that they were trained with.
+    """
+    obeyed = str(settings.get("tokenizer_class", "")).removesuffix("Fast") in ("LlamaTokenizer", "CodeLlamaTokenizer",
+                                                                              "GemmaTokenizer", "CohereTokenizer")
+    if not obeyed or not ("add_bos_token" in settings or "add_eos_token" in settings):
         return
     first = named.get("bos_token") if settings.get("add_bos_token") else None
     last = named.get("eos_token") if settings.get("add_eos_token") else None
