@@ -36,11 +36,12 @@ class Case:
         self.context = torch.tensor([context for context, _ in self.segments], dtype=torch.int32)
         counts = torch.tensor([0] + [count for _, count in self.segments])
         self.query_start = counts.cumsum(0).int()
-        self.q = random(int(counts.sum()), self.heads * self.size * 2, dtype=self.dtype, seed=seed + 2)[:, :self.heads * self.size].view(
-            -1, self.heads, self.size)
+        wide = random(int(counts.sum()), self.heads * self.size * 2, dtype=self.dtype, seed=seed + 2)
+        self.q = wide[:, :self.heads * self.size].view(-1, self.heads, self.size)
 
     def run(self, call) -> torch.Tensor:
-        return call(self.q, self.k, self.v, self.table, self.query_start, self.context, self.size ** -0.5, self.window, self.softcap)
+        return call(self.q, self.k, self.v, self.table, self.query_start, self.context, self.size ** -0.5,
+                    self.window, self.softcap)
 
 
 CASES = [

@@ -22,8 +22,13 @@ from tests.ops.kernels import random
 HERE = next(isa for isa in native.INSTRUCTION_SETS if isa.needs <= detect("cpu").flags)
 
 
+QUICK = {"PENSTOCK_CPU_ISA": "portable", "CXXFLAGS": "-O0"}
+"""What builds soonest, where a test has to build."""
+
+
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True,
+                          timeout=120, check=False)
 
 
 BIND = """
@@ -39,7 +44,7 @@ print(kernels.chosen["linear"].name, kernels.rms_norm(torch.ones(1, 4), torch.on
 
 @pytest.mark.parametrize("compiler", ["/nowhere/g++", "false", "sh -c 'exit 3'"])
 def test_without_a_compiler_the_reference_serves(tmp_path: Path, compiler: str) -> None:
-    done = run(BIND, CXX=compiler, XDG_CACHE_HOME=str(tmp_path), PENSTOCK_CPU_ISA=HERE.name)
+    done = run(BIND, CXX=compiler, XDG_CACHE_HOME=str(tmp_path), **QUICK)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["reference", "4.0"]
     assert done.stderr.count("WARNING") == 1
@@ -48,15 +53,16 @@ def test_without_a_compiler_the_reference_serves(tmp_path: Path, compiler: str) 
 
 def test_unwritable_cache_folder(tmp_path: Path) -> None:
     (tmp_path / "penstock").write_text("a file where the folder should be")
-    done = run(BIND, XDG_CACHE_HOME=str(tmp_path), PENSTOCK_CPU_ISA=HERE.name)
-    assert done.stdout.split() == [f"cpu-{HERE.name}", "4.0"], done.stderr
+    done = run(BIND, XDG_CACHE_HOME=str(tmp_path), **QUICK)
+    assert done.stdout.split() == ["cpu-portable", "4.0"], done.stderr
 
 
 def test_starts_at_once_share_one_folder(tmp_path: Path) -> None:
     code = BIND.replace("import logging", "import os; os.nice(10)\nimport logging")
-    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
-                                 env=os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PENSTOCK_CPU_ISA": HERE.name}) for _ in range(2)]
-    assert [child.communicate(timeout=120)[0].split() for child in children] == [[f"cpu-{HERE.name}", "4.0"]] * 2
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), **QUICK}
+    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+                for _ in range(2)]
+    assert [child.communicate(timeout=120)[0].split() for child in children] == [["cpu-portable", "4.0"]] * 2
     assert [p.suffix for p in (tmp_path / "penstock").iterdir()] == [".so"]
 
 

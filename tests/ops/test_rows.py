@@ -76,14 +76,18 @@ def test_activation(implementation: Implementation, kind: str, dtype: torch.dtyp
     assert activation(torch.tensor([[float("nan"), 1.0]], dtype=dtype), kind).isnan().tolist() == [[True, False]]
 
 
+ROPE_CASES = [(1, 4, 4, 8, 8, 1, False), (5, 6, 2, 20, 20, 8, True), (33, 8, 1, 80, 32, 16, True),
+              (70, 3, 3, 64, 64, 32, False), (3, 2, 1, 7, 4, 4, True), (9, 4, 2, 256, 0, 16, True)]
+"""Tokens, heads, KV heads, head size, rotated dimensions, page, with norms."""
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("implementation", every("rope_write"))
 def test_rope_write(implementation: Implementation, dtype: torch.dtype) -> None:
     """q, k and v are views of one merged projection; the caches are slabs of one arena."""
     rope_write = usable(implementation, dtype)
     wanted_by = reference("rope_write")
-    for tokens, heads, kv, size, rotated, page, norms in ((1, 4, 4, 8, 8, 1, False), (5, 6, 2, 20, 20, 8, True), (33, 8, 1, 80, 32, 16, True),
-                                                          (70, 3, 3, 64, 64, 32, False), (3, 2, 1, 7, 4, 4, True), (9, 4, 2, 256, 0, 16, True)):
+    for tokens, heads, kv, size, rotated, page, norms in ROPE_CASES:
         merged = random(tokens, (heads + 2 * kv) * size, dtype=dtype, seed=tokens)
         q, k, v = (part.view(tokens, -1, size) for part in merged.split((heads * size, kv * size, kv * size), 1))
         pages = tokens // page + 4

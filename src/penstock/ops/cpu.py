@@ -54,9 +54,9 @@ class CpuLinear:
         assert dtype is weight.dtype and x.shape[1] == weight.k, "x has the weight's dtype and width"
         rows, n = x.shape[0], weight.n
         narrow = out_dtype is None or out_dtype is dtype
-        out = torch.empty((rows, n), dtype=dtype if narrow else torch.float32)
-        self._owner.linear_(x.data_ptr(), x.stride(0), weight.pointer, None if bias is None else bias.data_ptr(), out.data_ptr(),
-                            rows, n, weight.k, weight.code, not narrow)
+        out = torch.empty(rows, n, dtype=dtype if narrow else torch.float32)
+        self._owner.linear_(x.data_ptr(), x.stride(0), weight.pointer, None if bias is None else bias.data_ptr(),
+                            out.data_ptr(), rows, n, weight.k, weight.code, not narrow)
         return out if narrow or out_dtype is torch.float32 else out.to(out_dtype)
 
     def gather(self, ids: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
@@ -114,37 +114,37 @@ class CpuOperations:
         dims = x.dim()
         outer, outer_stride = (x.shape[0], x.stride(0)) if dims > 1 else (1, 0)
         inner, inner_stride = (x.shape[1], x.stride(1)) if dims > 2 else (1, 0)
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, outer_stride, inner_stride, shape[-1], eps,
-                       offset, _CODES[x.dtype], _CODES[weight.dtype])
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, outer_stride, inner_stride, shape[-1],
+                       eps, offset, _CODES[x.dtype], _CODES[weight.dtype])
         return out
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                      offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
         rows, width = x.shape
-        out = torch.empty((rows, width), dtype=x.dtype)
-        self._add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, x.stride(0), residual.stride(0),
-                           width, eps, offset, _CODES[x.dtype], _CODES[weight.dtype])
+        out = torch.empty(rows, width, dtype=x.dtype)
+        self._add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, x.stride(0),
+                           residual.stride(0), width, eps, offset, _CODES[x.dtype], _CODES[weight.dtype])
         return out, residual
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
         rows, width = x.shape
-        out = torch.empty((rows, width), dtype=x.dtype)
+        out = torch.empty(rows, width, dtype=x.dtype)
         self._layer_norm(x.data_ptr(), None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr(),
                          out.data_ptr(), rows, x.stride(0), width, eps, _CODES[x.dtype],
                          _CODES[x.dtype if weight is None else weight.dtype])
         return out
 
     def rope_write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
-                   k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
-                   q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 1e-6,
-                   offset: float = 0.0) -> torch.Tensor:
+                   k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None,
+                   sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
+                   eps: float = 1e-6, offset: float = 0.0) -> torch.Tensor:
         tokens, heads, size = q.shape
-        out = torch.empty((tokens, heads, size), dtype=q.dtype)
+        out = torch.empty(tokens, heads, size, dtype=q.dtype)
         qs, ks, vs, kc, vc = q.stride(), k.stride(), v.stride(), k_cache.stride(), v_cache.stride()
         half = 0 if cos is None else cos.shape[1]
         self._rope_write(self._ROPE.pack(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), qs[0], qs[1], ks[0], ks[1], vs[0], vs[1], positions.data_ptr(), slots.data_ptr(),
-            k_cache.data_ptr(), v_cache.data_ptr(), kc[0], kc[1], kc[2], vc[0], vc[1], vc[2],
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), qs[0], qs[1], ks[0], ks[1], vs[0], vs[1],
+            positions.data_ptr(), slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *kc[:3], *vc[:3],
             0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
             0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), out.data_ptr(),
             tokens, heads, k.shape[1], size, k_cache.shape[2], half), eps, offset, _CODES[q.dtype])
@@ -154,24 +154,24 @@ class CpuOperations:
                   query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0,
                   softcap: float = 0.0) -> torch.Tensor:
         tokens, heads, size = q.shape
-        out = torch.empty((tokens, heads, size), dtype=q.dtype)
+        out = torch.empty(tokens, heads, size, dtype=q.dtype)
         kc, vc, shape = k_cache.stride(), v_cache.stride(), k_cache.shape
         self._attention(self._ATTENTION.pack(
-            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), query_start.data_ptr(), context.data_ptr(),
-            out.data_ptr(), q.stride(0), q.stride(1), kc[0], kc[1], kc[2], vc[0], vc[1], vc[2], table.stride(0),
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), query_start.data_ptr(),
+            context.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), *kc[:3], *vc[:3], table.stride(0),
             context.shape[0], heads, shape[1], size, shape[2], window), scale, softcap, _CODES[q.dtype], _CODES[k_cache.dtype])
         return out
 
     def gated(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         rows, width = x.shape
         width //= 2
-        out = torch.empty((rows, width), dtype=x.dtype)
+        out = torch.empty(rows, width, dtype=x.dtype)
         self._activation(x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, _KINDS[kind], 1, _CODES[x.dtype])
         return out
 
     def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         rows, width = x.shape
-        out = torch.empty((rows, width), dtype=x.dtype)
+        out = torch.empty(rows, width, dtype=x.dtype)
         self._activation(x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, _KINDS[kind], 0, _CODES[x.dtype])
         return out
 

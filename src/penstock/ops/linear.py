@@ -1,4 +1,4 @@
-"""Products with a weight matrix, and rows of it. A weight is packed once after loading; only its own implementation reads it."""
+"""Products with a weight matrix, and rows of it. A weight is packed once after loading and read by one implementation only."""
 
 from __future__ import annotations
 

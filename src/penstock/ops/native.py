@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
 
-_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-Wno-psabi")
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pthread",
+          "-Wno-psabi")
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,9 @@ def set_threads(count: int) -> None:
 def build(isa: InstructionSet) -> Path:
     """Path of the compiled library. Safe to run in several processes at once: each compiles aside, the last rename stands."""
     compiler = shlex.split(os.environ.get("CXX", "g++"))
+    options = (*_FLAGS, *isa.options, *shlex.split(os.environ.get("CXXFLAGS", "")))
     files = sorted(SOURCES.glob("*.cpp"))
-    key = hashlib.sha256("\0".join((*_FLAGS, *isa.options, isa.name, platform.machine(), _version(tuple(compiler)))).encode())
+    key = hashlib.sha256("\0".join((*options, isa.name, platform.machine(), _version(tuple(compiler)))).encode())
     for file in sorted((*files, *SOURCES.glob("*.h"))):
         key.update(file.name.encode() + b"\0" + file.read_bytes())
     folder = _folder()
@@ -115,7 +117,7 @@ def build(isa: InstructionSet) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as work:
         objects = [Path(work) / (file.stem + ".o") for file in files]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(lambda pair: _run([*compiler, *_FLAGS, *isa.options, "-c", str(pair[0]), "-o", str(pair[1])]),
+            list(pool.map(lambda pair: _run([*compiler, *options, "-c", str(pair[0]), "-o", str(pair[1])]),
                           zip(files, objects, strict=True)))
         made = Path(work) / target.name
         _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made)])

@@ -90,10 +90,10 @@ INLINE void transpose(vf* rows) {
     }
 }
 
-// Keys [BLOCK] of `size` elements, each at its own address or absent (null, read as zero), to f32 [size][BLOCK].
+// Keys [count], a multiple of VW, of `size` elements, each at its own address or absent (null, read as zero), to f32 [size][BLOCK].
 template <class T>
-void load_keys(const T* const* keys, int64_t size, float* out) {
-    for (int64_t k = 0; k < BLOCK; k += VW)
+void load_keys(const T* const* keys, int64_t count, int64_t size, float* out) {
+    for (int64_t k = 0; k < count; k += VW)
         for (int64_t d = 0; d < size; d += VW) {
             const int64_t left = std::min<int64_t>(VW, size - d);
             vf rows[VW];
@@ -173,17 +173,17 @@ struct Attention {
     }
 
     // Weights of one row of scores over block `begin`: masks, updates top and sum, rescales the row's values.
-    void weigh(float* scores, int64_t begin, int64_t position, int64_t padded_size, Softmax s, int64_t row) const {
-        constexpr int N = BLOCK / VW;
-        vf score[N];
+    void weigh(float* scores, int64_t count, int64_t begin, int64_t position, Softmax s, int64_t row) const {
+        const int64_t vectors = count / VW;
+        vf score[BLOCK / VW];
         vf top = set1(NONE);
         const int32_t low = (int32_t)(first_seen(position) - begin), high = (int32_t)std::min<int64_t>(position - begin, BLOCK);
-        const bool whole = low <= 0 && high >= BLOCK - 1;
-        for (int n = 0; n < N; n++) {
+        const bool whole = low <= 0 && high >= count - 1;
+        for (int64_t n = 0; n < vectors; n++) {
             vf v = load(scores + n * VW);
             if (softcap != 0.0f) v = softcap * vtanh(v / softcap);
             if (!whole) {
-                vi at = iota() + n * VW;
+                vi at = iota() + (int32_t)(n * VW);
                 v = at < low ? set1(NONE) : v;
                 v = at > high ? set1(NONE) : v;
             }
@@ -192,7 +192,7 @@ struct Attention {
         }
         const float before = s.top[row], now = std::max(before, hmax(top)), base = finite(now);
         vf sum = {};
-        for (int n = 0; n < N; n++) {
+        for (int64_t n = 0; n < vectors; n++) {
             vf weight = vexp(score[n] - base);
             sum += weight;
             store(scores + n * VW, weight);
@@ -201,15 +201,15 @@ struct Attention {
         if (now != before) {
             const float shrink = exp1(before - base);
             s.sum[row] *= shrink;
-            float* values = s.values + row * padded_size;
-            for (int64_t d = 0; d < padded_size; d += VW) store(values + d, load(values + d) * shrink);
+            float* values = s.values + row * padded;
+            for (int64_t d = 0; d < padded; d += VW) store(values + d, load(values + d) * shrink);
         }
         s.sum[row] += hsum(sum);
     }
 
     // Adds part `part` of the keys to s, which is clear.
     void run_part(const Tile& t, int64_t part, const float* q, Softmax s) const {
-        const int64_t rows = t.count * groups, length = a.context[t.segment];
+        const int64_t rows = t.count * groups;
         const int64_t oldest = first_seen(position(t, 0)), newest = position(t, t.count - 1);
         const int64_t live = first_seen(position(t, 0) - t.first);  // behind it, pages may be stale
         float* keys = (float*)pool::scratch(4, (a.size * BLOCK + BLOCK * padded + rows * BLOCK) * sizeof(float));
@@ -218,16 +218,16 @@ struct Attention {
         const int64_t end = std::min((part + 1) * PART, newest + 1);
         for (int64_t begin = std::max(part * PART, oldest / BLOCK * BLOCK); begin < end; begin += BLOCK) {
             const C *key_at[BLOCK] = {}, *value_at[BLOCK] = {};
-            const int64_t count = std::min(BLOCK, length - begin);
+            const int64_t count = std::min(BLOCK, newest + 1 - begin), whole = round_up(count, VW);
             for (int64_t i = std::max<int64_t>(0, live - begin); i < count; i++) {
                 const int64_t page = pages[(begin + i) / a.page], slot = (begin + i) % a.page;
                 key_at[i] = (const C*)a.k + page * a.k_page + t.kv_head * a.k_head + slot * a.k_slot;
                 value_at[i] = (const C*)a.v + page * a.v_page + t.kv_head * a.v_head + slot * a.v_slot;
             }
-            load_keys(key_at, a.size, keys);
+            load_keys(key_at, whole, a.size, keys);
             load_values(value_at, count, a.size, padded, values);
-            product(rows, q, padded, keys, BLOCK, scores, BLOCK, BLOCK, a.size, false);
-            for (int64_t r = 0; r < rows; r++) weigh(scores + r * BLOCK, begin, position(t, r / groups), padded, s, r);
+            product(rows, q, padded, keys, BLOCK, scores, BLOCK, whole, a.size, false);
+            for (int64_t r = 0; r < rows; r++) weigh(scores + r * BLOCK, whole, begin, position(t, r / groups), s, r);
             product(rows, scores, BLOCK, values, padded, s.values, padded, padded, count, true);
         }
     }

@@ -9,28 +9,36 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "dtypes.h"
 #include "pool.h"
 
 namespace {
 
-constexpr int NR = 32;          // columns of a panel
-constexpr int NV = NR / VW;     // vectors of a panel
+constexpr int NR = 32;       // columns of a panel
+constexpr int NV = NR / VW;  // vectors of a panel
+
+// Registers hold the sums of max_rows rows by strip_vectors vectors.
 #if defined(__AVX512F__)
-constexpr int MR = 12;          // rows of a register block
+template <class T>
+constexpr int max_rows = 12;
 constexpr int strip_vectors(int) { return 2; }
 #elif defined(__AVX2__)
-constexpr int MR = 6;
+template <class T>
+constexpr int max_rows = std::is_same_v<T, bf16> ? 5 : 6;  // a sixth row of bf16 makes GCC 12 spill: 68 against 84 GFLOP/s a core
 constexpr int strip_vectors(int rows) { return rows <= 3 ? 4 : 2; }
 #else
-constexpr int MR = 4;
+template <class T>
+constexpr int max_rows = 4;
 constexpr int strip_vectors(int) { return 2; }
 #endif
+
 constexpr int64_t SLICE = 16384;  // bytes of a panel that stay in L1 while row blocks pass
 constexpr int64_t ROWS = 256;     // rows of a task: their partial sums and slices of x stay in L2
-constexpr int64_t GROUP = 4;      // panels of a task with many rows: x is read once for all of them
-constexpr int64_t AHEAD = 2048;   // bytes of prefetch distance
+constexpr int64_t GROUP = 4;      // panels of a task: a slice of x is read once for all of them
+constexpr int64_t FEW = 4;        // row blocks up to which the panel, not x, is the larger stream
+constexpr int64_t AHEAD = 4096;   // bytes of prefetch distance within a stream
 
 // How an element type is laid out and widened: STEP consecutive k are stored together.
 template <class T>
@@ -54,9 +62,15 @@ int64_t padded(int64_t k) {
     return (k + step - 1) / step * step;
 }
 
+// What to bring into L2 while a pass computes: at each STEP a line or two, `stride` bytes further on.
+struct Ahead {
+    const char* at;
+    int64_t stride;
+};
+
 // c [M][NR] (+)= x [kc][M] times w [kc][NR]; `first` starts the sums at zero.
 template <class T, int M>
-void block(const float* x, const T* w, float* c, int64_t kc, bool first) {
+void block(const float* x, const T* w, float* c, int64_t kc, bool first, Ahead ahead) {
     constexpr int S = strip_vectors(M), STEP = Format<T>::STEP;
     for (int j = 0; j < NV; j += S) {
         vf acc[M][S];
@@ -65,7 +79,8 @@ void block(const float* x, const T* w, float* c, int64_t kc, bool first) {
         const float* xs = x;
         const T* ws = w + j * VW * STEP;
         for (int64_t k = 0; k < kc; k += STEP) {
-            for (size_t b = 0; b < S * VW * STEP * sizeof(T); b += 64) __builtin_prefetch((const char*)ws + AHEAD + b);
+            for (size_t b = 0; b < S * VW * STEP * sizeof(T); b += 64) __builtin_prefetch(ahead.at + b, 0, 2);
+            ahead.at += ahead.stride;
 #pragma GCC unroll 2
             for (int s = 0; s < STEP; s++) {
                 vf column[S];
@@ -85,7 +100,7 @@ void block(const float* x, const T* w, float* c, int64_t kc, bool first) {
 }
 
 template <class T>
-using Block = void (*)(const float*, const T*, float*, int64_t, bool);
+using Block = void (*)(const float*, const T*, float*, int64_t, bool, Ahead);
 
 template <class T, int M>
 Block<T> block_of(int rows) {
@@ -95,10 +110,10 @@ Block<T> block_of(int rows) {
         return &block<T, 1>;
 }
 
-// T rows cut into blocks of nearly equal height, at most MR.
+// T rows cut into blocks of nearly equal height, at most `most`.
 struct RowBlocks {
     int64_t count, height, taller;
-    explicit RowBlocks(int64_t rows) : count((rows + MR - 1) / MR), height(rows / count), taller(rows % count) {}
+    RowBlocks(int64_t rows, int64_t most) : count((rows + most - 1) / most), height(rows / count), taller(rows % count) {}
     int64_t begin(int64_t b) const { return b * height + std::min(b, taller); }
     int64_t rows(int64_t b) const { return height + (b < taller); }
 };
@@ -139,21 +154,21 @@ void finish(const float* c, const T* bias, Out* out, int64_t ldo, int64_t rows, 
 template <class T, class Out>
 void linear(const T* x, int64_t ldx, const T* w, const T* bias, Out* out, int64_t rows, int64_t n, int64_t k) {
     const int64_t pk = padded<T>(k), panels = (n + NR - 1) / NR, work = rows * n * k;
-    const RowBlocks blocks(rows);
+    const RowBlocks blocks(rows, max_rows<T>);
     float* packed = (float*)pool::scratch(0, rows * pk * sizeof(float));
     pool::parallel_if(rows * k > 65536, blocks.count, [&](int64_t b) {
         pack_rows(x + blocks.begin(b) * ldx, ldx, blocks.rows(b), k, pk, packed + blocks.begin(b) * pk);
     });
 
-    // Whole columns of k for a single pass over the panel; slices that stay in L1 when it is passed over repeatedly.
-    const bool once = blocks.count == 1 && strip_vectors((int)rows) == NV;
-    const int64_t kc = once ? pk : SLICE / (NR * (int64_t)sizeof(T));
-    const int64_t per_chunk = std::max<int64_t>(1, ROWS / MR), chunks = (blocks.count + per_chunk - 1) / per_chunk;
+    // A few rows let the weights flow by once, whole columns of k at a time; with more, slices of k stay in L1.
+    const bool flow = rows < 4 && blocks.count == 1 && strip_vectors((int)rows) == NV;
+    const int64_t kc = flow ? pk : SLICE / (NR * (int64_t)sizeof(T));
+    const int64_t per_chunk = std::max<int64_t>(1, ROWS / max_rows<T>), chunks = (blocks.count + per_chunk - 1) / per_chunk;
+    const int64_t panel_bytes = NR * pk * (int64_t)sizeof(T);
     int64_t group = 1;
-    if (blocks.count > 4)
-        while (group < GROUP && panels / (group * 2) * chunks >= 8 * pool::threads()) group *= 2;
-    else  // at least some microseconds of work in a task
-        while (group < panels && group * NR * pk * (int64_t)sizeof(T) < 32768 && group * NR * pk * rows < 131072) group *= 2;
+    while (group < GROUP && !flow && panels / (group * 2) * chunks >= 8 * pool::threads()) group *= 2;
+    // At least some microseconds of work in a task.
+    while (group < panels && group * panel_bytes < 32768 && group * NR * pk * rows < 131072) group *= 2;
     const int64_t groups = (panels + group - 1) / group;
 
     auto task = [&](int64_t index) {
@@ -162,14 +177,26 @@ void linear(const T* x, int64_t ldx, const T* w, const T* bias, Out* out, int64_
         const int64_t first_row = blocks.begin(first_block), height = blocks.begin(last_block) - first_row;
         float* sums = (float*)pool::scratch(1, group * height * NR * sizeof(float));
         for (int64_t at = 0; at < pk; at += kc) {
-            const int64_t length = std::min(kc, pk - at);
+            const int64_t length = std::min(kc, pk - at), bytes = length * NR * sizeof(T), step = NR * Format<T>::STEP * sizeof(T);
             auto pass = [&](int64_t b, int64_t p) {
-                const int64_t r = blocks.begin(b), m = blocks.rows(b);
-                block_of<T, MR>((int)m)(packed + r * pk + at * m, w + (p * pk + at) * NR,
-                                        sums + ((p - first_panel) * height + r - first_row) * NR, length, at == 0);
+                const int64_t r = blocks.begin(b), m = blocks.rows(b), n = b - first_block;
+                const T* here = w + (p * pk + at) * NR;
+                const T* next = p + 1 < last_panel ? here + pk * NR : w + (at + kc < pk ? first_panel * pk + at + kc : last_panel * pk) * NR;
+                // The first two passes over a slice share the fetching of the next one, evenly over their strips.
+                const int64_t share = step / (NV / strip_vectors((int)m));
+                Ahead ahead{(const char*)next + n * bytes / 2, n < 2 ? share / 2 : 0};
+                if (flow) ahead = {(const char*)here + AHEAD, share};
+                else if (last_block - first_block == 1) ahead = {(const char*)next, share};
+                block_of<T, max_rows<T>>((int)m)(packed + r * pk + at * m, here, sums + ((p - first_panel) * height + r - first_row) * NR, length,
+                                        at == 0, ahead);
             };
-            for (int64_t b = first_block; b < last_block; b++)
-                for (int64_t p = first_panel; p < last_panel; p++) pass(b, p);
+            if (last_block - first_block <= FEW) {
+                for (int64_t p = first_panel; p < last_panel; p++)
+                    for (int64_t b = first_block; b < last_block; b++) pass(b, p);
+            } else {
+                for (int64_t b = first_block; b < last_block; b++)
+                    for (int64_t p = first_panel; p < last_panel; p++) pass(b, p);
+            }
         }
         for (int64_t p = first_panel; p < last_panel; p++)
             finish(sums + (p - first_panel) * height * NR, bias ? bias + p * NR : nullptr, out + first_row * n + p * NR, n, height,

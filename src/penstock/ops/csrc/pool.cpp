@@ -11,8 +11,7 @@
 #include <thread>
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-static inline void relax() { _mm_pause(); }
+static inline void relax() { __builtin_ia32_pause(); }
 #else
 static inline void relax() { std::this_thread::yield(); }
 #endif

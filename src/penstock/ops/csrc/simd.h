@@ -134,29 +134,48 @@ static INLINE void store(f16* p, vf v) {
 #endif
 }
 
-// The first n < VW lanes; the others read as zero.
+// The first n < VW lanes, none if n is negative; the others read as zero and are not written.
 template <class T>
-static INLINE vf load_first(const T* p, int n) {
+static INLINE vf load_first(const T* p, int64_t n) {
     T buffer[VW] = {};
-    for (int i = 0; i < n; i++) buffer[i] = p[i];
+    for (int64_t i = 0; i < n; i++) buffer[i] = p[i];
     return load(buffer);
 }
 template <class T>
-static INLINE void store_first(T* p, vf v, int n) {
+static INLINE void store_first(T* p, vf v, int64_t n) {
     T buffer[VW];
     store(buffer, v);
-    for (int i = 0; i < n; i++) p[i] = buffer[i];
+    for (int64_t i = 0; i < n; i++) p[i] = buffer[i];
 }
+#if defined(__AVX512F__)
+static INLINE __mmask16 lanes(int64_t n) { return (__mmask16)(n > 0 ? (1u << n) - 1 : 0); }
+template <>
+INLINE vf load_first(const float* p, int64_t n) {
+    return (vf)_mm512_maskz_loadu_ps(lanes(n), p);
+}
+template <>
+INLINE void store_first(float* p, vf v, int64_t n) {
+    _mm512_mask_storeu_ps(p, lanes(n), (__m512)v);
+}
+template <>
+INLINE vf load_first(const bf16* p, int64_t n) {
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes(n), p)), 16);
+}
+template <>
+INLINE vf load_first(const f16* p, int64_t n) {
+    return (vf)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes(n), p));
+}
+#endif
 template <class T>
 static INLINE vf load_upto(const T* p, int64_t n) {
-    return n >= VW ? load(p) : load_first(p, (int)n);
+    return n >= VW ? load(p) : load_first(p, n);
 }
 template <class T>
 static INLINE void store_upto(T* p, vf v, int64_t n) {
     if (n >= VW)
         store(p, v);
     else
-        store_first(p, v, (int)n);
+        store_first(p, v, n);
 }
 
 static INLINE float widen(float x) { return x; }
