@@ -135,6 +135,17 @@ def test_large_bodies(server: Served) -> None:
     assert chunked.status_code == 413 and "100,000" in error_of(chunked)["message"]
 
 
+def test_browsers_of_other_origins() -> None:
+    with served(need(STORIES), "--allowed-origins", "http://good.example", "--api-key", "k", engine=FAKE) as server:
+
+        def preflight(origin: str) -> httpx.Response:
+            return server.http.options("/v1/completions", headers={
+                "Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"})
+
+        assert preflight("http://good.example").headers["access-control-allow-origin"] == "http://good.example"
+        assert "access-control-allow-origin" not in preflight("http://evil.example").headers
+
+
 # -- how it starts and ends
 
 
@@ -190,6 +201,18 @@ def ask_early(server: Served) -> httpx.Response | None:
             return None
         time.sleep(0.02)
     return None
+
+
+def test_a_signal_while_loading() -> None:
+    server = Served(need(STORIES), wait=False)
+    try:
+        wait_for(lambda: "loading" in server.log)
+        time.sleep(0.3)
+        server.signal()
+        assert server.ended(20) == 0, server.log
+        assert "Traceback" not in server.log
+    finally:
+        server.stop()
 
 
 def stream_in_a_thread(server: Served, tokens: int, lines: list[str]) -> threading.Thread:

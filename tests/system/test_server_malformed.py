@@ -172,6 +172,12 @@ def test_token_routes(server: Served) -> None:
         error_of(answer)
 
 
+def test_parameters_that_leave_no_token(server: Served) -> None:
+    for more in ({"min_tokens": 2}, {"stop_token_ids": [403], "min_tokens": 1, "allowed_token_ids": [403, 2]}):
+        answer = server.post(COMPLETIONS, **{"prompt": "Once", "max_tokens": 4, "allowed_token_ids": [2], **more})
+        assert answer.status_code == 400 and error_of(answer)["param"] == "allowed_token_ids"
+
+
 def test_routes_methods_and_types(server: Served) -> None:
     http = server.http
     for method, path, status in (("GET", COMPLETIONS, 405), ("PUT", CHAT, 405), ("DELETE", "/v1/models", 405),

@@ -121,6 +121,8 @@ class AsyncLLM:
                                       on_loading=on_loading, engine=engine)
         self._tracks: dict[str, Track] = {}
         self._names = itertools.count()
+        self._given: dict[str, str] = {}
+        """The ids that callers of `generate` chose, and the ones that the engine knows."""
         self._progress = 0.0
         self._steps = -1
 
@@ -186,6 +188,12 @@ class AsyncLLM:
             return f"the engine is stuck: {self.live} requests are open and no step ended for {now - self._progress:.0f} s"
         return None
 
+    def _check_alive(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        if self.info is None:
+            raise EngineDeadError("the engine is not started")
+
     # -- requests
 
     def new_id(self) -> str:
@@ -197,18 +205,14 @@ class AsyncLLM:
         return await asyncio.to_thread(work) if size > LONG_TEXT else work()
 
     def open(self, requests: Sequence[Request]) -> Stream:
-        """Submits requests whose news come in one stream. EngineDeadError if there is no engine."""
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        if self.info is None:
-            raise EngineDeadError("the engine is not started")
+        """Submits requests whose news come in one stream. EngineDeadError if there is no engine.
+
+        Their ids come from `new_id`, each used once: late news of an aborted request must not meet another of its name.
+        """
+        self._check_alive()
         now = time.monotonic()
         if not self._tracks:
             self._progress = now
-        for request in requests:
-            if request.id in self._tracks:
-                raise RequestError(f"a request with id {request.id!r} is running already; ids must be unique",
-                                   param="request_id", code="duplicate_request_id")
         stream = Stream(self)
         for request in requests:
             self.outputs.register(request)
@@ -220,20 +224,33 @@ class AsyncLLM:
 
     async def generate(self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
                        priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the request's whole output so far, each time there is more of it. Closing the generator aborts the request."""
-        name = request_id or self.new_id()
-        size = len(prompt) if isinstance(prompt, str) else 0
-        request = await self.off_loop(size, lambda: self.inputs.request(name, prompt, sampling_params, priority=priority))
-        output = RequestOutput.empty(request, prompt if isinstance(prompt, str) else None, self.tokenizer)
-        async with self.open([request]) as stream:
-            async for deltas in stream:
-                for delta in deltas:
-                    output.add(delta)
-                yield output
+        """Yields the request's whole output so far, each time there is more of it. Closing the generator aborts the request.
+
+        `request_id` is for `abort` and must not be in use; a RequestError says so.
+        """
+        self._check_alive()
+        name = self.new_id()
+        given = request_id or name
+        if given in self._given:
+            raise RequestError(f"a request with id {given!r} is running already; ids must be unique", param="request_id",
+                               code="duplicate_request_id")
+        self._given[given] = name
+        try:
+            size = len(prompt) if isinstance(prompt, str) else 0
+            request = await self.off_loop(size, lambda: self.inputs.request(name, prompt, sampling_params, priority=priority))
+            output = RequestOutput.empty(request, prompt if isinstance(prompt, str) else None, self.tokenizer)
+            output.request_id = given
+            async with self.open([request]) as stream:
+                async for deltas in stream:
+                    for delta in deltas:
+                        output.add(delta)
+                    yield output
+        finally:
+            del self._given[given]
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its stream ends with finish_reason "abort". Unknown ids are ignored."""
-        self._process.abort([request_id])
+        """Ends a request; its output ends with finish_reason "abort". Unknown ids are ignored."""
+        self._process.abort([self._given.get(request_id, request_id)])
 
     def drop(self, stream: Stream) -> None:
         """Forgets a stream's open requests and has the engine abort them."""

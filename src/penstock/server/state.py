@@ -13,6 +13,7 @@ from penstock.engine.async_llm import AsyncLLM
 from penstock.server.body import BodyReader
 from penstock.server.errors import UnavailableError
 from penstock.server.openai.protocol import GenerationFields
+from penstock.server.openai.sampling import check_something_is_left
 
 
 class State:
@@ -59,6 +60,7 @@ class State:
         work = functools.partial(llm.inputs.request, llm.new_id(), prompt, params, add_special_tokens=add_special_tokens,
                                  priority=body.priority or 0, salt=body.cache_salt or "", keep_last=body.truncate_prompt_tokens)
         request: Request = await llm.off_loop(len(prompt) if isinstance(prompt, str) else 0, work)
+        check_something_is_left(request)
         return request
 
     def text_of(self, prompt: str | list[int]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.core.errors import RequestError
+from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.server.openai.protocol import GenerationFields
 
@@ -33,3 +34,16 @@ def check_stream(body: GenerationFields) -> None:
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs is only possible when stream is false", param="prompt_logprobs",
                            code="invalid_value")
+
+
+def check_something_is_left(request: Request) -> None:
+    """RequestError if the request's own parameters forbid every token that they allow, so that no first token could be had."""
+    params = request.params
+    if params.allowed_token_ids is None:
+        return
+    left = set(params.allowed_token_ids) - {word[0] for word in params.bad_words_token_ids or () if len(word) == 1}
+    if params.min_tokens > 0:
+        left -= {*request.eos_ids, *(params.stop_token_ids or ())}
+    if not left:
+        raise RequestError("allowed_token_ids has only tokens that bad_words, or min_tokens (no token may end the output before "
+                           "that), forbid; add another", param="allowed_token_ids", code="invalid_value")
