@@ -22,14 +22,16 @@ def info(vocab_size: int = 512) -> EngineInfo:
 
 
 def make(config: dict[str, Any] | None = None, **more: Any) -> Inputs:
-    return Inputs(real.load("models/stories260k"), ChatTemplate({"default": "<s>{{ messages[0].content }}"}, {}), info(), config, **more)
+    template = ChatTemplate({"default": "<s>{{ messages[0].content }}"}, {})
+    return Inputs(real.load("models/stories260k"), template, info(), config, **more)
 
 
 ANY = SamplingParams(max_tokens=4)
 
 
-@pytest.mark.parametrize("prompt", ["Once upon", {"prompt": "Once upon"}, [1, 403, 407], (1, 403, 407), np.array([1, 403, 407]),
-                                    {"prompt_token_ids": [1, 403, 407]}, {"prompt": "other", "prompt_token_ids": [1, 403, 407]}])
+@pytest.mark.parametrize("prompt", [
+    "Once upon", {"prompt": "Once upon"}, [1, 403, 407], (1, 403, 407), np.array([1, 403, 407]),
+    {"prompt_token_ids": [1, 403, 407]}, {"prompt": "other", "prompt_token_ids": [1, 403, 407]}])
 def test_forms_of_a_prompt(prompt: Any) -> None:
     request = make().request("r", prompt, ANY, priority=3, salt="s")
     assert (request.id, request.prompt_ids, request.priority, request.salt) == ("r", [1, 403, 407], 3, "s")
@@ -47,8 +49,9 @@ def test_special_tokens_and_the_empty_prompt() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "said"), [
-    ([], "no tokens"), ([1, 512], "token 512.*0 to 511"), ([1, -1], "token -1"), ([1, "2"], "must be a text"), ([1.0], "must be a text"),
-    ([True], "must be a text"), (3, "must be a text"), (None, "must be a text"), ({}, "needs prompt"),
+    ([], "no tokens"), ([1, 512], "token 512.*0 to 511"), ([1, -1], "token -1"), ([1, "2"], "must be a text"),
+    ([1.0], "must be a text"), ([True], "must be a text"), (3, "must be a text"), (None, "must be a text"),
+    ({}, "needs prompt"),
     ({"prompt": "a", "multi_modal_data": {}}, "may not have multi_modal_data"), ("a \ud800", "lone surrogate"),
     ([1] * LENGTH, "64 tokens.*at most 63"), ([1] * (LENGTH + 9), "73 tokens"), ({"prompt": 3}, "must be a text")])
 def test_prompts_that_are_refused(prompt: Any, said: str) -> None:
@@ -63,7 +66,8 @@ def test_the_output_fits_the_context() -> None:
     assert make().request("r", prompt, SamplingParams(max_tokens=14)).params.max_tokens == 14
     assert make().request("r", prompt, SamplingParams(max_tokens=None)).params.max_tokens == 14
     assert make({"max_new_tokens": 5}).request("r", prompt, SamplingParams(max_tokens=None)).params.max_tokens == 5
-    with pytest.raises(RequestError, match=r"max_tokens is 15 .*50 tokens, together 65.*64 tokens; lower max_tokens to at most 14") as caught:
+    said = r"max_tokens is 15 .*50 tokens, together 65.*64 tokens; lower max_tokens to at most 14"
+    with pytest.raises(RequestError, match=said) as caught:
         make().request("r", prompt, SamplingParams(max_tokens=15))
     assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
     with pytest.raises(RequestError, match="min_tokens must be at most max_tokens"):
@@ -112,9 +116,10 @@ def test_bad_words_become_token_sequences() -> None:
     texts = {b"".join(map(tokenizer.token_bytes, sequence)) for sequence in sequences}
     assert {b"girl", b" girl"} <= texts
     assert all(text.strip() == b"girl" for text in texts)
-    inputs = Inputs(real.load("tokenizers/qwen2.5"), None, info(200_000))
-    found = inputs.request("r", "a", SamplingParams(bad_words=["hello", " hello"], bad_words_token_ids=[[5, 6]])).params.bad_words_token_ids
-    assert found == [[5, 6], real.load("tokenizers/qwen2.5").encode("hello"), real.load("tokenizers/qwen2.5").encode(" hello")]
+    qwen = real.load("tokenizers/qwen2.5")
+    params = SamplingParams(bad_words=["hello", " hello"], bad_words_token_ids=[[5, 6]])
+    found = Inputs(qwen, None, info(200_000)).request("r", "a", params).params.bad_words_token_ids
+    assert found == [[5, 6], qwen.encode("hello"), qwen.encode(" hello")]
 
 
 def test_without_tokenizer_there_are_only_ids() -> None:
@@ -133,10 +138,13 @@ def test_without_tokenizer_there_are_only_ids() -> None:
 
 
 @pytest.mark.parametrize(("params", "param"), [
-    (SamplingParams(temperature=-1), "temperature"), (SamplingParams(temperature="hot"), "sampling_params"),  # type: ignore[arg-type]
-    (SamplingParams(stop=[3]), "sampling_params"), (SamplingParams(max_tokens=2.5), "sampling_params"),  # type: ignore[list-item, arg-type]
+    (SamplingParams(temperature=-1), "temperature"),
+    (SamplingParams(temperature="hot"), "sampling_params"),  # type: ignore[arg-type]
+    (SamplingParams(stop=[3]), "sampling_params"),  # type: ignore[list-item]
+    (SamplingParams(max_tokens=2.5), "sampling_params"),  # type: ignore[arg-type]
     (SamplingParams(logit_bias={600: 1.0}), "logit_bias"), (SamplingParams(stop_token_ids=[512]), "stop_token_ids"),
-    (SamplingParams(allowed_token_ids=[-1]), "allowed_token_ids"), ({"temperature": 0}, "sampling_params"), (SamplingParams(n=0), "n")])
+    (SamplingParams(allowed_token_ids=[-1]), "allowed_token_ids"),
+    ({"temperature": 0}, "sampling_params"), (SamplingParams(n=0), "n")])
 def test_parameters_that_are_refused(params: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         make().request("r", "a", params)

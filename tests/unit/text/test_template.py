@@ -19,7 +19,7 @@ SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 WEATHER = {"type": "function", "function": {
     "name": "get_weather", "description": "Current weather in a \"place\" <now>", "parameters": {
-        "type": "object", "properties": {"city": {"type": "string", "description": "A city, as Zürich"}}, "required": ["city"]}}}
+        "type": "object", "required": ["city"], "properties": {"city": {"type": "string", "description": "A city"}}}}}
 
 REASONS = {
     "MiroThinker.jinja": "'tool' is undefined",
@@ -88,16 +88,19 @@ def test_lists_of_text_parts_are_text(path: Path) -> None:
 
 def test_the_parts_of_a_content_are_joined_by_lines_where_a_string_is_wanted() -> None:
     template = ChatTemplate({"default": "{{ messages[0].content + '!' }}"}, {})
-    assert template.render([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}]) == "a\nb!"
+    assert template.render([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}]
+                           ) == "a\nb!"
 
 
 def test_a_template_that_wants_parts_gets_parts() -> None:
     template = ChatTemplate({"default": "{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}"}, {})
     assert template.render([{"role": "user", "content": "a"}]) == "[a]"
-    assert template.render([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]) == "[a][b]"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert template.render([{"role": "user", "content": parts}]) == "[a][b]"
 
 
-CHATML = ("{{ bos_token }}{% for message in messages %}\n    {%- if loop.index0 > 99 %}{% break %}{% endif %}\n<|{{ message.role }}|>"
+CHATML = ("{{ bos_token }}{% for message in messages %}\n    {%- if loop.index0 > 99 %}{% break %}{% endif %}\n"
+          "<|{{ message.role }}|>"
           "{% generation %}{{ message.content }}{% endgeneration %}{{ eos_token }}\n{% endfor %}\n"
           "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 
@@ -108,13 +111,15 @@ def test_extensions_variables_and_prompts() -> None:
     assert template.render(hello) == "<s><|user|>hi</s>\n<|assistant|>Well</s>\n<|assistant|>"
     assert template.render(hello, add_generation_prompt=False) == "<s><|user|>hi</s>\n<|assistant|>Well</s>\n"
     assert template.render(hello, bos_token="") == "<|user|>hi</s>\n<|assistant|>Well</s>\n<|assistant|>"
-    assert template.render(hello, add_generation_prompt=False, continue_final_message=True) == "<s><|user|>hi</s>\n<|assistant|>Well"
+    told = template.render(hello, add_generation_prompt=False, continue_final_message=True)
+    assert told == "<s><|user|>hi</s>\n<|assistant|>Well"
     now = ChatTemplate({"default": "{{ strftime_now('%Y') | int > 2000 }} {{ {'ü': '<&>'} | tojson }} {{ mood }}"}, {})
     assert now.render(hello, mood=["x"]) == 'True {"ü": "<&>"} [\'x\']'
 
 
 @pytest.mark.parametrize(("source", "expected"), [
-    ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "[a][b "), ("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}", "[a][b"),
+    ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "[a][b "),
+    ("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}", "[a][b"),
     ("{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}", "[a][b ")])
 def test_continuing_the_final_message(source: str, expected: str) -> None:
     template = ChatTemplate({"default": source}, {})
@@ -141,7 +146,8 @@ def model(folder: Path, **config: Any) -> Path:
 def test_where_templates_are_found(tmp_path: Path) -> None:
     user = [{"role": "user", "content": "hi"}]
     assert ChatTemplate.load(model(tmp_path, chat_template="config {{ bos_token }}")).render(user) == "config <s>"
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}, {"name": "rag", "template": "rag"}]
+    sources = {"default": "plain", "tool_use": "tools", "rag": "rag"}
+    named = [{"name": name, "template": source} for name, source in sources.items()]
     template = ChatTemplate.load(model(tmp_path, chat_template=named))
     assert template.names == ["default", "tool_use", "rag"]
     assert template.render(user) == "plain"
@@ -188,7 +194,8 @@ def test_broken_templates_name_the_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("source", "said"), [
-    ("{{ raise_exception('Roles must alternate') }}", "Roles must alternate"), ("{{ functions.first }}", "'functions' is undefined"),
+    ("{{ raise_exception('Roles must alternate') }}", "Roles must alternate"),
+    ("{{ functions.first }}", "'functions' is undefined"),
     ("{{ 1 / 0 }}", "ZeroDivisionError"), ("{{ messages.clear() }}", "SecurityError"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError")])
 def test_a_template_that_fails_is_the_requests_failure(source: str, said: str) -> None:
@@ -199,7 +206,8 @@ def test_a_template_that_fails_is_the_requests_failure(source: str, said: str) -
 
 def test_a_template_cannot_change_what_it_is_given() -> None:
     tools, messages = [{"list": [1]}], [{"role": "user", "content": "hi"}]
-    template = ChatTemplate({"default": "{% set _ = tools[0].list.append(2) %}{% set _ = messages.append(3) %}{{ tools[0].list }}"}, {})
+    source = "{% set _ = tools[0].list.append(2) %}{% set _ = messages.append(3) %}{{ tools[0].list }}"
+    template = ChatTemplate({"default": source}, {})
     assert template.render(messages, tools) == "[1, 2]"
     assert (tools, messages) == ([{"list": [1]}], [{"role": "user", "content": "hi"}])
 
@@ -216,9 +224,11 @@ def test_a_template_sees_plain_data_only() -> None:
 
 
 @pytest.mark.parametrize(("messages", "said"), [
-    ("hi", "must be a list"), ([], "is empty"), (["hi"], r"messages\[0\] must be an object"), ([{"content": "hi"}], "needs a role"),
+    ("hi", "must be a list"), ([], "is empty"), (["hi"], r"messages\[0\] must be an object"),
+    ([{"content": "hi"}], "needs a role"),
     ([{"role": "user", "content": 3}], "string or a list of parts"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], r"content\[0\] is of type 'image_url'.*text only"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+     r"content\[0\] is of type 'image_url'.*text only"),
     ([{"role": "user", "content": [{"type": "text"}]}], "without text"),
     ([{"role": "user", "content": [{"type": "hologram", "text": "x"}]}], "'hologram'"),
     ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "each of tool_calls"),
@@ -233,7 +243,8 @@ def test_messages_are_brought_into_the_templates_shape() -> None:
     show = ChatTemplate({"default": "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"}, {})
     call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
     told = [json.loads(line) for line in show.render([
-        {"role": "developer", "content": "x", "name": None}, {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": None},
+        {"role": "developer", "content": "x", "name": None},
+        {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": None},
         {"role": "assistant", "tool_calls": [call]}]).splitlines()]
     assert told[0] == {"role": "system", "content": "x"}
     assert told[1] == {"role": "assistant", "reasoning": "hm", "thinking": "hm", "reasoning_content": "hm"}
@@ -242,7 +253,8 @@ def test_messages_are_brought_into_the_templates_shape() -> None:
                                     "{% endfor %}"}, {})
     assert text.render([{"role": "assistant", "tool_calls": [call]}]) == 'assistant{"a": 1}'
     spoilt = {"function": {"name": "f", "arguments": '{"a": '}}
-    assert '\'{"a": \'' in ChatTemplate({"default": "{{ messages }}"}, {}).render([{"role": "assistant", "tool_calls": [spoilt]}])
+    whole = ChatTemplate({"default": "{{ messages }}"}, {})
+    assert '\'{"a": \'' in whole.render([{"role": "assistant", "tool_calls": [spoilt]}])
 
 
 def test_developer_is_kept_where_the_template_knows_it() -> None:

@@ -36,14 +36,16 @@ def test_encodes_as_transformers(name: str) -> None:
     assert set(theirs.all_special_ids) <= ours.special_ids
 
 
+HOW = {"normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("models/stories260k", {"add_bos_token": False, "add_prefix_space": True}),
     ("models/stories260k", {"add_bos_token": True, "add_eos_token": True}),
     ("models/stories260k", {"add_eos_token": True, "eos_token": {"__type": "AddedToken", "content": "</s>", "special": True}}),
     ("models/stories260k", {"pad_token": "<|new pad|>", "additional_special_tokens": ["<|a|>", "<|b|>"]}),
     ("models/stories260k", {"added_tokens_decoder": {
-        "512": {"content": "<tool>", "special": False, "normalized": False, "lstrip": False, "rstrip": True, "single_word": False},
-        "513": {"content": "<|x|>", "special": True, "normalized": False, "lstrip": True, "rstrip": False, "single_word": False}}}),
+        "512": {"content": "<tool>", "special": False, **HOW, "rstrip": True},
+        "513": {"content": "<|x|>", "special": True, **HOW, "lstrip": True}}}),
 ]
 
 
@@ -158,7 +160,8 @@ def test_corrupt_files_are_named(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(whole[:1000])
     with pytest.raises(ModelError, match=r"tokenizer.json is not a usable tokenizer.*Download it again"):
         Tokenizer.load(folder)
-    (folder / "tokenizer.json").write_text(json.dumps(json.loads(whole) | {"decoder": {"type": "BPEDecoder", "suffix": "</w>"}}))
+    other_decoder = json.loads(whole) | {"decoder": {"type": "BPEDecoder", "suffix": "</w>"}}
+    (folder / "tokenizer.json").write_text(json.dumps(other_decoder))
     with pytest.raises(ModelError, match="decodes by BPEDecoder"):
         Tokenizer.load(folder)
     (folder / "tokenizer.json").write_text(whole)
