@@ -25,7 +25,7 @@ STORIES = MODELS / "stories260k"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(need(STORIES), "--max-body-bytes", "100000") as server:
+    with served(need(STORIES), "--max-body-bytes", "100000", "--trust-request-chat-template") as server:
         yield server
 
 
@@ -144,6 +144,20 @@ def test_browsers_of_other_origins() -> None:
 
         assert preflight("http://good.example").headers["access-control-allow-origin"] == "http://good.example"
         assert "access-control-allow-origin" not in preflight("http://evil.example").headers
+
+
+def test_templates_of_requests(server: Served) -> None:
+    """A model without a template; one that the request brings, if the server trusts its clients; one that refuses or breaks."""
+
+    def chat(**more: Any) -> httpx.Response:
+        return server.post("/v1/chat/completions", messages=[{"role": "user", "content": "Once"}], max_tokens=2, **more)
+
+    assert chat().status_code == 400 and error_of(chat())["code"] == "no_chat_template"
+    assert chat(chat_template="{{ messages[0].content }} upon").json()["usage"]["completion_tokens"] == 2
+    for template, words in (("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{% if %}", "line 1"),
+                            ("{{ messages[7].content.a }}", "no element 7"), ("{{ 1 / 0 }}", "ZeroDivisionError")):
+        refused = chat(chat_template=template)
+        assert refused.status_code == 400 and words in error_of(refused)["message"], refused.text
 
 
 # -- how it starts and ends

@@ -41,10 +41,7 @@ async def started(engine: str | None = None, **options: Any) -> AsyncIterator[As
 
 
 async def last_of(llm: AsyncLLM, prompt: Any, params: SamplingParams, name: str | None = None) -> Any:
-    output = None
-    async for output in llm.generate(prompt, params, name):
-        pass
-    return output
+    return [output async for output in llm.generate(prompt, params, name)][-1]
 
 
 async def settled(llm: AsyncLLM) -> None:

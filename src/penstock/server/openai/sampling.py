@@ -45,5 +45,5 @@ def check_something_is_left(request: Request) -> None:
     if params.min_tokens > 0:
         left -= {*request.eos_ids, *(params.stop_token_ids or ())}
     if not left:
-        raise RequestError("allowed_token_ids has only tokens that bad_words, or min_tokens (no token may end the output before "
-                           "that), forbid; add another", param="allowed_token_ids", code="invalid_value")
+        raise RequestError("allowed_token_ids has only tokens that bad_words, or min_tokens (no token may end the output "
+                           "before that), forbid; add another", param="allowed_token_ids", code="invalid_value")
