@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,24 @@ def test_an_interrupt_leaves_the_engine_clean(llm: LLM, monkeypatch: pytest.Monk
     assert llm.generate(START, GREEDY, use_tqdm=False)[0].outputs[0].text.startswith(", there was")
 
 
+def test_ctrl_c_waits_for_the_turn(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, turns = llm.engine.turn, [0]
+
+    def pressed() -> list[Update]:
+        turns[0] += 1
+        if turns[0] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return turn()
+
+    monkeypatch.setattr(llm.engine, "turn", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([START] * 30, GREEDY.replace(max_tokens=200), use_tqdm=False)
+    monkeypatch.undo()
+    assert turns[0] < 20
+    assert clean(llm)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% if not loop.last %} {% endif %}{% endfor %}"
 
 
@@ -169,6 +189,8 @@ def test_chat() -> None:
         assert other[0].prompt_token_ids == alone[0].prompt_token_ids
         continued = llm.chat(messages, GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
         assert continued[0].prompt_token_ids == alone[0].prompt_token_ids
+        with pytest.raises(RequestError, match="may not set messages"):
+            llm.chat(messages, GREEDY, use_tqdm=False, chat_template_kwargs={"messages": []})
         with pytest.raises(RequestError, match="conversation 1 of 2: messages is empty"):
             llm.chat([messages, []], GREEDY, use_tqdm=False)
 

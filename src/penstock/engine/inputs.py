@@ -16,6 +16,7 @@ from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, Request
 from penstock.core.sampling import SamplingParams
 from penstock.text import ChatTemplate, Tokenizer
+from penstock.text.template import check_variables
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the objects may have a cache_salt."""
@@ -45,13 +46,16 @@ class Inputs:
         """SamplingParams with the model's own defaults."""
         return SamplingParams(**self.defaults)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **how: Any) -> str:
-        """A conversation as a prompt's text, as `ChatTemplate.render`; to be encoded without special tokens added."""
+    def render(self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None,
+               chat_template_kwargs: Mapping[str, Any] | None = None, **how: Any) -> str:
+        """A conversation as a prompt's text, to be encoded without special tokens added. `how` is `ChatTemplate.render`'s."""
         if self.template is None:
             raise RequestError("there is no tokenizer (skip_tokenizer_init), so no chat template; send token ids",
                                param="messages", code="no_tokenizer")
         template = self.template if chat_template is None else self.template.using(chat_template)
-        return template.render(messages, **how)
+        variables = chat_template_kwargs or {}
+        check_variables(variables)
+        return template.render(messages, **how, **variables)
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True,
                 priority: int = 0, salt: str = "", keep_last: int | None = None) -> Request:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -125,7 +127,8 @@ class LLM:
             with _naming(place, len(conversations), "conversation"):
                 texts.append(self.inputs.render(
                     conversation, chat_template=chat_template, tools=tools, add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message, documents=documents, **(chat_template_kwargs or {})))
+                    continue_final_message=continue_final_message, documents=documents,
+                    chat_template_kwargs=chat_template_kwargs))
         # A template writes the special tokens itself.
         return self._run(texts, texts, sampling_params, use_tqdm, None, False)
 
@@ -161,15 +164,17 @@ class LLM:
         """Runs `requests` to their ends. If anything goes wrong, Ctrl-C included, the engine is left without them."""
         waiting, engine = deque(requests), self.engine
         try:
-            while waiting or len(self._outputs):
-                self._submit(waiting)
-                for delta in self._outputs.push(engine.turn()):
-                    output = results[delta.request_id]
-                    output.add(delta)
-                    meter.count(len(delta.token_ids), output)
-                aborts = self._outputs.take_aborts()
-                if aborts:
-                    engine.abort(aborts)
+            with _interrupts_between_turns() as interrupt:
+                while waiting or len(self._outputs):
+                    self._submit(waiting)
+                    for delta in self._outputs.push(engine.turn()):
+                        output = results[delta.request_id]
+                        output.add(delta)
+                        meter.count(len(delta.token_ids), output)
+                    aborts = self._outputs.take_aborts()
+                    if aborts:
+                        engine.abort(aborts)
+                    interrupt()
             self._drain()
         except BaseException:
             for request in requests:
@@ -207,15 +212,42 @@ class _Meter:
 
     def count(self, tokens: int, output: RequestOutput) -> None:
         self._written += tokens
-        if not output.finished:
-            return
-        self._read += len(output.prompt_token_ids)
-        self._bar.update()
+        if output.finished:
+            self._read += len(output.prompt_token_ids)
+            self._bar.update()
         now = time.perf_counter()
         if now - self._shown > 0.2 or self._bar.n == self._bar.total:
             self._shown, seconds = now, now - self._start
             rates = f"in {self._read / seconds:.0f}, out {self._written / seconds:.0f} tokens/s"
-            self._bar.set_postfix_str(rates, refresh=False)
+            self._bar.set_postfix_str(rates)
+
+
+@contextmanager
+def _interrupts_between_turns() -> Iterator[Callable[[], None]]:
+    """Inside, Ctrl-C does not break into a turn of the engine; the function that this gives raises it. Twice raises at once.
+
+    Only where Python's own handler would act: in the main thread, with nobody else's handler in place.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler is not signal.default_int_handler:
+        yield lambda: None
+        return
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @contextmanager

@@ -28,7 +28,8 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 _MARK = "<<the final message ends here>> "
 """Put behind a message that is to be continued. Its last space shows whether the template trims its messages."""
 
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"})
+_RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+                       "chat_template"})
 
 
 class _Refusal(jinja2.TemplateError):
@@ -98,7 +99,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
         """`sources` by name; `special_tokens` are variables of every one. jinja2.TemplateSyntaxError if one is not Jinja."""
         self.sources = dict(sources)
-        self._compiled = {name: _Compiled(source) for name, source in sources.items()}
+        self._compiled = {name: _compiled(source) for name, source in sources.items()}
         self._variables = dict(special_tokens)
 
     @classmethod
@@ -161,10 +162,7 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message and add_generation_prompt exclude each other; set one of them to false",
                                param="continue_final_message", code="invalid_value")
-        reserved = sorted(_RESERVED & variables.keys())
-        if reserved:
-            raise RequestError(f"chat_template_kwargs may not set {', '.join(reserved)}; these are fields of the request",
-                               param="chat_template_kwargs", code="invalid_value")
+        check_variables(variables)
         checked = chat.check(messages)
         shaped = chat.shape(checked, compiled.shape)
         if continue_final_message:
@@ -200,6 +198,14 @@ class ChatTemplate:
         except Exception as error:  # a template is a program; whatever it does is this request's failure
             raise RequestError(f"the chat template fails on these messages: {type(error).__name__}: {error}", param="messages",
                                code="template_error") from None
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """RequestError if a template's variables would hide something that `render` itself gives it."""
+    reserved = sorted(_RESERVED & variables.keys())
+    if reserved:
+        raise RequestError(f"chat_template_kwargs may not set {', '.join(reserved)}; these are fields of the request",
+                           param="chat_template_kwargs", code="invalid_value")
 
 
 class _Compiled:
@@ -255,6 +261,12 @@ def _plain(value: Any, where: str) -> Any:
     raise RequestError(f"{where} holds an object of type {type(value).__name__}; possible are strings, numbers, true, false, "
                        "null, lists and objects", param=where if where in _RESERVED else "chat_template_kwargs",
                        code="invalid_value")
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(source: str) -> _Compiled:
+    """Requests may bring templates of their own, and bring the same one often."""
+    return _Compiled(source)
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:

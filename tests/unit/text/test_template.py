@@ -268,7 +268,8 @@ def test_whole_folders_as_apply_chat_template(name: str) -> None:
     folder = real.folder(name)
     ours, theirs = ChatTemplate.load(folder), transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     messages = conversation('{"city": "Zürich"}')
-    expected = theirs.apply_chat_template(conversation({"city": "Zürich"}), tools=[WEATHER], add_generation_prompt=True, tokenize=False)
+    expected = theirs.apply_chat_template(conversation({"city": "Zürich"}), tools=[WEATHER], add_generation_prompt=True,
+                                          tokenize=False)
     assert ours.render(messages, [WEATHER]) == expected
     ids = theirs.apply_chat_template(conversation({"city": "Zürich"}), add_generation_prompt=True, return_dict=False)
     assert real.load(name).encode(ours.render(messages), add_special_tokens=False) == list(ids)
