@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -104,6 +105,17 @@ def test_a_client_that_leaves_is_noticed(fake: Served, stream: bool) -> None:
         assert time.monotonic() - began < 0.25
         time.sleep(0.005)
     assert fake.settle()["vllm:request_success_total{abort}"] == before + 1
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_request(fake: Served) -> None:
+    host, port = fake.url.removeprefix("http://").split(":")
+    line = b"POST /v1/completions HTTP/1.1\r\n"
+    for head in (b"", line[:20], line + b"Host: a\r\nContent-Length: 900\r\n\r\n{\"pro"):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head)
+            time.sleep(0.05)
+    assert fake.complete(prompt=[1], max_tokens=2)
+    assert "Traceback" not in fake.log and "nobody foresaw" not in fake.log
 
 
 # -- requests that fail

@@ -50,11 +50,11 @@ COMMON: dict[str, list[Any]] = {
     "frequency_penalty": [-2.1, 2.1, "1", {}],
     "repetition_penalty": [0, -1, "1"],
     "seed": [1.5, "7", 2**63, -(2**63) - 1, []],
-    "stop": [1, "", [""], ["a", 1], {}],
+    "stop": [1, "", [""], ["a", 1], {}, ["a"] * 65, "a" * 1001],
     "stop_token_ids": [1, "a", [-1], [1.5], ["a"], [10**6]],
     "logit_bias": [[], "a", {"a": 1}, {"1": "b"}, {"1": 101}, {"1": -101}, {"9999999": 1}, {"-1": 1}],
     "allowed_token_ids": [[], "a", [-1], [10**6]],
-    "bad_words": ["a", [""], [1]],
+    "bad_words": ["a", [""], [1], ["a"] * 1001],
     "min_tokens": [-1, 1.5, "3", 1000],
     "ignore_eos": FLAG,
     "skip_special_tokens": FLAG,
@@ -75,7 +75,7 @@ COMMON: dict[str, list[Any]] = {
 
 OF_COMPLETIONS: dict[str, list[Any]] = {
     "prompt": [None, 1, True, {}, [], [[]], ["a", 1], [[1], "a"], [1, [2]], [-1], [10**6], [1.5], [None], [[["a"]]], [1] * 65,
-               "\ud800"],
+               ["a"] * 2049, "\ud800"],
     "max_tokens": [-1, 0, 1.5, "5", [], 10**9, 100, True],
     "echo": FLAG,
     "logprobs": [-1, 21, "5", 1.5, True],

@@ -7,6 +7,7 @@ thread. The parent knows requests and updates, no text; `async_llm` turns them i
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import os
 import shutil
@@ -205,6 +206,9 @@ def main() -> None:
     status = 0
     try:
         engine = _load(start, send)
+        # What start-up has made stays; the collector need not look at it again between steps.
+        gc.collect()
+        gc.freeze()
         try:
             Loop(engine, inbox, send).run()
         finally:

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 import penstock
@@ -15,7 +16,7 @@ from penstock.core.errors import EngineDeadError, RequestError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.observe.log import LOG
 from penstock.server.admin import Admin
-from penstock.server.errors import on_http_exception, on_request_error
+from penstock.server.errors import on_client_gone, on_http_exception, on_request_error
 from penstock.server.gate import Gate
 from penstock.server.openai.chat import Chat
 from penstock.server.openai.completions import Completions
@@ -34,6 +35,7 @@ class Application:
                            redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
         self._add_routes(self.app)
         self.app.add_exception_handler(HTTPException, on_http_exception)
+        self.app.add_exception_handler(ClientDisconnect, on_client_gone)
         self.app.add_exception_handler(RequestError, on_request_error)
         self.app.add_exception_handler(EngineDeadError, on_request_error)
         self.app.add_exception_handler(Exception, on_request_error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from penstock.core.errors import RequestError
 from penstock.server.errors import explain, unsupported
@@ -60,6 +60,3 @@ class BodyReader:
     def _too_large(self, size: str) -> RequestError:
         return RequestError(f"the body has {size}, at most {self.limit:,} bytes are possible (--max-body-bytes)",
                             code="request_too_large", status=413)
-
-
-__all__ = ["BodyReader", "ClientDisconnect"]

@@ -22,6 +22,9 @@ TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permis
          429: "rate_limit_error", 503: "service_unavailable_error"}
 """OpenAI's error types by HTTP status."""
 
+CLIENT_GONE = 499
+"""The status of an answer that nobody will read, as nginx has it."""
+
 RETRY_SECONDS = 1
 """What a refused client is told to wait for."""
 
@@ -81,6 +84,11 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 async def on_request_error(request: Request, error: Exception) -> Response:
     """Starlette's handler for what a route raises: refusals, the engine's death, and what nobody foresaw."""
     return error_response(as_request_error(error))
+
+
+async def on_client_gone(request: Request, error: Exception) -> Response:
+    """Starlette's handler for a client that left before its request was complete. Nobody reads the answer."""
+    return Response(status_code=CLIENT_GONE)
 
 
 # -- what a decoder says

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -88,6 +89,9 @@ class ServerRun:
             return 0
         starting.result()
         assert self.llm.info is not None
+        # What start-up has made stays; the collector need not look at it again while requests run.
+        gc.collect()
+        gc.freeze()
         if self.on_ready:
             self.on_ready(self.llm.info, url)
         await stopping

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import time
+from collections.abc import Sequence
 
 from penstock.config.schema import ServerOptions
 from penstock.core.errors import RequestError
@@ -53,15 +53,21 @@ class State:
                                code="model_not_found", status=404)
         return model
 
-    async def prepare(self, prompt: str | list[int], params: SamplingParams, body: GenerationFields, *,
-                      add_special_tokens: bool) -> Request:
-        """A checked engine request under a name of its own; two HTTP requests may carry the same request_id."""
+    async def prepare(self, prompts: Sequence[str | list[int]], params: SamplingParams, body: GenerationFields, *,
+                      add_special_tokens: bool) -> list[Request]:
+        """Checked engine requests, each under a name of its own: two HTTP requests may carry the same request_id."""
         llm = self.llm
-        work = functools.partial(llm.inputs.request, llm.new_id(), prompt, params, add_special_tokens=add_special_tokens,
-                                 priority=body.priority or 0, salt=body.cache_salt or "", keep_last=body.truncate_prompt_tokens)
-        request: Request = await llm.off_loop(len(prompt) if isinstance(prompt, str) else 0, work)
-        check_something_is_left(request)
-        return request
+
+        def work() -> list[Request]:
+            return [llm.inputs.request(llm.new_id(), prompt, params, add_special_tokens=add_special_tokens,
+                                       priority=body.priority or 0, salt=body.cache_salt or "",
+                                       keep_last=body.truncate_prompt_tokens) for prompt in prompts]
+
+        # An id costs far less than a character, a request about as much as a hundred characters.
+        size = sum(100 + (len(prompt) if isinstance(prompt, str) else len(prompt) // 10) for prompt in prompts)
+        requests: list[Request] = await llm.off_loop(size, work)
+        check_something_is_left(requests[0])
+        return requests
 
     def text_of(self, prompt: str | list[int]) -> str:
         """A prompt as text, for echo. RequestError if it is ids and there is no tokenizer."""

@@ -21,6 +21,9 @@ from penstock.server.openai.sampling import check_stream, sampling_params
 from penstock.server.state import State
 from penstock.text import Tokenizer
 
+MAX_PROMPTS = 2048
+"""Prompts in one request, as many as OpenAI takes."""
+
 
 class Choice(msgspec.Struct):
     index: int
@@ -153,8 +156,7 @@ class Completions:
                                  body.logprobs)
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
             params = params.replace(prompt_logprobs=body.logprobs)
-        requests = [await state.prepare(prompt, params, body, add_special_tokens=body.add_special_tokens is not False)
-                    for prompt in prompts]
+        requests = await state.prepare(prompts, params, body, add_special_tokens=body.add_special_tokens is not False)
         texts = [state.text_of(prompt) for prompt in prompts] if body.echo else []
         answer = CompletionAnswer(f"cmpl-{body.request_id or http.scope['request_id']}", model, requests, texts, body,
                                   Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)), state.llm.tokenizer)
@@ -182,5 +184,8 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     if len(kinds) != 1:
         what = "an empty list" if not prompt else "a mixture of texts, ids and lists"
         raise RequestError(f"prompt is {what}; possible are a text, a list of texts, a list of token ids, a list of such lists",
+                           param="prompt", code="invalid_value")
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"prompt is a list of {len(prompt)}; at most {MAX_PROMPTS} prompts are possible in one request",
                            param="prompt", code="invalid_value")
     return list(prompt)

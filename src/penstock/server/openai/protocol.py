@@ -20,7 +20,8 @@ TokenId = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Top = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Word = Annotated[str, Meta(min_length=1)]
+Word = Annotated[str, Meta(min_length=1, max_length=1000)]
+"""A stop string or a bad word. Their lengths and numbers are limited, as each is looked for in every token's text."""
 OnlyFalse = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]
 OnlyTrue = Annotated[bool, Meta(extra_json_schema={"enum": [True]})]
 
@@ -88,14 +89,14 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     seed: Seed | None = None
-    stop: Word | list[Word] | None = None
+    stop: Word | Annotated[list[Word], Meta(max_length=64)] | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Natural | None = None
     logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
-    bad_words: list[Word] | None = None
+    bad_words: Annotated[list[Word], Meta(max_length=1000)] | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Top | None = None
     add_special_tokens: bool | None = None

@@ -17,12 +17,9 @@ from starlette.types import Receive, Scope, Send
 from penstock.core.errors import EngineDeadError, RequestError
 from penstock.engine.async_llm import Stream
 from penstock.engine.outputs import Delta
-from penstock.server.errors import as_request_error, error_body
+from penstock.server.errors import CLIENT_GONE, as_request_error, error_body
 
 encode = msgspec.json.Encoder().encode
-
-CLIENT_GONE = 499
-"""The status of an answer that nobody will read, as nginx has it."""
 
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
