@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -259,7 +259,7 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int
     """Prompt tokens that were not computed because the cache had them."""
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None = field(default=None, repr=False)
 
     @classmethod
     def empty(cls, request: Request, prompt: str | None = None, tokenizer: Tokenizer | None = None) -> RequestOutput:

@@ -37,14 +37,17 @@ class Detokenizer(Protocol):
 class Pieces(dict[int, Piece], Generic[Piece]):
     """What each token stands for, worked out when it is first met."""
 
-    def __init__(self, piece_of: Callable[[int], Piece], empty: Piece, hidden: frozenset[int] = frozenset()) -> None:
-        """`hidden` tokens (special ones that are to be skipped) stand for `empty`."""
+    def __init__(self, piece_of: Callable[[int], Piece], size: int, empty: Piece, hidden: frozenset[int]) -> None:
+        """`piece_of` knows ids from 0 to `size` - 1. `hidden` tokens (special ones to be skipped) stand for `empty`."""
         super().__init__()
         self._piece_of = piece_of
+        self._size = size
         self._empty = empty
         self._hidden = hidden
 
     def __missing__(self, token: int) -> Piece:
+        if not 0 <= token < self._size:
+            return self._empty
         piece = self._empty if token in self._hidden else self._piece_of(token)
         self[token] = piece
         return piece

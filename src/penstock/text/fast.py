@@ -78,8 +78,8 @@ class FastVocabulary:
 
     def detokenizer(self, skip_special_tokens: bool, after: Sequence[int]) -> Detokenizer:
         if skip_special_tokens not in self._tables:
-            self._tables[skip_special_tokens] = self._spelling.table(
-                self._core, self.special_ids if skip_special_tokens else frozenset())
+            hidden = self.special_ids if skip_special_tokens else frozenset()
+            self._tables[skip_special_tokens] = self._spelling.table(self._core, self.size, hidden)
         return self._spelling.detokenizer(self._tables[skip_special_tokens], after)
 
 
@@ -93,12 +93,12 @@ class _Bytes:
             # An added token need not be spelled so; then it is its own text.
             return name.encode()
 
-    def table(self, core: tokenizers.Tokenizer, hidden: frozenset[int]) -> Pieces[bytes]:
+    def table(self, core: tokenizers.Tokenizer, size: int, hidden: frozenset[int]) -> Pieces[bytes]:
         def piece_of(token: int) -> bytes:
             name = core.id_to_token(token)
             return b"" if name is None else self.piece(name)
 
-        return Pieces(piece_of, b"", hidden)
+        return Pieces(piece_of, size, b"", hidden)
 
     def detokenizer(self, table: Pieces[bytes], after: Sequence[int]) -> Detokenizer:
         return ByteLevel(table, after)
@@ -118,12 +118,12 @@ class _Text:
         byte = _BYTE_TOKEN.fullmatch(name) if self._fallback else None
         return int(byte[1], 16) if byte else name
 
-    def table(self, core: tokenizers.Tokenizer, hidden: frozenset[int]) -> Pieces[str | int]:
+    def table(self, core: tokenizers.Tokenizer, size: int, hidden: frozenset[int]) -> Pieces[str | int]:
         def piece_of(token: int) -> str | int:
             name = core.id_to_token(token)
             return "" if name is None else self.piece(name)
 
-        return Pieces(piece_of, "", hidden)
+        return Pieces(piece_of, size, "", hidden)
 
     def detokenizer(self, table: Pieces[str | int], after: Sequence[int]) -> Detokenizer:
         return ByteFallback(table, WholeRun(), self._leading, True, after)

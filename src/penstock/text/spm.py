@@ -75,7 +75,7 @@ class SentencePieceVocabulary:
     def detokenizer(self, skip_special_tokens: bool, after: Sequence[int]) -> Detokenizer:
         if skip_special_tokens not in self._tables:
             hidden = self.special_ids if skip_special_tokens else frozenset()
-            self._tables[skip_special_tokens] = Pieces(self._piece, "", hidden)
+            self._tables[skip_special_tokens] = Pieces(self._piece, self.size, "", hidden)
         return ByteFallback(self._tables[skip_special_tokens], EachCharacter(), self._leading, False, after)
 
     def markers(self) -> dict[str, str]:

@@ -112,16 +112,16 @@ class Tokenizer:
 
     def token_name(self, token: int) -> str | None:
         """A token's name in the vocabulary, in the vocabulary's own spelling of bytes and spaces."""
-        return self._vocabulary.name_of(token)
+        return self._vocabulary.name_of(token) if 0 <= token < self.vocab_size else None
 
     def token_bytes(self, token: int) -> bytes:
         """What the token alone stands for. Joined over a text without special tokens these are the text's bytes, but for the
         space that some vocabularies add in front."""
-        return self._vocabulary.bytes_of(token)
+        return self._vocabulary.bytes_of(token) if 0 <= token < self.vocab_size else b""
 
     def token_text(self, token: int) -> str:
         """`token_bytes` as text; a part of a character is shown as U+FFFD."""
-        return self._vocabulary.bytes_of(token).decode("utf-8", "replace")
+        return self.token_bytes(token).decode("utf-8", "replace")
 
     def _role(self, role: str) -> int | None:
         name = self.special_tokens.get(role)

@@ -67,6 +67,15 @@ def test_texts_come_back_one_character_at_a_time_and_never_broken(name: str) -> 
         assert "".join(parts) + detokenizer.flush() == real.library(name).decode(ids)
 
 
+def test_ids_outside_the_vocabulary_have_no_text() -> None:
+    for name in ("models/stories260k", "tokenizers/gpt2", "tokenizers/llama2.model"):
+        tokenizer = real.load(name)
+        outside = [-1, tokenizer.vocab_size, 2**31, 2**40]
+        assert tokenizer.decode(outside) == tokenizer.decode(outside, skip_special_tokens=False) == ""
+        assert [tokenizer.token_text(token) for token in outside] == [""] * 4
+        assert [tokenizer.token_name(token) for token in outside] == [None] * 4
+
+
 def test_a_flushed_stream_starts_anew() -> None:
     detokenizer = real.load("models/stories260k").detokenizer()
     once = [403, 407]
