@@ -138,6 +138,7 @@ class LoopThread:
         """`async with` from the main thread. Both ends run in one task, as managers with task-bound scopes need."""
         ready: Future[T] = Future()
         leave = asyncio.Event()
+        ended = threading.Event()
 
         async def hold() -> None:
             try:
@@ -148,6 +149,8 @@ class LoopThread:
                 if ready.done():
                     raise
                 ready.set_exception(error if isinstance(error, Exception) else PenstockError("starting was interrupted"))
+            finally:
+                ended.set()
 
         held = self.submit(hold())
         try:
@@ -158,5 +161,6 @@ class LoopThread:
             raise
         finally:
             self._loop.call_soon_threadsafe(leave.set)
+            ended.wait()  # a cancelled future is done at once, the task behind it only after its cleanup
             with contextlib.suppress(CancelledError):
                 held.result()

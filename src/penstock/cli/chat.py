@@ -1,5 +1,4 @@
 """Talk to a model in the terminal. MODEL is loaded here; --url talks to a running server instead.
-
 Ctrl-C stops the answer, not the program. Commands begin with a slash; /help lists them.
 """
 

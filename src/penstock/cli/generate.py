@@ -1,5 +1,4 @@
 """Answer a file of requests: IN.jsonl in OpenAI's batch format, answers into OUT.jsonl as they are ready.
-
 Interrupt it at any moment and run it again: lines that OUT has an answer for are not asked again. MODEL is loaded here;
 --url asks a running server instead.
 """
@@ -51,7 +50,11 @@ def run(args: argparse.Namespace) -> int:
         done = Done.read(args.output)
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
-    failed = asyncio.run(_generate(args, done, total))
+    try:
+        failed = asyncio.run(_generate(args, done, total))
+    except KeyboardInterrupt:
+        print("penstock: interrupted; what is answered is kept, run the same command to go on", file=sys.stderr)
+        raise
     if failed:
         print(f"penstock: {failed} of {total} lines failed; their entries in {args.output} say why", file=sys.stderr)
     return 0

@@ -6,6 +6,7 @@ returns the exit code. Only the chosen one is imported, so that `penstock --help
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -40,17 +41,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"penstock: there is no command {name!r}{nearest(name, COMMANDS)}\n  see penstock --help", file=sys.stderr)
         return EXIT_USAGE
+    return _guarded(name, rest)
+
+
+def _run(name: str, words: Sequence[str]) -> int:
     module = importlib.import_module(f"penstock.cli.{name}")
-    parser = Parser(prog=f"penstock {name}", description=module.__doc__.split("\n\n")[0] if module.__doc__ else None)
+    parser = Parser(prog=f"penstock {name}", description=(module.__doc__ or "").split("\n\n")[0],
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add(parser)
-    return _guarded(module.run, parser.parse_args(rest))
+    return int(module.run(parser.parse_args(words)))
 
 
-def _guarded(run: object, args: object) -> int:
+def _guarded(name: str, words: Sequence[str]) -> int:
     """Turns the ways in which a command can end into exit codes; an error meant for the user is one line without a trace."""
-    assert callable(run)
     try:
-        return int(run(args) or 0)
+        return _run(name, words)
     except PenstockError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return EXIT_ERROR

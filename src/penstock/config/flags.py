@@ -97,6 +97,15 @@ class Parser(argparse.ArgumentParser):
         flag = name.partition("=")[0]
         return f"unknown flag {flag}{nearest(flag, self.flags())}"
 
+    def format_help(self) -> str:
+        """argparse's help, with a first line that names the arguments; the flags are listed below it anyway."""
+        if self.usage is None:
+            names = [str(action.metavar or action.dest) for action in self._actions if not action.option_strings]
+            optional = [action.nargs == "?" for action in self._actions if not action.option_strings]
+            words = [f"[{name}]" if may_lack else name for name, may_lack in zip(names, optional, strict=True)]
+            self.usage = " ".join([self.prog, *words, "[flags]"]).replace("%", "%%")
+        return super().format_help()
+
     def flags(self) -> list[str]:
         """Every flag of this parser and of its subparsers."""
         found: list[str] = []

@@ -1,5 +1,4 @@
 """Measure latency, throughput, or a running server; the result is JSON with the environment it was measured in.
-
 `latency` and `throughput` run the engine in this process, without HTTP. `serve` drives any OpenAI-compatible server by URL.
 """
 
