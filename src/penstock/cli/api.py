@@ -33,6 +33,8 @@ class Api:
 
     transport: Transport
     model: str
+    own: bool = False
+    """The engine behind it is this program's: if it dies, nobody starts another."""
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +82,7 @@ async def _loaded(options: EngineOptions, names: list[str]) -> AsyncIterator[Api
         await llm.start()
     local = Local(Application(llm, ServerOptions(served_model_name=names)).asgi)
     try:
-        yield Api(local, names[0] if names else options.model)
+        yield Api(local, names[0] if names else options.model, own=True)
     finally:
         await local.close()
         await llm.shutdown()

@@ -254,13 +254,14 @@ async def _ask(api: Api, line: Line, ask: Ask, output: _Output) -> None:
             reply = await api.transport.send("POST", ask.url, body)
             content = await reply.read()
         except ConnectionFailedError as error:
-            problem = error
+            problem, healthy = error, False
         else:
-            if reply.status not in BUSY and (reply.status < 500 or await _healthy(api)):
+            healthy = reply.status < 500 or await _healthy(api)
+            if healthy and reply.status not in BUSY:
                 _record(line, ask, reply.status, reply.headers, content, output)
                 return
             problem = PenstockError(complaint(reply.status, content))
-        if pause is None:
+        if pause is None or (api.own and not healthy):
             raise PenstockError(f"stopped at {ask.custom_id!r}: {problem}; what is answered is kept, "
                                 "run the same command to go on")
         await asyncio.sleep(pause)
