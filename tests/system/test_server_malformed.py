@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -170,6 +171,17 @@ def test_token_routes(server: Served) -> None:
         answer = server.http.post(path, json=body)
         assert answer.status_code == (404 if body.get("model") == "other" else 400), f"{path} {body}: {answer.text}"
         error_of(answer)
+
+
+def test_what_is_no_http(server: Served) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for sent in (b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00",
+                 b"POST /v1/completions HTTP/1.1\r\nA B: c\r\n\r\n",
+                 b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n"):
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(sent)
+            head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["code"] == "invalid_http", (sent, head, body)
 
 
 def test_parameters_that_leave_no_token(server: Served) -> None:

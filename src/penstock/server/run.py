@@ -15,16 +15,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.config.schema import EngineOptions, ServerOptions
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.process import ENGINE
 from penstock.observe.log import LOG
 from penstock.server.app import Application
-from penstock.server.errors import UnavailableError
+from penstock.server.errors import UnavailableError, error_body
 
 OnLoading = Callable[[int, int], None]
 """Told (bytes of weights loaded, of how many)."""
@@ -37,6 +39,17 @@ FAREWELL_SECONDS = 0.5
 
 ENGINE_SECONDS = 5.0
 """How long the engine is given to finish the steps in flight at the end."""
+
+
+class JsonProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP, with our error shape also for what is no HTTP at all."""
+
+    def send_400_response(self, msg: str) -> None:
+        error = RequestError(f"this is not a valid HTTP/1.1 request: {msg}", code="invalid_http")
+        body = msgspec.json.encode(error_body(error))
+        self.transport.write(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                             b"connection: close\r\n\r\n%b" % (len(body), body))
+        self.transport.close()
 
 
 class Listener(uvicorn.Server):
@@ -67,8 +80,8 @@ class ServerRun:
             loop.add_signal_handler(number, self._on_signal)
         bound = bind(self.options.host, self.options.port)
         # Listening before loading: a probe is told "loading" instead of being refused.
-        listener = Listener(uvicorn.Config(self.application.asgi, http="httptools", ws="none", lifespan="off", access_log=False,
-                                           log_config=None, server_header=False, timeout_keep_alive=30))
+        listener = Listener(uvicorn.Config(self.application.asgi, http=JsonProtocol, ws="none", lifespan="off",
+                                           access_log=False, log_config=None, server_header=False, timeout_keep_alive=30))
         serving = asyncio.create_task(listener.serve([bound]))
         try:
             return await self._serve(f"http://{_shown(self.options.host)}:{bound.getsockname()[1]}")
