@@ -61,6 +61,12 @@ def test_torch_comes_only_when_it_is_needed() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_frontend_process_needs_no_torch() -> None:
+    """Only the engine's process pays for it, in memory and in time."""
+    code = "import sys, penstock.server.run; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"version"}))
 def test_every_command_has_its_module_and_help(command: str) -> None:
     assert importlib.util.find_spec(f"penstock.cli.{command}") is not None
