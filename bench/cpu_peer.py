@@ -1,0 +1,124 @@
+"""Penstock's engine beside llama.cpp on this machine's CPU: the same shape, random weights, in alternate processes.
+
+usage: cpu_peer.py --peer-python PYTHON --peer-script SCRIPT --peer-model FILE.gguf [--rounds 2] [--dtype bfloat16]
+                   [--output FILE.jsonl]
+
+SCRIPT FILE.gguf prints a line of JSON for each of 1, 4, 8 and 16 sequences: {"batch", "prefill_tok_s", "step_ms"}, for prompts
+of 128 tokens followed by decode steps of all sequences together, on two threads. The same is measured here through Engine.turn
+(planning, sampling and bookkeeping included) on the shape llama1b of bench/shapes.py. Machines shared with others change from
+minute to minute, so the two take turns, and a ratio is that of the medians over the rounds; every figure is in the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from shapes import write
+
+from penstock.cli.bench.environment import environment
+from penstock.config.schema import EngineOptions
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.engine.engine import Engine
+
+PROMPT = 128
+STEPS = {1: 48, 4: 24, 8: 24, 16: 12}
+"""Decode steps measured for each number of sequences, as the peer's."""
+GOALS = {"decode 1": 1.1, "decode 8": 1.3, "decode 16": 1.3, "prefill": 1.2}
+
+
+def measure(model: Path, dtype: str, threads: int) -> None:
+    """This side of the comparison: prints its lines."""
+    engine = Engine(EngineOptions(model=str(model), load_format="dummy", dtype=dtype, skip_tokenizer_init=True, device="cpu",
+                                  max_model_len=512, max_num_seqs=16, max_num_batched_tokens=2048, threads=threads))
+    for batch, steps in STEPS.items():
+        params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True, seed=0)
+        for i in range(batch):
+            prompt = [300 + (i * 131 + p * 7) % 30000 for p in range(PROMPT)]
+            engine.submit(Request(f"{batch}-{i}", prompt, params))
+        begin = time.perf_counter()
+        waiting = {f"{batch}-{i}" for i in range(batch)}
+        while waiting:
+            waiting -= {update.request_id for update in engine.turn()}
+        prefill = batch * PROMPT / (time.perf_counter() - begin)
+        times: list[float] = []
+        begin = time.perf_counter()
+        while engine.busy:
+            if engine.turn():
+                times.append(time.perf_counter() - begin)
+                begin = time.perf_counter()
+        step = statistics.median(times)
+        print(json.dumps({"batch": batch, "prefill_tok_s": round(prefill, 1), "step_ms": round(step * 1e3, 1),
+                          "decode_tok_s": round(batch / step, 1), "weight_bytes": engine.info.weight_bytes,
+                          "resident_bytes": resident()}), flush=True)
+    engine.close()
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def lines(command: list[str]) -> list[dict[str, Any]]:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    ours: list[list[dict[str, Any]]] = []
+    theirs: list[list[dict[str, Any]]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = write("llama1b", Path(folder))
+        for _ in range(options.rounds):
+            theirs.append(lines([options.peer_python, options.peer_script, options.peer_model]))
+            ours.append(lines([sys.executable, __file__, "--measure", str(model), "--dtype", options.dtype,
+                               "--threads", str(options.threads)]))
+            print(json.dumps({"penstock": ours[-1], "peer": theirs[-1]}), file=sys.stderr, flush=True)
+    ratios: dict[str, float] = {}
+    for at, batch in enumerate(STEPS):
+        ratios[f"decode {batch}"] = median(theirs, at, "step_ms") / median(ours, at, "step_ms")
+    ratios["prefill"] = statistics.median([median(ours, at, "prefill_tok_s") / median(theirs, at, "prefill_tok_s")
+                                           for at in range(len(STEPS))])
+    return {"environment": environment(), "dtype": options.dtype, "peer_model": Path(options.peer_model).name,
+            "ratios": {name: round(value, 3) for name, value in ratios.items()},
+            "goals_met": {name: ratios[name] >= goal for name, goal in GOALS.items()}, "penstock": ours, "peer": theirs}
+
+
+def median(rounds: list[list[dict[str, Any]]], at: int, key: str) -> float:
+    return statistics.median(one[at][key] for one in rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--peer-python")
+    parser.add_argument("--peer-script")
+    parser.add_argument("--peer-model")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="append the record to this file")
+    parser.add_argument("--measure", type=Path, help="only this side, on a model folder")
+    options = parser.parse_args()
+    if options.measure:
+        return measure(options.measure, options.dtype, options.threads)
+    if not (options.peer_python and options.peer_script and options.peer_model):
+        parser.error("--peer-python, --peer-script and --peer-model say how to run the peer")
+    record = json.dumps(compare(options))
+    print(record)
+    if options.output:
+        with options.output.open("a") as file:
+            file.write(record + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()
