@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     stop: list[str] | str | None = None
     """Strings that end the output; the match is cut off unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
-    """Tokens that end the output. The token is part of `token_ids`; its text is shown only with `include_stop_str_in_output`."""
+    """Tokens that end the output. One is part of `token_ids`; its text is shown only with `include_stop_str_in_output`."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens."""
     max_tokens: int | None = 16
