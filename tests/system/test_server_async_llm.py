@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from penstock import AsyncLLM, SamplingParams
-from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, EngineDeadError, RequestError
 from tests.data import MODELS, need
 from tests.system.fakes import NAME as FAKE
@@ -32,7 +31,7 @@ def found_by_the_child(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @asynccontextmanager
 async def started(engine: str | None = None, **options: Any) -> AsyncIterator[AsyncLLM]:
-    llm = AsyncLLM(EngineOptions(model=str(need(MODELS / "stories260k")), **options), **({"engine": engine} if engine else {}))
+    llm = AsyncLLM(str(need(MODELS / "stories260k")), **options, **({"engine": engine} if engine else {}))
     await llm.start()
     try:
         yield llm
@@ -123,6 +122,11 @@ def test_the_death_of_an_engine() -> None:
                 await last_of(llm, [1], SamplingParams())
 
     asyncio.run(run())
+
+
+def test_an_option_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match="max_model_len"):
+        AsyncLLM("anything", max_model_length=5)
 
 
 def test_an_engine_that_cannot_start() -> None:

@@ -7,6 +7,7 @@ the figures of what passed. Everything runs on one event loop; only long texts a
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.schema import EngineOptions
-from penstock.core.errors import EngineDeadError, PenstockError, RequestError
+from penstock.core.errors import ConfigError, EngineDeadError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Timings, Update
 from penstock.core.sampling import SamplingParams
 from penstock.engine.inputs import Inputs
@@ -106,9 +107,15 @@ class Stream:
 class AsyncLLM:
     """vLLM's AsyncLLM in call shape. `await start()` first, `await shutdown()` last."""
 
-    def __init__(self, options: EngineOptions, *, engine: str = ENGINE, stall_timeout: float = 60.0,
-                 on_loading: Callable[[int, int], None] | None = None, on_death: Callable[[str], None] | None = None) -> None:
-        self.options = options
+    def __init__(self, model: str | EngineOptions, *, engine: str = ENGINE, stall_timeout: float = 60.0,
+                 on_loading: Callable[[int, int], None] | None = None, on_death: Callable[[str], None] | None = None,
+                 **options: Any) -> None:
+        """`model` is a folder or hub id, with the fields of EngineOptions as `options`; or the EngineOptions themselves.
+
+        `on_loading` is told (bytes of weights loaded, of how many), `on_death` the reason if the engine goes; `stall_timeout`
+        is for `unhealthy`, in seconds. ConfigError for an option that does not exist.
+        """
+        self.options = _options(model, options)
         self.stall_timeout = stall_timeout
         self.on_death = on_death
         self.info: EngineInfo | None = None
@@ -117,7 +124,7 @@ class AsyncLLM:
         self.figures = Figures(1)
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
-        self._process = EngineProcess(options, on_news=self._on_news, on_refused=self._on_refused, on_death=self._on_death,
+        self._process = EngineProcess(self.options, on_news=self._on_news, on_refused=self._on_refused, on_death=self._on_death,
                                       on_loading=on_loading, engine=engine)
         self._tracks: dict[str, Track] = {}
         self._names = itertools.count()
@@ -133,7 +140,7 @@ class AsyncLLM:
             if not self.options.skip_tokenizer_init:
                 folder = Path(found.tokenizer_folder)
                 self.tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
-                self.template = ChatTemplate.load(folder, self.options.chat_template)
+                self.template = ChatTemplate.load(folder, self.options.chat_template, self.tokenizer.special_tokens)
         except BaseException:
             await self._process.stop(0.0)
             raise
@@ -364,3 +371,13 @@ class AsyncLLM:
         figures.output_lengths.observe(tokens)
         if tokens > 1:
             figures.per_token.observe((now - track.first[delta.index]) / (tokens - 1))
+
+
+def _options(model: str | EngineOptions, options: dict[str, Any]) -> EngineOptions:
+    if isinstance(model, EngineOptions):
+        return dataclasses.replace(model, **options)
+    known = {field.name for field in dataclasses.fields(EngineOptions)}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise ConfigError(f"there is no option {unknown[0]!r}; possible are {', '.join(sorted(known))}")
+    return EngineOptions(model=model, **options)

@@ -209,10 +209,9 @@ def main() -> None:
         # What start-up has made stays; the collector need not look at it again between steps.
         gc.collect()
         gc.freeze()
-        try:
-            Loop(engine, inbox, send).run()
-        finally:
-            engine.close()
+        Loop(engine, inbox, send).run()
+        # Not after a failure: a broken engine may not be able to, and the reason must get out.
+        engine.close()
     except Exception as error:
         status = 1
         send(_failure(error))
@@ -407,6 +406,9 @@ class EngineProcess:
     def _close(self) -> None:
         if self._inbox.closed:
             return
+        if self._ready is not None and self._ready.done() and not self._ready.cancelled():
+            # Whoever waited for it may have failed before for a reason of their own.
+            self._ready.exception()
         self._loop.remove_reader(self._inbox.getsockopt(zmq.FD))
         self._inbox.close()
         self._outbox.close()
