@@ -1,0 +1,250 @@
+"""Trains one member of the family on the shards that `data` writes, measures it on held-out prompts, and exports it.
+
+    python -m training.canary.train canary --data DIR --out DIR --minutes 14
+
+Writes OUT/log.jsonl (a line per measurement), OUT/checkpoint.pt (to resume from: run the command again), and at the end, which is
+the time limit, --steps, or SIGTERM, OUT/model (a Hugging Face folder in bfloat16).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from training.canary.data import BATCH, BEGIN, LEARN, TOKEN, Encoder, Reader, Rows, pack
+from training.canary.documents import BUCKETS, SKILLS, Bucket, held_out, of_item
+from training.canary.export import export
+from training.canary.members import MEMBERS, Member
+from training.canary.optimizer import Optimizer
+
+WARM_UP = 100
+"""Steps until the learning rate is full."""
+PLATEAU = 0.35
+"""Share of the training after which the learning rate begins to fall, linearly to nearly nothing."""
+
+
+def arguments() -> argparse.Namespace:
+    """The command's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("member", choices=MEMBERS)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--steps", type=int, default=10**9)
+    parser.add_argument("--prompts", type=int, default=128, help="held-out prompts for each skill and measurement")
+    parser.add_argument("--every", type=float, default=90.0, help="seconds between measurements")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=float, default=1.0, help="share of a batch's rows to use, for trying it on a small machine")
+    return parser.parse_args()
+
+
+class Trainer:
+    """One member, its data and its optimizer."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.member: Member = MEMBERS[args.member]
+        self.device = torch.device(args.device)
+        self.fast = self.device.type == "cuda"
+        torch.manual_seed(0)
+        self.rng = Random(0)
+        self.encoder = Encoder(Path(__file__).parent / "tokenizer")
+        self.model = self.member.build({"end": self.encoder.end, "padding": self.encoder.padding}).to(self.device)
+        self.optimizer = Optimizer(self.model)
+        self.buckets = [bucket for bucket in BUCKETS if bucket.length <= self.member.longest]
+        self.readers = {bucket.name: Reader(args.data, bucket) for bucket in self.buckets}
+        self.skills: dict[bytes, str] = {}
+        self.measured = self._measured()
+        self.step, self.seconds, self.stopped = 0, 0.0, False
+        self._set_up()
+
+    def _set_up(self) -> None:
+        if not self.fast:
+            return
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.set_float32_matmul_precision("high")
+        if self.member.compile:
+            torch._dynamo.config.recompile_limit = 64
+            for layer in self.model.model.layers:
+                layer.compile(dynamic=False)
+
+    # -- one batch
+
+    def losses(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(mean loss, logits' choice [B, L-1], targets [B, L-1] with -100 where nothing is learnt) of rows [B, L]."""
+        marked = torch.from_numpy(rows.astype(np.int32)).to(self.device, non_blocking=True)
+        ids = (marked & TOKEN).long()
+        targets = torch.where((marked & LEARN) > 0, ids, -100)[:, 1:]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.fast):
+            hidden = self.model.model(input_ids=ids, use_cache=False, **self._attention(marked)).last_hidden_state[:, :-1]
+            logits = self.model.lm_head(hidden)
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+        return loss, logits.detach().argmax(-1), targets
+
+    def _attention(self, marked: torch.Tensor) -> dict[str, Any]:
+        """Masks and positions that keep the documents of a row apart; nothing for rows of one document, or without masks."""
+        length = marked.shape[1]
+        places = torch.arange(length, device=self.device)
+        single = length == 4096 or not self.member.packed
+        if single and self.member.window is None:
+            return {}
+        seen = places[:, None] >= places
+        positions = None
+        if single:
+            seen = seen[None]
+        else:
+            begins = (marked & BEGIN) > 0
+            document = begins.cumsum(1)
+            positions = places - torch.where(begins, places, 0).cummax(1).values
+            seen = seen & (document[:, :, None] == document[:, None, :])
+        kind = torch.bfloat16 if self.fast else torch.float32
+        full = self._bias(seen, kind)
+        if self.member.window is None:
+            return {"attention_mask": full, "position_ids": positions}
+        near = places[:, None] - places < self.member.window
+        return {"attention_mask": {"full_attention": full, "sliding_attention": self._bias(seen & near, kind)},
+                **({} if positions is None else {"position_ids": positions})}
+
+    def _bias(self, seen: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+        least = torch.finfo(kind).min
+        return torch.where(seen, 0.0, least).to(kind)[:, None]
+
+    # -- measuring
+
+    def _measured(self) -> dict[str, list[tuple[Rows, int]]]:
+        """Held-out prompts by bucket: batches of rows, and how many of a batch's rows count."""
+        rng = Random("measured")
+        found: dict[str, list[tuple[Rows, int]]] = {}
+        documents: dict[str, list[Rows]] = {bucket.name: [] for bucket in self.buckets}
+        for name, generator in SKILLS.items():
+            for number in range(self.args.prompts):
+                item = held_out(generator, rng, number / self.args.prompts)
+                ids = next(self.encoder.encode([of_item(item)]))
+                # Only the last answer is asked for; earlier ones are part of the prompt.
+                starts = np.flatnonzero((ids & TOKEN) == self.encoder.start)
+                ids[: starts[-1]] &= ~np.uint16(LEARN)
+                fitting = next((bucket for bucket in self.buckets if len(ids) <= bucket.length), None)
+                if fitting is not None:
+                    documents[fitting.name].append(ids)
+                    self.skills[(ids & TOKEN).tobytes()] = name
+        for bucket in self.buckets:
+            found[bucket.name] = []
+            size = self._rows(bucket)
+            single = bucket.name == "long" or not self.member.packed
+            packed = [next(pack(iter([ids]), bucket.length, self.encoder.padding)) for ids in documents[bucket.name]] if single \
+                else list(pack(iter(documents[bucket.name]), bucket.length, self.encoder.padding))
+            for at in range(0, len(packed), size):
+                rows = np.stack([*packed[at : at + size], *packed[:1] * (size - len(packed[at : at + size]))])
+                found[bucket.name].append((rows, len(packed[at : at + size])))
+        return found
+
+    def measure(self) -> dict[str, float]:
+        """The share of held-out prompts of each skill whose whole canonical answer is the model's greedy choice, token by token.
+
+        That is greedy decoding judged exactly; prompts too long for the member's rows are left out.
+        """
+        right: dict[str, list[bool]] = {}
+        for batches in self.measured.values():
+            for rows, real in batches:
+                # With gradients, although none is asked for: without, every layer would be compiled once more.
+                _, chosen, targets = self.losses(rows)
+                wrong = ((chosen != targets) & (targets != -100)).cpu().numpy()
+                learnt = (targets != -100).cpu().numpy()
+                self._judge(rows[:real], wrong[:real], learnt[:real], right)
+        return {name: round(sum(values) / len(values), 4) for name, values in right.items()}
+
+    def _judge(self, rows: Rows, wrong: Any, learnt: Any, right: dict[str, list[bool]]) -> None:
+        for row, bad, asked in zip(rows, wrong, learnt, strict=True):
+            begins = [*np.flatnonzero(row & BEGIN), len(row)]
+            for first, last in zip(begins, begins[1:], strict=False):
+                if asked[max(0, first - 1) : last - 1].any():
+                    name = self.skills[(row[first:last] & TOKEN).tobytes()]
+                    right.setdefault(name, []).append(not bad[max(0, first - 1) : last - 1].any())
+
+    # -- training
+
+    def _rows(self, bucket: Bucket) -> int:
+        return max(1, int(BATCH // bucket.length * self.args.rows))
+
+    def train(self) -> None:
+        """Trains until told to stop, measuring on the way; then measures and exports."""
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopped", True))
+        self._resume()
+        self.args.out.mkdir(parents=True, exist_ok=True)
+        began, last = time.monotonic() - self.seconds, time.monotonic()
+        tokens = 0
+        while not self.stopped and (share := self.progress()) < 1:
+            bucket = self.rng.choices(self.buckets, [each.share for each in self.buckets])[0]
+            rows = self.readers[bucket.name].next()[: self._rows(bucket)]
+            loss, _, _ = self.losses(rows)
+            loss.backward()
+            self.optimizer.step(self.rate(share))
+            self.step += 1
+            tokens += rows.size
+            if self.step % 20 == 0 and self.fast:
+                torch.cuda.synchronize()
+            self.seconds = time.monotonic() - began
+            if time.monotonic() - last > self.args.every or self.step in (20, 200):
+                self.note(loss, tokens, self.measure())
+                self.save()
+                last = time.monotonic()
+        self.finish(tokens)
+
+    def progress(self) -> float:
+        """From 0 to 1, by time or steps."""
+        return max(self.seconds / (self.args.minutes * 60), self.step / self.args.steps)
+
+    def rate(self, share: float) -> float:
+        """The learning rate's share at this progress."""
+        return min(1.0, (self.step + 1) / WARM_UP, max(0.01, (1 - share) / (1 - PLATEAU)))
+
+    def note(self, loss: torch.Tensor, tokens: int, scores: dict[str, float]) -> None:
+        """A line of the log."""
+        line = {"member": self.member.name, "step": self.step, "seconds": round(self.seconds, 1), "loss": round(loss.item(), 4),
+                "tokens": tokens, "passes": {name: reader.passes for name, reader in self.readers.items()}, "scores": scores}
+        with (self.args.out / "log.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def finish(self, tokens: int) -> None:
+        """Rounds to bfloat16, measures that, exports."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(parameter.bfloat16().float())
+        scores = self.measure()
+        loss, _, _ = self.losses(self.readers["short"].next()[: self._rows(self.buckets[0])])
+        self.note(loss, tokens, scores)
+        facts = {"steps": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.step * BATCH,
+                 "device": torch.cuda.get_device_name() if self.fast else "CPU"}
+        export(self.model, self.member, self.args.out / "model", scores, facts)
+
+    def save(self) -> None:
+        """What `_resume` needs; replaced as a whole."""
+        state = {"model": self.model.state_dict(), "adam": self.optimizer.adam.state_dict(), "step": self.step, "seconds": self.seconds,
+                 "muon": [moment for _, moment in self.optimizer.muon.groups]}
+        torch.save(state, self.args.out / "checkpoint.new")
+        (self.args.out / "checkpoint.new").replace(self.args.out / "checkpoint.pt")
+
+    def _resume(self) -> None:
+        path = self.args.out / "checkpoint.pt"
+        if not path.exists():
+            return
+        state = torch.load(path, map_location=self.device)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.adam.load_state_dict(state["adam"])
+        for (_, moment), saved in zip(self.optimizer.muon.groups, state["muon"], strict=True):
+            moment.copy_(saved)
+        self.step, self.seconds = state["step"], state["seconds"]
+
+
+if __name__ == "__main__":
+    Trainer(arguments()).train()
