@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--tokens", type=int, required=True)
     args = parser.parse_args()
+    os.nice(10)  # what trains goes first
     write(args.out, args.worker, Texts.load(args.text), Encoder(args.tokenizer), args.tokens)
 
 

@@ -25,6 +25,7 @@ import torch
 from training.canary.members import MEMBERS
 
 TEXT = Path(".carry/canary")
+MOST_WORKERS = 40
 PACKED = ("log.jsonl", "output.txt", "model")
 
 
@@ -36,7 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=TEXT, help="the folder that prepare.py made")
     parser.add_argument("--minutes", type=float, default=14.0)
     parser.add_argument("--steps", type=int, default=10**9)
-    parser.add_argument("--tokens", type=float, default=2e9, help="training tokens to generate; they are read again when used up")
+    parser.add_argument("--tokens", type=float, default=1.2e9, help="training tokens to generate; they are read again when used up")
     parser.add_argument("--workers", type=int, default=0, help="data processes; default: the cores that the members leave")
     parser.add_argument("--collect", type=Path, help="pack results into this folder, train nothing")
     parser.add_argument("--wait", type=float, default=0.0, help="with --collect: wait so many seconds for the end")
@@ -61,7 +62,7 @@ def train(args: argparse.Namespace, extra: list[str]) -> int:
     data.mkdir(parents=True, exist_ok=True)
     (data / "stop").unlink(missing_ok=True)
     (args.work / "done").unlink(missing_ok=True)
-    workers = args.workers or max(1, (os.cpu_count() or 2) - len(names) - 1)
+    workers = args.workers or max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) - len(names) - 1))
     makers = [_start("data", ["--text", args.text, "--out", data, "--worker", k, "--tokens", int(args.tokens / workers)],
                      args.work / f"data-{k:02d}.txt", {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"})
               for k in range(workers)]
@@ -72,7 +73,8 @@ def train(args: argparse.Namespace, extra: list[str]) -> int:
         command = [name, "--data", data, "--out", args.work / name, "--steps", args.steps, "--minutes", args.minutes, *extra]
         variables = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
         if torch.cuda.is_available():
-            variables["CUDA_VISIBLE_DEVICES"] = str(place % gpus)
+            # The first member has a GPU to itself, if there are several.
+            variables["CUDA_VISIBLE_DEVICES"] = str(0 if place == 0 or gpus == 1 else 1 + (place - 1) % (gpus - 1))
         trainers[name] = _start("train", command, args.work / name / "output.txt", variables)
     signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in trainers.values()])
     failed = [name for name, process in trainers.items() if process.wait()]
