@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "dtypes.h"
@@ -68,47 +69,68 @@ void product_rows(int64_t m, const float* a, int64_t lda, const float* b, int64_
 }
 
 void product(int64_t m, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t n, int64_t k, bool add) {
-    for (int64_t r = 0; r < m; r += MR) product_rows<MR>(std::min<int64_t>(MR, m - r), a + r * lda, lda, b, ldb, c + r * ldc, ldc, n, k, add);
-}
-
-// Rows become columns by log2(VW) rounds of interleaving row i with row i + VW / 2.
-INLINE void transpose(vf* rows) {
-    vf other[VW];
-    vi low, high;
-    for (int i = 0; i < VW / 2; i++) {
-        low[2 * i] = i, low[2 * i + 1] = VW + i;
-        high[2 * i] = VW / 2 + i, high[2 * i + 1] = VW + VW / 2 + i;
-    }
-#pragma GCC unroll 4
-    for (int step = 1; step < VW; step *= 2) {
-#pragma GCC unroll 8
-        for (int i = 0; i < VW / 2; i++) {
-            other[2 * i] = __builtin_shuffle(rows[i], rows[i + VW / 2], low);
-            other[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + VW / 2], high);
-        }
-        for (int i = 0; i < VW; i++) rows[i] = other[i];
+    for (int64_t r = 0, left = (m + MR - 1) / MR; left; left--) {  // blocks of nearly equal height
+        const int64_t height = (m - r + left - 1) / left;
+        product_rows<MR>(height, a + r * lda, lda, b, ldb, c + r * ldc, ldc, n, k, add);
+        r += height;
     }
 }
 
-// Keys [count], a multiple of VW, of `size` elements, each at its own address or absent (null, read as zero), to f32 [size][BLOCK].
+// Keys [count], a multiple of VW, of elements [first, size), each at its own address or absent (null, read as zero), to f32
+// [size][BLOCK]. The entries at `next` are fetched meanwhile: pages lie anywhere, so the hardware cannot guess.
 template <class T>
-void load_keys(const T* const* keys, int64_t count, int64_t size, float* out) {
+void load_keys(const T* const* keys, const T* const* next, int64_t count, int64_t first, int64_t size, float* out) {
     for (int64_t k = 0; k < count; k += VW)
-        for (int64_t d = 0; d < size; d += VW) {
+        for (int64_t d = first; d < size; d += VW) {
             const int64_t left = std::min<int64_t>(VW, size - d);
             vf rows[VW];
 #pragma GCC unroll 16
-            for (int i = 0; i < VW; i++) rows[i] = keys[k + i] ? load_upto(keys[k + i] + d, left) : vf{};
+            for (int i = 0; i < VW; i++) {
+                rows[i] = keys[k + i] ? load_upto(keys[k + i] + d, left) : vf{};
+                __builtin_prefetch(next[k + i] + d, 0, 2);
+            }
             transpose(rows);
             for (int i = 0; i < left; i++) store(out + (d + i) * BLOCK + k, rows[i]);
         }
 }
 
+// bf16 is transposed in pairs and widened afterwards, which halves the shuffles.
+void load_key_pairs(const bf16* const* keys, const bf16* const* next, int64_t count, int64_t size, float* out) {
+    int64_t d = 0;
+    for (; d + 2 * VW <= size; d += 2 * VW)
+        for (int64_t k = 0; k < count; k += VW) {
+            vu rows[VW];
+#pragma GCC unroll 16
+            for (int i = 0; i < VW; i++) {
+                if (keys[k + i])
+                    memcpy(&rows[i], keys[k + i] + d, sizeof rows[i]);
+                else
+                    rows[i] = vu{};
+                __builtin_prefetch(next[k + i] + d, 0, 2);
+            }
+            transpose(rows);
+#pragma GCC unroll 16
+            for (int i = 0; i < VW; i++) {
+                store(out + (d + 2 * i) * BLOCK + k, (vf)(rows[i] << 16));
+                store(out + (d + 2 * i + 1) * BLOCK + k, (vf)(rows[i] & 0xffff0000u));
+            }
+        }
+    if (d < size) load_keys(keys, next, count, d, size, out);
+}
+
 // Values [count] to f32 [count][padded size], zeros in the padding and for absent ones.
 template <class T>
-void load_values(const T* const* values, int64_t count, int64_t size, int64_t padded, float* out) {
-    for (int64_t k = 0; k < count; k++)
-        for (int64_t d = 0; d < padded; d += VW) store(out + k * padded + d, values[k] ? load_upto(values[k] + d, size - d) : vf{});
+void load_values(const T* const* values, const T* const* next, int64_t count, int64_t size, int64_t padded, float* out) {
+    for (int64_t k = 0; k < count; k++, out += padded) {
+        const T* from = values[k];
+        int64_t d = 0;
+        if (from)
+            for (; d + VW <= size; d += VW) {
+                store(out + d, load(from + d));
+                __builtin_prefetch(next[k] + d, 0, 2);
+            }
+        for (; d < padded; d += VW) store(out + d, from ? load_first(from + d, size - d) : vf{});
+    }
 }
 
 // The running softmax of a tile's rows: greatest score, sum of weights, weighted sum of values.
@@ -172,20 +194,20 @@ struct Attention {
         });
     }
 
-    // Weights of one row of scores over block `begin`: masks, updates top and sum, rescales the row's values.
-    void weigh(float* scores, int64_t count, int64_t begin, int64_t position, Softmax s, int64_t row) const {
-        const int64_t vectors = count / VW;
+    // Weights of one row of scores over block `begin`, of which `count` were computed: masks, updates top and sum, rescales the
+    // row's values. WHOLE says that there are BLOCK of them, all seen.
+    template <bool WHOLE>
+    INLINE void weigh(float* scores, int64_t count, int64_t low, int64_t high, Softmax s, int64_t row) const {
+        const int64_t vectors = WHOLE ? BLOCK / VW : count / VW;
         vf score[BLOCK / VW];
         vf top = set1(NONE);
-        const int32_t low = (int32_t)(first_seen(position) - begin), high = (int32_t)std::min<int64_t>(position - begin, BLOCK);
-        const bool whole = low <= 0 && high >= count - 1;
         for (int64_t n = 0; n < vectors; n++) {
             vf v = load(scores + n * VW);
             if (softcap != 0.0f) v = softcap * vtanh(v / softcap);
-            if (!whole) {
+            if (!WHOLE) {
                 vi at = iota() + (int32_t)(n * VW);
-                v = at < low ? set1(NONE) : v;
-                v = at > high ? set1(NONE) : v;
+                v = at < (int32_t)low ? set1(NONE) : v;
+                v = at > (int32_t)high ? set1(NONE) : v;
             }
             score[n] = v;
             top = vmax(top, v);
@@ -207,6 +229,35 @@ struct Attention {
         s.sum[row] += hsum(sum);
     }
 
+    void weigh_rows(const Tile& t, float* scores, int64_t count, int64_t begin, Softmax s) const {
+        for (int64_t r = 0; r < t.count * groups; r++) {
+            const int64_t at = position(t, r / groups), low = std::max<int64_t>(0, first_seen(at) - begin);
+            const int64_t high = std::min<int64_t>(at - begin, BLOCK);
+            if (count == BLOCK && low == 0 && high >= BLOCK - 1)
+                weigh<true>(scores + r * BLOCK, count, low, high, s, r);
+            else
+                weigh<false>(scores + r * BLOCK, count, std::min(low, BLOCK), high, s, r);
+        }
+    }
+
+    struct Entries {
+        const C *key[BLOCK], *value[BLOCK];
+    };
+
+    // Where the entries of the block at `begin` lie; those outside of [live, end) are null.
+    void locate(const Tile& t, int64_t begin, int64_t live, int64_t end, Entries& found) const {
+        found = Entries{};
+        const int64_t from = std::max(begin, live), to = std::min(begin + BLOCK, end);
+        if (from >= to) return;
+        const int32_t* page = a.table + t.segment * a.table_row + from / a.page;
+        int64_t slot = from % a.page;
+        for (int64_t i = from; i < to; i++) {
+            found.key[i - begin] = (const C*)a.k + *page * a.k_page + t.kv_head * a.k_head + slot * a.k_slot;
+            found.value[i - begin] = (const C*)a.v + *page * a.v_page + t.kv_head * a.v_head + slot * a.v_slot;
+            if (++slot == a.page) slot = 0, page++;
+        }
+    }
+
     // Adds part `part` of the keys to s, which is clear.
     void run_part(const Tile& t, int64_t part, const float* q, Softmax s) const {
         const int64_t rows = t.count * groups;
@@ -214,20 +265,20 @@ struct Attention {
         const int64_t live = first_seen(position(t, 0) - t.first);  // behind it, pages may be stale
         float* keys = (float*)pool::scratch(4, (a.size * BLOCK + BLOCK * padded + rows * BLOCK) * sizeof(float));
         float *values = keys + a.size * BLOCK, *scores = values + BLOCK * padded;
-        const int32_t* pages = a.table + t.segment * a.table_row;
-        const int64_t end = std::min((part + 1) * PART, newest + 1);
-        for (int64_t begin = std::max(part * PART, oldest / BLOCK * BLOCK); begin < end; begin += BLOCK) {
-            const C *key_at[BLOCK] = {}, *value_at[BLOCK] = {};
-            const int64_t count = std::min(BLOCK, newest + 1 - begin), whole = round_up(count, VW);
-            for (int64_t i = std::max<int64_t>(0, live - begin); i < count; i++) {
-                const int64_t page = pages[(begin + i) / a.page], slot = (begin + i) % a.page;
-                key_at[i] = (const C*)a.k + page * a.k_page + t.kv_head * a.k_head + slot * a.k_slot;
-                value_at[i] = (const C*)a.v + page * a.v_page + t.kv_head * a.v_head + slot * a.v_slot;
-            }
-            load_keys(key_at, whole, a.size, keys);
-            load_values(value_at, count, a.size, padded, values);
+        const int64_t end = std::min((part + 1) * PART, newest + 1), start = std::max(part * PART, oldest / BLOCK * BLOCK);
+        Entries now, next;
+        locate(t, start, live, end, next);
+        for (int64_t begin = start; begin < end; begin += BLOCK) {
+            const int64_t count = std::min(BLOCK, end - begin), whole = round_up(count, VW);
+            now = next;
+            locate(t, begin + BLOCK, live, end, next);
+            if constexpr (std::is_same_v<C, bf16>)
+                load_key_pairs(now.key, next.key, whole, a.size, keys);
+            else
+                load_keys(now.key, next.key, whole, 0, a.size, keys);
+            load_values(now.value, next.value, count, a.size, padded, values);
             product(rows, q, padded, keys, BLOCK, scores, BLOCK, whole, a.size, false);
-            for (int64_t r = 0; r < rows; r++) weigh(scores + r * BLOCK, whole, begin, position(t, r / groups), s, r);
+            weigh_rows(t, scores, whole, begin, s);
             product(rows, scores, BLOCK, values, padded, s.values, padded, padded, count, true);
         }
     }

@@ -118,7 +118,7 @@ struct RowBlocks {
     int64_t rows(int64_t b) const { return height + (b < taller); }
 };
 
-// Rows of x as f32, k-major: [k][rows], k padded with zeros.
+// Rows of x, at most VW, as f32, k-major: [k][rows], k padded with zeros.
 template <class T>
 void pack_rows(const T* x, int64_t ldx, int64_t rows, int64_t k, int64_t padded_k, float* out) {
     if (rows == 1) {
@@ -127,14 +127,17 @@ void pack_rows(const T* x, int64_t ldx, int64_t rows, int64_t k, int64_t padded_
         for (; i < padded_k; i++) out[i] = i < k ? widen(x[i]) : 0.0f;
         return;
     }
-    for (int64_t r = 0; r < rows; r++) {
-        const T* from = x + r * ldx;
-        int64_t i = 0;
-        for (; i + VW <= k; i += VW) {
-            vf v = load(from + i);
-            for (int lane = 0; lane < VW; lane++) out[(i + lane) * rows + r] = v[lane];
-        }
-        for (; i < padded_k; i++) out[i * rows + r] = i < k ? widen(from[i]) : 0.0f;
+    for (int64_t i = 0; i < padded_k; i += VW) {
+        vf column[VW];
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < VW; r++) column[r] = r < rows ? load_upto(x + r * ldx + i, k - i) : vf{};
+        transpose(column);
+        // Each store but the last ones spills over into where the next one goes.
+        for (int64_t lane = 0; lane < VW && i + lane < padded_k; lane++)
+            if ((i + lane) * rows + VW <= padded_k * rows)
+                store(out + (i + lane) * rows, column[lane]);
+            else
+                store_first(out + (i + lane) * rows, column[lane], rows);
     }
 }
 
