@@ -7,6 +7,7 @@
 
 VENV ?= .venv
 PYTHON ?=
+export TORCH
 BIN := $(VENV)/bin
 SERVING := $(VENV)/.ready-to-serve
 DEVELOPING := $(VENV)/.ready-to-develop

@@ -29,33 +29,12 @@ EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; the returned number is the process's exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(overview())
-        return 0 if words else EXIT_USAGE
-    name, rest = words[0], words[1:]
-    if name in ("version", "--version", "-V"):
-        print(f"penstock {__version__}")
-        return 0
-    if name not in COMMANDS:
-        print(f"penstock: there is no command {name!r}{nearest(name, COMMANDS)}\n  see penstock --help", file=sys.stderr)
-        return EXIT_USAGE
-    return _guarded(name, rest)
+    """Runs the command line; the returned number is the process's exit code.
 
-
-def _run(name: str, words: Sequence[str]) -> int:
-    module = importlib.import_module(f"penstock.cli.{name}")
-    parser = Parser(prog=f"penstock {name}", description=(module.__doc__ or "").split("\n\n")[0],
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    module.add(parser)
-    return int(module.run(parser.parse_args(words)))
-
-
-def _guarded(name: str, words: Sequence[str]) -> int:
-    """Turns the ways in which a command can end into exit codes; an error meant for the user is one line without a trace."""
+    An error that is meant for the user is one line on stderr, without a trace.
+    """
     try:
-        return _run(name, words)
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except PenstockError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return EXIT_ERROR
@@ -65,6 +44,26 @@ def _guarded(name: str, words: Sequence[str]) -> int:
         # The reader of our output has gone; there is nobody to tell. Point stdout elsewhere, or the exit's flush fails too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview(), flush=True)
+        return 0 if words else EXIT_USAGE
+    name, rest = words[0], words[1:]
+    if name in ("version", "--version", "-V"):
+        print(f"penstock {__version__}", flush=True)
+        return 0
+    if name not in COMMANDS:
+        print(f"penstock: there is no command {name!r}{nearest(name, COMMANDS)}\n  see penstock --help", file=sys.stderr)
+        return EXIT_USAGE
+    module = importlib.import_module(f"penstock.cli.{name}")
+    parser = Parser(prog=f"penstock {name}", description=(module.__doc__ or "").split("\n\n")[0],
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    module.add(parser)
+    status = int(module.run(parser.parse_args(rest)))
+    sys.stdout.flush()
+    return status
 
 
 def overview() -> str:

@@ -33,7 +33,7 @@ class EngineOptions:
                         ("auto", "float32", "float16", "bfloat16"))
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     seed: int = option(0, "of dummy weights and of the seeds drawn for requests without one")
-    max_model_len: int | None = option(None, "the longest prompt plus output; by default the model's own, or what memory allows")
+    max_model_len: int | None = option(None, "longest prompt plus output; by default the model's own, or what memory allows")
     max_num_seqs: int | None = option(None, "the most sequences that run at once")
     max_num_batched_tokens: int | None = option(None, "the most tokens computed in one step; longer prompts are chunked")
     max_num_queued_reqs: int = option(1024, "requests that may wait; more are refused with status 503")
