@@ -65,7 +65,7 @@ def test_a_row_in_any_company(implementation: Implementation, dtype: torch.dtype
     linear = usable(implementation, dtype)
     for n, k in ((300, 700), (64, 2050)):
         packed = linear.pack(random(n, k, dtype=dtype, seed=1))
-        x = random(560, k, dtype=dtype, seed=2)
+        x = random(560, k, dtype=dtype, seed=2)  # more than one pass of rows (PASS)
         whole = linear.apply(x, packed, None, torch.float32)
         alone = torch.cat([linear.apply(x[i:i + 1], packed, None, torch.float32) for i in range(70)])
         assert torch.equal(whole[:70], alone)

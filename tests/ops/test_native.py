@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.core.errors import ConfigError
 from penstock.ops import native
 from penstock.ops.cpu import CpuOperations
 from penstock.ops.registry import bind
@@ -76,6 +77,9 @@ def test_choice_by_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bind(facts, torch.float32, {"*": "reference"}).chosen["linear"].name == "reference"
     monkeypatch.setenv("PENSTOCK_CPU_ISA", "portable")
     assert bind(facts, torch.float32).chosen["linear"].name == "cpu-portable"
+    monkeypatch.setenv("PENSTOCK_CPU_ISA", "avx1024")
+    with pytest.raises(ConfigError, match=r"avx1024.*avx512, avx2, portable"):
+        bind(facts, torch.float32)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import struct
 
 import torch
 
+from penstock.core.errors import ConfigError
 from penstock.ops import native
 from penstock.ops.linear import Weight
 from penstock.ops.registry import register
@@ -81,6 +82,8 @@ class CpuOperations:
 
     def supports(self, facts: DeviceFacts, dtype: torch.dtype) -> str | None:
         wanted = os.environ.get("PENSTOCK_CPU_ISA")
+        if wanted and wanted not in (names := [isa.name for isa in native.INSTRUCTION_SETS]):
+            raise ConfigError(f"PENSTOCK_CPU_ISA is {wanted!r}; possible are {', '.join(names)}, or leave it unset")
         if facts.kind != "cpu":
             return "it runs on CPUs"
         if dtype not in _CODES:
@@ -138,8 +141,10 @@ class CpuOperations:
                    k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None,
                    sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
                    eps: float = 1e-6, offset: float = 0.0) -> torch.Tensor:
+        dtype = q.dtype
+        assert k_cache.dtype is dtype and (k_norm is None or k_norm.dtype is dtype), "the cache and the norms have q's dtype"
         tokens, heads, size = q.shape
-        out = torch.empty(tokens, heads, size, dtype=q.dtype)
+        out = torch.empty(tokens, heads, size, dtype=dtype)
         qs, ks, vs, kc, vc = q.stride(), k.stride(), v.stride(), k_cache.stride(), v_cache.stride()
         half = 0 if cos is None else cos.shape[1]
         self._rope_write(self._ROPE.pack(

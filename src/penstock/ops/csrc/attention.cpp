@@ -1,9 +1,9 @@
 // Attention of a ragged step over the paged cache.
 //
-// Keys are taken in blocks of BLOCK positions that begin at multiples of BLOCK, and blocks in parts of PART positions. A part is an
-// online softmax over its blocks (Milakov and Gimelshein 2018), the parts are merged in order (as Dao 2023, flash decoding). These
-// bounds are absolute, every sum runs in position order, and a masked key changes nothing, so a query's bits depend neither on
-// its neighbours, nor on how the prompt was cut, nor on how many threads shared the parts.
+// Keys are taken in blocks of BLOCK positions that begin at multiples of BLOCK, and blocks in parts of PART positions. A part is
+// an online softmax over its blocks (Milakov and Gimelshein 2018), the parts are merged in order (as flash decoding does, Dao et
+// al. 2023). These bounds are absolute, every sum runs in position order, and a masked key changes nothing, so a query's bits
+// depend neither on its neighbours, nor on how the prompt was cut, nor on how many threads shared the parts.
 //
 // A tile is a run of one segment's queries with all heads that share a KV head: its rows reuse each block of keys, which is
 // widened to f32 and transposed on the way in, so that scores are vectors over keys and any head size will do.
@@ -40,7 +40,8 @@ int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // c [M][ldc] (+)= a [M][lda] times b [k][ldb], for V vectors of columns; sums run over k in order.
 template <int M, int V>
-INLINE void product_block(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t k, bool add) {
+INLINE void product_block(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t k,
+                          bool add) {
     vf acc[M][V];
     for (int r = 0; r < M; r++)
         for (int v = 0; v < V; v++) acc[r][v] = add ? load(c + r * ldc + v * VW) : vf{};
@@ -58,8 +59,8 @@ INLINE void product_block(const float* a, int64_t lda, const float* b, int64_t l
 }
 
 template <int M>
-void product_rows(int64_t m, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t n, int64_t k,
-                  bool add) {
+void product_rows(int64_t m, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t n,
+                  int64_t k, bool add) {
     if constexpr (M > 1) {
         if (m < M) return product_rows<M - 1>(m, a, lda, b, ldb, c, ldc, n, k, add);
     }
@@ -68,7 +69,8 @@ void product_rows(int64_t m, const float* a, int64_t lda, const float* b, int64_
     for (; j < n; j += VW) product_block<M, 1>(a, lda, b + j, ldb, c + j, ldc, k, add);
 }
 
-void product(int64_t m, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t n, int64_t k, bool add) {
+void product(int64_t m, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t n, int64_t k,
+             bool add) {
     for (int64_t r = 0, left = (m + MR - 1) / MR; left; left--) {  // blocks of nearly equal height
         const int64_t height = (m - r + left - 1) / left;
         product_rows<MR>(height, a + r * lda, lda, b, ldb, c + r * ldc, ldc, n, k, add);
@@ -288,7 +290,8 @@ struct Attention {
             for (int64_t r = 0; r < t.count * groups; r++) {
                 const int64_t token = a.query_start[t.segment] + t.first + r / groups, head = t.kv_head * groups + r % groups;
                 auto* to = (decltype(type)*)a.out + (token * a.heads + head) * a.size;
-                for (int64_t d = 0; d < a.size; d += VW) store_upto(to + d, load(s.values + r * padded + d) / s.sum[r], a.size - d);
+                const float *values = s.values + r * padded, sum = s.sum[r];
+                for (int64_t d = 0; d < a.size; d += VW) store_upto(to + d, load(values + d) / sum, a.size - d);
             }
         });
     }

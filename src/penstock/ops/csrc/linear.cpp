@@ -26,7 +26,7 @@ constexpr int max_rows = 12;
 constexpr int strip_vectors(int) { return 2; }
 #elif defined(__AVX2__)
 template <class T>
-constexpr int max_rows = std::is_same_v<T, bf16> ? 5 : 6;  // a sixth row of bf16 makes GCC 12 spill: 68 against 84 GFLOP/s a core
+constexpr int max_rows = std::is_same_v<T, bf16> ? 5 : 6;  // at 6 rows of bf16 GCC 12 spills: 68 against 84 GFLOP/s a core
 constexpr int strip_vectors(int rows) { return rows <= 3 ? 4 : 2; }
 #else
 template <class T>
@@ -36,6 +36,7 @@ constexpr int strip_vectors(int) { return 2; }
 
 constexpr int64_t SLICE = 16384;  // bytes of a panel that stay in L1 while row blocks pass
 constexpr int64_t ROWS = 256;     // rows of a task: their partial sums and slices of x stay in L2
+constexpr int64_t PASS = 512;     // rows of a product: more are several products
 constexpr int64_t GROUP = 4;      // panels of a task: a slice of x is read once for all of them
 constexpr int64_t FEW = 4;        // row blocks up to which the panel, not x, is the larger stream
 constexpr int64_t AHEAD = 4096;   // bytes of prefetch distance within a stream
@@ -154,44 +155,55 @@ void finish(const float* c, const T* bias, Out* out, int64_t ldo, int64_t rows, 
         }
 }
 
+// One product of at most PASS rows: how it is cut into tasks, and a task.
 template <class T, class Out>
-void linear(const T* x, int64_t ldx, const T* w, const T* bias, Out* out, int64_t rows, int64_t n, int64_t k) {
-    const int64_t pk = padded<T>(k), panels = (n + NR - 1) / NR, work = rows * n * k;
-    const RowBlocks blocks(rows, max_rows<T>);
-    float* packed = (float*)pool::scratch(0, rows * pk * sizeof(float));
-    pool::parallel_if(rows * k > 65536, blocks.count, [&](int64_t b) {
-        pack_rows(x + blocks.begin(b) * ldx, ldx, blocks.rows(b), k, pk, packed + blocks.begin(b) * pk);
-    });
+struct Product {
+    const T *x, *w, *bias;
+    Out* out;
+    const int64_t ldx, rows, n, k;
 
+    const int64_t pk = padded<T>(k), panels = (n + NR - 1) / NR;
+    const RowBlocks blocks{rows, max_rows<T>};
     // A few rows let the weights flow by once, whole columns of k at a time; with more, slices of k stay in L1.
     const bool flow = rows < 4 && blocks.count == 1 && strip_vectors((int)rows) == NV;
     const int64_t kc = flow ? pk : SLICE / (NR * (int64_t)sizeof(T));
-    const int64_t per_chunk = std::max<int64_t>(1, ROWS / max_rows<T>), chunks = (blocks.count + per_chunk - 1) / per_chunk;
-    const int64_t panel_bytes = NR * pk * (int64_t)sizeof(T);
-    int64_t group = 1;
-    while (group < GROUP && !flow && panels / (group * 2) * chunks >= 8 * pool::threads()) group *= 2;
-    // At least some microseconds of work in a task.
-    while (group < panels && group * panel_bytes < 32768 && group * NR * pk * rows < 131072) group *= 2;
-    const int64_t groups = (panels + group - 1) / group;
+    const int64_t task_blocks = std::max<int64_t>(1, ROWS / max_rows<T>);
+    const int64_t row_tasks = (blocks.count + task_blocks - 1) / task_blocks;
+    const int64_t group = panels_of_a_task(), groups = (panels + group - 1) / group;
+    float* const packed = (float*)pool::scratch(0, rows * pk * sizeof(float));
 
-    auto task = [&](int64_t index) {
-        const int64_t first_block = index / groups * per_chunk, last_block = std::min(blocks.count, first_block + per_chunk);
-        const int64_t first_panel = index % groups * group, last_panel = std::min(panels, first_panel + group);
+    int64_t panels_of_a_task() const {
+        const int64_t bytes = NR * pk * (int64_t)sizeof(T);
+        int64_t g = 1;
+        while (g < GROUP && !flow && panels / (g * 2) * row_tasks >= 8 * pool::threads()) g *= 2;
+        // At least some microseconds of work.
+        while (g < panels && g * bytes < 32768 && g * NR * pk * rows < 131072) g *= 2;
+        return g;
+    }
+
+    void run() const {
+        pool::parallel_if(rows * k > 65536, blocks.count, [&](int64_t b) {
+            pack_rows(x + blocks.begin(b) * ldx, ldx, blocks.rows(b), k, pk, packed + blocks.begin(b) * pk);
+        });
+        const bool worth = rows * n * k > 200000 || n * k > 65536;
+        pool::parallel_if(worth, groups * row_tasks, [&](int64_t i) { task(i / groups, i % groups); });
+    }
+
+    void task(int64_t row_task, int64_t panel_task) const {
+        const int64_t first_block = row_task * task_blocks, last_block = std::min(blocks.count, first_block + task_blocks);
+        const int64_t first_panel = panel_task * group, last_panel = std::min(panels, first_panel + group);
         const int64_t first_row = blocks.begin(first_block), height = blocks.begin(last_block) - first_row;
         float* sums = (float*)pool::scratch(1, group * height * NR * sizeof(float));
         for (int64_t at = 0; at < pk; at += kc) {
-            const int64_t length = std::min(kc, pk - at), bytes = length * NR * sizeof(T), step = NR * Format<T>::STEP * sizeof(T);
             auto pass = [&](int64_t b, int64_t p) {
-                const int64_t r = blocks.begin(b), m = blocks.rows(b), n = b - first_block;
                 const T* here = w + (p * pk + at) * NR;
-                const T* next = p + 1 < last_panel ? here + pk * NR : w + (at + kc < pk ? first_panel * pk + at + kc : last_panel * pk) * NR;
-                // The first two passes over a slice share the fetching of the next one, evenly over their strips.
-                const int64_t share = step / (NV / strip_vectors((int)m));
-                Ahead ahead{(const char*)next + n * bytes / 2, n < 2 ? share / 2 : 0};
-                if (flow) ahead = {(const char*)here + AHEAD, share};
-                else if (last_block - first_block == 1) ahead = {(const char*)next, share};
-                block_of<T, max_rows<T>>((int)m)(packed + r * pk + at * m, here, sums + ((p - first_panel) * height + r - first_row) * NR, length,
-                                        at == 0, ahead);
+                // The slice that will be wanted after this one; behind the last, the next task's.
+                const T* next = here + pk * NR;
+                if (p + 1 == last_panel) next = w + (at + kc < pk ? first_panel * pk + at + kc : last_panel * pk) * NR;
+                const int64_t length = std::min(kc, pk - at), r = blocks.begin(b), m = blocks.rows(b);
+                block_of<T, max_rows<T>>((int)m)(packed + r * pk + at * m, here,
+                                                 sums + ((p - first_panel) * height + r - first_row) * NR, length, at == 0,
+                                                 ahead(here, next, b - first_block, last_block - first_block, m, length));
             };
             if (last_block - first_block <= FEW) {
                 for (int64_t p = first_panel; p < last_panel; p++)
@@ -202,10 +214,24 @@ void linear(const T* x, int64_t ldx, const T* w, const T* bias, Out* out, int64_
             }
         }
         for (int64_t p = first_panel; p < last_panel; p++)
-            finish(sums + (p - first_panel) * height * NR, bias ? bias + p * NR : nullptr, out + first_row * n + p * NR, n, height,
-                   n - p * NR);
-    };
-    pool::parallel_if(work > 200000 || n * k > 65536, groups * chunks, task);
+            finish(sums + (p - first_panel) * height * NR, bias ? bias + p * NR : nullptr, out + first_row * n + p * NR, n,
+                   height, n - p * NR);
+    }
+
+    // What pass `number` of `passes` over the slice at `here` fetches: the first two share the next slice, over all their strips.
+    Ahead ahead(const T* here, const T* next, int64_t number, int64_t passes, int64_t height, int64_t length) const {
+        const int64_t step = NR * Format<T>::STEP * sizeof(T) / (NV / strip_vectors((int)height));
+        if (flow) return {(const char*)here + AHEAD, step};
+        if (passes == 1) return {(const char*)next, step};
+        return {(const char*)next + number * length * NR * (int64_t)sizeof(T) / 2, number < 2 ? step / 2 : 0};
+    }
+};
+
+template <class T, class Out>
+void linear(const T* x, int64_t ldx, const T* w, const T* bias, Out* out, int64_t rows, int64_t n, int64_t k) {
+    // Bounds the memory of the packed rows, whatever the length of a prompt.
+    for (int64_t r = 0; r < rows; r += PASS)
+        Product<T, Out>{x + r * ldx, w, bias, out + r * n, ldx, std::min(PASS, rows - r), n, k}.run();
 }
 
 template <class T>
@@ -229,7 +255,8 @@ void pack(const T* from, int64_t row_stride, int64_t column_stride, int64_t n, i
 // Asks for huge pages before memory is first touched: fewer misses of the TLB while weights stream by. A wish, no more.
 void advise_huge(void* memory, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
-    const uintptr_t page = 4096, begin = ((uintptr_t)memory + page - 1) / page * page, end = ((uintptr_t)memory + bytes) / page * page;
+    const uintptr_t page = 4096, begin = ((uintptr_t)memory + page - 1) / page * page;
+    const uintptr_t end = ((uintptr_t)memory + bytes) / page * page;
     if (bytes >= (4 << 20) && end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
 #else
     (void)memory, (void)bytes;
@@ -255,7 +282,8 @@ EXPORT int64_t penstock_packed_size(int64_t n, int64_t k, int64_t dtype) {
     return (n + NR - 1) / NR * NR * (dtype == BF16 ? padded<bf16>(k) : k);
 }
 
-EXPORT void penstock_pack(const void* from, void* to, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride, int64_t dtype) {
+EXPORT void penstock_pack(const void* from, void* to, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride,
+                          int64_t dtype) {
     advise_huge(to, penstock_packed_size(n, k, dtype) * (dtype == F32 ? 4 : 2));
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
@@ -263,8 +291,8 @@ EXPORT void penstock_pack(const void* from, void* to, int64_t n, int64_t k, int6
     });
 }
 
-EXPORT void penstock_linear(const void* x, int64_t ldx, const void* w, const void* bias, void* out, int64_t rows, int64_t n, int64_t k,
-                            int64_t dtype, int64_t out_f32) {
+EXPORT void penstock_linear(const void* x, int64_t ldx, const void* w, const void* bias, void* out, int64_t rows, int64_t n,
+                            int64_t k, int64_t dtype, int64_t out_f32) {
     if (rows == 0) return;
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
@@ -276,7 +304,8 @@ EXPORT void penstock_linear(const void* x, int64_t ldx, const void* w, const voi
 }
 
 // Returns -1, or the place of the first id outside [0, n): nothing is read then.
-EXPORT int64_t penstock_gather(const int64_t* ids, int64_t rows, const void* w, int64_t n, int64_t k, void* out, int64_t dtype) {
+EXPORT int64_t penstock_gather(const int64_t* ids, int64_t rows, const void* w, int64_t n, int64_t k, void* out,
+                               int64_t dtype) {
     for (int64_t r = 0; r < rows; r++)
         if (ids[r] < 0 || ids[r] >= n) return r;
     by_dtype(dtype, [&](auto type) {

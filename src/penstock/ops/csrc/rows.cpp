@@ -109,7 +109,8 @@ void rope_write(const Rope& a, float eps, float offset) {
         for (int64_t h = 0; h < a.kv_heads; h++) {
             turn((const T*)a.k + t * a.k_token + h * a.k_head, a.k_norm,
                  (T*)a.k_cache + page * a.k_page + h * a.k_kv + slot * a.k_slot);
-            copy((const T*)a.v + t * a.v_token + h * a.v_head, (T*)a.v_cache + page * a.v_page + h * a.v_kv + slot * a.v_slot, a.size);
+            copy((const T*)a.v + t * a.v_token + h * a.v_head,
+                 (T*)a.v_cache + page * a.v_page + h * a.v_kv + slot * a.v_slot, a.size);
         }
     });
 }
@@ -148,14 +149,15 @@ void activation_of(const T* x, int64_t stride, T* out, int64_t rows, int64_t wid
 
 // x has `outer` x `inner` rows at the two strides; out is contiguous.
 EXPORT void penstock_rms_norm(const void* x, const void* weight, void* out, int64_t outer, int64_t inner, int64_t outer_stride,
-                              int64_t inner_stride, int64_t width, double eps, double offset, int64_t dtype, int64_t weight_dtype) {
+                              int64_t inner_stride, int64_t width, double eps, double offset, int64_t dtype,
+                              int64_t weight_dtype) {
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         by_dtype(weight_dtype, [&](auto weight_type) {
             using W = decltype(weight_type);
             pool::parallel_if(outer * inner * width > WORTH, outer * inner, [&](int64_t r) {
-                rms_row((const T*)x + r / inner * outer_stride + r % inner * inner_stride, (const W*)weight, (T*)out + r * width, width,
-                        (float)eps, (float)offset);
+                rms_row((const T*)x + r / inner * outer_stride + r % inner * inner_stride, (const W*)weight, (T*)out + r * width,
+                        width, (float)eps, (float)offset);
             });
         });
     });
@@ -199,8 +201,8 @@ EXPORT void penstock_rope_write(const Rope* arguments, double eps, double offset
     by_dtype(dtype, [&](auto type) { rope_write<decltype(type)>(*arguments, (float)eps, (float)offset); });
 }
 
-EXPORT void penstock_activation(const void* x, int64_t stride, void* out, int64_t rows, int64_t width, int64_t kind, int64_t gated,
-                                int64_t dtype) {
+EXPORT void penstock_activation(const void* x, int64_t stride, void* out, int64_t rows, int64_t width, int64_t kind,
+                                int64_t gated, int64_t dtype) {
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         auto go = [&](auto constant) {
