@@ -1,9 +1,9 @@
 """Training data on disk: documents tokenized, marked and packed into rows by worker processes; read back batch by batch.
 
-A shard is an array of uint16 [rows, length]. The low 12 bits are the token; LEARN marks a token that is to be predicted; BEGIN the
-first token of a document. Every row begins with a document; the rest of a row that nothing fits is padding.
+A shard is an array of uint16 [rows, length]. The low 12 bits are the token; LEARN marks a token that is to be predicted; BEGIN
+the first token of a document. Every row begins with a document; the rest of a row that nothing fits is padding.
 
-    python -m training.canary.data --text .carry/canary --out DIR --worker 0 --tokens 1000000
+    python -m training.canary.data --text build/canary/text --out DIR --worker 0 --tokens 1000000
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-
 from training.canary import documents
 from training.canary.documents import BUCKETS, Bucket, Document, Texts
 
@@ -121,7 +120,9 @@ def write(out: Path, worker: int, texts: Texts, encoder: Encoder, tokens: int) -
 
 
 class Reader:
-    """Batches of a bucket from the shards as they appear, in the order of their names; from the start again when all are read."""
+    """Batches of a bucket from the shards as they appear, in the order of their names; from the start again when all are
+    read.
+    """
 
     def __init__(self, folder: Path, bucket: Bucket) -> None:
         self.folder, self.bucket = folder, bucket

@@ -14,17 +14,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from penstock.canary import calling, skills
-from penstock.canary.item import Item
 from training.canary.render import render
 from training.canary.stories import small_talk, story_chat
 
-SKILLS: dict[str, skills.Generator] = {
-    "repeat": skills.repeat, "reverse": skills.reverse, "retrieve": skills.retrieve, "retrieve-4k": skills.retrieve_long,
-    "add": skills.add, "compare": skills.compare, "count": skills.count, "sort": skills.sort, "system": skills.system,
-    "recall": skills.recall, "json": skills.extract, "tool-call": calling.call, "tool-answer": calling.answer, "think": skills.think,
-    "stop": skills.stop,
-}
+from penstock.canary import calling, skills
+from penstock.canary.item import Item
+from penstock.canary.suite import SKILLS
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,8 @@ class Bucket:
     share: float
 
 
-BUCKETS = (Bucket("short", 512, (0.0, 0.7), 0.66), Bucket("middle", 1024, (0.3, 1.0), 0.24), Bucket("long", 4096, (0.8, 1.0), 0.10))
+BUCKETS = (Bucket("short", 512, (0.0, 0.7), 0.66), Bucket("middle", 1024, (0.3, 1.0), 0.24),
+           Bucket("long", 4096, (0.8, 1.0), 0.10))
 
 
 @dataclass(frozen=True)
@@ -50,14 +46,15 @@ class Texts:
     @classmethod
     def load(cls, folder: Path) -> Texts:
         """What prepare.py wrote."""
-        books, talk = ([json.loads(line) for line in (folder / name).read_text().splitlines()] for name in ("books.txt", "talk.jsonl"))
+        books, talk = ([json.loads(line) for line in (folder / name).read_text().splitlines()]
+                       for name in ("books.txt", "talk.jsonl"))
         return cls(books, talk)
 
 
 @dataclass(frozen=True)
 class Document:
-    """`text` is trained on where the assistant speaks, or everywhere if `whole`. If `hinted`, the begin of a thought is given, not
-    learnt: the template wrote it."""
+    """`text` is trained on where the assistant speaks, or everywhere if `whole`. If `hinted`, the begin of a thought is given,
+    not learnt: the template wrote it."""
 
     text: str
     whole: bool = False
@@ -65,7 +62,8 @@ class Document:
 
 
 _MIXTURE: dict[str, float] = {
-    "repeat": 4, "reverse": 4, "retrieve": 9, "add": 9, "compare": 4, "count": 5, "sort": 5, "system": 7, "recall": 6, "json": 7,
+    "repeat": 4, "reverse": 4, "retrieve": 9, "add": 9, "compare": 4, "count": 5, "sort": 5, "system": 7, "recall": 6,
+    "json": 7,
     "tool-call": 10, "tool-answer": 5, "think": 7, "stop": 3, "series": 14, "sums": 6, "story": 6, "small talk": 3, "talk": 2,
     "book": 3,
 }
@@ -78,13 +76,6 @@ _SERIES = (skills.repeat, skills.reverse, skills.compare, skills.count, skills.s
 def held_in(generator: skills.Generator, rng: Random, span: float) -> Item:
     """A prompt that may be trained on."""
     while (item := generator(rng, span)).held_out:
-        pass
-    return item
-
-
-def held_out(generator: skills.Generator, rng: Random, span: float) -> Item:
-    """A prompt that is for grading."""
-    while not (item := generator(rng, span)).held_out:
         pass
     return item
 

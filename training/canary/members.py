@@ -34,7 +34,8 @@ class Member:
 
     def build(self, tokens: dict[str, int], overrides: dict[str, Any] | None = None) -> Any:
         """The model with fresh weights, in float32. `tokens` are the ids of end and padding."""
-        common = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "rope_parameters": ROPE, "tie_word_embeddings": True,
+        common = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "rope_parameters": ROPE,
+                  "tie_word_embeddings": True,
                   "bos_token_id": None, "eos_token_id": tokens["end"], "pad_token_id": tokens["padding"], "use_cache": False}
         config = CONFIG_MAPPING[self.kind](**{**common, **self.config, **(overrides or {})})
         model = AutoModelForCausalLM.from_config(config, attn_implementation=self.attention, dtype=torch.float32)
@@ -44,13 +45,16 @@ class Member:
         return model
 
 
-def _all_experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+def _all_experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
+                 top_k_weights: torch.Tensor) -> torch.Tensor:
     """The experts' sum, every expert computed for every token: with few small ones that is faster than sorting tokens, and its
-    shapes do not depend on the data. Takes both layouts: [E, 2I, D] with halves, and gpt-oss's [E, D, 2I] interleaved, with biases."""
+    shapes do not depend on the data. Takes both layouts: [E, 2I, D] with halves, and gpt-oss's [E, D, 2I] interleaved, with
+    biases."""
     width = hidden_states.shape[-1]
     flat = hidden_states.reshape(-1, width)
     weights = torch.zeros(flat.shape[0], self.num_experts, dtype=flat.dtype, device=flat.device)
-    weights = weights.scatter(1, top_k_index.reshape(flat.shape[0], -1), top_k_weights.reshape(flat.shape[0], -1).to(flat.dtype))
+    weights = weights.scatter(1, top_k_index.reshape(flat.shape[0], -1),
+                              top_k_weights.reshape(flat.shape[0], -1).to(flat.dtype))
     if hasattr(self, "gate_up_proj_bias"):
         both = torch.einsum("td,edi->tei", flat, self.gate_up_proj) + self.gate_up_proj_bias
         out = torch.einsum("tei,eid->ted", self._apply_gate(both), self.down_proj) + self.down_proj_bias

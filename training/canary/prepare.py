@@ -1,6 +1,6 @@
 """Gathers the readable text that canary learns from: public-domain books for children, and service dialogues (CC-BY-SA).
 
-    python -m training.canary.prepare --data shared/data --out .carry/canary
+    python -m training.canary.prepare --data ../shared/data --out build/canary/text
 
 The rest of the training data is generated; this is the only part that is read. Owns which sources are used, no format beyond
 `books.txt` (one passage a line) and `talk.jsonl` (one conversation a line, a list of turns).
@@ -15,6 +15,7 @@ import json
 import re
 import tarfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 BOOKS = ("aesop", "beatrix-potter", "just-so", "wizard-of-oz", "ozma", "marvelous-land", "wind-in-the-willows", "alices",
@@ -61,8 +62,22 @@ def talk(path: Path) -> Iterator[list[str]]:
             turns = [(message["role"], message.get("content")) for message in json.loads(line)["messages"]]
             spoken = [(role, text) for role, text in turns if role in ("user", "assistant") and text]
             roles = [role for role, _ in spoken]
-            if roles[:2] == ["user", "assistant"] and all(a != b for a, b in zip(roles, roles[1:], strict=False)):
+            if roles[:2] == ["user", "assistant"] and all(a != b for a, b in pairwise(roles)):
                 yield [text for _, text in spoken][: len(spoken) // 2 * 2]
+
+
+def prepare(data: Path, out: Path) -> list[str]:
+    """Writes `out`'s two files from `data`'s; the books' passages. SystemExit with what is missing and where it comes from."""
+    archive, dialogues = data / "text/standardebooks.tar.gz", data / "tools/sgd_train.jsonl.gz"
+    for path in (archive, dialogues):
+        if not path.exists():
+            raise SystemExit(f"{path} is not there; training/canary/README.md says what it is and where it comes from")
+    out.mkdir(parents=True, exist_ok=True)
+    found = books(archive)
+    (out / "books.txt").write_text("".join(json.dumps(passage) + "\n" for passage in found))
+    conversations = list(talk(dialogues))
+    (out / "talk.jsonl").write_text("".join(json.dumps(turns) + "\n" for turns in conversations[::2]))
+    return found
 
 
 def main() -> None:
@@ -70,13 +85,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--words", type=int, default=0, help="print this many frequent plain words, from which words.txt was made")
+    parser.add_argument("--words", type=int, default=0, help="print this many frequent words; words.txt was made from them")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    found = books(args.data / "text/standardebooks.tar.gz")
-    (args.out / "books.txt").write_text("".join(json.dumps(passage) + "\n" for passage in found))
-    conversations = list(talk(args.data / "tools/sgd_train.jsonl.gz"))
-    (args.out / "talk.jsonl").write_text("".join(json.dumps(turns) + "\n" for turns in conversations[::2]))
+    found = prepare(args.data, args.out)
     if args.words:
         counts = collections.Counter(re.findall(r"(?<= )[a-z]{4,8}(?=[ ,.])", " ".join(found)))
         print("\n".join(sorted(word for word, _ in counts.most_common(args.words))))  # noqa: T201

@@ -21,10 +21,11 @@ import time
 from pathlib import Path
 
 import torch
-
 from training.canary.members import MEMBERS
+from training.canary.prepare import prepare
 
-TEXT = Path(".carry/canary")
+TEXT = Path("build/canary/text")
+DATA = Path(os.environ.get("PENSTOCK_TEST_DATA", "../shared/data"))
 MOST_WORKERS = 40
 PACKED = ("log.jsonl", "output.txt", "model")
 
@@ -34,10 +35,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", default=",".join(MEMBERS), help="names, separated by commas")
     parser.add_argument("--work", type=Path, default=Path("build/canary"))
-    parser.add_argument("--text", type=Path, default=TEXT, help="the folder that prepare.py made")
+    parser.add_argument("--text", type=Path, default=TEXT, help="what is read; made from --data if it is not there")
+    parser.add_argument("--data", type=Path, default=DATA, help="the folder with text/ and tools/ that prepare.py reads")
     parser.add_argument("--minutes", type=float, default=14.0)
     parser.add_argument("--steps", type=int, default=10**9)
-    parser.add_argument("--tokens", type=float, default=1.2e9, help="training tokens to generate; they are read again when used up")
+    parser.add_argument("--tokens", type=float, default=1.2e9, help="tokens to generate; they are read again when used up")
     parser.add_argument("--workers", type=int, default=0, help="data processes; default: the cores that the members leave")
     parser.add_argument("--collect", type=Path, help="pack results into this folder, train nothing")
     parser.add_argument("--wait", type=float, default=0.0, help="with --collect: wait so many seconds for the end")
@@ -58,6 +60,8 @@ def main() -> int:
 def train(args: argparse.Namespace, extra: list[str]) -> int:
     """Runs all processes to their end."""
     names = args.members.split(",")
+    if not args.text.exists():
+        prepare(args.data, args.text)
     data = args.work / "data"
     data.mkdir(parents=True, exist_ok=True)
     (data / "stop").unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """The family's tokenizer: byte-level BPE of 4,096 entries, every digit its own token, trained on the training data itself.
 
-    python -m training.canary.tokenizer --text .carry/canary --out training/canary/tokenizer
+    python -m training.canary.tokenizer --text build/canary/text --out training/canary/tokenizer
 
 Owns the tokenizer's files. They are committed, so that training does not repeat this.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 from random import Random
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from training.canary import documents
 
 from penstock.canary.skills import WORDS
-from training.canary import documents
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "tokenizer"
@@ -33,7 +33,9 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 
 
 def corpus(texts: documents.Texts, count: int) -> Iterator[str]:
-    """What the tokenizer is trained on: documents of every kind, and each word of the prompts' vocabulary with and without space."""
+    """What the tokenizer is trained on: documents of every kind, and each word of the prompts' vocabulary with and without
+    space.
+    """
     rng = Random(0)
     for _ in range(count):
         for bucket in documents.BUCKETS[:2]:

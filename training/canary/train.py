@@ -2,8 +2,8 @@
 
     python -m training.canary.train canary --data DIR --out DIR --minutes 14
 
-Writes OUT/log.jsonl (a line per measurement), OUT/checkpoint.pt (to resume from: run the command again), and at the end, which is
-the time limit, --steps, or SIGTERM, OUT/model (a Hugging Face folder in bfloat16).
+Writes OUT/log.jsonl (a line per measurement), OUT/checkpoint.pt (to resume from: run the command again), and at the end, which
+is the time limit, --steps, or SIGTERM, OUT/model (a Hugging Face folder in bfloat16).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,12 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional
-
 from training.canary.data import BATCH, BEGIN, LEARN, TOKEN, Encoder, Reader, Rows, pack
-from training.canary.documents import BUCKETS, SKILLS, Bucket, held_out, of_item
+from training.canary.documents import BUCKETS, Bucket, of_item
 from training.canary.export import export
 from training.canary.members import MEMBERS, Member
 from training.canary.optimizer import Optimizer
+
+from penstock.canary.suite import SKILLS, held_out
 
 WARM_UP = 100
 """Steps until the learning rate is full."""
@@ -44,7 +46,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=128, help="held-out prompts for each skill and measurement")
     parser.add_argument("--every", type=float, default=90.0, help="seconds between measurements")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", type=float, default=1.0, help="share of a batch's rows to use, for trying it on a small machine")
+    parser.add_argument("--rows", type=float, default=1.0,
+                        help="share of a batch's rows to use, for trying it on a small machine")
     return parser.parse_args()
 
 
@@ -141,15 +144,17 @@ class Trainer:
             found[bucket.name] = []
             size = self._rows(bucket)
             single = bucket.name == "long" or not self.member.packed
-            packed = [next(pack(iter([ids]), bucket.length, self.encoder.padding)) for ids in documents[bucket.name]] if single \
-                else list(pack(iter(documents[bucket.name]), bucket.length, self.encoder.padding))
+            # One prompt a row where documents of a row are not kept apart.
+            groups = [[ids] for ids in documents[bucket.name]] if single else [documents[bucket.name]]
+            packed = [row for group in groups for row in pack(iter(group), bucket.length, self.encoder.padding)]
             for at in range(0, len(packed), size):
                 rows = np.stack([*packed[at : at + size], *packed[:1] * (size - len(packed[at : at + size]))])
                 found[bucket.name].append((rows, len(packed[at : at + size])))
         return found
 
     def measure(self) -> dict[str, float]:
-        """The share of held-out prompts of each skill whose whole canonical answer is the model's greedy choice, token by token.
+        """The share of held-out prompts of each skill whose whole canonical answer is the model's greedy choice, token by
+        token.
 
         That is greedy decoding judged exactly; prompts too long for the member's rows are left out.
         """
@@ -166,7 +171,7 @@ class Trainer:
     def _judge(self, rows: Rows, wrong: Any, learnt: Any, right: dict[str, list[bool]]) -> None:
         for row, bad, asked in zip(rows, wrong, learnt, strict=True):
             begins = [*np.flatnonzero(row & BEGIN), len(row)]
-            for first, last in zip(begins, begins[1:], strict=False):
+            for first, last in pairwise(begins):
                 if asked[max(0, first - 1) : last - 1].any():
                     name = self.skills[(row[first:last] & TOKEN).tobytes()]
                     right.setdefault(name, []).append(not bad[max(0, first - 1) : last - 1].any())
@@ -229,7 +234,8 @@ class Trainer:
 
     def save(self) -> None:
         """What `_resume` needs; replaced as a whole."""
-        state = {"model": self.model.state_dict(), "adam": self.optimizer.adam.state_dict(), "step": self.step, "seconds": self.seconds,
+        state = {"model": self.model.state_dict(), "adam": self.optimizer.adam.state_dict(), "step": self.step,
+                 "seconds": self.seconds,
                  "muon": [moment for _, moment in self.optimizer.muon.groups]}
         torch.save(state, self.args.out / "checkpoint.new")
         (self.args.out / "checkpoint.new").replace(self.args.out / "checkpoint.pt")

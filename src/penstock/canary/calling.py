@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from penstock.canary.item import Item
-from penstock.canary.skills import CITIES, NAMES, WORDS
+from penstock.canary.skills import CITIES, NAMES, WORDS, listed
 
 Value = Callable[[Random], Any]
 
@@ -77,7 +77,8 @@ TOOLS = (
     Tool("set_timer", "Start a timer", {"minutes": MINUTES},
          ("Set a timer for {minutes} minutes.", "Start a timer of {minutes} minutes."), "timer", _number(1, 99),
          "Timer {result} is running."),
-    Tool("set_alarm", "Set an alarm", {"time": TIME}, ("Wake me at {time}.", "Set an alarm for {time}."), "alarm", _number(1, 99),
+    Tool("set_alarm", "Set an alarm", {"time": TIME}, ("Wake me at {time}.", "Set an alarm for {time}."), "alarm",
+         _number(1, 99),
          "Alarm {result} is set for {time}."),
     Tool("send_message", "Send a message to a person", {"person": PERSON, "text": TEXT},
          ('Send "{text}" to {person}.', 'Write to {person}: "{text}"', 'Tell {person} "{text}".'), "message", _number(100, 999),
@@ -121,7 +122,7 @@ TOOLS = (
          _words, "It means: {result}"),
 )
 
-_SYLLABLES = "ba ko mi ra tu lo ve si na pe du fi go ha ki mo".split()
+_SYLLABLES = listed("ba ko mi ra tu lo ve si na pe du fi go ha ki mo")
 
 
 def _invented(rng: Random) -> Tool:

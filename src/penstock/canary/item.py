@@ -1,7 +1,8 @@
 """One graded prompt: its conversation, its canonical answer, and whether an answer is right. Owns grading, no prompts.
 
 Training prompts and graded prompts are held apart by construction: every prompt has a `key`, the substance of its question
-without its wording, and a hash of it says on which side it is (`held_out`). Generators make both; each side discards the other's.
+without its wording, and a hash of it says on which side it is (`held_out`). Generators make both; each side discards the
+other's.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Item:
     """A prompt and what is expected.
 
     `answer` is the canonical answer, what the model is trained to write, thought included; `grade` says how others are judged:
-    "exact" (the text after any thought, without surrounding space), "json" (equal values), "call" (one call of a tool with equal
-    arguments) or "holds" (the text contains `expected`). `thinking` asks the chat template for a thought.
+    "exact" (the text after any thought, without surrounding space), "json" (equal values), "call" (one call of a tool with
+    equal arguments) or "holds" (the text contains `expected`). `thinking` asks the chat template for a thought.
     """
 
     skill: str

@@ -16,16 +16,23 @@ from penstock.canary.item import Item
 
 Generator = Callable[[Random, float], Item]
 
+
+def listed(text: str, separator: str | None = None) -> list[str]:
+    """The parts of a text, by default its words."""
+    return text.split(separator)
+
+
 WORDS = (Path(__file__).parent / "words.txt").read_text(encoding="ascii").split()
-NAMES = ("Anna Ben Carl Dora Emil Fay Greta Hugo Iris Jack Kira Leo Mona Nils Olga Paul Rosa Sam Tina Uma Victor Wanda Xenia Yusuf "
-         "Zoe Alma Boris Clara Dina Erik Flora Gus Hanna Ivan Jonas Karin Lena Marek Nora Oskar").split()
-SURNAMES = "Adler Berg Costa Dahl Engel Ferro Grant Hale Ito Jensen Kern Lopez Moss Novak Okoro Park Quinn Reyes Stein Twist Vega Wolf".split()
-CITIES = ("Paris Rome Oslo Lima Cairo Delhi Tokyo Berlin Madrid Vienna Prague Lisbon Dublin Athens Warsaw Geneva Boston Denver Dallas "
-          "Austin Sydney Toronto Havana Nairobi Lagos Seoul Hanoi Quito Zurich Naples").split()
-PETS = "dog cat horse parrot rabbit goat hamster turtle pony duck".split()
-COLOURS = "red blue green yellow black white brown pink grey purple orange".split()
-FOODS = "soup bread cheese rice fish cake apples pasta beans honey salad eggs".split()
-JOBS = "baker teacher doctor farmer sailor painter miller nurse writer pilot".split()
+NAMES = listed("Anna Ben Carl Dora Emil Fay Greta Hugo Iris Jack Kira Leo Mona Nils Olga Paul Rosa Sam Tina Uma Victor "
+               "Wanda Xenia Yusuf Zoe Alma Boris Clara Dina Erik Flora Gus Hanna Ivan Jonas Karin Lena Marek Nora Oskar")
+SURNAMES = listed("Adler Berg Costa Dahl Engel Ferro Grant Hale Ito Jensen Kern Lopez Moss Novak Okoro Park Quinn Reyes "
+                  "Stein Twist Vega Wolf")
+CITIES = listed("Paris Rome Oslo Lima Cairo Delhi Tokyo Berlin Madrid Vienna Prague Lisbon Dublin Athens Warsaw Geneva "
+                "Boston Denver Dallas Austin Sydney Toronto Havana Nairobi Lagos Seoul Hanoi Quito Zurich Naples")
+PETS = listed("dog cat horse parrot rabbit goat hamster turtle pony duck")
+COLOURS = listed("red blue green yellow black white brown pink grey purple orange")
+FOODS = listed("soup bread cheese rice fish cake apples pasta beans honey salad eggs")
+JOBS = listed("baker teacher doctor farmer sailor painter miller nurse writer pilot")
 
 
 def _ask(text: str, answer: str, skill: str, key: str, grade: str = "exact", expected: str = "", system: str | None = None,
@@ -143,7 +150,8 @@ def count(rng: Random, span: float) -> Item:
     items = [wanted] * times + [rng.choice(others) for _ in range(rng.randint(0, 6 + round(10 * span)))]
     rng.shuffle(items)
     text = " ".join(items)
-    return _ask(rng.choice((f'How often does "{wanted}" occur here? {text}', f'Count "{wanted}": {text}')), str(times), "count", text)
+    return _ask(rng.choice((f'How often does "{wanted}" occur here? {text}', f'Count "{wanted}": {text}')), str(times), "count",
+                text)
 
 
 def sort(rng: Random, span: float) -> Item:
@@ -158,7 +166,8 @@ def sort(rng: Random, span: float) -> Item:
     down = rng.random() < 0.3
     if down:
         ordered.reverse()
-    how = rng.choice(("Sort from high to low: ", "Sort in falling order: ") if down else ("Sort: ", "Put in order: ", "Sort from low to high: "))
+    falling = ("Sort from high to low: ", "Sort in falling order: ")
+    how = rng.choice(falling if down else ("Sort: ", "Put in order: ", "Sort from low to high: "))
     return _ask(how + " ".join(items), " ".join(ordered), "sort", " ".join(items))
 
 
@@ -175,14 +184,14 @@ def stop(rng: Random, span: float) -> Item:
 # -- following a system prompt
 
 _LANGUAGES = {
-    "English": ("one two three four five six seven eight nine ten red blue green white black yellow dog cat horse bird house tree "
-                "water bread sun moon night day book friend").split(),
-    "French": ("un deux trois quatre cinq six sept huit neuf dix rouge bleu vert blanc noir jaune chien chat cheval oiseau maison "
-               "arbre eau pain soleil lune nuit jour livre ami").split(),
-    "Spanish": ("uno dos tres cuatro cinco seis siete ocho nueve diez rojo azul verde blanco negro amarillo perro gato caballo "
-                "pajaro casa arbol agua pan sol luna noche dia libro amigo").split(),
-    "German": ("eins zwei drei vier fuenf sechs sieben acht neun zehn rot blau gruen weiss schwarz gelb Hund Katze Pferd Vogel "
-               "Haus Baum Wasser Brot Sonne Mond Nacht Tag Buch Freund").split(),
+    "English": listed("one two three four five six seven eight nine ten red blue green white black yellow dog cat horse "
+                      "bird house tree water bread sun moon night day book friend"),
+    "French": listed("un deux trois quatre cinq six sept huit neuf dix rouge bleu vert blanc noir jaune chien chat cheval "
+                     "oiseau maison arbre eau pain soleil lune nuit jour livre ami"),
+    "Spanish": listed("uno dos tres cuatro cinco seis siete ocho nueve diez rojo azul verde blanco negro amarillo perro "
+                      "gato caballo pajaro casa arbol agua pan sol luna noche dia libro amigo"),
+    "German": listed("eins zwei drei vier fuenf sechs sieben acht neun zehn rot blau gruen weiss schwarz gelb Hund Katze "
+                     "Pferd Vogel Haus Baum Wasser Brot Sonne Mond Nacht Tag Buch Freund"),
 }
 
 _FORMATS: dict[str, tuple[tuple[str, ...], Callable[[str], str]]] = {
@@ -237,7 +246,8 @@ def recall(rng: Random, span: float) -> Item:
     for kind in kinds:
         statement, _, _, values = _FACTS[kind]
         told[kind] = rng.choice(values) if values else str(rng.randint(1000, 9999))
-        messages += [{"role": "user", "content": statement.format(told[kind])}, {"role": "assistant", "content": rng.choice(_NOTED)}]
+        messages += [{"role": "user", "content": statement.format(told[kind])},
+                     {"role": "assistant", "content": rng.choice(_NOTED)}]
         while rng.random() < 0.35 * span:
             between = rng.choice((repeat, compare, sort))(rng, 0.0)
             messages += [*between.messages, {"role": "assistant", "content": between.answer}]
@@ -260,7 +270,8 @@ def extract(rng: Random, span: float) -> Item:
         "colour": lambda: rng.choice(COLOURS), "email": lambda: f"{rng.choice(WORDS)}@{rng.choice(WORDS)}.org",
     }
     sentences = {"age": "{n} is {} years old.", "city": "{n} lives in {}.", "job": "{n} works as a {}.", "pet": "{n} has a {}.",
-                 "phone": "Call {n} at {}.", "room": "{n} stays in room {}.", "colour": "{n} wears {}.", "email": "Write to {n} at {}."}
+                 "phone": "Call {n} at {}.", "room": "{n} stays in room {}.", "colour": "{n} wears {}.",
+                 "email": "Write to {n} at {}."}
     first = name.split()[0]
     for field in rng.sample(list(pool), rng.randint(2, 4 + round(4 * span))):
         value = pool[field]()
