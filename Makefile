@@ -1,6 +1,6 @@
 # Penstock's commands: setup, serve, test, lint, bench. Each sets up what it needs first; once that is done it costs nothing.
 #
-#   make serve MODEL=<folder or hub id> [ARGS="--port 8001 ..."]
+#   make serve [MODEL=<folder or hub id>] [ARGS="--port 8001 ..."]      without MODEL: canary, the small model that comes with it
 #   make test  [ARGS="tests/unit -x"]
 #
 # Serving needs the runtime dependencies alone; test, lint and bench take the dev extra as well.
@@ -13,22 +13,15 @@ SERVING := $(VENV)/.ready-to-serve
 DEVELOPING := $(VENV)/.ready-to-develop
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint bench clean model-is-named
+.PHONY: help setup serve test lint bench clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 setup: $(DEVELOPING)
 
-serve: model-is-named $(SERVING)
-	exec $(BIN)/penstock serve "$(MODEL)" $(ARGS)
-
-model-is-named:
-	@if [ -z "$(MODEL)" ]; then \
-	  echo 'make serve: say which model: make serve MODEL=/path/to/a/hugging-face/folder (or a hub id such as Qwen/Qwen3-0.6B)' >&2; \
-	  echo '            further flags go into ARGS, for example ARGS="--port 8001 --max-model-len 4K"' >&2; \
-	  exit 2; \
-	fi
+serve: $(SERVING)
+	exec $(BIN)/penstock serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 test: $(DEVELOPING)
 	$(BIN)/python -m pytest $(ARGS)

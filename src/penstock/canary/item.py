@@ -57,7 +57,7 @@ class Item:
         if self.grade == "call":
             return _same_call(self.answer, calls or parse_calls(said))
         if self.grade == "json":
-            return _values(said) == _values(self.answer) is not None
+            return bool(_values(said) == _values(self.answer) is not None)
         if self.grade == "holds":
             return self.expected in said
         return said == _THOUGHT.sub("", self.answer).strip()

@@ -1,4 +1,4 @@
-"""Talk to a model in the terminal. MODEL is loaded here; --url talks to a running server instead.
+"""Talk to a model in the terminal. MODEL is loaded here, canary if none is named; --url talks to a running server instead.
 Ctrl-C stops the answer, not the program. Commands begin with a slash; /help lists them.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from penstock import canary
 from penstock.cli.api import Api, LoopThread, add_target, complaint, open_api
 from penstock.config.flags import add_flags, nearest
 from penstock.config.schema import option
@@ -60,6 +61,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Opens the model, then converses until the end of the input. 1 if input was piped and an answer failed."""
+    if not args.model and not args.url:
+        args.model = canary.NAME
     with LoopThread() as loop, loop.entered(open_api(args)) as api:
         return Conversation(api, loop, args).converse()
 

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock import canary
 from penstock.config.flags import add_flags, from_args
 from penstock.config.resolve import EngineConfig, MemoryPlan, default_kv_share, plan_memory, resolve
 from penstock.config.schema import EngineOptions
@@ -24,7 +25,8 @@ TEXT_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "cha
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder or hub id")
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=canary.NAME,
+                        help="a Hugging Face folder or a hub id; without one, canary, which comes with Penstock")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--load", action="store_true", help="start the engine, and report its own figures for memory")
     add_flags(parser, EngineOptions, skip=("model",))

@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "generate": "answer a file of requests (OpenAI batch format)",
     "info": "show what would be loaded, the memory plan and the kernels",
+    "eval": "ask graded questions and show how many answers are right",
     "bench": "measure latency, throughput or a running server",
     "version": "print the version",
 }

@@ -10,6 +10,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
+from penstock import canary
 from penstock.config.flags import add_flags, from_args
 from penstock.config.schema import EngineOptions, ServerOptions
 from penstock.core.errors import ConfigError
@@ -20,7 +21,8 @@ KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 def add(parser: ArgumentParser) -> None:
     """Declares the arguments."""
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder or a hub id")
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=canary.NAME,
+                        help="a Hugging Face folder or a hub id; without one, canary, which comes with Penstock")
     add_flags(parser, ServerOptions)
     add_flags(parser, EngineOptions, skip=("model",))
 

@@ -21,7 +21,7 @@ def option(default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
 class EngineOptions:
     """What a user may say about an engine. None means: decided by `resolve`."""
 
-    model: str = option("", "a Hugging Face folder or a hub id")
+    model: str = option("canary", "a Hugging Face folder or a hub id; canary is the small model that comes with Penstock")
     tokenizer: str | None = option(None, "folder or hub id of the tokenizer, if not the model's")
     revision: str | None = option(None, "branch, tag or commit of the hub id")
     skip_tokenizer_init: bool = option(False, "run on token ids only; no text in or out")

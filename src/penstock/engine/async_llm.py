@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock import canary
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, EngineDeadError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Timings, Update
@@ -107,7 +108,7 @@ class Stream:
 class AsyncLLM:
     """vLLM's AsyncLLM in call shape. `await start()` first, `await shutdown()` last."""
 
-    def __init__(self, model: str | EngineOptions, *, engine: str = ENGINE, stall_timeout: float = 60.0,
+    def __init__(self, model: str | EngineOptions = canary.NAME, *, engine: str = ENGINE, stall_timeout: float = 60.0,
                  on_loading: Callable[[int, int], None] | None = None, on_death: Callable[[str], None] | None = None,
                  **options: Any) -> None:
         """`model` is a folder or hub id, with the fields of EngineOptions as `options`; or the EngineOptions themselves.

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from penstock import models
+from penstock import canary, models
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request
@@ -48,9 +48,10 @@ _ELSEWHERE: dict[str, tuple[Any, ...]] = {
 class LLM:
     """A model ready to generate. Also a context manager; `close` frees the engine."""
 
-    def __init__(self, model: str, tokenizer: str | None = None, **options: Any) -> None:
-        """Loads `model`, a Hugging Face folder or a hub id. `options` are the fields of EngineOptions (config/schema.py).
+    def __init__(self, model: str = canary.NAME, tokenizer: str | None = None, **options: Any) -> None:
+        """Loads `model`, a Hugging Face folder or a hub id; without one canary, the small model that comes with Penstock.
 
+        `options` are the fields of EngineOptions (config/schema.py).
         vLLM's enforce_eager is accepted and changes nothing: results are the same with and without captured steps. So are
         trust_remote_code (a model's own code is never run) and tensor_parallel_size=1. ConfigError for an option that does not
         exist, naming similar ones; ModelError if the model cannot be used.

@@ -1,10 +1,11 @@
-"""Where a model lies on this machine: a local folder as it is, or a hub id, downloaded if need be."""
+"""Where a model lies on this machine: a local folder as it is, the packaged one, or a hub id, downloaded if need be."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from penstock import canary
 from penstock.core.errors import ModelError
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
@@ -17,10 +18,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
 def resolve_folder(model: str, revision: str | None = None) -> Path:
-    """The folder of `model`, a path or a hub id at `revision`. A path that exists never opens a socket.
+    """The folder of `model`, a path or a hub id at `revision`. A path that exists never opens a socket. "canary" is the
+    packaged model, whatever the current folder holds.
 
     Honours huggingface_hub's HF_HUB_OFFLINE, HF_HOME and HF_TOKEN. ModelError says where was looked and what to do.
     """
+    if model == canary.NAME:
+        return canary.model_folder()
     path = Path(model).expanduser()
     if path.is_dir():
         return path

@@ -1,0 +1,62 @@
+"""What the recipe trains on is what an engine is asked: template, tokens, and the texts' marks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from training.canary.render import render
+from training.canary.stories import small_talk, story_chat
+
+from penstock.canary.suite import SKILLS, prompts
+from penstock.text import ChatTemplate, Tokenizer
+
+FOLDER = Path(__file__).resolve().parents[3] / "training" / "canary" / "tokenizer"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def template(tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate.load(FOLDER, None, tokenizer.special_tokens)
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_training_text_is_what_the_template_writes(skill: str, template: ChatTemplate) -> None:
+    for item in prompts(skill, 8):
+        tools = list(item.tools) or None
+        asked = template.render(item.messages, tools, enable_thinking=item.thinking)
+        assert asked == render(item.messages, item.tools, item.thinking, generate=True)
+        told = [*item.messages, {"role": "assistant", "content": item.answer}]
+        assert template.render(told, tools, add_generation_prompt=False) == render(told, item.tools)
+
+
+def test_stories_and_small_talk_too(template: ChatTemplate) -> None:
+    rng = Random(0)
+    for _ in range(20):
+        for messages in (story_chat(rng), small_talk(rng)):
+            assert template.render(messages, add_generation_prompt=False) == render(messages)
+
+
+def test_the_tokenizer_gives_every_text_back(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == 4096
+    texts = [item.messages[-1]["content"] for item in prompts("json", 10)]
+    for text in ("Add 1234 and 5.", "naïve café, 東京 🙂\n\n  x", *texts):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert len(tokenizer.encode("98765", add_special_tokens=False)) == 5  # each digit alone: sums are digit by digit
+    marks = "<think></think><tool_call></tool_call><tools></tools>"
+    ids = tokenizer.encode(marks, add_special_tokens=False)
+    assert len(ids) == 6 and tokenizer.decode(ids) == marks  # text, for whoever reads calls and thoughts
+    turn = tokenizer.encode("<|im_start|>user\n<|im_end|>", add_special_tokens=False)
+    assert tokenizer.decode(turn) == "user\n"
+    assert tokenizer.eos_id == turn[-1]
+
+
+def test_most_prompts_for_4k_fit_the_context(tokenizer: Tokenizer) -> None:
+    lengths = [len(tokenizer.encode(render(item.messages, generate=True), add_special_tokens=False))
+               for item in prompts("retrieve-4k", 40)]
+    assert max(lengths) > 3400 and sum(length + 32 <= 4096 for length in lengths) >= 38
