@@ -1,17 +1,22 @@
-"""Puts what `penstock eval canary` measured into a member's model card, in place of an earlier measurement.
+"""Writes a member's model card anew from its folder, with what `penstock eval canary` measured if that is given.
 
-    penstock eval canary FOLDER --json > scores.json && python -m training.canary.cards FOLDER scores.json
+    penstock eval canary FOLDER --json > scores.json && python -m training.canary.cards NAME FOLDER scores.json
 
-Owns that section of the card; the rest is written by `export`.
+Owns the section of scores through Penstock; the rest is written by `export`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
+from training.canary.export import card
+from training.canary.members import MEMBERS
 
 HEADING, NEXT = "## Scores through Penstock", "## Training"
 
@@ -26,20 +31,27 @@ def section(scores: Sequence[Mapping[str, Any]]) -> str:
                       "", "| skill | right | share | 95 % interval |", "|---|---|---|---|", *lines, note])
 
 
-def replaced(card: str, scores: Sequence[Mapping[str, Any]]) -> str:
+def with_scores(text: str, scores: Sequence[Mapping[str, Any]]) -> str:
     """The card with these scores before its section on training."""
-    head, rest = card.split(NEXT, 1)
-    return head.split(HEADING)[0] + section(scores) + "\n" + NEXT + rest
+    head, rest = text.split(NEXT, 1)
+    return head + section(scores) + "\n" + NEXT + rest
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=MEMBERS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("scores", type=Path)
+    parser.add_argument("scores", type=Path, nargs="?")
     args = parser.parse_args()
-    path = args.folder / "README.md"
-    path.write_text(replaced(path.read_text(), json.loads(args.scores.read_text())["scores"]))
+    weights = args.folder / "model.safetensors"
+    with safe_open(weights, "np") as file:
+        parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
+    facts = json.loads((args.folder / "scores.json").read_text())
+    text = card(MEMBERS[args.name], parameters, weights.stat().st_size, facts["scores"], facts)
+    if args.scores is not None:
+        text = with_scores(text, json.loads(args.scores.read_text())["scores"])
+    (args.folder / "README.md").write_text(text)
 
 
 if __name__ == "__main__":
