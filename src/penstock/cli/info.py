@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import canary
 from penstock.config.flags import add_flags, from_args
-from penstock.config.resolve import EngineConfig, MemoryPlan, default_kv_share, plan_memory, resolve
+from penstock.config.resolve import EngineConfig, MemoryPlan, cache_room, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts
 
@@ -46,7 +46,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
 
     from penstock import models
     from penstock.ops import registry
-    from penstock.platform.facts import detect
+    from penstock.platform.facts import detect, device_name
     from penstock.worker import memory
 
     facts = detect(options.device)
@@ -62,11 +62,9 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     else:
         weights = spec.nbytes(config.dtype)
         step = memory.counted(spec, dtype, config.max_num_batched_tokens, config.max_num_seqs)
-        device = torch.device(facts.kind if ":" not in options.device else options.device)
-        free = max(0, memory.free_bytes(device, options.gpu_memory_utilization) - weights - step)
-        if options.kv_cache_memory_bytes is None:
-            free = default_kv_share(facts, free)
-        figures = _planned(plan_memory(options, config, spec.states(config.dtype), weights, step, free), config)
+        device = torch.device(device_name(options.device, facts))
+        room = cache_room(options, facts, memory.free_bytes(device, options.gpu_memory_utilization) - weights, step)
+        figures = _planned(plan_memory(options, config, spec.states(config.dtype), weights, step, room), config)
     return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},
             "files": _files(options, folder, checkpoint, spec),
             "device": _device(facts), "memory": figures,

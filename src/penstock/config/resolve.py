@@ -98,6 +98,7 @@ def plan_memory(options: EngineOptions, config: EngineConfig, states: list[State
     return MemoryPlan(weight_bytes, step_bytes, layout, layout.slabs * length // alone, length)
 
 
-def default_kv_share(facts: DeviceFacts, available: int) -> int:
-    """The most bytes that the cache takes of `available` when the user does not say."""
-    return available if facts.kind != "cpu" else int(available * _CPU_KV_SHARE)
+def cache_room(options: EngineOptions, facts: DeviceFacts, free_bytes: int, step_bytes: int) -> int:
+    """The most bytes that the cache may take of what is free beside the weights; less than all where the user does not say."""
+    left = max(0, free_bytes - step_bytes)
+    return int(left * _CPU_KV_SHARE) if options.kv_cache_memory_bytes is None and facts.kind == "cpu" else left

@@ -14,14 +14,14 @@ import torch
 
 from penstock import models
 from penstock.cache.manager import Cache
-from penstock.config.resolve import EngineConfig, MemoryPlan, default_kv_share, plan_memory, resolve
+from penstock.config.resolve import EngineConfig, MemoryPlan, cache_room, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import RequestError
 from penstock.core.plan import StepResult
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.executor import Executor, Threaded
 from penstock.ops import registry
-from penstock.platform.facts import DeviceFacts, detect
+from penstock.platform.facts import DeviceFacts, detect, device_name
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.scheduler import Scheduler
 from penstock.worker import memory
@@ -43,7 +43,7 @@ class Engine:
         spec = models.describe(checkpoint)
         self.config = resolve(options, spec.max_positions, models.dtype_of(self.folder, checkpoint), facts)
         dtype = getattr(torch, self.config.dtype)
-        device = torch.device(facts.kind if ":" not in options.device else options.device)
+        device = torch.device(device_name(options.device, facts))
         self.kernels = registry.bind(facts, dtype, options.kernels)
         registry.set_threads(self.config.threads, self.kernels)
         model = models.load(self.folder, checkpoint, dtype=dtype, device=device, kernels=self.kernels,
@@ -121,7 +121,5 @@ def _plan_memory(options: EngineOptions, config: EngineConfig, model: models.Dec
                  facts: DeviceFacts) -> MemoryPlan:
     step = memory.step_bytes(model, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len, config.page,
                              device)
-    free = max(0, memory.free_bytes(device, options.gpu_memory_utilization) - step)
-    if options.kv_cache_memory_bytes is None:
-        free = default_kv_share(facts, free)
-    return plan_memory(options, config, model.states, model.weight_bytes, step, free)
+    room = cache_room(options, facts, memory.free_bytes(device, options.gpu_memory_utilization), step)
+    return plan_memory(options, config, model.states, model.weight_bytes, step, room)

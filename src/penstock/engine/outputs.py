@@ -78,7 +78,6 @@ class Outputs:
         params = request.params
         if self._tokenizer is None or not params.detokenize:
             return _Open(None, None)
-        stops = StopStrings(params.stops, params.include_stop_str_in_output) if params.stop else None
         # The output continues the prompt's text.
         detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens, request.prompt_ids)
         stops = StopStrings(params.stops, params.include_stop_str_in_output) if params.stop else None

@@ -66,4 +66,9 @@ def detect(device: str = "auto") -> DeviceFacts:
     return DeviceFacts("cuda", facts.name, facts.total_memory, os.cpu_count() or 1, frozenset(), (facts.major, facts.minor))
 
 
-__all__ = ["DeviceFacts", "available_memory", "detect"]
+def device_name(asked: str, facts: DeviceFacts) -> str:
+    """torch's name of the device that `detect(asked)` found: its index, where the user gave one, is kept."""
+    return asked if ":" in asked else facts.kind
+
+
+__all__ = ["DeviceFacts", "available_memory", "detect", "device_name"]
