@@ -6,6 +6,33 @@ import msgspec
 
 from penstock.core.sampling import SamplingParams
 
+WHOLE = 2**31 - 1
+"""As a span's `upto`: the prompt and all that is generated."""
+
+DEFAULT_PRIORITY = 35
+"""How dear a cached position is that no span covers, or whose span has run out. TensorRT-LLM's default."""
+
+MARKED_PRIORITY = 70
+"""How dear a marked position is, if the mark says no more."""
+
+PINNED = 100
+"""The highest priority: such positions go only when everything else that could go has gone."""
+
+
+class Span(msgspec.Struct, array_like=True, frozen=True):
+    """The first `upto` positions of a context should stay in the cache after the request that computed them.
+
+    It always begins at 0, because an entry is of use only together with all before it. Of several spans that cover a position
+    the one of the highest priority counts.
+    """
+
+    upto: int
+    """Positions [0, upto); WHOLE for all there will be. More than there are means all there are."""
+    priority: int = MARKED_PRIORITY
+    """0 to 100: of two positions that could be evicted, the one of lower priority goes first, whichever was used last."""
+    seconds: float = 300.0
+    """How long after the last use the priority holds; then it is DEFAULT_PRIORITY again. Infinity: for good."""
+
 
 class Request(msgspec.Struct, array_like=True):
     """A checked request, in tokens. The engine knows no text."""
@@ -22,6 +49,12 @@ class Request(msgspec.Struct, array_like=True):
     """Lower is served first among waiting requests, as in vLLM."""
     salt: str = ""
     """Cache namespace: pages are shared only between requests of equal salt."""
+    tenant: str = ""
+    """On whose account cached pages are; a tenant may not occupy more than its quota. Equal salts have equal tenants."""
+    retain: list[Span] = []
+    """What should stay in the cache, in the order of `upto`."""
+    adapter: str = ""
+    """The adapter whose weights compute this request; part of the cache namespace. "" is the bare model."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -61,9 +94,33 @@ class Update(msgspec.Struct, array_like=True):
     error: str | None = None
     """With finish_reason error: what went wrong."""
     cached_tokens: int = 0
-    """Prompt tokens that were not computed because the cache had them."""
+    """Prompt tokens that were not computed because the cache had them. On a sequence's first update with a token."""
     timings: Timings | None = None
     """On the last update."""
+    cached_by_tier: dict[str, int] = {}
+    """`cached_tokens` by the tier that had them: device, host, disk, remote. Tiers without any may be left out."""
+
+
+class TierStats(msgspec.Struct, array_like=True):
+    """One place where pages are kept. Counts are since the start of the engine."""
+
+    name: str
+    """device | host | disk | remote, as in `Update.cached_by_tier`."""
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    """Held by live sequences or kept for later ones."""
+    cached_pages: int = 0
+    """Pages that the index knows here, of all groups."""
+    hit_tokens: int = 0
+    """Prompt tokens found here."""
+    stored_pages: int = 0
+    evicted_pages: int = 0
+    bytes_in: int = 0
+    """Moved into this tier from another; for the device, loads."""
+    bytes_out: int = 0
+    """Moved out of this tier into another."""
+    failures: int = 0
+    """Pages that could not be read back: missing, short or corrupt. They are computed again."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -80,8 +137,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     preemptions: int = 0
     steps: int = 0
     prompt_tokens: int = 0
+    """Of requests that were given a row; each asks the cache for all of its prompt."""
     generation_tokens: int = 0
     cached_tokens: int = 0
+    """The part of `prompt_tokens` that the cache had."""
     plan_seconds: float = 0.0
     """Total host time in planning and applying since the start."""
     worker_seconds: float = 0.0
@@ -90,6 +149,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     """The part of `worker_seconds` inside the model's forward pass and head."""
     flying: int = 0
     """Plans in flight."""
+    tiers: list[TierStats] = []
+    """The device first, then further and further away."""
 
 
 class EngineInfo(msgspec.Struct):
