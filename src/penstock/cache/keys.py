@@ -1,32 +1,65 @@
-"""When two contexts are the same: a chain of hashes over pages of tokens, rooted in the request's salt.
+"""When two contexts are the same: a chain of hashes over pages of tokens, rooted in model, adapter and the tenant's salt.
 
-Equal keys mean equal tokens from the first on, and an equal namespace, so a page of equal key holds equal bytes. BLAKE2b
-with 16 bytes: collisions cannot be constructed, as a shared cache between users requires.
+Equal keys mean equal tokens from the first on, computed by the same weights for the same namespace, so a page of equal key
+holds equal bytes. BLAKE2b: collisions cannot be constructed, as a cache shared between users requires. A key depends on
+nothing but what is said here, so that it is the same in every process, on every machine and after every restart
+(docs/cache.md, "Keys"; `SCHEMA` changes if this does).
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
 Key = bytes
+"""`SIZE` bytes."""
+
+SIZE = 32
+"""Bytes of a key: what consumers of vLLM's KV events take a hash of bytes to be."""
+
+SCHEMA = 1
+"""The version of the rules below. Part of every root, so that no key of one version equals one of another."""
+
+_TOKEN_BYTES = 4
 
 
-def root(salt: str) -> Key:
-    """The key before the first page."""
-    return blake2b(salt.encode(), digest_size=16, person=b"penstock-root").digest()
+def root(model: str, adapter: str = "", salt: str = "") -> Key:
+    """The key before the first page.
+
+    BLAKE2b-256, personal string "penstock" and the version's digits, of the three texts in UTF-8, each behind its length as 8
+    bytes, little-endian.
+    """
+    hashed = blake2b(digest_size=SIZE, person=b"penstock%d" % SCHEMA)
+    for part in (model, adapter, salt):
+        data = part.encode()
+        hashed.update(len(data).to_bytes(8, "little") + data)
+    return hashed.digest()
 
 
 def extend(parent: Key, tokens: Sequence[int]) -> Key:
-    """The key of a page with these tokens after `parent`."""
-    return blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
+    """The key of a page with these tokens after `parent`: BLAKE2b-256 of the parent's key and the tokens (`packed`)."""
+    return blake2b(parent + packed(tokens), digest_size=SIZE).digest()
 
 
-def chain(salt: str, tokens: Sequence[int], page: int) -> list[Key]:
-    """Keys of the whole pages of `tokens`."""
-    keys, key = [], root(salt)
-    for start in range(0, len(tokens) - page + 1, page):
-        key = extend(key, tokens[start:start + page])
-        keys.append(key)
+def chain(parent: Key, tokens: Sequence[int], page: int) -> list[Key]:
+    """Keys of the whole pages of `tokens`, of which the first follows `parent`. Some 0.7 us a page."""
+    data, width, keys = packed(tokens), page * _TOKEN_BYTES, []
+    for start in range(0, len(data) - width + 1, width):
+        parent = blake2b(parent + data[start:start + width], digest_size=SIZE).digest()
+        keys.append(parent)
     return keys
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Token ids as bytes: 4 each, little-endian."""
+    words = array("i", tokens)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def number(key: Key) -> int:
+    """A key as an unsigned integer of 64 bits, its last 8 bytes read big-endian: what routers know a block by."""
+    return int.from_bytes(key[-8:], "big")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.cache import keys
 from penstock.cache.manager import Cache
 from penstock.core.layout import CacheLayout, lay_out
 from penstock.core.request import Request
@@ -76,13 +75,3 @@ def test_slabs_move_between_groups() -> None:
     second = _sequence(4)
     assert cache.grow(second, 4)
     assert cache.pools.slabs_used == 2
-
-
-def test_keys_are_equal_exactly_for_equal_contexts() -> None:
-    tokens = list(range(10))
-    chain = keys.chain("", tokens, 4)
-    assert len(chain) == 2
-    assert keys.chain("", [*tokens[:4], 99, *tokens[5:]], 4)[0] == chain[0]
-    assert keys.chain("", [*tokens[:4], 99, *tokens[5:]], 4)[1] != chain[1]
-    assert keys.chain("tenant", tokens, 4)[0] != chain[0]
-    assert keys.chain("", tokens[:9], 4) == chain
