@@ -106,9 +106,9 @@ class Model:
                 q, key, v = (t.view(-1, t.shape[1] // s.size, s.size) for t in k.linear.apply(x, qkv).split(split, 1))
                 keys, values = self.cache[:, i, 0], self.cache[:, i, 1]
                 q = k.rope_write(q, key, v, positions, slots, keys, values, self.cos, self.sin)
-                a = k.attention(q, keys, values, table, start, context, s.size ** -0.5)
+                a = k.attention.apply(q, keys, values, table, start, context, s.size ** -0.5)
                 x, residual = k.add_rms_norm(k.linear.apply(a.view(len(tokens), -1), o), residual, self.norm, 1e-5)
-                inner = k.gated(k.linear.apply(x, up), "silu")
+                inner = k.linear.gated(x, up, None, "silu")
                 x, residual = k.add_rms_norm(k.linear.apply(inner, down), residual, self.norm, 1e-5)
             return k.linear.apply(x[-heads:], self.head, None, torch.float32)
 
@@ -150,7 +150,7 @@ def operations(kernels: Kernels, dtype: torch.dtype, seconds: float) -> None:
             q = torch.randn(rows * queries, heads, width).to(dtype)
             arguments = (q, cache[:, 0], cache[:, 1], torch.arange(rows * columns).view(rows, -1).int(),
                          (torch.arange(rows + 1) * queries).int(), torch.full((rows,), context).int(), width ** -0.5)
-            median, best = timed(lambda a=arguments: kernels.attention(*a), seconds)
+            median, best = timed(lambda a=arguments: kernels.attention.apply(*a), seconds)
             pairs = rows * queries * (context - (queries - 1) / 2)
             show(op="attention", context=context, queries=queries, rows=rows, heads=heads, kv=kv, size=width, us=median * 1e6,
                  best_us=best * 1e6, gb_s=cache.nbytes / best / 1e9, gflop_s=4 * pairs * heads * width / best / 1e9)

@@ -79,7 +79,8 @@ class Runner:
             self.computed[row] += len(tokens)
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         step = Step(torch.tensor([t for _, tokens in segments for t in tokens]), positions.int(), starts.int(),
-                    torch.tensor([self.computed[row] for row, _ in segments], dtype=torch.int32), groups)
+                    torch.tensor([self.computed[row] for row, _ in segments], dtype=torch.int32), groups,
+                    dict.fromkeys(self.decoder.geometries))
         with torch.inference_mode():
             return self.decoder.head(self.decoder.forward(step))
 

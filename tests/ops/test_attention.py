@@ -40,7 +40,7 @@ class Case:
         self.q = wide[:, :self.heads * self.size].view(-1, self.heads, self.size)
 
     def run(self, call) -> torch.Tensor:
-        return call(self.q, self.k, self.v, self.table, self.query_start, self.context, self.size ** -0.5,
+        return call.apply(self.q, self.k, self.v, self.table, self.query_start, self.context, self.size ** -0.5,
                     self.window, self.softcap)
 
 

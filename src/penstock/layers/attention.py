@@ -7,15 +7,17 @@ import torch
 from penstock.layers.linear import Linear, Values
 from penstock.layers.spec import AttentionSpec
 from penstock.layers.step import KVView, Step
+from penstock.ops.attention import Geometry
 from penstock.ops.registry import Kernels
 
 RopeTable = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention:
-    """x [T, W] -> [T, W]. Reads and writes the cache through `view`, which `Decoder.attach` sets."""
+    """x [T, W] -> [T, W]. Reads and writes the cache through `view`, which `attach` sets."""
 
     view: KVView
+    geometry: Geometry
 
     def __init__(self, spec: AttentionSpec, path: str, values: Values, kernels: Kernels, table: RopeTable | None) -> None:
         self.spec = spec
@@ -31,6 +33,11 @@ class Attention:
             self.eps, self.offset = spec.norm.norm.eps, spec.norm.norm.offset
         self._kernels = kernels
 
+    def attach(self, view: KVView) -> None:
+        """Gives the layer its window into the cache."""
+        self.view = view
+        self.geometry = view.geometry(self.spec.heads, self.spec.window)
+
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         spec, kernels, view = self.spec, self._kernels, self.view
         group = step.groups[view.group]
@@ -44,6 +51,6 @@ class Attention:
             q_norm = k_norm = None
         q = kernels.rope_write(q, k, v, step.positions, group.slots, view.k, view.v, self.cos, self.sin,
                                q_norm, k_norm, self.eps, self.offset)
-        out = kernels.attention(q, view.k, view.v, group.table, step.query_start, step.context,
-                                spec.scale, spec.window, spec.softcap)
+        out = kernels.attention.apply(q, view.k, view.v, group.table, step.query_start, step.context, spec.scale, spec.window,
+                                      spec.softcap, work=step.work[self.geometry])
         return self.o(out.view(tokens, -1))

@@ -12,6 +12,7 @@ from penstock.layers.norm import build_norm
 from penstock.layers.rope import RopeSpec
 from penstock.layers.spec import ModelSpec
 from penstock.layers.step import KVView, Step
+from penstock.ops.attention import Geometry
 from penstock.ops.registry import Kernels
 
 
@@ -35,6 +36,7 @@ class Decoder:
         self.head_bias = values["head.bias"] if spec.head.bias else None
         scale = spec.embedding.scale
         self._scale = torch.tensor(scale, dtype=dtype).item() if spec.embedding.round_scale else scale
+        self.kernels = kernels
         self._linear = kernels.linear
         held = [*values.values(), *(tensor for table in tables.values() for tensor in table)]
         self.weight_bytes: int = sum(value.nbytes for value in held)
@@ -44,7 +46,12 @@ class Decoder:
         """Gives each layer its window into the cache, in layer order."""
         assert len(views) == len(self.blocks), (len(views), len(self.blocks))
         for block, view in zip(self.blocks, views, strict=True):
-            block.attention.view = view
+            block.attention.attach(view)
+
+    @property
+    def geometries(self) -> set[Geometry]:
+        """Those of all attention layers, once they have their windows into the cache."""
+        return {block.attention.geometry for block in self.blocks}
 
     def forward(self, step: Step) -> torch.Tensor:
         """The hidden state of each of the step's T tokens after the last norm, [T, width] in the model's dtype.

@@ -17,7 +17,10 @@ class MLP:
         self.up = Linear(spec.input, f"{path}.gate_up" if spec.gated else f"{path}.up", values, kernels)
         self.down = Linear(spec.output, f"{path}.down", values, kernels)
         self._kind = spec.activation
-        self._activate = kernels.gated if spec.gated else kernels.activation
+        self._gated = spec.gated
+        self._kernels = kernels
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        return self.down(self._activate(self.up(x), self._kind))
+        if self._gated:
+            return self.down(self._kernels.linear.gated(x, self.up.weight, self.up.bias, self._kind))
+        return self.down(self._kernels.activation(self.up(x), self._kind))

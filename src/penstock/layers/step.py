@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.ops.attention import Geometry
+
 
 @dataclass(slots=True)
 class GroupStep:
@@ -14,15 +16,15 @@ class GroupStep:
     table: torch.Tensor
     """[S, columns] int32: page ids of each segment's row."""
     slots: torch.Tensor
-    """[T] int64: where each token's entry is written, page id x page size + offset."""
+    """[T] int64: where each token's entry is written, page id x page size + offset; -1 for padding."""
 
 
 @dataclass(slots=True)
 class Step:
-    """T tokens of S segments, segment after segment."""
+    """T tokens of S segments, segment after segment, and perhaps padding: empty segments, and tokens that belong to none."""
 
     tokens: torch.Tensor
-    """[T] int64."""
+    """[T] int32."""
     positions: torch.Tensor
     """[T] int32."""
     query_start: torch.Tensor
@@ -30,6 +32,8 @@ class Step:
     context: torch.Tensor
     """[S] int32: positions of the row that exist after this step, those of the segment included."""
     groups: list[GroupStep]
+    work: dict[Geometry, torch.Tensor | None]
+    """What `kernels.attention.prepare` gave for each geometry that the model has."""
 
 
 @dataclass(slots=True)
@@ -40,3 +44,8 @@ class KVView:
     k: torch.Tensor
     """[pages, KV heads, page, head size], strided."""
     v: torch.Tensor
+
+    def geometry(self, heads: int, window: int) -> Geometry:
+        """That of a layer of `heads` query heads which keeps its entries here."""
+        _, kv_heads, page, size = self.k.shape
+        return Geometry(heads, kv_heads, size, page, window)

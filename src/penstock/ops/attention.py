@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.ops.registry import register
@@ -10,44 +14,78 @@ _SCORES = 1 << 24
 """Scores held at a time, which bounds the reference's memory to a few times 64 MiB whatever the prompt."""
 
 
-@register("attention", "reference", rank=0)
-def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, query_start: torch.Tensor,
-              context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
-    """Causal attention: softmax(cap(q k^T * scale)) v, cap(s) = softcap * tanh(s / softcap) if softcap is not 0.
+Ints = npt.NDArray[np.int32]
 
-    q [T, H, D]; segment s owns queries query_start[s] to query_start[s + 1], the last positions of its context[s] positions.
-    table [S, columns] int32: the page ids of each segment's row; position p lies in page table[s, p // page], slot p % page.
-    k_cache, v_cache [pages, KV, page, D]. window w > 0: a query sees the w positions up to and with its own; pages wholly
-    behind every window are not read and their table entries may be stale. H is a multiple of KV (grouped queries, Ainslie
-    et al. 2023). query_start [S + 1] and context [S] are int32 on q's device. Returns [T, H, D] in q's dtype; scores and
-    sums are float32, and a query's result does not depend on its neighbours.
-    """
-    size, kv_heads = k_cache.shape[2], k_cache.shape[1]
-    out = torch.empty_like(q)
-    starts, lengths = query_start.tolist(), context.tolist()
-    for s, length in enumerate(lengths):
-        lo, hi = starts[s], starts[s + 1]
-        if lo == hi:
-            continue
-        first_query = length - (hi - lo)
-        first = max(0, first_query - window + 1) // size if window else 0
-        pages = table[s, first:-(-length // size)].long()
-        keys = k_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length - first * size].float()
-        values = v_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length - first * size].float()
-        key = torch.arange(first * size, length, device=q.device)
-        if window:
-            # Stale slots inside the first page may hold anything, even NaN, and zero weight times NaN is NaN.
-            values = values.masked_fill((key <= first_query - window)[None, :, None], 0.0)
-        block = max(1, _SCORES // (q.shape[1] * len(key)))
-        for at in range(lo, hi, block):
-            queries = q[at:min(hi, at + block)].unflatten(1, (kv_heads, -1)).float()
-            scores = torch.einsum("tgnd,gkd->gntk", queries, keys) * scale
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            position = torch.arange(first_query + at - lo, first_query + at - lo + len(queries), device=q.device)[:, None]
-            hidden = key > position
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a layer's attention looks like, as far as the division of its work depends on it."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    page: int
+    window: int = 0
+
+
+@register("attention", "reference", rank=0)
+class AttentionOps:
+    """The two functions of an implementation of `attention`: dividing the work of a step on the host, and doing it."""
+
+    @staticmethod
+    def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int) -> Ints | None:
+        """How the step's work is divided, for `apply`, or None if there is nothing to divide.
+
+        counts and context [S] are the segments' queries and positions; `segments` >= S and `tokens` >= sum(counts) are what the
+        step is padded to. A 1-D array whose length, and every grid that follows from it, depends on the geometry and the two
+        capacities alone: a captured graph runs again with other contents.
+        """
+        return None
+
+    @staticmethod
+    def apply(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, query_start: torch.Tensor,
+              context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None,
+              work: torch.Tensor | None = None) -> torch.Tensor:
+        """Causal attention: softmax(cap(q k^T * scale)) v, cap(s) = softcap * tanh(s / softcap) if softcap is not 0.
+
+        q [T, H, D]; segment s owns queries query_start[s] to query_start[s + 1], the last positions of its context[s] positions;
+        what lies beyond the last segment is padding, whose result may be anything.
+        table [S, columns] int32: the page ids of each segment's row; position p lies in page table[s, p // page], slot p % page.
+        k_cache, v_cache [pages, KV, page, D]. window w > 0: a query sees the w positions up to and with its own; pages wholly
+        behind every window are not read and their table entries may be stale. sinks [H] float32: one more score a head, as if of
+        a key without value. H is a multiple of KV (grouped queries, Ainslie et al. 2023). query_start [S + 1] and context [S]
+        are int32 on q's device; `work` is what `prepare` gave, there too. Returns [T, H, D] in q's dtype; scores and sums are
+        float32, and a query's result does not depend on its neighbours.
+        """
+        size, kv_heads = k_cache.shape[2], k_cache.shape[1]
+        out = torch.empty_like(q)
+        starts, lengths = query_start.tolist(), context.tolist()
+        for s, length in enumerate(lengths):
+            lo, hi = starts[s], starts[s + 1]
+            if lo == hi:
+                continue
+            first_query = length - (hi - lo)
+            first = max(0, first_query - window + 1) // size if window else 0
+            pages = table[s, first:-(-length // size)].long()
+            keys = k_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length - first * size].float()
+            values = v_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length - first * size].float()
+            key = torch.arange(first * size, length, device=q.device)
             if window:
-                hidden |= key <= position - window
-            weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-            out[at:at + len(queries)] = torch.einsum("gntk,gkd->tgnd", weights, values).flatten(1, 2).to(q.dtype)
-    return out
+                # Stale slots inside the first page may hold anything, even NaN, and zero weight times NaN is NaN.
+                values = values.masked_fill((key <= first_query - window)[None, :, None], 0.0)
+            block = max(1, _SCORES // (q.shape[1] * len(key)))
+            for at in range(lo, hi, block):
+                queries = q[at:min(hi, at + block)].unflatten(1, (kv_heads, -1)).float()
+                scores = torch.einsum("tgnd,gkd->gntk", queries, keys) * scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                position = torch.arange(first_query + at - lo, first_query + at - lo + len(queries), device=q.device)[:, None]
+                hidden = key > position
+                if window:
+                    hidden |= key <= position - window
+                scores.masked_fill_(hidden, float("-inf"))
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+                weights = scores.softmax(-1)[..., :len(key)]
+                out[at:at + len(queries)] = torch.einsum("gntk,gkd->tgnd", weights, values).flatten(1, 2).to(q.dtype)
+        return out

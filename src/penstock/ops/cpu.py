@@ -13,6 +13,7 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.ops import native
+from penstock.ops.attention import AttentionOps
 from penstock.ops.linear import Weight
 from penstock.ops.registry import register
 from penstock.platform.facts import DeviceFacts
@@ -36,7 +37,7 @@ class PackedWeight(Weight):
 
 
 class CpuLinear:
-    """pack, apply and gather of one library."""
+    """pack, apply, gated and gather of one library."""
 
     def __init__(self, owner: CpuOperations) -> None:
         self._owner = owner
@@ -60,6 +61,9 @@ class CpuLinear:
                             out.data_ptr(), rows, n, weight.k, weight.code, not narrow)
         return out if narrow or out_dtype is torch.float32 else out.to(out_dtype)
 
+    def gated(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+        return self._owner.gated(self.apply(x, weight, bias), kind)
+
     def gather(self, ids: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         ids = ids.to(torch.int64).contiguous()
         out = torch.empty((ids.shape[0], weight.k), dtype=weight.dtype)
@@ -70,15 +74,37 @@ class CpuLinear:
         return out
 
 
+class CpuAttention(AttentionOps):
+    """apply of one library; there is nothing to prepare."""
+
+    def __init__(self, owner: CpuOperations) -> None:
+        self._owner = owner
+
+    def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
+              query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
+              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None) -> torch.Tensor:
+        if sinks is not None:
+            return AttentionOps.apply(q, k_cache, v_cache, table, query_start, context, scale, window, softcap, sinks)
+        tokens, heads, size = q.shape
+        out = torch.empty(tokens, heads, size, dtype=q.dtype)
+        kc, vc, shape = k_cache.stride(), v_cache.stride(), k_cache.shape
+        self._owner.attention_(self._owner.ATTENTION.pack(
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), query_start.data_ptr(),
+            context.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), *kc[:3], *vc[:3], table.stride(0),
+            context.shape[0], heads, shape[1], size, shape[2], window), scale, softcap, _CODES[q.dtype], _CODES[k_cache.dtype])
+        return out
+
+
 class CpuOperations:
     """The operations of one instruction set. `supports` builds and loads the library; nothing else may be called before."""
 
     _ROPE = struct.Struct("30q")
-    _ATTENTION = struct.Struct("22q")
+    ATTENTION = struct.Struct("22q")
 
     def __init__(self, isa: native.InstructionSet) -> None:
         self.isa = isa
         self.linear = CpuLinear(self)
+        self.attention = CpuAttention(self)
 
     def supports(self, facts: DeviceFacts, dtype: torch.dtype) -> str | None:
         wanted = os.environ.get("PENSTOCK_CPU_ISA")
@@ -107,7 +133,7 @@ class CpuOperations:
         self._layer_norm = lib.penstock_layer_norm
         self._rope_write = lib.penstock_rope_write
         self._activation = lib.penstock_activation
-        self._attention = lib.penstock_attention
+        self.attention_ = lib.penstock_attention
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         shape = x.shape
@@ -153,18 +179,6 @@ class CpuOperations:
             0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
             0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), out.data_ptr(),
             tokens, heads, k.shape[1], size, k_cache.shape[2], half), eps, offset, _CODES[q.dtype])
-        return out
-
-    def attention(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
-                  query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0,
-                  softcap: float = 0.0) -> torch.Tensor:
-        tokens, heads, size = q.shape
-        out = torch.empty(tokens, heads, size, dtype=q.dtype)
-        kc, vc, shape = k_cache.stride(), v_cache.stride(), k_cache.shape
-        self._attention(self._ATTENTION.pack(
-            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), query_start.data_ptr(),
-            context.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), *kc[:3], *vc[:3], table.stride(0),
-            context.shape[0], heads, shape[1], size, shape[2], window), scale, softcap, _CODES[q.dtype], _CODES[k_cache.dtype])
         return out
 
     def gated(self, x: torch.Tensor, kind: str) -> torch.Tensor:

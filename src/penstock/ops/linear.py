@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from penstock.ops.activation import gated
 from penstock.ops.registry import register
 
 
@@ -23,7 +24,7 @@ class Weight:
 
 @register("linear", "reference", rank=0)
 class LinearOps:
-    """The three functions of an implementation of `linear`."""
+    """The four functions of an implementation of `linear`."""
 
     @staticmethod
     def pack(weight: torch.Tensor) -> Weight:
@@ -40,6 +41,11 @@ class LinearOps:
         """
         out = F.linear(x, weight.data, bias)
         return out if out_dtype is None else out.to(out_dtype)
+
+    @staticmethod
+    def gated(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+        """gated(apply(x, weight, bias), kind) of ops/activation.py: [T, N / 2]."""
+        return gated(F.linear(x, weight.data, bias), kind)
 
     @staticmethod
     def gather(ids: torch.Tensor, weight: Weight) -> torch.Tensor:

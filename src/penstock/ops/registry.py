@@ -32,7 +32,7 @@ class Implementation:
 
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
-_MODULES = ("linear", "norm", "rope", "attention", "activation", "cpu")
+_MODULES = ("linear", "norm", "rope", "attention", "activation", "step", "cpu")
 """Where implementations register themselves on import; a new provider is one more name."""
 
 
@@ -67,12 +67,15 @@ class Kernels:
     """The bound table: one attribute an operation. What each takes and returns is the reference's docstring."""
 
     linear: Any
-    """LinearOps: pack, apply, gather (ops/linear.py)."""
+    """LinearOps: pack, apply, gated, gather (ops/linear.py)."""
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     layer_norm: Callable[..., torch.Tensor]
     rope_write: Callable[..., torch.Tensor]
-    attention: Callable[..., torch.Tensor]
+    attention: Any
+    """AttentionOps: prepare, apply (ops/attention.py)."""
+    build_step: Callable[..., Any]
+    """Gives StepTensors (ops/step.py)."""
     gated: Callable[..., torch.Tensor]
     activation: Callable[..., torch.Tensor]
 

@@ -16,7 +16,7 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: tor
     """Norms and rotates q and k, writes k and v into their cache slots, returns the new q [T, H, D] contiguous.
 
     q [T, H, D], k and v [T, KV, D]: views with contiguous last dimension. positions [T] int32. slots [T] int64: page id x
-    page size + offset. k_cache, v_cache [pages, KV, page, D], any strides but the last. cos, sin [max positions, R / 2] float32
+    page size + offset, or -1 for padding, of which nothing is written. k_cache, v_cache [pages, KV, page, D], any strides but the last. cos, sin [max positions, R / 2] float32
     for the first R dimensions of a head, in two halves (Su et al. 2021, in the GPT-NeoX order); None leaves positions out.
     q_norm, k_norm [D]: RMSNorm weights a head, applied before the rotation. k and v are not changed.
     """
@@ -28,9 +28,10 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: tor
         at = positions.long()
         q, k = _rotate(q, cos[at], sin[at]), _rotate(k, cos[at], sin[at])
     size = k_cache.shape[2]
-    page, inside = slots // size, slots % size
-    k_cache[page, :, inside] = k.to(k_cache.dtype)
-    v_cache[page, :, inside] = v.to(v_cache.dtype)
+    kept = slots >= 0
+    page, inside = slots[kept] // size, slots[kept] % size
+    k_cache[page, :, inside] = k[kept].to(k_cache.dtype)
+    v_cache[page, :, inside] = v[kept].to(v_cache.dtype)
     return q.contiguous()
 
 

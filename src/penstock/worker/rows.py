@@ -11,8 +11,9 @@ from enum import IntFlag
 import numpy as np
 import torch
 
-from penstock.core.plan import Enter, StepPlan
+from penstock.core.plan import Enter, Ints, StepPlan
 from penstock.core.sampling import SamplingParams
+from penstock.worker.staging import Staging
 
 
 class Feature(IntFlag):
@@ -37,6 +38,10 @@ class Rows:
         """[row, position]; positions at and beyond the row's length hold anything."""
         self.tables = [np.zeros((max_num_seqs, -(-max_model_len // page)), np.int32) for _ in range(groups)]
         """For each cache group [row, page index] -> page id; entries behind a window are stale."""
+        self.device_tables = [torch.from_numpy(table).to(device) for table in self.tables]
+        """The same for the kernels; on a CPU, the same memory."""
+        self._known = Staging(torch.int32, device)
+        self._edits = Staging(torch.int32, device)
         self.prompt_len = np.zeros(max_num_seqs, np.int64)
         self.features = np.zeros(max_num_seqs, np.int32)
         self.temperature = np.ones(max_num_seqs, np.float32)
@@ -57,13 +62,42 @@ class Rows:
             self.params[row] = None
         for enter in plan.enter:
             self._enter(enter)
-        for table, edits in zip(self.tables, plan.edits, strict=True):
-            if len(edits):
-                table[edits[:, 0], edits[:, 1]] = edits[:, 2]
+        self._take_tokens(plan.enter)
+        self._take_edits(plan.edits)
+
+    def _take_tokens(self, enters: list[Enter]) -> None:
+        """The known tokens of all that enter, in one upload."""
+        if not enters:
+            return
+        size = sum(len(enter.tokens) for enter in enters)
+        host, at = self._known.host(size), 0
+        for enter in enters:
+            host[at:at + len(enter.tokens)] = enter.tokens
+            at += len(enter.tokens)
+        self._known.send(size)
+        for enter, known in zip(enters, self._known.device(size).split([len(e.tokens) for e in enters]), strict=True):
+            self.tokens[enter.row, :len(known)] = known
+
+    def _take_edits(self, edits: list[Ints]) -> None:
+        for table, lines in zip(self.tables, edits, strict=True):
+            table[lines[:, 0], lines[:, 1]] = lines[:, 2]
+        size = sum(len(lines) for lines in edits)
+        if self.device.type == "cpu" or not size:
+            return
+        # What stands in the host's table now, not what the edit said: of two edits of one place the last one counts.
+        host, at = self._edits.host(2 * size), 0
+        for table, lines in zip(self.tables, edits, strict=True):
+            host[at:at + len(lines)] = lines[:, 0] * table.shape[1] + lines[:, 1]
+            host[size + at:size + at + len(lines)] = table[lines[:, 0], lines[:, 1]]
+            at += len(lines)
+        self._edits.send(2 * size)
+        places, pages = self._edits.device(2 * size).view(2, size)
+        sizes = [len(lines) for lines in edits]
+        for table, place, page in zip(self.device_tables, places.long().split(sizes), pages.split(sizes), strict=True):
+            table.view(-1).scatter_(0, place, page)
 
     def _enter(self, enter: Enter) -> None:
         row, params = enter.row, enter.params
-        self.tokens[row, :len(enter.tokens)] = torch.tensor(enter.tokens, dtype=torch.int32)
         self.prompt_len[row] = enter.prompt_len
         self.params[row] = params
         self.banned[row] = enter.banned_until

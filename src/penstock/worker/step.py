@@ -1,37 +1,112 @@
-"""Builds a layer's view of a step from a plan and the rows. The only place that turns segments into flat arrays."""
+"""Builds a layer's view of a step from a plan and the rows: the host says how long the segments are, the device fills them.
+
+All that a step brings from the host is one array of int32, uploaded in one copy. Its parts lie where the step's capacity says,
+so a captured graph finds the next step's numbers in the places of the last one's.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from penstock.core.plan import StepPlan
+from penstock.core.plan import Ints, StepPlan
+from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step
+from penstock.ops.attention import Geometry
 from penstock.worker.rows import Rows
+from penstock.worker.staging import Staging
 
 
-def build(plan: StepPlan, rows: Rows, page: int) -> tuple[Step, npt.NDArray[np.int64]]:
-    """The step, and the index among its T tokens of each segment's last one [S]."""
-    counts = plan.counts.astype(np.int64)
-    ends = np.cumsum(counts)
-    query_start = np.zeros(len(counts) + 1, np.int32)
-    query_start[1:] = ends
-    segment = np.repeat(np.arange(len(counts)), counts)
-    positions = (np.arange(ends[-1]) - (ends - counts)[segment] + plan.starts[segment]).astype(np.int32)
-    row = plan.rows[segment].astype(np.int64)
-    context = (plan.starts + plan.counts).astype(np.int32)
-    columns = -(-int(context.max()) // page)
-    index, inside = np.divmod(positions, page)
-    device = rows.device
+@dataclass(frozen=True)
+class Capacity:
+    """What a step is padded to."""
 
-    def there(array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+    tokens: int
+    segments: int
 
-    groups = []
-    for table in rows.tables:
-        slots = table[row, index].astype(np.int64) * page + inside
-        groups.append(GroupStep(there(np.ascontiguousarray(table[plan.rows, :columns])), there(slots)))
-    at = there(positions)
-    tokens = rows.tokens[there(row), at.long()].long()
-    return Step(tokens, at, there(query_start), there(context), groups), ends - 1
+
+@dataclass(slots=True)
+class Parts:
+    """Where in a step's array its parts lie."""
+
+    row: slice
+    start: slice
+    context: slice
+    query_start: slice
+    work: dict[Geometry, slice]
+    size: int
+
+
+class StepBuilder:
+    """`fill` on the host, then `step` on the device; `step` alone can be captured and run again after another `fill`."""
+
+    def __init__(self, model: Decoder, rows: Rows, page: int) -> None:
+        self._rows = rows
+        self._page = page
+        self._attention = model.kernels.attention
+        self._build = model.kernels.build_step
+        self._geometries = sorted(model.geometries, key=repr)
+        self._parts: dict[Capacity, Parts] = {}
+        self._staging = Staging(torch.int32, rows.device)
+        self._columns = rows.tables[0].shape[1]
+
+    def exact(self, plan: StepPlan) -> Capacity:
+        """Room for the plan and no more."""
+        return Capacity(int(plan.counts.sum()), len(plan.rows))
+
+    def fill(self, plan: StepPlan, capacity: Capacity) -> Parts:
+        """Brings the plan's numbers to the device, in order after everything enqueued there."""
+        counts, context = plan.counts, plan.starts + plan.counts
+        work = {geometry: self._attention.prepare(geometry, counts, context, capacity.segments, capacity.tokens)
+                for geometry in self._geometries}
+        parts = self._lay_out(capacity, work)
+        host = self._staging.host(parts.size)
+        segments, tail = len(plan.rows), capacity.segments - len(plan.rows)
+        for part, values in ((parts.row, plan.rows), (parts.start, plan.starts), (parts.context, context)):
+            host[part.start:part.start + segments] = values
+            host[part.start + segments:part.stop] = 0
+        first = parts.query_start.start
+        host[first] = 0
+        np.cumsum(counts, out=host[first + 1:first + 1 + segments])
+        if tail:
+            host[first + 1 + segments:parts.query_start.stop] = host[first + segments]
+        for geometry, part in parts.work.items():
+            host[part] = work[geometry]
+        self._staging.send(parts.size)
+        # Eager steps may copy just the columns that are in use; a captured one must be ready for any.
+        self._columns = -(-int(context.max()) // self._page)
+        return parts
+
+    def _lay_out(self, capacity: Capacity, work: dict[Geometry, Ints | None]) -> Parts:
+        parts = self._parts.get(capacity)
+        if parts is not None:
+            return parts
+        at = 0
+
+        def take(size: int) -> slice:
+            nonlocal at
+            begin = at
+            at = -(-(at + size) // 16) * 16
+            return slice(begin, begin + size)
+
+        segments = capacity.segments
+        parts = Parts(take(segments), take(segments), take(segments), take(segments + 1),
+                      {geometry: take(len(array)) for geometry, array in work.items() if array is not None}, 0)
+        parts.size = at
+        if len(self._parts) > 512:
+            self._parts.clear()
+        self._parts[capacity] = parts
+        return parts
+
+    def step(self, capacity: Capacity, parts: Parts, columns: int | None = None) -> Step:
+        """The step whose numbers were brought last. `columns`: pages that a context may have; by default, that step's."""
+        there = self._staging.device(parts.size)
+        rows = self._rows
+        row, start, context, query_start = (there[part] for part in (parts.row, parts.start, parts.context, parts.query_start))
+        built = self._build(rows.tokens, rows.device_tables, row, start, query_start, self._page, capacity.tokens,
+                            columns or self._columns)
+        groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
+        work = {geometry: there[parts.work[geometry]] if geometry in parts.work else None for geometry in self._geometries}
+        return Step(built.tokens, built.positions, query_start, context, groups, work)

@@ -14,7 +14,7 @@ from penstock.worker import scoring
 from penstock.worker.arena import Arena
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import sample
-from penstock.worker.step import build
+from penstock.worker.step import StepBuilder
 
 
 class Worker:
@@ -27,6 +27,7 @@ class Worker:
         self.arena = Arena(layout, device)
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device)
         model.attach(self.arena.views(model.states))
+        self.builder = StepBuilder(model, self.rows, layout.page)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -34,7 +35,9 @@ class Worker:
         began = time.perf_counter()
         self.rows.apply(plan)
         self.arena.copy(plan.moves)
-        step, last = build(plan, self.rows, self.layout.page)
+        capacity = self.builder.exact(plan)
+        step = self.builder.step(capacity, self.builder.fill(plan, capacity))
+        last = np.cumsum(plan.counts, dtype=np.int64) - 1
         entered = time.perf_counter()
         hidden = self.model.forward(step)
         wanted = np.flatnonzero(plan.wants & int(Want.SAMPLE))

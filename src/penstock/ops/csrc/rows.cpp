@@ -106,6 +106,7 @@ void rope_write(const Rope& a, float eps, float offset) {
         };
         for (int64_t h = 0; h < a.heads; h++)
             turn((const T*)a.q + t * a.q_token + h * a.q_head, a.q_norm, (T*)a.out + (t * a.heads + h) * a.size);
+        if (a.slots[t] < 0) return;  // padding
         for (int64_t h = 0; h < a.kv_heads; h++) {
             turn((const T*)a.k + t * a.k_token + h * a.k_head, a.k_norm,
                  (T*)a.k_cache + page * a.k_page + h * a.k_kv + slot * a.k_slot);
