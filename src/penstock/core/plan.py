@@ -49,6 +49,14 @@ class Move(NamedTuple):
     target: int
 
 
+class Landing(NamedTuple):
+    """What became of a load from another tier."""
+
+    ticket: int
+    ok: bool
+    """All of its pages hold what was asked for. If not, none of them is used."""
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step. Segment i is `counts[i]` known positions of `rows[i]` from `starts[i]` on; the order is the batch's order.
@@ -65,10 +73,13 @@ class StepPlan:
     starts: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     counts: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     wants: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    transfers: list[object] = field(default_factory=list)
+    """Pages to save to other tiers before `moves`, and to load from them after. Made by `cache/tiers`, carried out by the
+    worker's movers; a step without segments that finds loads under way waits until one of them has landed."""
 
     @property
     def idle(self) -> bool:
-        """Nothing to compute; rows may still leave."""
+        """Nothing to compute; rows may still leave and pages move."""
         return len(self.rows) == 0
 
 
@@ -100,6 +111,8 @@ class StepResult:
     """The whole of the worker's `run`."""
     kernel_seconds: float = 0.0
     """The part of it inside the model."""
+    landings: list[Landing] = field(default_factory=list)
+    """Loads that have ended since the last result."""
 
 
 NOT_SAMPLED = -1

@@ -1,0 +1,58 @@
+"""What the prefix index asks of the tiers behind device memory. It decides what is kept; they know where, and move the bytes.
+
+Transfers travel in plans. In one plan the order is: saves, page copies (`core/plan.py::Move`), loads, then the step. So a page
+that is saved may be taken by a copy, a load or a sequence of the same plan, and a page that is copied from may be loaded into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from penstock.cache.keys import Key
+
+
+class Content(NamedTuple):
+    """One whole page of a cache group: what is in it, and where in device memory it lies."""
+
+    group: int
+    page: int
+    """The page's id on the device: the source of a save, the target of a load."""
+    key: Key
+    """Of the whole context up to the end of the page (`cache/keys.py`): with `group` and the layout, it names the bytes."""
+    parent: Key
+    """The key of the context before these tokens."""
+    tokens: tuple[int, ...]
+    """The page's own tokens."""
+
+
+class Tiers(Protocol):
+    """Everything behind the device. Called by the engine's thread while it plans; nothing here may block on a device."""
+
+    def offer(self, pages: Sequence[Content], leaving: bool) -> None:
+        """Pages whose bytes may be saved: with `leaving` False they have just become certain and stay (write-through); with
+        True they are being evicted, and the plan being made is the last that may read them. Not every page that leaves was
+        offered before; a page may be offered again after it was loaded."""
+        ...
+
+    def find(self, group: int, keys: Sequence[Key]) -> list[bool]:
+        """Which of these pages can be loaded now."""
+        ...
+
+    def load(self, pages: Sequence[Content], positions: int) -> int | None:
+        """Promises to fill these pages, which nobody else uses, and returns a ticket; or None where computing `positions`
+        positions is predicted to be faster, or the bytes have gone meanwhile. A `core/plan.py::Landing` with it ends it;
+        until then the pages belong to the load, even if the request that wanted them has gone."""
+        ...
+
+    def source(self, ticket: int) -> dict[str, int]:
+        """Of the pages of a load, how many come from which tier ("host", "disk", "remote")."""
+        ...
+
+    def drain(self) -> Iterable[object]:
+        """The transfers since the last call, for the plan being made (its `transfers`): nothing here looks into them."""
+        ...
+
+    def clear(self) -> None:
+        """Forgets everything, in every tier."""
+        ...
