@@ -15,10 +15,11 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: tor
                offset: float = 0.0) -> torch.Tensor:
     """Norms and rotates q and k, writes k and v into their cache slots, returns the new q [T, H, D] contiguous.
 
-    q [T, H, D], k and v [T, KV, D]: views with contiguous last dimension. positions [T] int32. slots [T] int64: page id x
-    page size + offset, or -1 for padding, of which nothing is written. k_cache, v_cache [pages, KV, page, D], any strides but the last. cos, sin [max positions, R / 2] float32
-    for the first R dimensions of a head, in two halves (Su et al. 2021, in the GPT-NeoX order); None leaves positions out.
-    q_norm, k_norm [D]: RMSNorm weights a head, applied before the rotation. k and v are not changed.
+    q [T, H, D], k and v [T, KV, D]: views with contiguous last dimension. positions [T] int32. slots [T] int64: page id x page
+    size + offset, or -1 for padding, of which nothing is written. k_cache, v_cache [pages, KV, page, D], any strides but the
+    last. cos, sin [max positions, R / 2] float32 for the first R dimensions of a head, in two halves (Su et al. 2021, in the
+    GPT-NeoX order); None leaves positions out. q_norm, k_norm [D]: RMSNorm weights a head, applied before the rotation. k and v
+    are not changed.
     """
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, offset)
