@@ -107,11 +107,11 @@ class Journal:
                adapter: str) -> None:
         assert len(tokens) == len(keys) * self.page, (len(tokens), len(keys), self.page)
         extra = [part for part in (adapter, salt) if part] if parent is None else []
-        facts = self.groups[group]
-        hybrid = len(self.groups) > 1
+        before = None if parent is None else self._hashes([parent])[0]
+        facts, hybrid = self.groups[group], len(self.groups) > 1
         self._events.append(BlockStored(
-            self._hashes(keys), None if parent is None else self._hashes([parent])[0], list(tokens), self.page, None, MEDIUM[tier],
-            adapter or None, [extra, *[None] * (len(keys) - 1)] if extra else None, group if hybrid else None,
+            self._hashes(keys), before, list(tokens), self.page, None, MEDIUM[tier], adapter or None,
+            [extra, *[None] * (len(keys) - 1)] if extra else None, group if hybrid else None,
             facts.kind if hybrid else None, facts.window, *_place(tier), SCHEMA_VERSION))
 
     def removed(self, group: int, tier: str, keys: Sequence[Key]) -> None:
