@@ -11,6 +11,8 @@ from penstock.core.layout import CacheLayout, lay_out
 from penstock.core.state import DTYPE_BYTES, StateSpec
 
 _GIB = 1 << 30
+_GRAPH_TOKENS = 2048
+"""Steps beyond keep a GPU busy for longer than a host needs to enqueue them operation by operation."""
 _CPU_KV_SHARE = 0.5
 """Of a computer's free memory, what the KV cache may take by default; it becomes resident only as it is used."""
 
@@ -26,6 +28,8 @@ class EngineConfig:
     page: int
     depth: int
     threads: int
+    graph_tokens: int
+    """Steps of up to so many tokens are captured as CUDA graphs; 0 captures none."""
 
 
 def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, facts: DeviceFacts) -> EngineConfig:
@@ -49,7 +53,8 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     return EngineConfig(
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
         page=_positive("block_size", options.block_size, 16), depth=_positive("depth", options.depth, 2),
-        threads=_positive("threads", options.threads, facts.cores))
+        threads=_positive("threads", options.threads, facts.cores),
+        graph_tokens=min(budget, _GRAPH_TOKENS) if gpu and not options.enforce_eager else 0)
 
 
 def _positive(name: str, value: int | None, default: int) -> int:
@@ -69,10 +74,11 @@ class MemoryPlan:
     kv_tokens: int
     """Tokens of context that fit when sequences are as long as the model allows."""
     max_model_len: int
+    graph_bytes: int = 0
 
 
 def plan_memory(options: EngineOptions, config: EngineConfig, states: list[StateSpec], weight_bytes: int, step_bytes: int,
-                free_bytes: int) -> MemoryPlan:
+                free_bytes: int, graph_bytes: int = 0) -> MemoryPlan:
     """Divides what is left after weights and the worst-case step. `free_bytes` is what the cache may take at most.
 
     Raises ConfigError naming the longest context that fits, if the one that was asked for does not.
@@ -95,7 +101,7 @@ def plan_memory(options: EngineOptions, config: EngineConfig, states: list[State
             + (f" (--max-model-len {longest})" if longest >= 2 else ": use a smaller model or dtype, or free memory"))
     length = min(config.max_model_len, longest)
     alone = max(1, layout.slabs_for(length, config.max_num_batched_tokens))
-    return MemoryPlan(weight_bytes, step_bytes, layout, layout.slabs * length // alone, length)
+    return MemoryPlan(weight_bytes, step_bytes, layout, layout.slabs * length // alone, length, graph_bytes)
 
 
 def cache_room(options: EngineOptions, facts: DeviceFacts, free_bytes: int, step_bytes: int) -> int:

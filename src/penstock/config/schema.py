@@ -40,7 +40,11 @@ class EngineOptions:
     block_size: int | None = option(None, "tokens in a page of the KV cache")
     gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that this engine may fill")
     kv_cache_memory_bytes: int | None = option(None, "size of the KV cache; by default what memory allows")
+    cache_tenant_share: float = option(1.0, "the largest fraction of each tier that one tenant's cached pages may occupy")
+    kv_events_config: dict[str, Any] = option({}, "publish what is cached, as in vLLM: enable_kv_cache_events, publisher, "
+                                                  "endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic")
     depth: int | None = option(None, "plans in flight: 1 waits for each step, 2 overlaps planning with the step before")
+    enforce_eager: bool = option(False, "capture no CUDA graphs; starts sooner, decodes slower")
     threads: int | None = option(None, "CPU threads for kernels; by default all cores")
     kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch")
 
@@ -53,6 +57,12 @@ class ServerOptions:
     port: int = option(8000, "port to listen on; 0 picks a free one")
     served_model_name: list[str] = option([], "names that requests may call the model by; by default its folder or id")
     api_key: list[str] = option([], "keys of which a request must carry one; also read from PENSTOCK_API_KEY")
+    admin_api_key: list[str] = option([], "keys of which a request must carry one that concerns all tenants: "
+                                          "/reset_prefix_cache")
+    cache_isolation: str = option("auto", "whose requests share cached prompts; key: those with the same API key, none: all, "
+                                          "auto: key if the server has API keys", ("auto", "key", "none"))
+    cache_secret_file: str | None = option(None, "file with the secret that tenants' cache namespaces are derived from, made "
+                                                 "if it is missing; without it they are new at each start")
     shutdown_timeout: float = option(30.0, "seconds that running requests are given to finish after SIGTERM")
     allowed_origins: list[str] = option([], "origins that browsers may call from (CORS)")
     max_body_bytes: int = option(16 << 20, "the largest request body")

@@ -174,6 +174,10 @@ class EngineInfo(msgspec.Struct):
     step_bytes: int
     """The worst-case step's working memory."""
     kv_bytes: int
+    graph_bytes: int = 0
+    """What captured CUDA graphs take."""
+    graphs: int = 0
+    """How many there are."""
     kernels: list[tuple[str, str]] = []
     """(operation, implementation) as bound at start."""
     notes: list[str] = []

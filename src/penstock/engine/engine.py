@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 
 import torch
 
@@ -17,9 +16,8 @@ from penstock.cache.manager import Cache
 from penstock.config.resolve import EngineConfig, MemoryPlan, cache_room, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import RequestError
-from penstock.core.plan import StepResult
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
-from penstock.engine.executor import Executor, Threaded
+from penstock.engine.executor import Direct, Executor, Pending, Threaded
 from penstock.ops import registry
 from penstock.platform.facts import DeviceFacts, detect, device_name
 from penstock.scheduler.admission import Limits
@@ -50,19 +48,21 @@ class Engine:
                             load_format=options.load_format, max_model_len=self.config.max_model_len, seed=options.seed,
                             progress=progress)
         self.memory = _plan_memory(options, self.config, model, device, facts)
-        self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device)
+        self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device,
+                             self.config.graph_tokens)
         self.scheduler = Scheduler(Cache(self.memory.layout), Limits(
             max_model_len=self.memory.max_model_len, max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
             vocab_size=spec.vocab_size))
-        self.executor: Executor = Threaded(self.worker)
-        self._flying: deque[Future[StepResult]] = deque()
+        self.executor: Executor = Threaded(self.worker) if facts.kind == "cpu" else Direct(self.worker)
+        self._flying: deque[Pending] = deque()
         self.info = EngineInfo(
             model=options.model, architecture=spec.architecture, vocab_size=spec.vocab_size,
             max_model_len=self.scheduler.admission.longest, max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens, page_size=self.config.page,
             kv_tokens=self.memory.kv_tokens, pages_total=self.memory.layout.slabs, dtype=self.config.dtype, device=facts.name,
-            weight_bytes=self.memory.weight_bytes, step_bytes=self.memory.step_bytes, kv_bytes=self.memory.layout.nbytes,
+            weight_bytes=self.memory.weight_bytes, step_bytes=self.memory.step_bytes, kv_bytes=self.memory.layout.nbytes, graph_bytes=self.memory.graph_bytes,
+            graphs=len(self.worker.graphs or ()),
             kernels=self.kernels.table(), notes=_notes(self.config, self.memory))
 
     def submit(self, request: Request) -> None:
@@ -119,7 +119,7 @@ def _notes(config: EngineConfig, plan: MemoryPlan) -> list[str]:
 
 def _plan_memory(options: EngineOptions, config: EngineConfig, model: models.Decoder, device: torch.device,
                  facts: DeviceFacts) -> MemoryPlan:
-    step = memory.step_bytes(model, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len, config.page,
-                             device)
-    room = cache_room(options, facts, memory.free_bytes(device, options.gpu_memory_utilization), step)
-    return plan_memory(options, config, model.states, model.weight_bytes, step, room)
+    working = memory.working_bytes(model, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len,
+                                   config.page, device, config.graph_tokens)
+    room = cache_room(options, facts, memory.free_bytes(device, options.gpu_memory_utilization), sum(working))
+    return plan_memory(options, config, model.states, model.weight_bytes, working.step, room, working.graphs)

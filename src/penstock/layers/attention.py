@@ -38,6 +38,10 @@ class Attention:
         self.view = view
         self.geometry = view.geometry(self.spec.heads, self.spec.window)
 
+    def detach(self) -> None:
+        """Lets go of the cache."""
+        del self.view
+
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         spec, kernels, view = self.spec, self._kernels, self.view
         group = step.groups[view.group]

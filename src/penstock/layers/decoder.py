@@ -48,6 +48,11 @@ class Decoder:
         for block, view in zip(self.blocks, views, strict=True):
             block.attention.attach(view)
 
+    def detach(self) -> None:
+        """Lets go of the cache; `attach` must come before the next step."""
+        for block in self.blocks:
+            block.attention.detach()
+
     @property
     def geometries(self) -> set[Geometry]:
         """Those of all attention layers, once they have their windows into the cache."""

@@ -1,6 +1,9 @@
-"""How much working memory the largest step takes, and how much a device has left. Counted on a CPU, measured on a GPU."""
+"""What the worker takes beside weights and cache, and what a device has left. Counted on a CPU, measured on a GPU."""
 
 from __future__ import annotations
+
+import gc
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,16 +14,25 @@ from penstock.core.sampling import SamplingParams
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.platform.facts import available_memory
+from penstock.worker.graphs import Graphs
 from penstock.worker.worker import Worker
 
 
-def step_bytes(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device) -> int:
-    """Bytes that a step of `tokens` tokens and `rows` sampled rows allocates at most, beyond weights and cache."""
+class Working(NamedTuple):
+    """Bytes that a worker takes beside the weights and the cache."""
+
+    step: int
+    """The rows' tables, and what the largest step allocates."""
+    graphs: int
+    """Captured graphs and the memory they run in."""
+
+
+def working_bytes(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device,
+                  graph_tokens: int = 0) -> Working:
+    """What steps of up to `tokens` tokens and `rows` sampled rows take at most, with graphs up to `graph_tokens`."""
     if device.type == "cuda":
-        # Few long segments and many short ones: attention and the sampler have their peaks at opposite ends.
-        few, many = min(rows, -(-tokens // (max_model_len - 1))), min(rows, tokens)
-        return max(_measured(model, tokens, rows, segments, max_model_len, page, device) for segments in (few, many))
-    return counted(model.spec, model.dtype, tokens, rows)
+        return _measured(model, tokens, rows, max_model_len, page, device, graph_tokens)
+    return Working(counted(model.spec, model.dtype, tokens, rows), 0)
 
 
 def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
@@ -31,19 +43,37 @@ def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
     return layer + rows * spec.vocab_size * 4 * 6
 
 
-def _measured(model: Decoder, tokens: int, rows: int, segments: int, max_model_len: int, page: int,
-              device: torch.device) -> int:
-    """Runs a step of `segments` equal segments on a small cache and reads the allocator's peak."""
-    count = min(tokens // segments, max_model_len - 1)
+def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device,
+              graph_tokens: int) -> Working:
+    """Runs the largest steps on a small cache, captures every graph there, and asks the driver what is gone each time."""
+    # Few long segments and many short ones: attention and the sampler have their peaks at opposite ends.
+    shapes = [(segments, min(tokens // segments, max_model_len - 1))
+              for segments in {min(rows, -(-tokens // (max_model_len - 1))), min(rows, tokens)}]
     small = lay_out(model.states, page, 0)
-    layout = lay_out(model.states, page, small.slab_bytes * small.slabs_for(count, count) * segments)
+    slabs = max(small.slabs_for(count, count) * segments for segments, count in shapes)
+    layout = lay_out(model.states, page, small.slab_bytes * slabs)
+    before = _free(device)
     worker = Worker(model, layout, rows, max_model_len, device)
-    plan = probe(worker, segments, count)
+    for segments, count in shapes:
+        worker.run(probe(worker, segments, count))
+    left = _free(device)
+    step, graphs = max(0, before - left - layout.nbytes), 0
+    if graph_tokens:
+        captured = Graphs(worker.model, worker.rows, page, rows, graph_tokens, worker.stream)
+        captured.capture()
+        graphs = max(0, left - _free(device))
+        del captured
+    # The model keeps windows into the small cache, which would hold it alive.
+    model.detach()
+    del worker
+    gc.collect()
+    torch.cuda.empty_cache()
+    return Working(step, graphs)
+
+
+def _free(device: torch.device) -> int:
     torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    worker.run(plan)
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def probe(worker: Worker, segments: int, count: int) -> StepPlan:

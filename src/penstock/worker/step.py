@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.core.plan import Ints, StepPlan
+from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step
 from penstock.ops.attention import Geometry
@@ -35,6 +35,8 @@ class Parts:
     start: slice
     context: slice
     query_start: slice
+    heads: slice
+    """Places among the step's tokens of the last ones of the segments that sample."""
     work: dict[Geometry, slice]
     size: int
 
@@ -43,6 +45,7 @@ class StepBuilder:
     """`fill` on the host, then `step` on the device; `step` alone can be captured and run again after another `fill`."""
 
     def __init__(self, model: Decoder, rows: Rows, page: int) -> None:
+        self.device = rows.device
         self._rows = rows
         self._page = page
         self._attention = model.kernels.attention
@@ -51,6 +54,10 @@ class StepBuilder:
         self._parts: dict[Capacity, Parts] = {}
         self._staging = Staging(torch.int32, rows.device)
         self._columns = rows.tables[0].shape[1]
+
+    def reserve(self, size: int) -> None:
+        """Room for arrays of `size` elements at one address, which captured graphs will read from."""
+        self._staging.reserve(size)
 
     def exact(self, plan: StepPlan) -> Capacity:
         """Room for the plan and no more."""
@@ -70,6 +77,8 @@ class StepBuilder:
         first = parts.query_start.start
         host[first] = 0
         np.cumsum(counts, out=host[first + 1:first + 1 + segments])
+        sampling = np.flatnonzero(plan.wants & int(Want.SAMPLE))
+        host[parts.heads.start:parts.heads.start + len(sampling)] = host[first + 1 + sampling] - 1
         if tail:
             host[first + 1 + segments:parts.query_start.stop] = host[first + segments]
         for geometry, part in parts.work.items():
@@ -92,13 +101,17 @@ class StepBuilder:
             return slice(begin, begin + size)
 
         segments = capacity.segments
-        parts = Parts(take(segments), take(segments), take(segments), take(segments + 1),
+        parts = Parts(take(segments), take(segments), take(segments), take(segments + 1), take(segments),
                       {geometry: take(len(array)) for geometry, array in work.items() if array is not None}, 0)
         parts.size = at
         if len(self._parts) > 512:
             self._parts.clear()
         self._parts[capacity] = parts
         return parts
+
+    def heads(self, parts: Parts, count: int) -> torch.Tensor:
+        """Where among its tokens the step's `count` sampling segments end, [count] int32."""
+        return self._staging.device(parts.size)[parts.heads][:count]
 
     def step(self, capacity: Capacity, parts: Parts, columns: int | None = None) -> Step:
         """The step whose numbers were brought last. `columns`: pages that a context may have; by default, that step's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from functools import cache
 
 import numpy as np
 import torch
@@ -12,46 +12,113 @@ from penstock.core.plan import NOT_SAMPLED, StepPlan, StepResult, Want
 from penstock.layers.decoder import Decoder
 from penstock.worker import scoring
 from penstock.worker.arena import Arena
+from penstock.worker.clock import Clock, Interval
+from penstock.worker.graphs import Graphs
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import sample
 from penstock.worker.step import StepBuilder
 
 
+@cache
+def compute_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream that steps run on; a second would have workspaces of its own."""
+    return torch.cuda.Stream(device)
+
+
+class Launched:
+    """A step that the device has been told to do. Its parts are copied to the host by the device itself."""
+
+    def __init__(self, result: StepResult, wanted: np.ndarray, picks: torch.Tensor | None, interval: Interval) -> None:
+        self._result = result
+        self._wanted = wanted
+        self._picks = picks
+        self._interval: Interval | None = interval
+
+    def result(self) -> StepResult:
+        """Waits until the device is through with the step."""
+        result = self._result
+        if self._interval is not None:
+            self._interval.wait()
+            result.seconds, result.kernel_seconds = self._interval.seconds, self._interval.kernel_seconds
+            self._interval = None
+        if self._picks is not None:
+            result.tokens[self._wanted] = self._picks.numpy()
+            self._picks = None
+        return result
+
+
 class Worker:
     """One device's half of the engine. Not thread-safe: one thread runs it."""
 
-    def __init__(self, model: Decoder, layout: CacheLayout, max_num_seqs: int, max_model_len: int,
-                 device: torch.device) -> None:
+    def __init__(self, model: Decoder, layout: CacheLayout, max_num_seqs: int, max_model_len: int, device: torch.device,
+                 graph_tokens: int = 0) -> None:
+        """`graph_tokens`: capture steps of up to that many tokens as CUDA graphs; 0 captures nothing."""
         self.model = model
         self.layout = layout
         self.arena = Arena(layout, device)
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device)
         model.attach(self.arena.views(model.states))
         self.builder = StepBuilder(model, self.rows, layout.page)
+        self.clock = Clock(device)
+        self.graphs: Graphs | None = None
+        self.stream = compute_stream(device) if device.type == "cuda" else None
+        if graph_tokens and self.stream is not None:
+            self.stream.wait_stream(torch.cuda.default_stream(device))
+            self.graphs = Graphs(model, self.rows, layout.page, max_num_seqs, graph_tokens, self.stream)
+            self.graphs.capture()
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Executes a plan; the result is on the host."""
-        began = time.perf_counter()
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Enqueues a plan. Nothing here waits for the device, unless log probabilities are asked for."""
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> Launched:
+        interval = self.clock.start()
         self.rows.apply(plan)
         self.arena.copy(plan.moves)
-        capacity = self.builder.exact(plan)
-        step = self.builder.step(capacity, self.builder.fill(plan, capacity))
-        last = np.cumsum(plan.counts, dtype=np.int64) - 1
-        entered = time.perf_counter()
-        hidden = self.model.forward(step)
+        result = StepResult(plan.id, np.full(len(plan.rows), NOT_SAMPLED, np.int32))
+        if plan.idle:
+            interval.enter_model()
+            interval.leave_model()
+            return Launched(result, np.zeros(0, np.int64), None, interval.stop())
+        interval.enter_model()
+        hidden, ends = self._forward(plan)
         wanted = np.flatnonzero(plan.wants & int(Want.SAMPLE))
-        logits = self.model.head(hidden[torch.from_numpy(last[wanted]).to(hidden.device)]) if len(wanted) else None
-        left = time.perf_counter()
-        tokens = np.full(len(plan.rows), NOT_SAMPLED, np.int32)
-        result = StepResult(plan.id, tokens)
+        logits = self.model.head(ends) if len(wanted) else None
+        interval.leave_model()
+        picks = None
         if logits is not None:
             row, position = plan.rows[wanted], (plan.starts + plan.counts)[wanted].astype(np.int64)
             lines = scoring.reported(logits, self.rows, row)
-            picks = sample(logits, self.rows, row, position)
-            self.rows.tokens[torch.from_numpy(row.astype(np.int64)), torch.from_numpy(position)] = picks.int().clamp(min=0)
-            tokens[wanted] = picks.cpu().numpy()
-            result.logprobs = scoring.sampled(lines, picks, self.rows, row, wanted, position)
+            chosen = sample(logits, self.rows, row, position)
+            self.rows.tokens[torch.from_numpy(row.astype(np.int64)), torch.from_numpy(position)] = chosen.int().clamp(min=0)
+            picks = _to_host(chosen.int())
+            result.logprobs = scoring.sampled(lines, chosen, self.rows, row, wanted, position)
         result.scores = scoring.prompts(self.model, hidden, plan, self.rows)
-        result.seconds, result.kernel_seconds = time.perf_counter() - began, left - entered
-        return result
+        return Launched(result, wanted, picks, interval.stop())
+
+    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states of the plan's tokens (and of padding behind them), and of those tokens that are sampled after."""
+        count = int(np.count_nonzero(plan.wants & int(Want.SAMPLE)))
+        capacity = self.graphs.capacity(plan) if self.graphs is not None else None
+        if self.graphs is not None and capacity is not None:
+            builder = self.graphs.builder
+            hidden, parts = self.graphs.forward(plan, capacity)
+        else:
+            builder = self.builder
+            capacity = builder.exact(plan)
+            parts = builder.fill(plan, capacity)
+            hidden = self.model.forward(builder.step(capacity, parts))
+        if count == int(plan.counts.sum()):
+            return hidden, hidden[:count]
+        return hidden, hidden.index_select(0, builder.heads(parts, count))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is there once the device has come so far."""
+    return tensor if tensor.device.type == "cpu" else torch.empty_like(
+        tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

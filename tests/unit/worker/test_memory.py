@@ -9,7 +9,7 @@ from penstock import models
 from penstock.core.device import DeviceFacts
 from penstock.core.layout import lay_out
 from penstock.ops import registry
-from penstock.worker.memory import probe, step_bytes
+from penstock.worker.memory import probe, working_bytes
 from penstock.worker.worker import Worker
 
 CONFIG = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 32, "intermediate_size": 48,
@@ -27,4 +27,4 @@ def test_probe_runs(segments: int) -> None:
     worker = Worker(model, layout, 5, 128, cpu)
     result = worker.run(probe(worker, segments, 60))
     assert (result.tokens >= 0).all() and len(result.tokens) == segments
-    assert step_bytes(model, 512, 5, 128, 16, cpu) > 512 * 32 * 4
+    assert working_bytes(model, 512, 5, 128, 16, cpu).step > 512 * 32 * 4

@@ -1,0 +1,68 @@
+"""How long steps take, by the device's own clock where it has one, and waiting for one to end."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+_KEPT = 16
+"""Event sets that are used in turn: more than the steps that can be in flight."""
+
+
+class Clock:
+    """Gives an interval for each step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._intervals: list[Interval] = [DeviceInterval() if device.type == "cuda" else Interval() for _ in range(_KEPT)]
+        self._next = 0
+
+    def start(self) -> Interval:
+        """An interval that begins now."""
+        interval = self._intervals[self._next]
+        self._next = (self._next + 1) % _KEPT
+        interval.mark(0)
+        return interval
+
+
+class Interval:
+    """Four moments of a step: its begin, the model's begin and end, its end."""
+
+    def __init__(self) -> None:
+        self._moments = [0.0] * 4
+        self.seconds = 0.0
+        self.kernel_seconds = 0.0
+
+    def mark(self, which: int) -> None:
+        self._moments[which] = time.perf_counter()
+
+    def enter_model(self) -> None:
+        self.mark(1)
+
+    def leave_model(self) -> None:
+        self.mark(2)
+
+    def stop(self) -> Interval:
+        self.mark(3)
+        return self
+
+    def wait(self) -> None:
+        """Returns when the step has ended; `seconds` and `kernel_seconds` are then its times."""
+        began, entered, left, ended = self._moments
+        self.seconds, self.kernel_seconds = ended - began, left - entered
+
+
+class DeviceInterval(Interval):
+    """The same by CUDA events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+
+    def mark(self, which: int) -> None:
+        self._events[which].record()
+
+    def wait(self) -> None:
+        began, entered, left, ended = self._events
+        ended.synchronize()
+        self.seconds, self.kernel_seconds = began.elapsed_time(ended) / 1e3, entered.elapsed_time(left) / 1e3

@@ -1,0 +1,119 @@
+"""Captured CUDA graphs of the model's forward, one for each capacity that steps are padded to.
+
+Decode steps (one token a segment) and small mixed ones replay a graph: the host then enqueues one launch instead of hundreds.
+Larger steps run eagerly; the device needs longer for them than the host needs to enqueue them. Sampling is never captured.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+
+import numpy as np
+import torch
+
+from penstock.core.plan import StepPlan, Want
+from penstock.layers.decoder import Decoder
+from penstock.worker.rows import Rows
+from penstock.worker.step import Capacity, Parts, StepBuilder
+
+_MIXED = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Tokens of mixed steps: never more than half of a step is padding, mostly less than a third."""
+
+
+def decode_sizes(rows: int) -> list[int]:
+    """Rows of decode steps: 1, 2, 4, then every 8 to 64, 16 to 256, 32 beyond; `rows` itself is the last."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, rows, 32)]
+    return [size for size in sizes if size < rows] + [rows]
+
+
+def mixed_sizes(tokens: int) -> list[int]:
+    """Tokens of mixed steps, up to those that a step may have."""
+    return [size for size in _MIXED if size <= tokens]
+
+
+class Graphs:
+    """`capture` once, when the cache's bytes and the rows are at their places; then `forward`."""
+
+    def __init__(self, model: Decoder, rows: Rows, page: int, max_num_seqs: int, max_tokens: int,
+                 stream: torch.cuda.Stream) -> None:
+        self.model = model
+        self.builder = StepBuilder(model, rows, page)
+        self._columns = rows.tables[0].shape[1]
+        self._longest = rows.tokens.shape[1]
+        self._decode = decode_sizes(max_num_seqs)
+        self._mixed = mixed_sizes(max_tokens)
+        self._rows = max_num_seqs
+        self._stream = stream
+        self._captured: dict[Capacity, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.seconds = 0.0
+        """What capturing took."""
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def capacities(self) -> list[Capacity]:
+        """All that are captured, the largest first: later graphs fit into the memory of the first."""
+        mixed = [self._mixed_capacity(size) for size in self._mixed]
+        decode = [Capacity(size, size) for size in self._decode]
+        return sorted([*mixed, *decode], key=lambda capacity: -capacity.tokens)
+
+    def _mixed_capacity(self, tokens: int) -> Capacity:
+        # One segment at least has two tokens; fewer segments than tokens is how kernels know a mixed step.
+        return Capacity(tokens, min(self._rows, tokens - 1))
+
+    def capacity(self, plan: StepPlan) -> Capacity | None:
+        """The smallest captured one that the plan fits in, or None."""
+        tokens, segments = int(plan.counts.sum()), len(plan.rows)
+        sizes = self._decode if tokens == segments else self._mixed
+        at = bisect.bisect_left(sizes, tokens)
+        if at == len(sizes):
+            return None
+        if tokens == segments:
+            return Capacity(sizes[at], sizes[at])
+        found = self._mixed_capacity(sizes[at])
+        return found if segments <= found.segments else None
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Runs every capacity once, so that kernels are compiled and loaded, and captures it. Rows must be unused."""
+        began = time.perf_counter()
+        pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(self._stream):
+            plans = [(capacity, _example(capacity, self._longest)) for capacity in self.capacities()]
+            # All arrays once before anything is captured, so that the buffer they share is in its place.
+            self.builder.reserve(max(self.builder.fill(plan, capacity).size for capacity, plan in plans))
+            for capacity, plan in plans:
+                parts = self.builder.fill(plan, capacity)
+                self._run(capacity, parts)
+                self._stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                hidden = self._run(capacity, parts)
+                graph.capture_end()
+                self._captured[capacity] = graph, hidden
+        self._stream.synchronize()
+        self.seconds = time.perf_counter() - began
+
+    def _run(self, capacity: Capacity, parts: Parts) -> torch.Tensor:
+        return self.model.forward(self.builder.step(capacity, parts, self._columns))
+
+    def forward(self, plan: StepPlan, capacity: Capacity) -> tuple[torch.Tensor, Parts]:
+        """Hidden states of the plan's tokens, [capacity.tokens, width]; overwritten by the next step of that capacity."""
+        parts = self.builder.fill(plan, capacity)
+        graph, hidden = self._captured[capacity]
+        graph.replay()
+        return hidden, parts
+
+
+def _example(capacity: Capacity, longest: int) -> StepPlan:
+    """A plan that fills a capacity: rows of equal segments, as long as a row may be."""
+    if capacity.tokens == capacity.segments:
+        counts = np.ones(capacity.segments, np.int32)
+    else:
+        length = max(longest - 1, -(-capacity.tokens // capacity.segments))
+        whole, rest = divmod(capacity.tokens, length)
+        counts = np.array([length] * whole + [rest] * (rest > 0), np.int32)
+    rows = np.arange(len(counts), dtype=np.int32)
+    return StepPlan(-1, rows=rows, starts=np.zeros_like(counts), counts=counts,
+                    wants=np.full_like(counts, int(Want.NOTHING)))
