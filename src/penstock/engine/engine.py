@@ -61,8 +61,8 @@ class Engine:
             max_model_len=self.scheduler.admission.longest, max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens, page_size=self.config.page,
             kv_tokens=self.memory.kv_tokens, pages_total=self.memory.layout.slabs, dtype=self.config.dtype, device=facts.name,
-            weight_bytes=self.memory.weight_bytes, step_bytes=self.memory.step_bytes, kv_bytes=self.memory.layout.nbytes, graph_bytes=self.memory.graph_bytes,
-            graphs=len(self.worker.graphs or ()),
+            weight_bytes=self.memory.weight_bytes, step_bytes=self.memory.step_bytes, kv_bytes=self.memory.layout.nbytes,
+            graph_bytes=self.memory.graph_bytes, graphs=len(self.worker.graphs or ()),
             kernels=self.kernels.table(), notes=_notes(self.config, self.memory))
 
     def submit(self, request: Request) -> None:

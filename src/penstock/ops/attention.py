@@ -52,8 +52,8 @@ class AttentionOps:
         lies beyond the last segment is padding, whose result may be anything.
         table [S, columns] int32: the page ids of each segment's row; position p lies in page table[s, p // page], slot
         p % page. k_cache, v_cache [pages, KV, page, D]. window w > 0: a query sees the w positions up to and with its own;
-        pages wholly behind every window are not read and their table entries may be stale. sinks [H] float32: one more score a head,
-        as if of a key without value. H is a multiple of KV (grouped queries, Ainslie et al. 2023). query_start [S + 1] and
+        pages wholly behind every window are not read and their table entries may be stale. sinks [H] float32: one more
+        score a head, as if of a key without value. H is a multiple of KV (grouped queries, Ainslie et al. 2023). query_start [S + 1] and
         context [S] are int32 on q's device; `work` is what `prepare` gave, there too. Returns [T, H, D] in q's dtype; scores
         and sums are float32, and a query's result does not depend on its neighbours.
         """
