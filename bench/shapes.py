@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.bench.fixed import SHAPES as FIXED
+
 
 def _llama(**sizes: Any) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -18,13 +20,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                        num_key_value_heads=6, vocab_size=32000, max_position_embeddings=2048, tie_word_embeddings=True),
     "llama1b": _llama(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
                       num_key_value_heads=4, vocab_size=32000, max_position_embeddings=4096),
-    "qwen06b": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
-                "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-                "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-                "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16", "attention_bias": False},
-    "llama8b": _llama(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                      num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=131072,
-                      rope_theta=500000.0),
+    **FIXED,
 }
 """config.json of each."""
 

@@ -1,5 +1,5 @@
 """Measure latency, throughput, or a running server; the result is JSON with the environment it was measured in.
-`latency` and `throughput` run the engine in this process, without HTTP. `serve` drives any OpenAI-compatible server by URL.
+`latency`, `throughput` and `gpu` run the engine in this process, without HTTP. `serve` drives any OpenAI-compatible server by URL.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from penstock.core.errors import ConfigError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declares the three measurements and their arguments."""
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="latency | throughput | serve", parser_class=Parser)
+    """Declares the measurements and their arguments."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="latency | throughput | serve | gpu", parser_class=Parser)
     _add_latency(kinds.add_parser("latency", help="seconds for one batch, offline"))
     _add_throughput(kinds.add_parser("throughput", help="tokens per second over many requests, offline"))
     _add_serve(kinds.add_parser("serve", help="TTFT, ITL, TPOT, E2E and goodput of a server"))
+    _add_gpu(kinds.add_parser("gpu", help="the fixed GPU workloads beside floor, target and peer"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the result and saves it if asked. 1 if every request failed."""
     if args.kind == "serve":
         from penstock.cli.bench.serve import measure_server as measure
+    elif args.kind == "gpu":
+        from penstock.cli.bench.gpu import measure_gpu as measure
     elif args.kind == "latency":
         from penstock.cli.bench.offline import measure_latency as measure
     else:
@@ -104,6 +107,18 @@ def _add_throughput(parser: argparse.ArgumentParser) -> None:
     _add_engine(parser)
     _add_common(parser)
     _add_workload(parser, 100)
+
+
+def _add_gpu(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    add_flags(parser, EngineOptions, skip=("model", "seed"))
+    parser.set_defaults(load_format="dummy", gpu_memory_utilization=0.85)
+    parser.add_argument("--shape", nargs="+", default=["llama8b", "qwen06b"], metavar="NAME", help="(default: llama8b qwen06b)")
+    parser.add_argument("--workload", nargs="+", default=[], metavar="NAME", help="(default: all)")
+    parser.add_argument("--repeats", type=integer, default=3, metavar="N", help="runs after the one that warms up (default: 3)")
+    parser.add_argument("--curve", action="store_true", help="also decode steps over batch sizes")
+    parser.add_argument("--long", action="store_true", help="also decode steps at contexts of 32k and 128k")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write Chrome traces of decoding there")
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
