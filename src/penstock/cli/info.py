@@ -56,7 +56,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     own_dtype = models.dtype_of(folder, checkpoint)
     config = resolve(options, spec.max_positions, own_dtype, facts)
     dtype = getattr(torch, config.dtype)
-    kernels = registry.bind(facts, dtype, options.kernels)
+    kernels = registry.bind(facts, dtype, config.kernels)
     if load:
         figures = _loaded(options)
     else:

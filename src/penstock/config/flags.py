@@ -44,15 +44,18 @@ def number(text: str) -> float:
 
 
 def pairs(text: str) -> dict[str, str]:
-    """`key=value`, several with commas between, or a JSON object of strings."""
+    """`key=value`, several with commas between, or a JSON object of texts, numbers and true or false, all taken as texts.
+
+    What is null there is left out: it is as if it had not been said.
+    """
     if text.lstrip().startswith("{"):
         try:
             value = json.loads(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
-        if not all(isinstance(v, str) for v in value.values()):
-            raise argparse.ArgumentTypeError(f"the values of {text!r} must be strings")
-        return {str(k): v for k, v in value.items()}
+        if any(isinstance(v, dict | list) for v in value.values()):
+            raise argparse.ArgumentTypeError(f"the values of {text!r} must not be lists or objects")
+        return {k: v if isinstance(v, str) else json.dumps(v) for k, v in value.items() if v is not None}
     found: dict[str, str] = {}
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")

@@ -13,6 +13,8 @@ from penstock.core.state import DTYPE_BYTES, StateSpec
 _GIB = 1 << 30
 _GRAPH_TOKENS = 2048
 """Steps beyond keep a GPU busy for longer than a host needs to enqueue them operation by operation."""
+_INVARIANT = {"linear": "triton-invariant", "attention": "triton-invariant"}
+"""Kernels whose order of summation depends on the row alone. The others have no sums that a batch's shape could change."""
 _CPU_KV_SHARE = 0.5
 """Of a computer's free memory, what the KV cache may take by default; it becomes resident only as it is used."""
 
@@ -28,6 +30,8 @@ class EngineConfig:
     page: int
     depth: int
     threads: int
+    kernels: dict[str, str]
+    """Implementations that must be used, by operation."""
     graph_tokens: int
     """Steps of up to so many tokens are captured as CUDA graphs; 0 captures none."""
 
@@ -54,6 +58,7 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
         page=_positive("block_size", options.block_size, 16), depth=_positive("depth", options.depth, 2),
         threads=_positive("threads", options.threads, facts.cores),
+        kernels=(_INVARIANT if gpu and options.batch_invariant else {}) | options.kernels,
         graph_tokens=min(budget, _GRAPH_TOKENS) if gpu and not options.enforce_eager else 0)
 
 

@@ -44,6 +44,8 @@ class EngineOptions:
     kv_events_config: dict[str, Any] = option({}, "publish what is cached, as in vLLM: enable_kv_cache_events, publisher, "
                                                   "endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic")
     depth: int | None = option(None, "plans in flight: 1 waits for each step, 2 overlaps planning with the step before")
+    batch_invariant: bool = option(False, "the bits of a request's results do not depend on what runs beside it, how it is "
+                                   "chunked, or what was cached; CPUs always keep that, a GPU takes slower kernels for it")
     enforce_eager: bool = option(False, "capture no CUDA graphs; starts sooner, decodes slower")
     threads: int | None = option(None, "CPU threads for kernels; by default all cores")
     kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch")

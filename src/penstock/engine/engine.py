@@ -42,7 +42,7 @@ class Engine:
         self.config = resolve(options, spec.max_positions, models.dtype_of(self.folder, checkpoint), facts)
         dtype = getattr(torch, self.config.dtype)
         device = torch.device(device_name(options.device, facts))
-        self.kernels = registry.bind(facts, dtype, options.kernels)
+        self.kernels = registry.bind(facts, dtype, self.config.kernels)
         registry.set_threads(self.config.threads, self.kernels)
         model = models.load(self.folder, checkpoint, dtype=dtype, device=device, kernels=self.kernels,
                             load_format=options.load_format, max_model_len=self.config.max_model_len, seed=options.seed,

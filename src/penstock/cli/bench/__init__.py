@@ -1,5 +1,6 @@
 """Measure latency, throughput, or a running server; the result is JSON with the environment it was measured in.
-`latency`, `throughput` and `gpu` run the engine in this process, without HTTP. `serve` drives any OpenAI-compatible server by URL.
+`latency`, `throughput` and `gpu` run the engine in this process, without HTTP. `serve` drives any OpenAI-compatible server by
+URL.
 """
 
 from __future__ import annotations
