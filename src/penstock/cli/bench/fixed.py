@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any
 
 _COMMON = {"head_dim": 128, "num_key_value_heads": 8, "hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False}
@@ -89,13 +88,20 @@ def floor(shape: str, asks: list[Ask], rows: int) -> float:
     per_layer = width * (queries + 2 * keys) + queries * width + 3 * width * inner
     weights = layers * per_layer + config["vocab_size"] * width
     entry = 2 * keys * 2 * layers
-    # What all prompts begin with is computed once.
-    shared = len(commonprefix([ask.prompt for ask in asks])) if len(asks) > 1 else 0
-    lengths = [(shared, 0)] + [(len(ask.prompt), shared) for ask in asks]
-    prefill = sum(2 * layers * per_layer * (end - begin) / PRODUCT
-                  + 2 * (end ** 2 - begin ** 2) * queries * layers / ATTENTION for end, begin in lengths)
+    # What all prompts begin with is in the cache from the run before, and read once for all of a step's rows.
+    shared = _shared([ask.prompt for ask in asks])
+    prefill = sum(2 * layers * per_layer * (len(ask.prompt) - shared) / PRODUCT
+                  + 2 * (len(ask.prompt) ** 2 - shared ** 2) * queries * layers / ATTENTION for ask in asks)
     steps = max(max(ask.output for ask in asks) - 1, sum(ask.output - 1 for ask in asks) / rows)
-    cache = sum((ask.output - 1) * (len(ask.prompt) + ask.output / 2) * entry for ask in asks)
+    cache = sum((ask.output - 1) * (len(ask.prompt) - shared + ask.output / 2) * entry for ask in asks) + steps * shared * entry
     reading = (steps * weights * 2 + cache) / COPY
     computing = sum(2 * weights * (ask.output - 1) for ask in asks) / PRODUCT
     return prefill + max(reading, computing)
+
+
+def _shared(prompts: list[list[int]]) -> int:
+    """Tokens that all of several prompts begin with."""
+    if len(prompts) == 1:
+        return 0
+    columns = zip(*prompts, strict=False)
+    return next((at for at, column in enumerate(columns) if len(set(column)) > 1), min(map(len, prompts)))
