@@ -8,47 +8,75 @@ import random
 import pytest
 import torch
 
-from penstock.config.schema import EngineOptions
-from penstock.core.request import Request
-from penstock.core.sampling import SamplingParams
-from penstock.engine.engine import Engine
+from penstock import canary
+from penstock.ops import registry
+from penstock.platform.facts import detect
 from tests.data import MODELS, TRAINED, need
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-
-
-def _generate(engine: Engine, prompts: list[list[int]], outputs: int) -> list[list[int]]:
-    for i, prompt in enumerate(prompts):
-        engine.submit(Request(str(i), prompt, SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True, seed=0)))
-    found: dict[str, list[int]] = {}
-    while engine.busy:
-        for update in engine.turn():
-            assert update.finish_reason in (None, "length"), update
-            found.setdefault(update.request_id, []).extend(update.token_ids)
-    return [found[str(i)] for i in range(len(prompts))]
+from tests.gpu.conftest import engine, generate
 
 
+@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("name", TRAINED)
-def test_golden(name: str) -> None:
+def test_golden(name: str, eager: bool) -> None:
     folder = need(MODELS / name)
     cases = json.loads((folder / "greedy_golden.json").read_text())["cases"]
-    engine = Engine(EngineOptions(model=str(folder), device="cuda", gpu_memory_utilization=0.2))
-    found = _generate(engine, [case["prompt_ids"] for case in cases], len(cases[0]["greedy_ids"]))
-    engine.close()
+    with engine(model=str(folder), enforce_eager=eager) as made:
+        assert bool(made.info.graphs) is not eager
+        found = generate(made, [case["prompt_ids"] for case in cases], len(cases[0]["greedy_ids"]))
     assert found == [case["greedy_ids"] for case in cases]
+
+
+def _prompts(vocabulary: int, count: int, longest: int = 90) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[1] + [rng.randrange(3, vocabulary) for _ in range(rng.randint(0, longest))] for _ in range(count)]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("chunk", [32, 2048])
-def test_routes(depth: int, chunk: int) -> None:
-    folder = need(MODELS / "stories260k")
-    rng = random.Random(1)
-    prompts = [[1] + [rng.randrange(3, 512) for _ in range(rng.randint(0, 90))] for _ in range(12)]
-    plain = Engine(EngineOptions(model=str(folder), device="cuda", depth=1, gpu_memory_utilization=0.2, max_num_seqs=1))
-    want = _generate(plain, prompts, 24)
-    plain.close()
-    strained = Engine(EngineOptions(model=str(folder), device="cuda", depth=depth, max_num_batched_tokens=chunk,
-                                    max_num_seqs=12, max_model_len=128, kv_cache_memory_bytes=24 * 16 * 5 * 2 * 4 * 8 * 4))
-    assert _generate(strained, prompts, 24) == want
-    assert strained.stats().preemptions > 0
-    strained.close()
+@pytest.mark.parametrize("eager", [False, True])
+def test_routes(depth: int, chunk: int, eager: bool) -> None:
+    """Batches, chunks, overlap, graphs and preemption: float32, so that no rounding hides behind a tie."""
+    folder = str(need(MODELS / "stories260k"))
+    prompts = _prompts(512, 12)
+    with engine(model=folder, depth=1, max_num_seqs=1, enforce_eager=True) as plain:
+        want = generate(plain, prompts, 24)
+    with engine(model=folder, depth=depth, max_num_batched_tokens=chunk, max_num_seqs=12, max_model_len=128,
+                enforce_eager=eager, kv_cache_memory_bytes=24 * 16 * 5 * 2 * 4 * 8 * 4) as strained:
+        assert generate(strained, prompts, 24) == want
+        assert strained.stats().preemptions > 0
+
+
+def test_features_in_company() -> None:
+    """Rows with every kind of sampling in one batch give what they give alone."""
+    folder = str(need(MODELS / "stories260k"))
+    kinds = [{}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.7}, {"temperature": 0.9, "top_k": 5},
+             {"temperature": 0.9, "min_p": 0.1}, {"repetition_penalty": 1.3},
+             {"frequency_penalty": 0.7, "presence_penalty": 0.2}, {"logit_bias": {17: 4.0, 40: -9.0}}, {"allowed_token_ids": list(range(20, 60))},
+             {"logprobs": 5}]
+    prompts = _prompts(512, len(kinds))
+    with engine(model=folder, enforce_eager=True, max_num_seqs=1) as plain:
+        alone = [generate(plain, [prompt], 16, [kind], seed=7)[0] for prompt, kind in zip(prompts, kinds, strict=True)]
+    with engine(model=folder) as made:
+        found = generate(made, prompts, 16, kinds, seed=7)
+    assert found == alone
+
+
+def test_every_operation_is_served_by_a_kernel() -> None:
+    kernels = registry.bind(detect("cuda"), torch.bfloat16)
+    assert {op for op, name in kernels.table() if name == "reference"} == set(), kernels.refused
+
+
+def test_canary_is_as_good_as_on_a_cpu() -> None:
+    """Every skill is within sampling error of what the model card says, at its own precision."""
+    from penstock import LLM
+    from penstock.canary.suite import SKILLS, graded, prompts
+    from penstock.cli.eval import answers
+
+    with LLM(canary.NAME, device="cuda", gpu_memory_utilization=0.2) as llm:
+        scores = {}
+        for skill in SKILLS:
+            items = prompts(skill, 40)
+            scores[skill] = graded(items, answers(llm, items)).right
+    print(scores)
+    for skill, right in scores.items():
+        assert right >= (10 if skill == "count" else 37), (skill, scores)
