@@ -1,7 +1,7 @@
 """How a request's tokens are chosen: the sampling parameters, their meaning and their limits.
 
 The field names and call shape are vLLM's where the meaning is the same. Everything here is plain data: the arithmetic is
-in `worker/sampler.py`.
+in `ops/sample.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ MAX_LOGPROBS = 20
 
 MAX_N = 128
 """The largest `n`, as in OpenAI's API."""
+
+MAX_BEAM_WIDTH = 64
+
+NOT_FOR_BEAMS = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_p": 1.0, "min_p": 0.0,
+                 "stop": None, "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "bad_words_token_ids": None,
+                 "prompt_logprobs": None}
+"""Parameters that beam search has no use for, and the values that mean nothing is asked for."""
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True):
@@ -74,6 +81,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Words that cannot be generated; the frontend turns them into `bad_words_token_ids`."""
     bad_words_token_ids: list[list[int]] | None = None
     """Token sequences whose last token cannot follow the others."""
+    beam_width: int = 0
+    """Above 0, beam search: of all beginnings this many are continued, the most probable ones; the answers are the `n` best
+    that were found, best first, all at once. Nothing is drawn. [0, 64]."""
+    length_penalty: float = 1.0
+    """Beam search compares answers by log probability / length ** length_penalty. [-10, 10]."""
+    early_stopping: bool | str = False
+    """When beam search ends: True, once `beam_width` answers are complete; False, once a better one is unlikely; "never",
+    once a better one is impossible. The meanings are those of Hugging Face's generate."""
 
     @property
     def greedy(self) -> bool:
@@ -121,6 +136,26 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         need(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "a non-empty list",
              self.allowed_token_ids)
         need(all(self.bad_words or ["x"]), "bad_words", "non-empty strings", self.bad_words)
+        need(0 <= self.beam_width <= MAX_BEAM_WIDTH, "beam_width", f"between 0 and {MAX_BEAM_WIDTH}", self.beam_width)
+        need(finite(self.length_penalty) and -10 <= self.length_penalty <= 10, "length_penalty", "between -10 and 10",
+             self.length_penalty)
+        need(self.early_stopping in (True, False, "never"), "early_stopping", 'true, false or "never"', self.early_stopping)
+        if self.beam_width:
+            self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.n > self.beam_width:
+            raise RequestError(f"n is {self.n}, but beam search finds beam_width ({self.beam_width}) answers; lower n or raise "
+                               "beam_width", param="n", code="invalid_value")
+        for name, neutral in NOT_FOR_BEAMS.items():
+            if (getattr(self, name) or neutral) != neutral:
+                hint = "; use stop_token_ids" if name == "stop" else ""
+                raise RequestError(f"{name} cannot be honoured together with beam search{hint}", param=name,
+                                   code="unsupported_parameter")
+        if self.temperature not in (0.0, 1.0) or self.top_k not in (0, -1):
+            name = "top_k" if self.temperature in (0.0, 1.0) else "temperature"
+            raise RequestError(f"{name} cannot be honoured: beam search draws nothing; leave it out", param=name,
+                               code="unsupported_parameter")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises RequestError for a token id that the model does not have."""
@@ -139,3 +174,24 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
+
+
+class BeamSearchParams(msgspec.Struct, omit_defaults=True):
+    """vLLM's parameters of `LLM.beam_search`; the meanings are those of SamplingParams."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: bool | str = False
+    stop_token_ids: list[int] | None = None
+    min_tokens: int = 0
+    n: int | None = None
+    """How many of the answers; all of them by default."""
+
+    def sampling(self) -> SamplingParams:
+        """The same as SamplingParams."""
+        wanted = {name: getattr(self, name) for name in self.__struct_fields__ if name != "n"}
+        return SamplingParams(n=self.beam_width if self.n is None else self.n, logprobs=0, **wanted)

@@ -32,7 +32,7 @@ class Implementation:
 
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
-_MODULES = ("linear", "norm", "rope", "attention", "activation", "step", "cpu")
+_MODULES = ("linear", "norm", "rope", "attention", "activation", "step", "sample", "cpu")
 """Where implementations register themselves on import; a new provider is one more name."""
 
 
@@ -78,6 +78,8 @@ class Kernels:
     """Gives StepTensors (ops/step.py)."""
     gated: Callable[..., torch.Tensor]
     activation: Callable[..., torch.Tensor]
+    sample: Any
+    """SampleOps: choose, threshold, penalize, edit, score (ops/sample.py)."""
 
     def __init__(self, chosen: dict[str, Implementation], refused: dict[str, list[tuple[str, str]]]) -> None:
         self.chosen = chosen

@@ -6,27 +6,12 @@ step before it are known; what the host decides anyway (pages, parameters) is ke
 
 from __future__ import annotations
 
-from enum import IntFlag
-
 import numpy as np
 import torch
 
 from penstock.core.plan import Enter, Ints, StepPlan
-from penstock.core.sampling import SamplingParams
+from penstock.worker.parameters import Parameters
 from penstock.worker.staging import Staging
-
-
-class Feature(IntFlag):
-    """What a row's sampling needs beyond taking the most likely token; a step pays only for what its rows use."""
-
-    NOTHING = 0
-    RANDOM = 1
-    FILTER = 2
-    """top_k, top_p or min_p."""
-    PENALTY = 4
-    EDIT = 8
-    """logit_bias, allowed_token_ids, bad_words or min_tokens."""
-    LOGPROBS = 16
 
 
 class Rows:
@@ -42,26 +27,12 @@ class Rows:
         """The same for the kernels; on a CPU, the same memory."""
         self._known = Staging(torch.int32, device)
         self._edits = Staging(torch.int32, device)
-        self.prompt_len = np.zeros(max_num_seqs, np.int64)
-        self.features = np.zeros(max_num_seqs, np.int32)
-        self.temperature = np.ones(max_num_seqs, np.float32)
-        self.top_k = np.zeros(max_num_seqs, np.int64)
-        self.top_p = np.ones(max_num_seqs, np.float32)
-        self.min_p = np.zeros(max_num_seqs, np.float32)
-        self.presence = np.zeros(max_num_seqs, np.float32)
-        self.frequency = np.zeros(max_num_seqs, np.float32)
-        self.repetition = np.ones(max_num_seqs, np.float32)
-        self.seed = np.zeros(max_num_seqs, np.uint64)
-        self.params: list[SamplingParams | None] = [None] * max_num_seqs
-        self.banned: list[list[int]] = [[] for _ in range(max_num_seqs)]
-        """Tokens that cannot be chosen before the row's min_tokens."""
+        self.parameters = Parameters(max_num_seqs, device)
 
     def apply(self, plan: StepPlan) -> None:
         """Rows leave and enter, pages are edited: the part of a plan that is about rows."""
-        for row in plan.leave:
-            self.params[row] = None
-        for enter in plan.enter:
-            self._enter(enter)
+        self.parameters.leave(plan.leave)
+        self.parameters.enter(plan.enter)
         self._take_tokens(plan.enter)
         self._take_edits(plan.edits)
 
@@ -95,29 +66,3 @@ class Rows:
         sizes = [len(lines) for lines in edits]
         for table, place, page in zip(self.device_tables, places.long().split(sizes), pages.split(sizes), strict=True):
             table.view(-1).scatter_(0, place, page)
-
-    def _enter(self, enter: Enter) -> None:
-        row, params = enter.row, enter.params
-        self.prompt_len[row] = enter.prompt_len
-        self.params[row] = params
-        self.banned[row] = enter.banned_until
-        self.seed[row] = enter.seed
-        self.temperature[row] = params.temperature
-        self.top_k[row] = max(0, params.top_k)
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.presence[row] = params.presence_penalty
-        self.frequency[row] = params.frequency_penalty
-        self.repetition[row] = params.repetition_penalty
-        features = Feature.NOTHING
-        if not params.greedy:
-            features |= Feature.RANDOM
-            if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-                features |= Feature.FILTER
-        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
-            features |= Feature.PENALTY
-        if params.logit_bias or params.allowed_token_ids or params.bad_words_token_ids or params.min_tokens:
-            features |= Feature.EDIT
-        if params.logprobs is not None:
-            features |= Feature.LOGPROBS
-        self.features[row] = int(features)

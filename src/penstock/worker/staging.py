@@ -58,3 +58,10 @@ class _Slot:
         self.memory = torch.empty(size, dtype=there.dtype, pin_memory=True) if cuda else there
         self.array: npt.NDArray[np.int32] = self.memory.numpy()
         self.copied = torch.cuda.Event() if cuda else None
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose content is there once the device has come so far; on a CPU, the tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.core.plan import Ints, StepPlan, Want
@@ -16,6 +17,7 @@ from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step
 from penstock.ops.attention import Geometry
 from penstock.worker.rows import Rows
+from penstock.worker.sampler import Lines
 from penstock.worker.staging import Staging
 
 
@@ -37,6 +39,10 @@ class Parts:
     query_start: slice
     heads: slice
     """Places among the step's tokens of the last ones of the segments that sample."""
+    lines_row: slice
+    """Those segments' rows; -1 behind them."""
+    lines_position: slice
+    """Where their sampled tokens will stand."""
     work: dict[Geometry, slice]
     size: int
 
@@ -78,7 +84,11 @@ class StepBuilder:
         host[first] = 0
         np.cumsum(counts, out=host[first + 1:first + 1 + segments])
         sampling = np.flatnonzero(plan.wants & int(Want.SAMPLE))
-        host[parts.heads.start:parts.heads.start + len(sampling)] = host[first + 1 + sampling] - 1
+        lines = len(sampling)
+        host[parts.heads.start:parts.heads.start + lines] = host[first + 1 + sampling] - 1
+        host[parts.lines_row.start:parts.lines_row.start + lines] = plan.rows[sampling]
+        host[parts.lines_row.start + lines:parts.lines_row.stop] = -1
+        host[parts.lines_position.start:parts.lines_position.start + lines] = context[sampling]
         if tail:
             host[first + 1 + segments:parts.query_start.stop] = host[first + segments]
         for geometry, part in parts.work.items():
@@ -101,9 +111,11 @@ class StepBuilder:
             return slice(begin, begin + size)
 
         segments = capacity.segments
-        parts = Parts(take(segments), take(segments), take(segments), take(segments + 1), take(segments),
-                      {geometry: take(len(array)) for geometry, array in work.items() if array is not None}, 0)
-        parts.size = at
+        row, start, context = take(segments), take(segments), take(segments)
+        query_start = take(segments + 1)
+        heads, lines_row, lines_position = take(segments), take(segments), take(segments)
+        taken = {geometry: take(len(array)) for geometry, array in work.items() if array is not None}
+        parts = Parts(row, start, context, query_start, heads, lines_row, lines_position, taken, at)
         if len(self._parts) > 512:
             self._parts.clear()
         self._parts[capacity] = parts
@@ -112,6 +124,12 @@ class StepBuilder:
     def heads(self, parts: Parts, count: int) -> torch.Tensor:
         """Where among its tokens the step's `count` sampling segments end, [count] int32."""
         return self._staging.device(parts.size)[parts.heads][:count]
+
+    def lines(self, parts: Parts, plan: StepPlan, sampling: npt.NDArray[np.int64]) -> Lines:
+        """Whose logits the step's are, given the plan's segments that sample."""
+        there = self._staging.device(parts.size)
+        row, position = there[parts.lines_row][:len(sampling)], there[parts.lines_position][:len(sampling)]
+        return Lines(sampling, plan.rows[sampling], (plan.starts + plan.counts)[sampling], row, position)
 
     def step(self, capacity: Capacity, parts: Parts, columns: int | None = None) -> Step:
         """The step whose numbers were brought last. `columns`: pages that a context may have; by default, that step's."""

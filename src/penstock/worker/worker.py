@@ -10,12 +10,12 @@ import torch
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import NOT_SAMPLED, StepPlan, StepResult, Want
 from penstock.layers.decoder import Decoder
-from penstock.worker import scoring
 from penstock.worker.arena import Arena
 from penstock.worker.clock import Clock, Interval
 from penstock.worker.graphs import Graphs
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import sample
+from penstock.worker.sampler import Lines, Sampled, Sampler
+from penstock.worker.scoring import Scores, prompts
 from penstock.worker.step import StepBuilder
 
 
@@ -28,10 +28,12 @@ def compute_stream(device: torch.device) -> torch.cuda.Stream:
 class Launched:
     """A step that the device has been told to do. Its parts are copied to the host by the device itself."""
 
-    def __init__(self, result: StepResult, wanted: np.ndarray, picks: torch.Tensor | None, interval: Interval) -> None:
+    def __init__(self, result: StepResult, lines: Lines | None, sampled: Sampled | None, scores: Scores | None,
+                 interval: Interval) -> None:
         self._result = result
-        self._wanted = wanted
-        self._picks = picks
+        self._lines = lines
+        self._sampled = sampled
+        self._scores = scores
         self._interval: Interval | None = interval
 
     def result(self) -> StepResult:
@@ -41,9 +43,12 @@ class Launched:
             self._interval.wait()
             result.seconds, result.kernel_seconds = self._interval.seconds, self._interval.kernel_seconds
             self._interval = None
-        if self._picks is not None:
-            result.tokens[self._wanted] = self._picks.numpy()
-            self._picks = None
+        if self._lines is not None and self._sampled is not None:
+            result.tokens[self._lines.segments] = self._sampled.tokens()
+            result.logprobs = self._sampled.logprobs()
+        if self._scores is not None:
+            result.scores = self._scores.logprobs()
+        self._sampled = self._scores = None
         return result
 
 
@@ -59,6 +64,7 @@ class Worker:
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device)
         model.attach(self.arena.views(model.states))
         self.builder = StepBuilder(model, self.rows, layout.page)
+        self.sampler = Sampler(model.kernels.sample, self.rows)
         self.clock = Clock(device)
         self.graphs: Graphs | None = None
         self.stream = compute_stream(device) if device.type == "cuda" else None
@@ -72,7 +78,7 @@ class Worker:
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Enqueues a plan. Nothing here waits for the device, unless log probabilities are asked for."""
+        """Enqueues a plan. Nothing here waits for the device."""
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             return self._launch(plan)
 
@@ -84,26 +90,20 @@ class Worker:
         if plan.idle:
             interval.enter_model()
             interval.leave_model()
-            return Launched(result, np.zeros(0, np.int64), None, interval.stop())
+            return Launched(result, None, None, None, interval.stop())
         interval.enter_model()
-        hidden, ends = self._forward(plan)
-        wanted = np.flatnonzero(plan.wants & int(Want.SAMPLE))
-        logits = self.model.head(ends) if len(wanted) else None
+        hidden, ends, lines = self._forward(plan)
+        logits = self.model.head(ends) if len(lines.rows) else None
         interval.leave_model()
-        picks = None
-        if logits is not None:
-            row, position = plan.rows[wanted], (plan.starts + plan.counts)[wanted].astype(np.int64)
-            lines = scoring.reported(logits, self.rows, row)
-            chosen = sample(logits, self.rows, row, position)
-            self.rows.tokens[torch.from_numpy(row.astype(np.int64)), torch.from_numpy(position)] = chosen.int().clamp(min=0)
-            picks = _to_host(chosen.int())
-            result.logprobs = scoring.sampled(lines, chosen, self.rows, row, wanted, position)
-        result.scores = scoring.prompts(self.model, hidden, plan, self.rows)
-        return Launched(result, wanted, picks, interval.stop())
+        sampled = None if logits is None else self.sampler.launch(logits, lines)
+        scores = prompts(self.model, self.model.kernels.sample, hidden, plan, self.rows)
+        return Launched(result, lines, sampled, scores, interval.stop())
 
-    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states of the plan's tokens (and of padding behind them), and of those tokens that are sampled after."""
-        count = int(np.count_nonzero(plan.wants & int(Want.SAMPLE)))
+    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor, Lines]:
+        """Hidden states of the plan's tokens (and of padding behind them), of those tokens that are sampled after, and whose
+        these are."""
+        sampling = np.flatnonzero(plan.wants & int(Want.SAMPLE))
+        count = len(sampling)
         capacity = self.graphs.capacity(plan) if self.graphs is not None else None
         if self.graphs is not None and capacity is not None:
             builder = self.graphs.builder
@@ -113,12 +113,6 @@ class Worker:
             capacity = builder.exact(plan)
             parts = builder.fill(plan, capacity)
             hidden = self.model.forward(builder.step(capacity, parts))
-        if count == int(plan.counts.sum()):
-            return hidden, hidden[:count]
-        return hidden, hidden.index_select(0, builder.heads(parts, count))
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that is there once the device has come so far."""
-    return tensor if tensor.device.type == "cpu" else torch.empty_like(
-        tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        lines = builder.lines(parts, plan, sampling)
+        ends = hidden[:count] if count == int(plan.counts.sum()) else hidden.index_select(0, builder.heads(parts, count))
+        return hidden, ends, lines

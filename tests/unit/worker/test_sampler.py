@@ -11,9 +11,10 @@ import torch
 
 from penstock.core.plan import NOT_FINITE, Enter, StepPlan
 from penstock.core.sampling import SamplingParams
-from penstock.worker import noise
+from penstock.ops import noise
+from penstock.ops.sample import SampleOps
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import sample
+from penstock.worker.sampler import Lines, Sampler
 
 V = 61
 
@@ -31,7 +32,9 @@ def _rows(tokens: list[list[int]], prompts: list[int], params: list[SamplingPara
 def _sample(logits: torch.Tensor, rows: Rows, tokens: list[list[int]], which: list[int] | None = None) -> list[int]:
     which = list(range(len(tokens))) if which is None else which
     position = np.array([len(tokens[i]) for i in which], np.int64)
-    return sample(logits[which].clone(), rows, np.array(which, np.int32), position).tolist()
+    row, places = np.array(which, np.int32), position.astype(np.int32)
+    lines = Lines(np.arange(len(which)), row, places, torch.from_numpy(row), torch.from_numpy(places))
+    return Sampler(SampleOps(), rows).launch(logits[which].clone(), lines).tokens().tolist()
 
 
 def _frequencies(params: SamplingParams, logits: torch.Tensor, tokens: list[int], prompt: int) -> torch.Tensor:
@@ -159,9 +162,10 @@ def test_nothing_left_to_choose_fails_the_row() -> None:
 
 def test_noise_is_uniform_and_uncorrelated() -> None:
     seeds = np.arange(64, dtype=np.uint64)
-    key = noise.keys(np.repeat(seeds, 64), np.tile(np.arange(64), 64))
-    assert len(np.unique(key)) > 4090, "keys collide"
-    uniform = torch.exp(-noise.exponential(torch.from_numpy(key)[:, None], torch.arange(256, dtype=torch.int32)[None]))
+    of_seeds = torch.tensor([noise.seed_key(int(seed)) for seed in seeds], dtype=torch.int32)
+    key = noise.keys(of_seeds.repeat_interleave(64), torch.arange(64, dtype=torch.int32).repeat(64))
+    assert len(key.unique()) > 4090, "keys collide"
+    uniform = torch.exp(-noise.exponential(key[:, None], torch.arange(256, dtype=torch.int32)[None]))
     assert uniform.min() > 0 and uniform.max() < 1
     assert abs(float(uniform.mean()) - 0.5) < 0.001 and abs(float(uniform.var()) - 1 / 12) < 0.001
     for axis, grid in ((1, uniform), (0, uniform)):

@@ -1,0 +1,239 @@
+"""Choosing tokens from logits, filters, penalties, edits and log probabilities: what they compute, in plain PyTorch.
+
+Everything that varies by row comes from a table on the device (`Column`), so that launching a step takes nothing from the host
+but which rows it is about. Which of these operations a step needs is decided by `worker/sampler.py`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+import torch
+
+from penstock.core.plan import NOT_FINITE
+from penstock.ops import noise
+from penstock.ops.registry import register
+
+
+class Feature(IntFlag):
+    """What a row's sampling needs beyond taking the most likely token; a step pays only for what its rows use."""
+
+    NOTHING = 0
+    RANDOM = 1
+    FILTER = 2
+    """top_k, top_p or min_p."""
+    PENALTY = 4
+    EDIT = 8
+    """logit_bias, bad_words or min_tokens."""
+    ALLOWED = 16
+    """allowed_token_ids."""
+    LOGPROBS = 32
+
+
+class Column(IntEnum):
+    """Columns of the parameters' table [rows, WIDTH] int32. Those marked f hold the bits of a float32."""
+
+    FEATURES = 0
+    PROMPT = 1
+    """Length of the prompt."""
+    SEED_KEY = 2
+    """noise.seed_key of the row's seed."""
+    INVERSE_TEMPERATURE = 3
+    """f. Logits are scaled by it before filters and draw."""
+    LOG_MIN_P = 4
+    """f; -inf: no filter."""
+    TOP_K = 5
+    """0: no filter."""
+    TOP_P = 6
+    """f; 1: no filter."""
+    PRESENCE = 7
+    """f"""
+    FREQUENCY = 8
+    """f"""
+    REPETITION = 9
+    """f"""
+    ALLOWED = 10
+    """Where in the lists the row's allowed tokens begin: a bit for each token, 32 to a word."""
+    ALLOWED_WORDS = 11
+    """How many words there are; tokens beyond them are not allowed."""
+    EDITS = 12
+    """Where in the lists the row's edits begin."""
+    EDIT_COUNT = 13
+
+
+WIDTH = 16
+
+
+class Edit(IntEnum):
+    """Words of an edit, EDIT_WIDTH in the lists: `VALUE` is added to the logit of `TOKEN` as long as fewer than `UNTIL` tokens
+    were generated, if the output so far ends in the `LENGTH` tokens at `SUFFIX`."""
+
+    TOKEN = 0
+    VALUE = 1
+    """f"""
+    UNTIL = 2
+    LENGTH = 3
+    SUFFIX = 4
+    """Where in the lists, counted from the row's first edit."""
+
+
+EDIT_WIDTH = 5
+
+
+class SampleOps:
+    """S lines of logits [S, V] (float32, or bfloat16 and float16 where nothing is changed in them) belong to the table's rows
+    `row` [S] int32. `position` [S] int32 is where each line's sampled token will stand, which is also how many tokens the row
+    has; `tokens` [R, L] int32 are the rows' tokens. A row of -1 is padding: nothing is read or written for it.
+
+    A NaN or +inf among a line's logits survives every operation, so that `choose` finds it.
+    """
+
+    def choose(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
+               position: torch.Tensor, threshold: torch.Tensor | None = None) -> torch.Tensor:
+        """The next tokens [S] int32, which are also written into `tokens` at their positions.
+
+        Rows without Feature.RANDOM take the largest logit, the lowest id of equals. Rows with it draw from the softmax of their
+        scaled logits, of those that are not below `threshold` [S] float32 (see `threshold`). NOT_FINITE (0 in `tokens`) where a
+        logit is NaN or +inf, or all are -inf.
+        """
+        mine = table[row.long()]
+        drawn = (mine[:, Column.FEATURES] & int(Feature.RANDOM) > 0).nonzero()[:, 0]
+        if len(drawn) < len(row):
+            best, value = _largest(logits)
+        if len(drawn) == len(row):
+            best, value = _largest(_race(logits, mine, position, threshold))
+        elif len(drawn):
+            some = _race(logits[drawn], mine[drawn], position[drawn], None if threshold is None else threshold[drawn])
+            best[drawn], value[drawn] = _largest(some)
+        chosen = best.int().masked_fill_(~torch.isfinite(value), NOT_FINITE)
+        real = row >= 0
+        if bool(real.all()):
+            tokens[row.long(), position.long()] = chosen.clamp(min=0)
+        else:
+            tokens[row[real].long(), position[real].long()] = chosen[real].clamp(min=0)
+        return chosen
+
+    def threshold(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """[S] float32: what a line's scaled logit must at least be to be drawn; -inf for rows without Feature.FILTER.
+
+        With x the logits times INVERSE_TEMPERATURE, in float32: first those below max(x) + LOG_MIN_P go, then those that TOP_K
+        or more are larger than, then those that are preceded, among the tokens still there, by larger ones with TOP_P of the
+        probability or more. Equals at a border all stay, so that nothing depends on an order among them.
+        """
+        found = torch.full((len(row),), -torch.inf, device=logits.device)
+        mine = table[row.long()]
+        lines = (mine[:, Column.FEATURES] & int(Feature.FILTER) > 0).nonzero()[:, 0]
+        if not len(lines):
+            return found
+        mine = mine[lines]
+        real = mine.view(torch.float32)
+        x = logits[lines].float() * real[:, Column.INVERSE_TEMPERATURE, None]
+        vocab = x.shape[1]
+        top_k, top_p = mine[:, Column.TOP_K].long(), real[:, Column.TOP_P].double()
+        k = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)[:, None]
+        widest = int(k.max())
+        if widest == vocab and not bool((top_p < 1).any()):
+            found[lines] = x.amax(-1) + real[:, Column.LOG_MIN_P]
+            return found
+        descending = x.topk(widest, -1).values if widest < vocab else x.sort(-1, descending=True).values
+        floor = descending[:, :1] + real[:, Column.LOG_MIN_P, None]
+        floor = torch.maximum(floor, descending.gather(1, k - 1))
+        weights = (descending - descending[:, :1]).exp().double().masked_fill_(descending < floor, 0)
+        reached = weights.cumsum(-1)
+        kept = (reached - weights < top_p[:, None] * reached[:, -1:]) & (descending >= floor)
+        border = descending.gather(1, kept.sum(-1, keepdim=True).clamp_(min=1) - 1)
+        found[lines] = torch.where(top_p[:, None] < 1, torch.maximum(floor, border), floor)[:, 0]
+        return found
+
+    def penalize(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
+                 position: torch.Tensor, lines: torch.Tensor) -> None:
+        """Repetition, frequency and presence penalties on the `lines` [L] int32 of logits (float32), in place.
+
+        From the tokens in the rows: there is no state to keep in step.
+        """
+        where, mine = lines.long(), row[lines.long()].long()
+        columns = table[mine]
+        real = columns.view(torch.float32)
+        length = position[where][:, None]
+        known = tokens[mine, :int(length.max())].long()
+        at = torch.arange(known.shape[1], device=logits.device)[None]
+        there = at < length
+        generated = there & (at >= columns[:, Column.PROMPT, None])
+        # Positions beyond a row's tokens may hold anything: point them at token 0 with weight 0.
+        known = known.masked_fill(~there, 0)
+        x = logits[where]
+        counts = torch.zeros_like(x).scatter_add_(1, known, generated.float())
+        seen = torch.zeros_like(x).scatter_add_(1, known, there.float()) > 0
+        repetition = real[:, Column.REPETITION, None]
+        x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+        x -= counts * real[:, Column.FREQUENCY, None]
+        x -= (counts > 0) * real[:, Column.PRESENCE, None]
+        logits[where] = x
+
+    def edit(self, logits: torch.Tensor, table: torch.Tensor, lists: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
+             position: torch.Tensor, lines: torch.Tensor) -> None:
+        """Allowed tokens and edits of the `lines` [L] int32 of logits (float32), in place. `lists` [N] int32 is what the
+        table's columns ALLOWED and EDITS point into. What cannot be chosen has -inf added to it."""
+        for line in lines.tolist():
+            mine = table[int(row[line])].tolist()
+            if mine[Column.FEATURES] & Feature.ALLOWED:
+                _allow(logits[line], lists[mine[Column.ALLOWED]:][:mine[Column.ALLOWED_WORDS]])
+            if mine[Column.FEATURES] & Feature.EDIT:
+                first, count, known = mine[Column.EDITS], mine[Column.EDIT_COUNT], int(position[line])
+                output = tokens[int(row[line]), mine[Column.PROMPT]:known]
+                edits = lists[first:first + count * EDIT_WIDTH].view(count, EDIT_WIDTH)
+                holds = _hold(edits, lists[first:], output)
+                logits[line].index_add_(0, edits[holds, Edit.TOKEN], edits.view(torch.float32)[holds, Edit.VALUE])
+
+    def score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int,
+              lines: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids (int32), log probabilities (float32) and ranks (int32), each [L, 1 + top]: of `tokens` [L] int32 first, then of
+        the `top` most likely, under the softmax of the logits' `lines` [L] int32 (None: of all).
+
+        A rank is 1 + how many tokens are more likely. A token below 0 (NOT_FINITE) is scored as token 0.
+        """
+        x = (logits if lines is None else logits[lines.long()]).float().log_softmax(-1)
+        mine = tokens.long().clamp(min=0)[:, None]
+        value = x.gather(1, mine)
+        rank = (x > value).sum(-1, keepdim=True) + 1
+        best = x.topk(min(top, x.shape[1]), -1)
+        ranks = torch.arange(1, best.indices.shape[1] + 1, device=x.device).expand(len(mine), -1)
+        return (torch.cat((mine, best.indices), 1).int(), torch.cat((value, best.values), 1), torch.cat((rank, ranks), 1).int())
+
+
+def _largest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each line of x [S, V] is largest, the first place of equals, and that value as float32. A NaN counts as largest."""
+    best = x.argmax(-1)
+    return best, x.gather(1, best[:, None])[:, 0].float()
+
+
+def _race(logits: torch.Tensor, mine: torch.Tensor, position: torch.Tensor, threshold: torch.Tensor | None) -> torch.Tensor:
+    """Values whose largest is the token drawn, for the table's lines `mine` [S, WIDTH]."""
+    x = logits * mine.view(torch.float32)[:, Column.INVERSE_TEMPERATURE, None]
+    if threshold is not None:
+        x.masked_fill_(x < threshold[:, None], -torch.inf)
+    key = noise.keys(mine[:, Column.SEED_KEY], position)[:, None]
+    ids = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)[None]
+    # argmax(x - log E) is argmin(E / p) without the exponential and the sum of a softmax.
+    return noise.exponential(key, ids).log_().neg_().add_(x)
+
+
+def _allow(line: torch.Tensor, words: torch.Tensor) -> None:
+    bits = (words[:, None] >> torch.arange(32, dtype=torch.int32, device=line.device)) & 1
+    allowed = bits.flatten()[:len(line)] > 0
+    line[len(allowed):] -= torch.inf
+    line[:len(allowed)] += torch.where(allowed, 0.0, -torch.inf)
+
+
+def _hold(edits: torch.Tensor, lists: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Which edits [count, EDIT_WIDTH] apply after `output`."""
+    length, suffix = edits[:, Edit.LENGTH], edits[:, Edit.SUFFIX]
+    holds = (len(output) < edits[:, Edit.UNTIL]) & (length <= len(output))
+    for back in range(1, min(int(length.max()), len(output)) + 1):
+        inside = back <= length
+        wanted = lists[torch.where(inside, suffix + length - back, 0)]
+        holds &= ~inside | (wanted == output[-back])
+    return holds
+
+
+register("sample", "reference", rank=0)(SampleOps())
