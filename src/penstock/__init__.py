@@ -8,11 +8,13 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from penstock.core.sampling import SamplingParams
+    from penstock.core.request import Span
+    from penstock.core.sampling import BeamSearchParams, SamplingParams
     from penstock.engine.async_llm import AsyncLLM
     from penstock.engine.llm import LLM
 
-_HOMES = {"LLM": "penstock.engine.llm", "AsyncLLM": "penstock.engine.async_llm", "SamplingParams": "penstock.core.sampling"}
+_HOMES = {"LLM": "penstock.engine.llm", "AsyncLLM": "penstock.engine.async_llm", "SamplingParams": "penstock.core.sampling",
+          "BeamSearchParams": "penstock.core.sampling", "Span": "penstock.core.request"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from penstock.core.sampling import SamplingParams
+
+PROMPT = 0
+"""As a span's `upto`: the whole prompt. Settled by the frontend; the engine sees a number of positions."""
 
 WHOLE = 2**31 - 1
 """As a span's `upto`: the prompt and all that is generated."""
@@ -26,7 +31,7 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
     the one of the highest priority counts.
     """
 
-    upto: int
+    upto: int = PROMPT
     """Positions [0, upto); WHOLE for all there will be. More than there are means all there are."""
     priority: int = MARKED_PRIORITY
     """0 to 100: of two positions that could be evicted, the one of lower priority goes first, whichever was used last."""
@@ -180,5 +185,11 @@ class EngineInfo(msgspec.Struct):
     """How many there are."""
     kernels: list[tuple[str, str]] = []
     """(operation, implementation) as bound at start."""
+    prefix_caching: bool = False
+    """Whether requests find what earlier ones computed."""
+    cache_identity: str = ""
+    """What the model is called in keys (`cache/keys.py::root`): equal for equal weights and entries."""
+    kv_events: dict[str, Any] | None = None
+    """Where the cache's events are published, in the words of `GET /kv_event_sources`; None if they are not."""
     notes: list[str] = []
     """What was decided differently from what the user may expect, in sentences."""

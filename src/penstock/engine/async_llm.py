@@ -17,7 +17,7 @@ from typing import Any
 from penstock import canary
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, EngineDeadError, PenstockError, RequestError
-from penstock.core.request import EngineInfo, EngineStats, Request, Timings, Update
+from penstock.core.request import EngineInfo, EngineStats, Request, Span, Timings, Update
 from penstock.core.sampling import SamplingParams
 from penstock.engine.inputs import Inputs
 from penstock.engine.outputs import Delta, Outputs, RequestOutput
@@ -231,9 +231,11 @@ class AsyncLLM:
         return stream
 
     async def generate(self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
-                       priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+                       priority: int = 0, cache_salt: str | None = None,
+                       retention: Sequence[Span] = ()) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's whole output so far, each time there is more of it. Closing the generator aborts the request.
 
+        Cached prompts are shared only with requests of equal `cache_salt`; `retention` says what should stay.
         `request_id` is for `abort` and must not be in use; a RequestError says so.
         """
         self._check_alive()
@@ -245,7 +247,8 @@ class AsyncLLM:
         self._given[given] = name
         try:
             size = len(prompt) if isinstance(prompt, str) else 0
-            request = await self.off_loop(size, lambda: self.inputs.request(name, prompt, sampling_params, priority=priority))
+            request = await self.off_loop(size, lambda: self.inputs.request(
+                name, prompt, sampling_params, priority=priority, salt=cache_salt or "", retain=retention))
             output = RequestOutput.empty(request, prompt if isinstance(prompt, str) else None, self.tokenizer)
             output.request_id = given
             async with self.open([request]) as stream:
@@ -259,6 +262,11 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """Ends a request; its output ends with finish_reason "abort". Unknown ids are ignored."""
         self._process.abort([self._given.get(request_id, request_id)])
+
+    async def reset_prefix_cache(self) -> bool:
+        """Has the engine forget what is cached, in every tier. EngineDeadError if there is no engine."""
+        self._check_alive()
+        return await self._process.reset_cache()
 
     def drop(self, stream: Stream) -> None:
         """Forgets a stream's open requests and has the engine abort them."""
@@ -340,6 +348,9 @@ class AsyncLLM:
     def _count_update(self, update: Update) -> None:
         if update.finish_reason == "error":
             self.figures.finished["error"] += 1
+        track = self._tracks[update.request_id]
+        if update.token_ids and not update.index and not track.tokens:
+            self.figures.computed_prompts.observe(len(track.request.prompt_ids) - update.cached_tokens)
         timings = update.timings
         if timings is not None and timings.first_scheduled:
             self._count_timings(timings)

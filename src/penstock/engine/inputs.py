@@ -13,13 +13,15 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import RequestError
-from penstock.core.request import EngineInfo, Request
+from penstock.core.request import EngineInfo, Request, Span
 from penstock.core.sampling import SamplingParams
+from penstock.engine.retention import Marked, check_spans, settle_spans, spans_of, written
 from penstock.text import ChatTemplate, Tokenizer
 from penstock.text.template import check_variables
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the objects may have a cache_salt."""
+Prompt = str | Sequence[int] | Mapping[str, Any] | Marked
+"""A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the objects may have a cache_salt. `Marked` is a text with
+marks of what should stay in the cache."""
 
 DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
@@ -46,32 +48,42 @@ class Inputs:
         """SamplingParams with the model's own defaults."""
         return SamplingParams(**self.defaults)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None,
-               chat_template_kwargs: Mapping[str, Any] | None = None, **how: Any) -> str:
-        """A conversation as a prompt's text, to be encoded without special tokens added. `how` is `ChatTemplate.render`'s."""
+    def render(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
+        """A conversation as a prompt's text, to be encoded without special tokens added. `how` is `marked`'s."""
+        return self.marked(messages, **how).text
+
+    def marked(self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None,
+               tools: Sequence[Mapping[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+               **how: Any) -> Marked:
+        """The same with what the conversation's marks (cache_control) want kept. `how` is `ChatTemplate.render`'s."""
         if self.template is None:
             raise RequestError("there is no tokenizer (skip_tokenizer_init), so no chat template; send token ids",
                                param="messages", code="no_tokenizer")
         template = self.template if chat_template is None else self.template.using(chat_template)
         variables = chat_template_kwargs or {}
         check_variables(variables)
-        return template.render(messages, **how, **variables)
+        return written(lambda messages, tools: template.render(messages, tools, **how, **variables), messages, tools)
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True,
-                priority: int = 0, salt: str = "", keep_last: int | None = None) -> Request:
+                priority: int = 0, salt: str = "", tenant: str = "", retain: Sequence[Span] = (),
+                keep_last: int | None = None) -> Request:
         """A request ready for the engine. RequestError for everything that cannot be honoured.
 
-        `add_special_tokens` applies to text. `keep_last` keeps that many tokens of the prompt's end (vLLM's
-        truncate_prompt_tokens); -1 as many as fit.
+        `add_special_tokens` applies to text. `salt`, `tenant` and `retain` are the Request's. `keep_last` keeps that many
+        tokens of the prompt's end (vLLM's truncate_prompt_tokens), -1 as many as fit; marks and spans are of the whole prompt.
         """
         params = _checked(params if params is not None else self.default_params())
         if isinstance(prompt, Mapping):
             prompt, salt = _from_mapping(prompt, salt)
-        ids = self._ids(prompt, add_special_tokens)
-        if keep_last is not None:
-            ids = self._last(ids, keep_last, params)
-        params = self._settled(params, len(ids))
-        return Request(name, ids, params, list(self.eos_ids), time.time(), priority, salt)
+        ids = self._ids(prompt.text if isinstance(prompt, Marked) else prompt, add_special_tokens)
+        retain = list(retain)
+        if isinstance(prompt, Marked) and self.tokenizer is not None:
+            retain += spans_of(prompt, ids, self.tokenizer, add_special_tokens)
+        check_spans(retain)
+        kept = ids if keep_last is None else self._last(ids, keep_last, params)
+        params = self._settled(params, len(kept))
+        return Request(name, kept, params, list(self.eos_ids), time.time(), priority, salt, tenant,
+                       settle_spans(retain, len(kept), len(ids) - len(kept)))
 
     def _ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from penstock import canary, models
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, RequestError
-from penstock.core.request import EngineInfo, EngineStats, Request
+from penstock.core.request import EngineInfo, EngineStats, Request, Span
 from penstock.core.sampling import SamplingParams
 from penstock.engine.engine import Engine
 from penstock.engine.inputs import Inputs, Prompt
@@ -28,13 +28,14 @@ from penstock.text import ChatTemplate, Tokenizer
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, or one each; None for the model's defaults."""
+Retention = Span | Sequence[Span] | Sequence[Sequence[Span] | None] | None
+"""Spans for all prompts, or a list of them for each."""
 Bar = bool | Callable[..., Any]
 """Whether to show a progress bar, or a class like tqdm."""
 
 _OPTIONS = {entry.name: entry for entry in fields(EngineOptions)}
 
 _ELSEWHERE: dict[str, tuple[Any, ...]] = {
-    "enforce_eager": (True, False),
     "trust_remote_code": (True, False),
     "disable_log_stats": (True, False),
     "tensor_parallel_size": (1,),
@@ -52,8 +53,8 @@ class LLM:
         """Loads `model`, a Hugging Face folder or a hub id; without one canary, the small model that comes with Penstock.
 
         `options` are the fields of EngineOptions (config/schema.py).
-        vLLM's enforce_eager is accepted and changes nothing: results are the same with and without captured steps. So are
-        trust_remote_code (a model's own code is never run) and tensor_parallel_size=1. ConfigError for an option that does not
+        vLLM's trust_remote_code (a model's own code is never run) and tensor_parallel_size=1 are accepted and change nothing.
+        ConfigError for an option that does not
         exist, naming similar ones; ModelError if the model cannot be used.
         """
         self.options = _options(model, tokenizer, options)
@@ -95,43 +96,49 @@ class LLM:
         return self.inputs.default_params()
 
     def reset_prefix_cache(self) -> bool:
-        """True: no request finds pages of an earlier one. (Pages are not kept beyond their requests.)"""
-        return True
+        """From now on no request finds what earlier ones computed, in any tier. What runs is not disturbed."""
+        return self.engine.reset_prefix_cache()
 
     # -- work
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: Bar = True, *,
-                 priority: Sequence[int] | None = None) -> list[RequestOutput]:
+                 priority: Sequence[int] | None = None, cache_salt: str | Sequence[str | None] | None = None,
+                 retention: Retention = None) -> list[RequestOutput]:
         """Completes prompts; the outputs are in the prompts' order.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; a list of them is a batch, and
-        then `sampling_params` and `priority` may be lists too. RequestError, naming the prompt, before anything runs if one
-        cannot be served. A request that fails while it runs ends with finish_reason "error"; the others go on.
+        then `sampling_params` and `priority` may be lists too. Requests share cached prompts only with those of equal
+        `cache_salt` (one for all, or a list); `retention` says what should stay in the cache: Spans for all, or a list of
+        Spans for each prompt. RequestError, naming the prompt, before anything runs if one cannot be served. A request that
+        fails while it runs ends with finish_reason "error"; the others go on.
         """
         batch = _batch(prompts)
         texts = [_text(prompt) for prompt in batch]
-        return self._run(batch, texts, sampling_params, use_tqdm, priority, True)
+        return self._run(batch, texts, sampling_params, use_tqdm, True, priority, cache_salt, retention)
 
     def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None,
              use_tqdm: Bar = True, *, chat_template: str | None = None, add_generation_prompt: bool = True,
              continue_final_message: bool = False, tools: Sequence[Mapping[str, Any]] | None = None,
              documents: Sequence[Mapping[str, Any]] | None = None,
-             chat_template_kwargs: Mapping[str, Any] | None = None) -> list[RequestOutput]:
+             chat_template_kwargs: Mapping[str, Any] | None = None, cache_salt: str | Sequence[str | None] | None = None,
+             retention: Retention = None) -> list[RequestOutput]:
         """Answers a conversation (a list of messages) or several (a list of such lists), written out by the chat template.
 
-        `chat_template` is a template's text or the name of one of the model's; the other keywords are `ChatTemplate.render`'s.
+        `chat_template` is a template's text or the name of one of the model's; `cache_salt` and `retention` are `generate`'s,
+        the other keywords `ChatTemplate.render`'s. What is marked with cache_control stays cached (docs/cache.md).
         """
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
-        texts = []
+        prompts = []
         for place, conversation in enumerate(conversations):
             with _naming(place, len(conversations), "conversation"):
-                texts.append(self.inputs.render(
+                prompts.append(self.inputs.marked(
                     conversation, chat_template=chat_template, tools=tools, add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message, documents=documents,
                     chat_template_kwargs=chat_template_kwargs))
         # A template writes the special tokens itself.
-        return self._run(texts, texts, sampling_params, use_tqdm, None, False)
+        return self._run(prompts, [prompt.text for prompt in prompts], sampling_params, use_tqdm, False, None, cache_salt,
+                         retention)
 
     def close(self) -> None:
         """Stops the engine. The LLM cannot be used afterwards."""
@@ -145,15 +152,18 @@ class LLM:
 
     # -- how
 
-    def _run(self, prompts: Sequence[Any], texts: Sequence[str | None], params: Params, use_tqdm: Bar,
-             priority: Sequence[int] | None, specials: bool) -> list[RequestOutput]:
-        each = _spread(params, len(prompts), "sampling_params")
-        order = _spread(priority, len(prompts), "priority")
+    def _run(self, prompts: Sequence[Any], texts: Sequence[str | None], params: Params, use_tqdm: Bar, specials: bool,
+             priority: Sequence[int] | None, cache_salt: str | Sequence[str | None] | None,
+             retention: Retention) -> list[RequestOutput]:
+        count = len(prompts)
+        each = zip(prompts, _spread(params, count, "sampling_params"), _spread(priority, count, "priority"),
+                   [cache_salt] * count if isinstance(cache_salt, str) else _spread(cache_salt, count, "cache_salt"),
+                   _spans(retention, count), strict=True)
         requests = []
-        for place, prompt in enumerate(prompts):
-            with _naming(place, len(prompts), "prompt"):
-                requests.append(self.inputs.request(str(self._count), prompt, each[place], add_special_tokens=specials,
-                                                    priority=order[place] or 0))
+        for place, (prompt, wanted, order, salt, retain) in enumerate(each):
+            with _naming(place, count, "prompt"):
+                requests.append(self.inputs.request(str(self._count), prompt, wanted, add_special_tokens=specials,
+                                                    priority=order or 0, salt=salt or "", retain=retain))
             self._count += 1
         results = [RequestOutput.empty(request, text, self._tokenizer) for request, text in zip(requests, texts, strict=True)]
         bar_of = use_tqdm if callable(use_tqdm) else tqdm
@@ -317,3 +327,13 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
         raise RequestError(f"there are {count} prompts, but {len(value)} {name}; give one for all, or one for each", param=name,
                            code="invalid_value")
     return list(value)
+
+
+def _spans(retention: Retention, count: int) -> list[Sequence[Span]]:
+    """The spans of each prompt: the same for all, or a list of them for each."""
+    if retention is None:
+        return [()] * count
+    spans = [retention] if isinstance(retention, Span) else list(retention)
+    if all(isinstance(span, Span) for span in spans):
+        return [spans] * count
+    return [each or () for each in _spread(spans, count, "retention")]

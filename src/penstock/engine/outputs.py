@@ -33,6 +33,7 @@ class Delta(msgspec.Struct):
     error: str | None = None
     cached_tokens: int = 0
     timings: Timings | None = None
+    cached_by_tier: dict[str, int] = {}
 
 
 class _Open:
@@ -119,7 +120,7 @@ class Outputs:
     def _delta(self, live: _Live, sequence: _Open, update: Update) -> Delta:
         ids = update.token_ids
         delta = Delta(update.request_id, update.index, "", ids, update.finish_reason, update.stop_reason, update.logprobs,
-                      update.prompt_logprobs, update.error, update.cached_tokens, update.timings)
+                      update.prompt_logprobs, update.error, update.cached_tokens, update.timings, update.cached_by_tier)
         if ids and not sequence.count:
             sequence.first_token = time.time()
         if sequence.detokenizer is None:
@@ -258,6 +259,8 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int
     """Prompt tokens that were not computed because the cache had them."""
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    """The same by where they were: device, host, disk, remote."""
     tokenizer: Tokenizer | None = field(default=None, repr=False)
 
     @classmethod
@@ -266,14 +269,15 @@ class RequestOutput:
         logprobs = request.params.logprobs is not None
         outputs = [CompletionOutput(index, logprobs) for index in range(request.params.n)]
         metrics = RequestMetrics(arrival_time=request.arrival)
-        return cls(request.id, prompt, request.prompt_ids, None, outputs, False, metrics, 0, tokenizer)
+        return cls(request.id, prompt, request.prompt_ids, None, outputs, False, metrics, 0, tokenizer=tokenizer)
 
     def add(self, delta: Delta) -> None:
         """Grows by a delta of this request."""
         self.outputs[delta.index].add(delta, self.tokenizer)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = [None, *(_entry(line, self.tokenizer) for line in delta.prompt_logprobs)]
-        self.num_cached_tokens = max(self.num_cached_tokens, delta.cached_tokens)
+        if delta.index == 0 and delta.cached_tokens:
+            self.num_cached_tokens, self.cached_by_tier = delta.cached_tokens, delta.cached_by_tier
         if delta.timings is not None:
             self._time(delta.timings)
         if delta.finish_reason is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import itertools
 import os
 import shutil
 import signal
@@ -58,6 +59,12 @@ class Add(msgspec.Struct, array_like=True, tag="add"):
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
     ids: list[str]
+
+
+class ResetCache(msgspec.Struct, array_like=True, tag="reset_cache"):
+    """Forget everything that is cached; answered by a CacheReset of the same number."""
+
+    number: int
 
 
 class Shutdown(msgspec.Struct, array_like=True, tag="shutdown"):
@@ -114,8 +121,15 @@ class News(msgspec.Struct, array_like=True, tag="news"):
     stats: EngineStats | None
 
 
-ToChild = Add | Abort | Shutdown
-ToParent = Loading | Found | Ready | Failed | Refused | News
+class CacheReset(msgspec.Struct, array_like=True, tag="cache_reset"):
+    """The cache forgot everything; `ok` is False if it cannot."""
+
+    number: int
+    ok: bool
+
+
+ToChild = Add | Abort | ResetCache | Shutdown
+ToParent = Loading | Found | Ready | Failed | Refused | News | CacheReset
 
 
 class EngineLike(Protocol):
@@ -125,6 +139,7 @@ class EngineLike(Protocol):
 
     def submit(self, request: Request) -> None: ...
     def abort(self, ids: Iterable[str]) -> None: ...
+    def reset_prefix_cache(self) -> bool: ...
     def turn(self) -> list[Update]: ...
     @property
     def busy(self) -> bool: ...
@@ -170,6 +185,8 @@ class Loop:
                 self._submit(message.request)
             elif isinstance(message, Abort):
                 self.engine.abort(message.ids)
+            elif isinstance(message, ResetCache):
+                self.send(CacheReset(message.number, self.engine.reset_prefix_cache()))
             else:
                 self._stopping = True
 
@@ -282,6 +299,8 @@ class EngineProcess:
         self._stopping = False
         self._found: asyncio.Future[Found] | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
+        self._numbers = itertools.count()
+        self._resets: dict[int, asyncio.Future[bool]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._encode = msgspec.msgpack.Encoder().encode
@@ -335,6 +354,16 @@ class EngineProcess:
         if self.dead is None and not self._stopping:
             self._send(Abort(ids))
 
+    async def reset_cache(self) -> bool:
+        """Has the engine forget everything that is cached. EngineDeadError if it is gone, or goes meanwhile."""
+        number = next(self._numbers)
+        done = self._resets[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(ResetCache(number))
+            return await done
+        finally:
+            del self._resets[number]
+
     async def stop(self, timeout: float = 10.0) -> None:
         """Ends the child: politely, and after `timeout` seconds by force. Does nothing the second time."""
         if self._process is None:
@@ -375,6 +404,8 @@ class EngineProcess:
             elif isinstance(message, Loading):
                 if self.on_loading:
                     self.on_loading(message.done, message.total)
+            elif isinstance(message, CacheReset):
+                _settle(self._resets.get(message.number), message.ok)
             elif isinstance(message, Found):
                 _settle(self._found, message)
             elif isinstance(message, Ready):
@@ -394,6 +425,9 @@ class EngineProcess:
         if self.dead is not None:
             return
         self.dead = reason
+        for waiting in self._resets.values():
+            if not waiting.done():
+                waiting.set_exception(EngineDeadError(reason))
         assert self._found is not None and self._ready is not None
         if self._ready.done():
             self.on_death(reason)

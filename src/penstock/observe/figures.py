@@ -73,6 +73,8 @@ class Figures:
         self.decode = Histogram(REQUEST_SECONDS)
         self.inference = Histogram(REQUEST_SECONDS)
         self.prompt_lengths = Histogram(tokens)
+        self.computed_prompts = Histogram(tokens)
+        """What of a prompt was not cached."""
         self.output_lengths = Histogram(tokens)
         self.max_tokens = Histogram(tokens)
         self.sequences = Histogram((1.0, 2.0, 5.0, 10.0, 20.0))

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import penstock
+from penstock.core.request import EngineInfo, TierStats
 from penstock.server.errors import UnavailableError, error_response
 from penstock.server.metrics import CONTENT_TYPE, MetricsPage
 from penstock.server.state import State
@@ -20,7 +21,10 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 class Admin:
-    """GET /health, /ready, /ping, /metrics, /version, /load. None of them asks the engine anything."""
+    """GET /health, /ready, /ping, /metrics, /version, /load, /server_info, /kv_event_sources, POST /reset_prefix_cache.
+
+    The last alone asks the engine anything.
+    """
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -52,3 +56,38 @@ class Admin:
         llm = self.state.llm
         return json_response({"server_load": llm.live, "running": llm.stats.running, "waiting": llm.stats.waiting,
                               "kv_cache_usage": llm.stats.kv_usage})
+
+    async def server_info(self, request: Request) -> Response:
+        """What is served and how; 503 while it loads. Keys of SGLang's answer where they mean the same."""
+        info = self._info()
+        tenants = self.state.tenants
+        return json_response({
+            "version": penstock.__version__, "model_path": info.model, "served_model_name": self.state.names,
+            "architecture": info.architecture, "dtype": info.dtype, "device": info.device,
+            "max_model_len": info.max_model_len, "max_num_seqs": info.max_num_seqs, "page_size": info.page_size,
+            "kv_events": info.kv_events,
+            "cache": {"prefix_caching": info.prefix_caching, "identity": info.cache_identity, "isolated": tenants.isolated,
+                      "tenant_share": self.state.llm.options.cache_tenant_share,
+                      "tiers": [_named(tier) for tier in self.state.llm.stats.tiers]}})
+
+    async def kv_event_sources(self, request: Request) -> Response:
+        """Where the cache's events are published, one entry for each engine; empty if they are not."""
+        info = self._info()
+        return json_response([] if info.kv_events is None else [
+            {"dp_rank": 0, "block_size": info.page_size, "model": info.cache_identity, **info.kv_events}])
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forgets everything that is cached, in every tier, for all tenants."""
+        self._info()
+        done = await self.state.llm.reset_prefix_cache()
+        return json_response({"success": done})
+
+    def _info(self) -> EngineInfo:
+        self.state.admit(None)
+        info = self.state.llm.info
+        assert info is not None
+        return info
+
+
+def _named(tier: TierStats) -> dict[str, Any]:
+    return {name: getattr(tier, name) for name in tier.__struct_fields__}

@@ -44,18 +44,20 @@ class Application:
         inner: ASGIApp = self.app
         if options.allowed_origins:
             inner = CORSMiddleware(inner, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-        self.asgi: ASGIApp = Gate(inner, options.api_key, _report)
+        self.asgi: ASGIApp = Gate(inner, options.api_key, options.admin_api_key, _report)
 
     def _add_routes(self, app: FastAPI) -> None:
         # Plain routes: the bodies are decoded by msgspec, so FastAPI's own machinery has nothing to do.
         chat, completions, models, tokens = Chat(self.state), Completions(self.state), Models(self.state), Tokens(self.state)
         admin = Admin(self.state)
         for path, handler in (("/v1/chat/completions", chat.post), ("/v1/completions", completions.post),
-                              ("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):
+                              ("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize),
+                              ("/reset_prefix_cache", admin.reset_prefix_cache)):
             app.add_route(path, handler, methods=["POST"])
         for path, answer in (("/v1/models", models.list), ("/v1/models/{model:path}", models.one), ("/health", admin.health),
                               ("/ready", admin.ready), ("/metrics", admin.metrics), ("/version", admin.version),
-                              ("/load", admin.load)):
+                              ("/load", admin.load), ("/server_info", admin.server_info),
+                              ("/kv_event_sources", admin.kv_event_sources)):
             app.add_route(path, answer, methods=["GET"])
         app.add_route("/ping", admin.health, methods=["GET", "POST"])
 

@@ -18,15 +18,24 @@ from penstock.server.errors import as_request_error, error_response
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"})
 """What a probe or a person may ask without a key. Everything else needs one, routes that do not exist among them."""
 
+ADMIN_ROUTES = frozenset({"/reset_prefix_cache"})
+"""What concerns every tenant."""
+
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 
 
 class Gate:
-    """Gives each request an id, echoed as X-Request-Id; checks the key; turns the last exceptions into answers."""
+    """Gives each request an id, echoed as X-Request-Id; checks the key; turns the last exceptions into answers.
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], on_error: Callable[[BaseException], None]) -> None:
+    The scope of a request that passes has its `request_id` and its `api_key`, b"" if it came with none.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], admin_keys: Iterable[str],
+                 on_error: Callable[[BaseException], None]) -> None:
+        """`keys` open every route but those of ADMIN_ROUTES, `admin_keys` all. One key alone opens all, as does having none."""
         self.app = app
-        self.keys = [key.encode() for key in keys]
+        self.admin_keys = [key.encode() for key in admin_keys]
+        self.keys = [*(key.encode() for key in keys), *self.admin_keys]
         self.on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,10 +57,12 @@ class Gate:
                 finished = True
             await send(message)
 
-        if self.keys and scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS" and not self._knows(headers):
-            refusal = RequestError("a valid key is needed: send Authorization: Bearer KEY", code="invalid_api_key", status=401)
-            await error_response(refusal, {"WWW-Authenticate": "Bearer"})(scope, receive, send_named)
-            return
+        scope["api_key"] = key = _key(headers)
+        if scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
+            refusal = self._refusal(key, scope["path"])
+            if refusal is not None:
+                await error_response(refusal, {"WWW-Authenticate": "Bearer"})(scope, receive, send_named)
+                return
         try:
             await self.app(scope, receive, send_named)
         except Exception as error:
@@ -62,7 +73,21 @@ class Gate:
                 # The status is gone out already; breaking the connection is the only honest end.
                 raise
 
-    def _knows(self, headers: dict[bytes, bytes]) -> bool:
-        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-        # All keys are compared, in constant time, so that nothing can be learnt from how long it takes.
-        return kind.lower() == b"bearer" and sum(hmac.compare_digest(key.strip(), known) for known in self.keys) > 0
+    def _refusal(self, key: bytes, path: str) -> RequestError | None:
+        if self.keys and not _among(key, self.keys):
+            return RequestError("a valid key is needed: send Authorization: Bearer KEY", code="invalid_api_key", status=401)
+        if path not in ADMIN_ROUTES or len(self.keys) < 2 or _among(key, self.admin_keys):
+            return None
+        need = "send one of its --admin-api-key" if self.admin_keys else "start the server with --admin-api-key"
+        return RequestError(f"{path} concerns all who use this server, so their own keys do not open it; {need}",
+                            code="admin_key_needed", status=403)
+
+
+def _key(headers: dict[bytes, bytes]) -> bytes:
+    kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if kind.lower() == b"bearer" else b""
+
+
+def _among(key: bytes, known: Iterable[bytes]) -> bool:
+    # All are compared, in constant time, so that nothing can be learnt from how long it takes.
+    return sum(hmac.compare_digest(key, one) for one in known) > 0

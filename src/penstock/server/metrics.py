@@ -19,6 +19,21 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 LABELS = ("model_name", "engine")
 
+TIER_GAUGES = (
+    ("capacity_bytes", "Bytes that a cache tier can hold."),
+    ("used_bytes", "Bytes that a cache tier holds."),
+    ("cached_pages", "Pages that can be found in a cache tier."),
+)
+TIER_COUNTERS = (
+    ("hit_tokens", "Prompt tokens found in a cache tier."),
+    ("stored_pages", "Pages that became findable in a cache tier."),
+    ("evicted_pages", "Pages that a cache tier gave up for others."),
+    ("bytes_in", "Bytes moved into a cache tier from another."),
+    ("bytes_out", "Bytes moved out of a cache tier into another."),
+    ("failures", "Pages of a cache tier that could not be read back, and were computed again."),
+)
+"""Fields of `core/request.py::TierStats`, published as penstock:cache_FIELD by tier."""
+
 
 class EngineCollector(Collector):
     """Renders an AsyncLLM's figures. Yields nothing until the engine is ready."""
@@ -32,6 +47,7 @@ class EngineCollector(Collector):
             return
         yield from self._gauges()
         yield from self._counters()
+        yield from self._tiers()
         yield from self._histograms()
         yield self._cache_config()
 
@@ -59,6 +75,9 @@ class EngineCollector(Collector):
             ("vllm:num_preemptions", "Sequences that lost their pages and started over.", stats.preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.cached_tokens),
+            ("vllm:external_prefix_cache_hits", "Prompt tokens found in tiers behind the device.", self._further),
+            ("penstock:prefix_cache_misses", "Prompt tokens looked up in the prefix cache in vain.",
+             stats.prompt_tokens - stats.cached_tokens),
             ("vllm:corrupted_requests", "Sequences that failed for logits that are not finite.", figures.finished["error"]),
             ("penstock:requests_aborted", "Sequences that a client gave up or that a stop string ended.",
              figures.finished["abort"]),
@@ -75,6 +94,31 @@ class EngineCollector(Collector):
             success.add_metric((*self.values, reason), count)
         yield success
 
+    def _tiers(self) -> Iterator[Metric]:
+        stats, labels = self.llm.stats, (*LABELS, "tier")
+        for field, doc in TIER_GAUGES:
+            gauge = GaugeMetricFamily(f"penstock:cache_{field}", doc, labels=labels)
+            for tier in stats.tiers:
+                gauge.add_metric((*self.values, tier.name), getattr(tier, field))
+            yield gauge
+        for field, doc in TIER_COUNTERS:
+            counter = CounterMetricFamily(f"penstock:cache_{field}", doc, labels=labels)
+            for tier in stats.tiers:
+                counter.add_metric((*self.values, tier.name), getattr(tier, field))
+            yield counter
+        missed, further = stats.prompt_tokens - stats.cached_tokens, self._further
+        sources = CounterMetricFamily("vllm:prompt_tokens_by_source", "Prompt tokens by where their cache entries came from.",
+                                      labels=(*LABELS, "source"))
+        for source, count in (("local_compute", missed), ("local_cache_hit", stats.cached_tokens - further),
+                              ("external_kv_transfer", further)):
+            sources.add_metric((*self.values, source), count)
+        yield sources
+        cached = CounterMetricFamily("vllm:prompt_tokens_cached_by_source", "Cached prompt tokens by tier.",
+                                     labels=(*LABELS, "source"))
+        for tier in stats.tiers:
+            cached.add_metric((*self.values, tier.name), tier.hit_tokens)
+        yield cached
+
     def _histograms(self) -> Iterator[Metric]:
         figures = self.llm.figures
         named: tuple[tuple[str, str, Histogram], ...] = (
@@ -87,6 +131,7 @@ class EngineCollector(Collector):
             ("vllm:request_prefill_time_seconds", "From the first row to the first token.", figures.prefill),
             ("vllm:request_decode_time_seconds", "From the first token to the end.", figures.decode),
             ("vllm:request_prompt_tokens", "Prompt lengths.", figures.prompt_lengths),
+            ("vllm:request_prefill_kv_computed_tokens", "What of a prompt was not cached.", figures.computed_prompts),
             ("vllm:request_generation_tokens", "Output lengths, by sequence.", figures.output_lengths),
             ("vllm:request_params_max_tokens", "The most tokens asked for.", figures.max_tokens),
             ("vllm:request_params_n", "Sequences asked for in one request.", figures.sequences),
@@ -100,10 +145,15 @@ class EngineCollector(Collector):
         info = self.llm.info
         assert info is not None
         facts = {"block_size": info.page_size, "num_gpu_blocks": info.kv_tokens // info.page_size, "cache_dtype": info.dtype,
-                 "kv_bytes": info.kv_bytes, "kv_tokens": info.kv_tokens, "enable_prefix_caching": False}
+                 "kv_bytes": info.kv_bytes, "kv_tokens": info.kv_tokens, "enable_prefix_caching": info.prefix_caching}
         family = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is laid out.", labels=("engine", *facts))
         family.add_metric(("0", *map(str, facts.values())), 1)
         return family
+
+    @property
+    def _further(self) -> int:
+        """Prompt tokens that tiers behind the device had."""
+        return sum(tier.hit_tokens for tier in self.llm.stats.tiers if tier.name != "device")
 
     def _one(self, family: Metric, value: float) -> Metric:
         family.add_metric(self.values, value)  # type: ignore[attr-defined]

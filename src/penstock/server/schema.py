@@ -31,6 +31,8 @@ _GETS = {
     "/ping": "The same as /health",
     "/version": "The version of Penstock",
     "/load": "How much there is to do",
+    "/server_info": "What is served and how",
+    "/kv_event_sources": "Where the cache's events are published",
 }
 
 
@@ -41,6 +43,8 @@ def openapi() -> dict[str, Any]:
     components["Error"] = _ERROR
     paths: dict[str, Any] = {path: {"post": _post(*entry)} for path, entry in _POSTS.items()}
     paths |= {path: {"get": _get(path, about)} for path, about in _GETS.items()}
+    paths["/reset_prefix_cache"] = {"post": {**_get("/reset_prefix_cache", "Forget everything that is cached"),
+                                             "operationId": "resetPrefixCache", "security": [{"key": []}]}}
     paths["/metrics"] = {"get": {"summary": "Figures in Prometheus' format", "operationId": "metrics",
                                  "responses": {"200": {"description": "Figures", "content": {"text/plain": {}}}}}}
     return {"openapi": "3.1.0", "info": {"title": "Penstock", "version": penstock.__version__}, "paths": paths,

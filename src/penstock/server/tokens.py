@@ -32,7 +32,7 @@ class Tokens:
         if body.prompt is not None:
             text, special = body.prompt, body.add_special_tokens is not False
         else:
-            text = await render(state.llm, body, state.options.trust_request_chat_template)
+            text = (await render(state.llm, body, state.options.trust_request_chat_template)).text
             special = bool(body.add_special_tokens)
         tokens = await state.llm.off_loop(len(text), lambda: tokenizer.encode(text, special))
         info = state.llm.info

@@ -62,9 +62,10 @@ def test_not_numbers_and_pairs() -> None:
     for text in ("nan", "inf", "x"):
         with pytest.raises(argparse.ArgumentTypeError):
             number(text)
-    for text in ("a", "=1", "a=", '{"a": 1}', "{"):
+    for text in ("a", "=1", "a=", '{"a": [1]}', "{"):
         with pytest.raises(argparse.ArgumentTypeError):
             pairs(text)
+    assert pairs('{"a": 1, "b": true, "c": "x", "d": null}') == {"a": "1", "b": "true", "c": "x"}
 
 
 @pytest.mark.parametrize(("words", "expected"), [

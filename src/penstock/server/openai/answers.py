@@ -15,6 +15,8 @@ from penstock.server.openai.protocol import GenerationFields
 
 class PromptDetails(msgspec.Struct):
     cached_tokens: int = 0
+    cached_tokens_by_tier: dict[str, int] = {}
+    """Ours: which of them came from where (device, host, disk, remote)."""
 
 
 class Usage(msgspec.Struct):
@@ -53,6 +55,7 @@ class Choices:
         self.prompt_tokens = sum(len(request.prompt_ids) for request in requests)
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.cached_by_tier: dict[str, int] = {}
         self.want_ids = bool(body.return_token_ids)
         options = body.stream_options
         self.usage_at_end = bool(options and options.include_usage)
@@ -76,6 +79,8 @@ class Choices:
         self.completion_tokens += len(delta.token_ids)
         if delta.cached_tokens and delta.index == 0:
             self.cached_tokens += delta.cached_tokens
+            for tier, tokens in delta.cached_by_tier.items():
+                self.cached_by_tier[tier] = self.cached_by_tier.get(tier, 0) + tokens
         return self.first[delta.request_id] + delta.index
 
     def merged(self, deltas: list[Delta]) -> list[tuple[int, Delta]]:
@@ -91,7 +96,7 @@ class Choices:
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.completion_tokens, self.prompt_tokens + self.completion_tokens,
-                     PromptDetails(self.cached_tokens))
+                     PromptDetails(self.cached_tokens, self.cached_by_tier))
 
     def chunk_usage(self) -> Usage | UnsetType | None:
         """The `usage` of an event that is not the last: as it stands, null, or left out, as the request wants it."""

@@ -151,7 +151,7 @@ class Chat:
         params = sampling_params(body, state.llm.inputs.defaults, limit, logprobs)
         try:
             # A template writes its own special tokens.
-            [request] = await state.prepare([prompt], params, body, add_special_tokens=bool(body.add_special_tokens))
+            [request] = await state.prepare(http, [prompt], params, body, add_special_tokens=bool(body.add_special_tokens))
         except RequestError as error:
             raise in_terms_of_chat(error, body) from None
         answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", model, request, body,

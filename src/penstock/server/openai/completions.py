@@ -156,7 +156,7 @@ class Completions:
                                  body.logprobs)
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
             params = params.replace(prompt_logprobs=body.logprobs)
-        requests = await state.prepare(prompts, params, body, add_special_tokens=body.add_special_tokens is not False)
+        requests = await state.prepare(http, prompts, params, body, add_special_tokens=body.add_special_tokens is not False)
         texts = [state.text_of(prompt) for prompt in prompts] if body.echo else []
         answer = CompletionAnswer(f"cmpl-{body.request_id or http.scope['request_id']}", model, requests, texts, body,
                                   Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)), state.llm.tokenizer)

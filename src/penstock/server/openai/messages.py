@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.engine.async_llm import AsyncLLM
+from penstock.engine.retention import Marked, written
 from penstock.server.openai.protocol import ChatRequest, TokenizeRequest
 from penstock.text import ChatTemplate
 
@@ -20,17 +21,17 @@ _TAKEN = frozenset(inspect.signature(ChatTemplate.render).parameters)
 """Names that `ChatTemplate.render` has a meaning of its own for."""
 
 
-async def render(llm: AsyncLLM, body: Templated, trust_template: bool) -> str:
-    """The conversation written out by the model's template. RequestError if there is none, or it refuses."""
+async def render(llm: AsyncLLM, body: Templated, trust_template: bool) -> Marked:
+    """The conversation written out by the model's template, with its marks. RequestError if there is none, or it refuses."""
     template = choose(llm.template, body.chat_template, trust_template)
     messages = msgspec.to_builtins(body.messages)
     # With tool_choice none the model is not told of the tools: nothing else could keep it from calling them.
     tools = msgspec.to_builtins(body.tools) if body.tools and body.tool_choice != "none" else None
-    work = functools.partial(template.render, messages, tools,
-                             body.add_generation_prompt if body.add_generation_prompt is not None
-                             else not body.continue_final_message,
-                             bool(body.continue_final_message), body.documents, **_variables(template, body))
-    return str(await llm.off_loop(_size(body), work))
+    opening = body.add_generation_prompt if body.add_generation_prompt is not None else not body.continue_final_message
+    write = functools.partial(template.render, add_generation_prompt=opening, documents=body.documents,
+                              continue_final_message=bool(body.continue_final_message), **_variables(template, body))
+    marked: Marked = await llm.off_loop(_size(body), lambda: written(write, messages, tools))
+    return marked
 
 
 def choose(template: ChatTemplate | None, wanted: str | None, trust: bool) -> ChatTemplate:

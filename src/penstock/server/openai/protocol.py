@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.core.sampling import MAX_LOGPROBS, MAX_N
+from penstock.core.request import MARKED_PRIORITY, PINNED
+from penstock.core.sampling import MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_N
+from penstock.engine.retention import MAX_SPANS
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -22,11 +24,13 @@ Top = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Word = Annotated[str, Meta(min_length=1, max_length=1000)]
 """A stop string or a bad word. Their lengths and numbers are limited, as each is looked for in every token's text."""
+Ttl = Annotated[str, Meta(pattern="^[0-9]{1,9}[smhd]$")]
+"""A time like 90s, 5m, 1h or 2d."""
 OnlyFalse = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]
 OnlyTrue = Annotated[bool, Meta(extra_json_schema={"enum": [True]})]
 
 NEUTRAL: dict[str, Any] = {
-    "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0, "spaces_between_special_tokens": True,
+    "spaces_between_special_tokens": True,
 }
 """Fields of which only one value is possible."""
 
@@ -46,9 +50,6 @@ WHY_REFUSED: dict[str, str] = {
     "suffix": "insertion is not supported; write the prompt in the model's own fill-in-the-middle format",
     "prompt_embeds": "prompts are text or token ids",
     "echo": "it is supported by /v1/completions only",
-    "use_beam_search": "beam search is not supported; use n with a temperature",
-    "length_penalty": "beam search is not supported",
-    "early_stopping": "beam search is not supported",
     "spaces_between_special_tokens": "only true is supported",
     "thinking_token_budget": "reasoning is not told apart from the answer yet",
     "include_reasoning": "reasoning is not told apart from the answer yet",
@@ -59,6 +60,25 @@ WHY_REFUSED: dict[str, str] = {
     "moderation": "this server does not moderate",
 }
 """Why a recognised field is refused, as the second half of a sentence."""
+
+
+class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Anthropic's mark: the prompt up to here should stay in the cache."""
+
+    type: Literal["ephemeral"]
+    ttl: Ttl | None = None
+    """For how long after its last use: 5m by default."""
+    priority: Annotated[int, Meta(ge=0, le=PINNED)] | None = None
+    """What goes first if there is too little room: lower priorities do."""
+
+
+class RetainedSpan(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The beginning of a context that should stay in the cache."""
+
+    upto: Literal["prompt", "all"] | Count = "prompt"
+    """How many tokens; prompt: all of it, all: the prompt and the answer."""
+    priority: Annotated[int, Meta(ge=0, le=PINNED)] = MARKED_PRIORITY
+    ttl: Ttl = "5m"
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -109,6 +129,22 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     """Lower is served first."""
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    """Cached prompts are shared only with requests of the same key that have the same salt."""
+    cache_control: CacheControl | None = None
+    """Keep the whole prompt in the cache."""
+    cache_retention: Annotated[list[RetainedSpan], Meta(max_length=MAX_SPANS)] | None = None
+    """What to keep in the cache, in tokens."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """24h keeps the whole prompt for so long; OpenAI's field."""
+    use_beam_search: bool | None = None
+    """Look for the most probable answers instead of drawing them: n of beam_width."""
+    beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] | None = None
+    """How many beginnings of answers are continued at once; by default n."""
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    """Answers are compared by their log probability over their length to this power; 1 by default."""
+    early_stopping: bool | Literal["never"] | None = None
+    """When to stop looking: true, once there are beam_width answers; false, once better ones are unlikely; "never", once there
+    can be none."""
     response_format: TextFormat | None = None
 
     # Accepted, as OpenAI does; they name or file the request and change no token of the answer.
@@ -118,12 +154,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
     # Only one value possible, or none.
-    use_beam_search: OnlyFalse | None = None
-    early_stopping: OnlyFalse | None = None
-    length_penalty: Annotated[float, Meta(extra_json_schema={"enum": [1.0]})] | None = None
     spaces_between_special_tokens: OnlyTrue | None = None
     structured_outputs: None = None
     guided_json: None = None
@@ -151,6 +183,7 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
 
 class TextPart(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     text: str
+    cache_control: CacheControl | None = None
 
 
 class RefusalPart(msgspec.Struct, kw_only=True, tag_field="type", tag="refusal"):
@@ -180,6 +213,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
+    cache_control: CacheControl | None = None
     audio: None = None
     function_call: None = None
 
@@ -194,6 +228,7 @@ class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Tool(msgspec.Struct, kw_only=True):
     function: Function
     type: Literal["function"] = "function"
+    cache_control: CacheControl | None = None
 
 
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):

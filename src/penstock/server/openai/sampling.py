@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from penstock.core.errors import RequestError
-from penstock.core.request import Request
+from penstock.core.request import MARKED_PRIORITY, PROMPT, WHOLE, Request, Span
 from penstock.core.sampling import SamplingParams
+from penstock.engine.retention import read_mark, seconds_of
 from penstock.server.openai.protocol import GenerationFields
 
 SAME_NAME = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -19,12 +22,39 @@ SAME_NAME = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", 
 def sampling_params(body: GenerationFields, defaults: Mapping[str, Any], max_tokens: int | None,
                     logprobs: int | None) -> SamplingParams:
     """The parameters of `body`; `max_tokens` None means up to the model's own limit."""
-    said: dict[str, Any] = {name: value for name, value in defaults.items() if name != "max_tokens"}
+    beams = _beams(body)
+    # A model's own defaults are about drawing tokens, which beam search does not do.
+    said: dict[str, Any] = beams or {name: value for name, value in defaults.items() if name != "max_tokens"}
     for name in SAME_NAME:
         value = getattr(body, name)
         if value is not None:
             said[name] = value
     return SamplingParams(**said, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _beams(body: GenerationFields) -> dict[str, Any]:
+    """What `body` says of beam search; empty if it does not want one. RequestError for fields that go with it alone."""
+    if body.use_beam_search:
+        said = {"beam_width": body.beam_width or body.n or 1, "length_penalty": body.length_penalty,
+                "early_stopping": body.early_stopping}
+        return {name: value for name, value in said.items() if value is not None}
+    for name, neutral in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(body, name) not in (None, neutral):
+            raise RequestError(f"{name} is only possible when use_beam_search is true", param=name, code="invalid_value")
+    return {}
+
+
+def retained(body: GenerationFields) -> list[Span]:
+    """What `body` wants kept, apart from marks in its messages."""
+    spans = []
+    if body.cache_control is not None:
+        spans.append(Span(PROMPT, *read_mark(msgspec.to_builtins(body.cache_control), "cache_control")))
+    if body.prompt_cache_retention == "24h":
+        spans.append(Span(PROMPT, MARKED_PRIORITY, 86400.0))
+    for span in body.cache_retention or ():
+        upto = {"prompt": PROMPT, "all": WHOLE}[span.upto] if isinstance(span.upto, str) else span.upto
+        spans.append(Span(upto, span.priority, seconds_of(span.ttl, "cache_retention.ttl")))
+    return spans
 
 
 def check_stream(body: GenerationFields) -> None:

@@ -1,0 +1,153 @@
+"""Publishing the cache's events over ZMQ, as vLLM does: what routers subscribe to. What an event says is in `cache/events.py`.
+
+A batch is three frames: topic, sequence number (8 bytes, big-endian, from 0, +1 each), msgpack [time, events]. A replay socket
+answers a sequence number with the batches from there on that are still in the buffer, then with number -1 and no payload.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from penstock.cache.events import SCHEMA_VERSION, Event
+from penstock.core.errors import ConfigError
+
+LOG = logging.getLogger("penstock")
+
+END = (-1).to_bytes(8, "big", signed=True)
+"""In place of a sequence number: the end of a replay."""
+
+
+class EventsConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The option kv_events_config: vLLM's --kv-events-config, name by name."""
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    """zmq, or null for none; by default zmq where events are enabled."""
+    endpoint: str = "tcp://*:5557"
+    """Bound if it has a * or ::, or is ipc or inproc; else connected to. Port 0 takes a free one."""
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    """How many batches can be replayed."""
+    hwm: int = 100_000
+    """Batches that wait for one slow subscriber; further ones are dropped for it, as the sequence numbers tell it."""
+    max_queue_size: int = 100_000
+    """Batches that wait to be sent; then the engine waits."""
+    topic: str = ""
+    use_int_block_hashes: bool = False
+    """Name pages by 64-bit integers (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES) instead of 32 bytes."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher in (None, "zmq")
+
+
+def read_config(given: Mapping[str, Any]) -> EventsConfig:
+    """The config as typed values; texts such as "true" and "100" will do. ConfigError names what is wrong."""
+    try:
+        config = msgspec.convert(dict(given), EventsConfig, strict=False)
+    except msgspec.ValidationError as error:
+        known = ", ".join(field.name for field in msgspec.structs.fields(EventsConfig))
+        raise ConfigError(f"kv_events_config: {error}; possible fields are {known}") from None
+    if config.publisher not in (None, "zmq", "null"):
+        raise ConfigError(f"kv_events_config: publisher is {config.publisher!r}; possible are zmq and null")
+    for name in ("buffer_steps", "hwm", "max_queue_size"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"kv_events_config: {name} is {getattr(config, name)}; it must be at least 1")
+    return config
+
+
+class Publisher:
+    """Sends batches in a thread of its own; `publish` may be called from one thread at a time."""
+
+    def __init__(self, config: EventsConfig) -> None:
+        """Binds the sockets. ConfigError if that is not possible."""
+        self.config = config
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._batches: deque[tuple[float, Sequence[Event]]] = deque()
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._topic = config.topic.encode()
+        try:
+            self._out = self._open(zmq.PUB, config.endpoint)
+            self._replay = self._open(zmq.ROUTER, config.replay_endpoint) if config.replay_endpoint else None
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            places = " and ".join(filter(None, (config.endpoint, config.replay_endpoint)))
+            raise ConfigError(f"kv_events_config: cannot listen on {places}: {error.strerror}") from None
+        self.endpoint = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.replay_endpoint = self._replay.getsockopt_string(zmq.LAST_ENDPOINT) if self._replay is not None else None
+        # Wakes the thread; what may lie in it is what may wait.
+        self._inbox, self._wake = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        self._inbox.set_hwm(1)
+        self._wake.set_hwm(config.max_queue_size)
+        self._inbox.bind("inproc://batches")
+        self._wake.connect("inproc://batches")
+        self._thread = threading.Thread(target=self._run, name="penstock-kv-events", daemon=True)
+        self._thread.start()
+
+    def _open(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        # A replay is sent in one go, and a router drops what does not fit.
+        socket.set_hwm(max(self.config.hwm, self.config.buffer_steps + 1))
+        socket.setsockopt(zmq.LINGER, 1000)
+        if any(part in endpoint for part in ("*", "::", "ipc://", "inproc://")):
+            socket.bind(endpoint)
+        else:
+            socket.connect(endpoint)
+        return socket
+
+    def describe(self) -> dict[str, Any]:
+        """What a consumer needs to know to subscribe."""
+        return {"publisher": "zmq", "endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint,
+                "topic": self.config.topic, "buffer_steps": self.config.buffer_steps, "schema_version": SCHEMA_VERSION}
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Sends events as one batch. They must not be changed afterwards."""
+        self._batches.append((time.time(), events))
+        self._wake.send(b"")
+
+    def close(self) -> None:
+        """Sends what waits and frees the sockets."""
+        self._wake.send(b"end")
+        self._thread.join()
+        self._context.destroy(1000)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._inbox, zmq.POLLIN)
+        if self._replay is not None:
+            poller.register(self._replay, zmq.POLLIN)
+        number = 0
+        while True:
+            ready = dict(poller.poll())
+            if self._inbox in ready:
+                if self._inbox.recv():
+                    return
+                self._send(number)
+                number += 1
+            if self._replay is not None and self._replay in ready:
+                self._answer(self._replay)
+
+    def _send(self, number: int) -> None:
+        numbered = number.to_bytes(8, "big"), self._encode(self._batches.popleft())
+        self._sent.append(numbered)
+        self._out.send_multipart((self._topic, *numbered))
+
+    def _answer(self, replay: zmq.Socket[bytes]) -> None:
+        asker, *frames = replay.recv_multipart()
+        if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
+            LOG.warning("a question on the replay socket of KV events is not a sequence number of 8 bytes")
+            return
+        # Big-endian numbers of equal length are ordered as their bytes are.
+        for numbered in self._sent:
+            if numbered[0] >= frames[1]:
+                replay.send_multipart((asker, b"", self._topic, *numbered))
+        replay.send_multipart((asker, b"", self._topic, END, b""))

@@ -1,0 +1,227 @@
+"""What a user says should stay in the cache, brought into spans of a request's positions.
+
+Said in two ways: as spans (`core/request.py::Span`), or as marks on messages, parts of their content, tools or a whole prompt,
+in Anthropic's shape: {"type": "ephemeral", "ttl": "5m"}. A mark means: all of the prompt up to here. What is then kept is
+decided by the cache.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from penstock.core.errors import RequestError
+from penstock.core.request import MARKED_PRIORITY, PINNED, PROMPT, WHOLE, Span
+from penstock.text import Tokenizer
+
+DEFAULT_TTL = "5m"
+"""Anthropic's."""
+
+MAX_SECONDS = 7 * 86400.0
+"""The longest time to live that a mark may ask for."""
+
+MAX_SPANS = 16
+"""The most spans and marks of one request."""
+
+_TTL = re.compile(r"([0-9]{1,9})([smhd])")
+_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
+
+
+class Mark(NamedTuple):
+    """The first `at` characters of a prompt's text should stay in the cache."""
+
+    at: int
+    priority: int
+    seconds: float
+
+
+class Marked(NamedTuple):
+    """A prompt as text, and what of it should stay."""
+
+    text: str
+    marks: tuple[Mark, ...] = ()
+
+
+def seconds_of(ttl: str, param: str) -> float:
+    """A time to live such as 5m, 1h, 90s or 2d, in seconds. RequestError naming `param`."""
+    found = _TTL.fullmatch(ttl) if isinstance(ttl, str) else None
+    seconds = float(found[1]) * _UNIT[found[2]] if found else 0.0
+    if not 0 < seconds <= MAX_SECONDS:
+        raise RequestError(f"{param} is {ttl!r}; possible are times like 5m, 1h, 90s or 2d, at most {MAX_SECONDS / 86400:.0f}d",
+                           param=param, code="invalid_value")
+    return seconds
+
+
+def read_mark(value: Any, param: str) -> tuple[int, float]:
+    """(priority, seconds) of a cache_control object. RequestError naming `param` if it is none."""
+    if not isinstance(value, Mapping) or value.get("type") != "ephemeral" or set(value) - {"type", "ttl", "priority"}:
+        raise RequestError(f'{param} must be {{"type": "ephemeral"}}, if wanted with a ttl ("5m", "1h") and a priority (0 to '
+                           f"{PINNED}), got {value!r}", param=param, code="invalid_value")
+    ttl, priority = value.get("ttl"), value.get("priority")
+    priority = MARKED_PRIORITY if priority is None else priority
+    _check_priority(priority, f"{param}.priority")
+    return priority, seconds_of(DEFAULT_TTL if ttl is None else ttl, f"{param}.ttl")
+
+
+def check_spans(spans: Sequence[Span]) -> None:
+    """RequestError for a span that means nothing."""
+    if len(spans) > MAX_SPANS:
+        raise RequestError(f"{len(spans)} spans should be retained; at most {MAX_SPANS} are possible in one request",
+                           param="retention", code="invalid_value")
+    for span in spans:
+        if not isinstance(span, Span):
+            raise RequestError(f"retention takes Spans, got {type(span).__name__}", param="retention", code="invalid_value")
+        if type(span.upto) is not int or not PROMPT <= span.upto <= WHOLE:
+            raise RequestError(f"a retained span must reach up to a position, or PROMPT (0) for all of the prompt; got "
+                               f"upto={span.upto!r}", param="retention", code="invalid_value")
+        _check_priority(span.priority, "retention.priority")
+        if not span.seconds > 0 or math.isnan(span.seconds):
+            raise RequestError(f"a retained span must live for more than 0 seconds, got {span.seconds!r}", param="retention",
+                               code="invalid_value")
+
+
+def settle_spans(spans: Sequence[Span], count: int, cut: int) -> list[Span]:
+    """Spans of a prompt that `cut` tokens were cut off at the front of and `count` are left, in the order of their ends."""
+    settled = []
+    for span in spans:
+        upto = count if span.upto == PROMPT else span.upto if span.upto == WHOLE else span.upto - cut
+        if upto > 0:
+            settled.append(Span(upto, span.priority, span.seconds))
+    return sorted(settled, key=lambda span: span.upto)
+
+
+def _check_priority(priority: Any, param: str) -> None:
+    if type(priority) is not int or not 0 <= priority <= PINNED:
+        raise RequestError(f"{param} is {priority!r}; possible are 0 (goes first) to {PINNED} (goes last)", param=param,
+                           code="invalid_value")
+
+
+def spans_of(prompt: Marked, ids: Sequence[int], tokenizer: Tokenizer, add_special_tokens: bool) -> list[Span]:
+    """A text's marks as spans of its tokens. A token that reaches over a mark is left out, so at most a few less are kept."""
+    spans = []
+    for mark in prompt.marks:
+        before = tokenizer.encode(prompt.text[:mark.at], add_special_tokens)
+        same = _agreement(before, ids)
+        if same:
+            spans.append(Span(same, mark.priority, mark.seconds))
+    return spans
+
+
+def _agreement(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How long a beginning two texts or lists have in common."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+# -- marks in conversations
+
+
+class _Place(NamedTuple):
+    """A mark, where it stands, and the word that stands in for it while the conversation is written out."""
+
+    name: str
+    word: str
+    priority: int
+    seconds: float
+
+
+def written(render: Callable[[Messages, Tools], str], messages: Messages, tools: Tools) -> Marked:
+    """A conversation written out by `render`, with the marks (cache_control) that its messages, their parts and its tools have.
+
+    The template must not see the marks, and where it puts things is its own affair. So the conversation is written out once as
+    it is and once with words at the marks that nobody else uses; a mark lies where its word turns up. RequestError for a mark
+    that is none, or whose place the template does not show.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        # `render` says what is wrong with it.
+        return Marked(render(messages, tools))
+    worded, places = _with_words(messages)
+    plain, wanted = [_without(message) for message in messages], []
+    clean_tools = None if tools is None else [_bare(tool) for tool in tools]
+    text = render(plain, clean_tools)
+    if places:
+        shown = render(worded, clean_tools)
+        for place in places:
+            end = shown.find(place.word)
+            if end < 0:
+                raise RequestError(f"{place.name} marks something that the chat template does not show; move the mark",
+                                   param="cache_control", code="invalid_value")
+            before = shown[:end]
+            for other in places:
+                before = before.replace(other.word, "")
+            wanted.append(Mark(_agreement(before, text), place.priority, place.seconds))
+    for count, tool in enumerate(tools or (), 1):
+        if tool.get("cache_control") is not None:
+            # What follows a tool is another one or the end of the list: up to where both agree, it is written.
+            another = {"type": "function", "function": {"name": secrets.token_hex(8), "description": "", "parameters": {}}}
+            shown = render(plain, [*(clean_tools or ())[:count], another])
+            mark = read_mark(tool["cache_control"], f"tools[{count - 1}].cache_control")
+            wanted.append(Mark(_agreement(shown, text), *mark))
+    if len(wanted) > MAX_SPANS:
+        raise RequestError(f"there are {len(wanted)} marks (cache_control); at most {MAX_SPANS} are possible in one request",
+                           param="cache_control", code="invalid_value")
+    return Marked(text, tuple(wanted))
+
+
+def _bare(thing: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in thing.items() if key != "cache_control"}
+
+
+def _without(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message without its marks."""
+    if not isinstance(message, Mapping):
+        return message
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = [_bare(part) if isinstance(part, Mapping) else part for part in content]
+        return {**_bare(message), "content": content}
+    return _bare(message)
+
+
+def _with_words(messages: Messages) -> tuple[list[Mapping[str, Any]], list[_Place]]:
+    """The messages with a word of its own at the end of everything that is marked, and what the words stand for."""
+    places: list[_Place] = []
+
+    def word(mark: Any, name: str) -> str:
+        if mark is None:
+            return ""
+        places.append(_Place(name, "mark" + secrets.token_hex(12), *read_mark(mark, name)))
+        return places[-1].word
+
+    worded = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            # `render` says what is wrong with it.
+            worded.append(message)
+            continue
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            content = [_append(part, word(part.get("cache_control"), f"messages[{i}].content[{j}].cache_control"))
+                       if isinstance(part, Mapping) else part for j, part in enumerate(content)]
+        end = word(message.get("cache_control"), f"messages[{i}].cache_control")
+        if end and isinstance(content, str):
+            content += end
+        elif end and content:
+            content = [*content[:-1], _append(content[-1], end)]
+        worded.append({**_bare(message), "content": content})
+    return worded, places
+
+
+def _append(part: Any, word: str) -> Any:
+    """A part of a content with `word` at the end of its text, wherever it has that."""
+    if isinstance(part, str):
+        return part + word
+    return {key: value + word if word and key != "type" and isinstance(value, str) else value
+            for key, value in _bare(part).items()}

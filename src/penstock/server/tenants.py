@@ -1,0 +1,62 @@
+"""Whose request it is, as far as the cache is concerned: tenants and the salts of their namespaces, derived from API keys.
+
+How long a prompt takes tells whether it was cached, so requests of different keys never share cached pages. The salt is a keyed
+hash made here, never a name that a client sends: nobody can enter another's namespace by naming it. A request's own cache_salt
+divides its tenant's namespace further.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from hashlib import blake2b
+from pathlib import Path
+
+from penstock.config.schema import ServerOptions
+from penstock.core.errors import ConfigError
+
+SECRET_BYTES = 32
+
+
+class Tenants:
+    """The tenants of one server."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        """ConfigError if the secret's file cannot be used."""
+        self.isolated = options.cache_isolation == "key" or (options.cache_isolation == "auto" and bool(options.api_key))
+        self._secret = read_secret(Path(options.cache_secret_file)) if options.cache_secret_file else secrets.token_bytes(
+            SECRET_BYTES)
+
+    def of(self, key: bytes, cache_salt: str | None) -> tuple[str, str]:
+        """(tenant, salt) of a request that came with `key` (empty if with none) and, perhaps, asks for a salt of its own."""
+        if not self.isolated:
+            return "", cache_salt or ""
+        return self._derive(b"tenant", key), self._derive(b"salt", key, (cache_salt or "").encode())
+
+    def _derive(self, purpose: bytes, *parts: bytes) -> str:
+        hashed = blake2b(key=self._secret, digest_size=16, person=purpose)
+        for part in parts:
+            hashed.update(len(part).to_bytes(8, "little") + part)
+        return hashed.hexdigest()
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in a file, which is made, readable for its owner alone, if it is not there. ConfigError if it is unfit."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"cannot make the secret file {path}: {error.strerror}; choose another --cache-secret-file") from None
+    else:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(SECRET_BYTES) + "\n")
+    try:
+        found = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the secret file {path}: {error.strerror}") from None
+    if len(found) < SECRET_BYTES:
+        raise ConfigError(f"the secret file {path} has {len(found)} characters; at least {SECRET_BYTES} are needed, from a "
+                          "source of randomness. Remove the file to have a new one made")
+    # However long it is: BLAKE2b takes keys of up to 64 bytes.
+    return blake2b(found, digest_size=SECRET_BYTES).digest()
