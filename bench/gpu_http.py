@@ -2,8 +2,8 @@
 
 usage: gpu_http.py [--shape llama8b qwen06b] [--concurrency 1 32 256] [--client FILE] [--json FILE] [-- SERVER FLAGS]
 
-The client is `penstock bench serve`, or a script that is called as FILE URL MODEL VOCAB CONCURRENCY REQUESTS IN OUT and prints one
-line of JSON. Beside each figure stands vLLM 0.25.1's on the same card (measured 2026-11-21).
+The client is `penstock bench serve`, or a script that is called as FILE URL MODEL VOCAB CONCURRENCY REQUESTS IN OUT and prints
+one line of JSON. Beside each figure stands vLLM 0.25.1's on the same card (measured 2026-11-21).
 """
 
 from __future__ import annotations
