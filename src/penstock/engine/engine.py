@@ -17,6 +17,7 @@ from penstock.config.resolve import EngineConfig, MemoryPlan, cache_room, plan_m
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
+from penstock.engine.beam import BeamSearches
 from penstock.engine.executor import Direct, Executor, Pending, Threaded
 from penstock.ops import registry
 from penstock.platform.facts import DeviceFacts, detect, device_name
@@ -55,6 +56,7 @@ class Engine:
             max_num_batched_tokens=self.config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
             vocab_size=spec.vocab_size))
         self.executor: Executor = Threaded(self.worker) if facts.kind == "cpu" else Direct(self.worker)
+        self.beams = BeamSearches(self._add, self._abort)
         self._flying: deque[Pending] = deque()
         self.info = EngineInfo(
             model=options.model, architecture=spec.architecture, vocab_size=spec.vocab_size,
@@ -71,15 +73,31 @@ class Engine:
         request.params.check_vocabulary(self.info.vocab_size)
         if request.params.seed is None:
             raise RequestError("the engine needs a seed; the frontend draws one", param="seed")
-        self.scheduler.add(request, time.time())
+        if request.params.beam_width:
+            self.beams.start(request, self.info.vocab_size)
+        else:
+            self._add(request)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Ends requests by "id", or single sequences by "id/index". Unknown ones are ignored."""
+        ids = list(ids)
+        self.beams.abort(ids)
+        self._abort(ids)
+
+    def _add(self, request: Request) -> None:
+        self.scheduler.add(request, time.time())
+
+    def _abort(self, ids: Iterable[str]) -> None:
         self.scheduler.abort(ids, time.time())
+
+    def reset_prefix_cache(self) -> bool:
+        """From now on no request finds what earlier ones computed. What runs is not disturbed. Always possible: True."""
+        self.scheduler.cache.reset()
+        return True
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy
+        return self.scheduler.busy or self.beams.busy
 
     def turn(self) -> list[Update]:
         """One turn of the loop: plan a step and hand it out, then take in results until fewer than `depth` plans fly."""
@@ -97,7 +115,7 @@ class Engine:
             began = time.perf_counter()
             self.scheduler.apply(result, time.time())
             self.scheduler.stats.plan_seconds += time.perf_counter() - began
-        return self.scheduler.take_updates()
+        return self.beams.through(self.scheduler.take_updates())
 
     def stats(self) -> EngineStats:
         """Current figures."""

@@ -1,0 +1,222 @@
+"""Beam search above the scheduler: a request for it becomes rounds of one-token requests, one for each beginning that is kept.
+
+The rounds find their beginnings in the prefix cache by token, so each computes one position and shares all pages but the last.
+A frontend sees one request whose answers come at the end, best first. The rules, where there is a choice, are those of Hugging
+Face's generate, so that its beams are found.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from penstock.core.errors import RequestError
+from penstock.core.request import Request, Timings, TokenLogprobs, Update
+from penstock.core.sampling import SamplingParams
+
+SEPARATOR = "#"
+"""Between a request's id and a beginning's number, in the ids of the requests made here. Frontends' ids have none."""
+
+
+class Beginning(NamedTuple):
+    """Tokens that may become an answer."""
+
+    tokens: list[int]
+    logprob: float
+    """Of all tokens together."""
+    lines: list[TokenLogprobs]
+    """One for each token: the token itself, then the most likely ones."""
+
+
+class Found(NamedTuple):
+    """A complete answer."""
+
+    score: float
+    beginning: Beginning
+    stopped: bool
+    """By a stop token; else by length."""
+
+
+class BeamSearch:
+    """One search, as a pure function of what the model says of its beginnings. Knows no engine."""
+
+    def __init__(self, params: SamplingParams, stops: Iterable[int]) -> None:
+        """`params` with `max_tokens` settled; `stops` are the tokens that end an answer."""
+        self.params = params
+        self.width = params.beam_width
+        self.stops = frozenset(stops)
+        self.open = [Beginning([], 0.0, [])]
+        """What is to be continued, most probable first."""
+        self.found: list[Found] = []
+        """The best `width` answers so far, best first."""
+        self._length = params.max_tokens or 1
+
+    @property
+    def alternatives(self) -> int:
+        """How many of the most likely next tokens `advance` needs: enough if all stop tokens are among them."""
+        return self.width + len(self.stops)
+
+    def advance(self, lines: list[TokenLogprobs]) -> None:
+        """Continues every open beginning, given what may follow it: line i has, from its second entry on, the most likely
+        tokens after `open[i]`."""
+        length = len(self.open[0].tokens) + 1
+        blocked: frozenset[int] = self.stops if length <= self.params.min_tokens else frozenset()
+        # Of equals, the one of the likelier beginning, and there the lower token.
+        best = heapq.nsmallest(
+            self.width + self.width * len(self.stops),
+            ((-(beam.logprob + logprob), i, token, logprob, rank)
+             for i, (beam, line) in enumerate(zip(self.open, lines, strict=True))
+             for token, logprob, rank in zip(line.ids[1:], line.logprobs[1:], line.ranks[1:], strict=True)
+             if token not in blocked))
+        going: list[Beginning] = []
+        for place, (negative, i, token, logprob, rank) in enumerate(best):
+            stopped = token in self.stops
+            full = length >= self._length
+            if (stopped or full) and place >= self.width:
+                # Behind the best `width` only what can go on is of interest.
+                continue
+            parent = self.open[i]
+            beam = Beginning([*parent.tokens, token], -negative, [*parent.lines, self._line(lines[i], token, logprob, rank)])
+            if stopped or full:
+                self._complete(Found(beam.logprob / length ** self.params.length_penalty, beam, stopped))
+            elif len(going) < self.width:
+                going.append(beam)
+        self.open = going
+        if going and not self._worth_it(length):
+            self.open = []
+
+    def _line(self, line: TokenLogprobs, token: int, logprob: float, rank: int) -> TokenLogprobs:
+        """What is reported of a chosen token."""
+        last = 1 + (self.params.logprobs or 0)
+        return TokenLogprobs([token, *line.ids[1:last]], [logprob, *line.logprobs[1:last]], [rank, *line.ranks[1:last]])
+
+    def _complete(self, answer: Found) -> None:
+        self.found.append(answer)
+        self.found.sort(key=lambda found: -found.score)
+        del self.found[self.width:]
+
+    def _worth_it(self, length: int) -> bool:
+        """Whether a better answer than the worst of `width` can, or may, still come."""
+        if len(self.found) < self.width:
+            return True
+        early, penalty = self.params.early_stopping, self.params.length_penalty
+        if early is True:
+            return False
+        longest = self._length if early == "never" and penalty > 0 else length
+        return self.open[0].logprob / longest ** penalty > self.found[-1].score
+
+
+class _Running:
+    """A search under way: its request, and the beginnings whose continuations have not come yet."""
+
+    def __init__(self, request: Request, search: BeamSearch) -> None:
+        self.request = request
+        self.search = search
+        self.round = 0
+        self.lines: dict[str, TokenLogprobs] = {}
+        self.asked: list[str] = []
+        """The ids of this round's requests, in the order of `search.open`."""
+        self.first: Update | None = None
+        """What came of the prompt alone: cached tokens, and when it was begun."""
+        self.preemptions = 0
+
+
+class BeamSearches:
+    """All searches of an engine, between its callers and the scheduler."""
+
+    def __init__(self, add: Callable[[Request], None], abort: Callable[[list[str]], None]) -> None:
+        """`add` and `abort` hand requests to the scheduler."""
+        self._add = add
+        self._abort = abort
+        self._running: dict[str, _Running] = {}
+        self._news: list[Update] = []
+
+    def start(self, request: Request, vocab_size: int) -> None:
+        """Begins a search. RequestError if there are too few tokens, or the scheduler does not take the first request."""
+        params = request.params
+        stops = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_ids)]
+        running = _Running(request, BeamSearch(params, stops))
+        if running.search.alternatives > vocab_size:
+            raise RequestError(f"beam_width is {params.beam_width} and {len(running.search.stops)} tokens end an answer, but "
+                               f"the vocabulary has only {vocab_size}; lower beam_width", param="beam_width",
+                               code="invalid_value")
+        self._ask(running)
+        self._running[request.id] = running
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """Ends searches; other ids are ignored. There is no single answer to abort, as there are none before the end."""
+        for name in ids:
+            running = self._running.pop(name, None)
+            if running is not None:
+                self._abort([asked for asked in running.asked if asked not in running.lines])
+                self._end(running, "abort")
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are searches, or news of them."""
+        return bool(self._running or self._news)
+
+    def through(self, updates: list[Update]) -> list[Update]:
+        """The updates that are for callers: those of other requests as they are, and the answers of searches that ended."""
+        passed, self._news = self._news, []
+        for update in updates:
+            name, separator, _ = update.request_id.rpartition(SEPARATOR)
+            running = self._running.get(name) if separator else None
+            if running is not None and update.request_id in running.asked:
+                self._take(running, update)
+            elif not separator:
+                passed.append(update)
+        passed += self._news
+        self._news = []
+        return passed
+
+    def _ask(self, running: _Running) -> None:
+        """Asks for one token after each open beginning of a search."""
+        request, search = running.request, running.search
+        params = SamplingParams(temperature=0.0, max_tokens=1, seed=0, ignore_eos=True, logprobs=search.alternatives)
+        running.lines = {}
+        running.asked = [f"{request.id}{SEPARATOR}{running.round}.{i}" for i in range(len(search.open))]
+        running.round += 1
+        for name, beam in zip(running.asked, search.open, strict=True):
+            self._add(Request(name, [*request.prompt_ids, *beam.tokens], params, [], request.arrival, request.priority,
+                              request.salt, request.tenant, request.retain, request.adapter))
+
+    def _take(self, running: _Running, update: Update) -> None:
+        if update.finish_reason in ("error", "abort"):
+            del self._running[running.request.id]
+            self._abort([name for name in running.asked if name not in running.lines and name != update.request_id])
+            self._end(running, update.finish_reason, update.error)
+            return
+        assert update.logprobs is not None
+        running.lines[update.request_id] = update.logprobs[0]
+        running.first = running.first or update
+        running.preemptions += update.timings.preemptions if update.timings is not None else 0
+        if len(running.lines) < len(running.asked):
+            return
+        running.search.advance([running.lines[name] for name in running.asked])
+        if running.search.open:
+            self._ask(running)
+            return
+        del self._running[running.request.id]
+        self._end(running, None)
+
+    def _end(self, running: _Running, reason: str | None, error: str | None = None) -> None:
+        """The last updates of a search: its answers, or why there are none."""
+        request, first, now = running.request, running.first, time.time()
+        timings = Timings(request.arrival, 0.0, 0.0, now, running.preemptions)
+        if first is not None and first.timings is not None:
+            timings.first_scheduled, timings.first_token = first.timings.first_scheduled, now
+        for index in range(request.params.n):
+            update = Update(request.id, index, [], reason, error=error, timings=timings)
+            if reason is None:
+                answer = running.search.found[index]
+                last = answer.beginning.tokens[-1]
+                update.token_ids = answer.beginning.tokens
+                update.finish_reason = "stop" if answer.stopped else "length"
+                update.stop_reason = last if answer.stopped and last in (request.params.stop_token_ids or ()) else None
+                update.logprobs = None if request.params.logprobs is None else answer.beginning.lines
+                if index == 0 and first is not None:
+                    update.cached_tokens, update.cached_by_tier = first.cached_tokens, first.cached_by_tier
+            self._news.append(update)
