@@ -32,7 +32,8 @@ class Implementation:
 
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
-_MODULES = ("linear", "norm", "rope", "attention", "activation", "step", "sample", "cpu")
+_MODULES = ("linear", "norm", "rope", "attention", "attention_triton", "activation", "step", "sample", "linear_triton",
+            "linear_invariant", "cpu")
 """Where implementations register themselves on import; a new provider is one more name."""
 
 

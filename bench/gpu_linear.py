@@ -1,0 +1,283 @@
+"""Products on a GPU: what each tile of ops/linear_triton.py takes beside cuBLAS and the floor, and which is the best.
+
+usage: gpu_linear.py [--rows 1,2,8,16,32,64] [--shapes name,name] [--chosen] [--json FILE]
+
+Times are those of CUDA graphs that launch a product over copies of the weight in turn, more than 300 MB together, so that L2
+(60 MB) holds none of it. The floor is the bytes of weight, input and output over the bandwidth of a device-to-device copy,
+taken first. `--chosen` times only what `choose` takes. A chain is a decoder layer's four products one after another, with and
+without launches ahead of time (programmatic dependent launch). Prints a table; the record goes to --json or $OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from penstock.ops import linear_triton
+from penstock.ops.activation import gated as gate
+from penstock.ops.linear import Weight
+from penstock.ops.linear_triton import Tile, TritonLinear, choose, launch, library
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    n: int
+    """Output columns."""
+    k: int
+    kind: str | None = None
+    logits: bool = False
+
+    @property
+    def weight_rows(self) -> int:
+        return self.n if self.kind is None else 2 * self.n
+
+
+SHAPES = [Shape("8b.qkv", 6144, 4096), Shape("8b.o", 4096, 4096), Shape("8b.up", 14336, 4096, "silu"),
+          Shape("8b.down", 4096, 14336), Shape("8b.head", 128256, 4096, logits=True),
+          Shape("06b.qkv", 4096, 1024), Shape("06b.o", 1024, 2048),
+          Shape("06b.up", 3072, 1024, "silu"), Shape("06b.down", 1024, 3072), Shape("06b.head", 151936, 1024, logits=True)]
+
+CANDIDATES = {
+    1: [Tile(1, 4, 512, warps=2, stages=6), Tile(1, 4, 512, warps=2, stages=4), Tile(1, 2, 512, warps=1, stages=6),
+        Tile(1, 4, 512, warps=2, stages=8), Tile(1, 2, 1024, warps=2, stages=6), Tile(1, 2, 1024, warps=4, stages=1),
+        Tile(1, 4, 1024, stages=4), Tile(1, 4, 1024, stages=6), Tile(1, 8, 1024, warps=8, stages=3),
+        Tile(1, 16, 256, stages=4), Tile(1, 16, 512, warps=8, stages=3), Tile(1, 8, 256, warps=2, stages=6),
+        Tile(1, 8, 512, stages=5), Tile(1, 2, 2048, warps=4, stages=3), Tile(16, 64, 128, stages=5, swap=True)],
+    16: [Tile(16, 64, 128, stages=5, swap=True), Tile(16, 64, 128, stages=4, swap=True),
+         Tile(16, 64, 128, 2, stages=4, swap=True), Tile(16, 64, 128, 4, stages=4, swap=True),
+         Tile(16, 64, 128, 8, stages=3, swap=True), Tile(16, 64, 256, 2, stages=3, swap=True),
+         Tile(16, 64, 256, stages=4, swap=True), Tile(16, 64, 64, 2, stages=8, swap=True),
+         Tile(16, 64, 64, 4, stages=6, swap=True), Tile(16, 128, 128, 4, stages=3, swap=True),
+         Tile(16, 128, 64, 2, stages=5, swap=True), Tile(16, 32, 128, stages=5), Tile(16, 32, 256, 2, stages=4),
+         Tile(16, 16, 256, 2, stages=4), Tile(16, 16, 256, stages=4), Tile(16, 64, 128, 2, stages=4)],
+    32: [Tile(32, 64, 128, stages=4, swap=True), Tile(32, 64, 128, 2, stages=4, swap=True),
+         Tile(32, 64, 128, 4, stages=4, swap=True), Tile(32, 64, 128, 8, stages=3, swap=True),
+         Tile(32, 64, 64, 4, stages=6, swap=True), Tile(32, 128, 64, 4, stages=4, swap=True),
+         Tile(32, 128, 64, stages=6, swap=True), Tile(32, 32, 128, 2, stages=5), Tile(32, 32, 128, stages=5),
+         Tile(32, 16, 256, stages=4), Tile(32, 16, 256, 2, stages=4)],
+    64: [Tile(64, 64, 128, stages=4), Tile(64, 64, 128, 2, stages=3), Tile(64, 64, 128, 4, stages=3),
+         Tile(64, 64, 64, 4, stages=4), Tile(64, 64, 64, 2, stages=5), Tile(64, 32, 128, stages=4),
+         Tile(64, 32, 128, 2, stages=4), Tile(64, 16, 128, stages=5), Tile(64, 16, 128, 2, stages=4),
+         Tile(64, 128, 64, stages=4), Tile(64, 128, 64, 2, stages=4), Tile(64, 128, 64, 4, stages=4),
+         Tile(64, 64, 128, 2, stages=4, swap=True)],
+    1 << 30: [*(Tile(tall, wide, 64, warps=warps, stages=stages, group=8, boxed=True) for tall, wide, warps, stages in (
+        (128, 256, 8, 3), (128, 128, 8, 4), (128, 128, 8, 3), (256, 128, 8, 3), (256, 64, 8, 3), (128, 64, 8, 4),
+        (128, 64, 4, 4), (64, 128, 4, 4))), Tile(128, 128, 64, stages=4, group=8), Tile(64, 128, 64, stages=4, group=8)],
+}
+"""What is tried, by the rows of x that a program takes."""
+
+
+PEAK = 800e12
+"""bf16 operations a second of cuBLAS at its best on an H200."""
+
+
+def bucket(rows: int) -> int:
+    return next(tall for tall in CANDIDATES if rows <= tall)
+
+
+def graph_us(calls: list[Callable[[], Any]], repeats: int = 15) -> float:
+    """Microseconds a call, median over replays of a graph of all calls in order."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0]()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        for call in calls:
+            call()
+        graph.capture_end()
+        for _ in range(3):
+            graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        stream.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3 / len(calls)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a large device-to-device copy."""
+    a = torch.randn(1 << 31, dtype=torch.bfloat16, device="cuda")
+    b = torch.empty_like(a)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(11)]
+    for event in events:
+        b.copy_(a)
+        event.record()
+    torch.cuda.synchronize()
+    return 2 * a.nbytes / statistics.median(x.elapsed_time(y) for x, y in pairwise(events)) * 1e3
+
+
+def weights(shape: Shape, total: int = 320 << 20) -> list[Weight]:
+    """Copies of a random weight that together exceed L2 several times."""
+    copies = max(2, -(-total // (shape.weight_rows * shape.k * 2)))
+    data = torch.randn(copies, shape.weight_rows, shape.k, device="cuda").mul_(shape.k ** -0.5).to(torch.bfloat16)
+    return [TritonLinear.pack(one) for one in data]
+
+
+def exact(x: torch.Tensor, weight: Weight, shape: Shape) -> torch.Tensor:
+    y = x.float() @ weight.data.float().T
+    return y if shape.kind is None else gate(y, shape.kind)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found.float() - wanted).norm() / wanted.norm()).item()
+
+
+def runner(tile: Tile | None, x: torch.Tensor, weight: Weight, shape: Shape) -> Callable[[], torch.Tensor]:
+    dtype = torch.float32 if shape.logits else x.dtype
+    if tile is not None:
+        return lambda: launch(tile, x, weight, None, dtype, shape.kind)
+    if shape.kind is not None:
+        return lambda: gate(library(x, weight, None, dtype), shape.kind or "")
+    return lambda: library(x, weight, None, dtype)
+
+
+def compile_all(jobs: list[tuple[Tile, Shape, int]]) -> None:
+    """Compiles on all cores what the timing will need, as threads spend that time outside Python."""
+    unique: dict[tuple[Any, ...], tuple[Tile, Shape, int]] = {}
+    for tile, shape, rows in jobs:
+        unique.setdefault((tile, shape.k % (tile.deep * tile.split) == 0, shape.kind, shape.logits), (tile, shape, rows))
+
+    def compile_one(job: tuple[Tile, Shape, int]) -> None:
+        tile, shape, rows = job
+        x = torch.zeros(rows, shape.k, dtype=torch.bfloat16, device="cuda")
+        weight = TritonLinear.pack(torch.zeros(2 * 128 if shape.kind else 128, shape.k, dtype=torch.bfloat16, device="cuda"))
+        with suppress(triton.runtime.errors.OutOfResources):
+            launch(tile, x, weight, None, torch.float32 if shape.logits else torch.bfloat16, shape.kind)
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(compile_one, unique.values()))
+
+
+def sweep(shapes: list[Shape], rows_list: list[int], chosen_only: bool, bandwidth: float) -> list[dict[str, Any]]:
+    def candidates(shape: Shape, rows: int) -> list[Tile | None]:
+        chosen = choose(rows, shape.n, shape.k, shape.kind is not None)
+        tiles = [chosen] if chosen_only else [*dict.fromkeys([chosen, *CANDIDATES[bucket(rows)]])]
+        tiles = [t for t in tiles if t is None or t.split == 1 or shape.n < 20000]  # no need to split what is wide
+        return [t for t in tiles if t is None or not t.boxed or t.tall * t.wide <= (1 << 15 if shape.kind is None else 1 << 14)]
+
+    compile_all([(tile, shape, rows) for shape in shapes for rows in rows_list for tile in candidates(shape, rows) if tile])
+    found = []
+    for shape in shapes:
+        copies = weights(shape)
+        for rows in rows_list:
+            if shape.logits and rows > 256:
+                continue
+            x = torch.randn(rows, shape.k, device="cuda").to(torch.bfloat16)
+            flops = 2 * rows * shape.weight_rows * shape.k
+            size = shape.weight_rows * shape.k * 2 + rows * shape.k * 2 + rows * shape.n * (4 if shape.logits else 2)
+            wanted = exact(x, copies[0], shape)
+            record: dict[str, Any] = {"shape": shape.name, "n": shape.n, "k": shape.k, "kind": shape.kind, "rows": rows,
+                                      "floor_us": max(size / bandwidth, flops / PEAK) * 1e6, "tiles": []}
+            record["cublas_us"] = graph_us([runner(None, x, weight, shape) for weight in copies])
+            for tile in candidates(shape, rows):
+                if tile is None:
+                    continue
+                try:
+                    wrong = error(runner(tile, x, copies[0], shape)(), wanted)
+                    assert wrong < 6e-3, (shape, rows, tile, wrong)
+                    us = graph_us([runner(tile, x, weight, shape) for weight in copies])
+                except triton.runtime.errors.OutOfResources:
+                    continue
+                record["tiles"].append({"tile": list(tile), "us": us, "error": wrong})
+            record["tiles"].sort(key=lambda entry: entry["us"])
+            record["chosen"] = choose(rows, shape.n, shape.k, shape.kind is not None)
+            found.append(record)
+            show(record)
+        del copies
+    return found
+
+
+def short(tile: Any) -> str:
+    if tile is None:
+        return "cublas"
+    t = Tile(*tile)
+    more = (" swap" if t.swap else "") + (f" a{t.ahead}" if t.ahead else "")
+    return f"{t.tall}x{t.wide}x{t.deep}/{t.split} w{t.warps} s{t.stages}{more}"
+
+
+def show(record: dict[str, Any]) -> None:
+    best, cublas, chosen = record["tiles"][:3], record["cublas_us"], record["chosen"]
+    least = min([cublas, *(entry["us"] for entry in best)])
+    taken = next((e["us"] for e in record["tiles"] if chosen is not None and tuple(e["tile"]) == tuple(chosen)), cublas)
+    floor = record["floor_us"]
+    print(f"{record['shape']:9} {record['rows']:3} floor {floor:6.2f} cublas {cublas:6.2f} chosen {taken:6.2f} best "
+          f"{least:6.2f} {floor / least:4.0%}  " + "; ".join(f"{e['us']:.2f} {short(e['tile'])}" for e in best),
+          flush=True)
+
+
+def chain(model: str, rows: int, bandwidth: float, layers: int = 8) -> dict[str, Any]:
+    """A decoder layer's four products, each reading what the one before wrote, over several layers."""
+    shapes = [shape for shape in SHAPES if shape.name.startswith(model) and not shape.logits]
+
+    def random(shape: Shape) -> Weight:
+        data = torch.randn(shape.weight_rows, shape.k, device="cuda").mul_(shape.k ** -0.5)
+        return TritonLinear.pack(data.to(torch.bfloat16))
+
+    packed = [[random(shape) for shape in shapes] for _ in range(layers)]
+    start = torch.randn(rows, shapes[0].k, device="cuda").to(torch.bfloat16)
+
+    def layer_us(serve: Callable[[torch.Tensor, Weight, Shape], torch.Tensor]) -> float:
+        def run() -> torch.Tensor:
+            x = start
+            for layer in packed:
+                for weight, shape in zip(layer, shapes, strict=True):
+                    x = serve(x[:, :shape.k], weight, shape)
+            return x
+        return graph_us([run]) / layers
+
+    def ours(x: torch.Tensor, weight: Weight, shape: Shape) -> torch.Tensor:
+        return TritonLinear.apply(x, weight) if shape.kind is None else TritonLinear.gated(x, weight, None, shape.kind)
+
+    floor = sum(s.weight_rows * s.k * 2 for s in shapes) / bandwidth * 1e6
+    linked = linear_triton._linked
+    cublas_us, linked_us = layer_us(lambda x, w, s: runner(None, x, w, s)()), layer_us(ours)
+    linear_triton._linked = lambda device: False
+    alone_us = layer_us(ours)
+    linear_triton._linked = linked
+    record = {"chain": model, "rows": rows, "floor_us": floor, "cublas_us": cublas_us, "alone_us": alone_us,
+              "linked_us": linked_us}
+    print(" ".join(f"{value:.1f}" if isinstance(value, float) else str(value) for value in record.values()), flush=True)
+    return record
+
+
+def environment() -> dict[str, Any]:
+    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+            "cuda": torch.version.cuda}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,2,8,16,32,64")
+    parser.add_argument("--shapes", default="")
+    parser.add_argument("--chosen", action="store_true")
+    parser.add_argument("--json", default=str(Path(os.environ["OUT"]) / "gpu_linear.json") if "OUT" in os.environ else "")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    print(f"copy {bandwidth / 1e9:.0f} GB/s")
+    rows = [int(r) for r in arguments.rows.split(",")]
+    shapes = [s for s in SHAPES if not arguments.shapes or any(s.name.startswith(p) for p in arguments.shapes.split(","))]
+    record = {**environment(), "copy_gb_s": bandwidth / 1e9, "products": sweep(shapes, rows, arguments.chosen, bandwidth),
+              "chains": [chain(model, r, bandwidth) for model in ("8b", "06b") for r in (1, 8, 32)]}
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The Triton kernels of ops/linear_triton.py, which decides what shape is served by which and launches them.
+
+Imported late: Triton is not on every machine, and takes 0.3 s where it is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _activate(x, kind: tl.constexpr):
+    """The kinds of ops/activation.py, in float32. tanh(y) is 2 sigmoid(2 y) - 1."""
+    if kind == "silu":
+        x = x * tl.sigmoid(x)
+    elif kind == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif kind == "gelu_tanh":
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        tl.static_assert(kind == "relu")
+        x = tl.maximum(x, 0.0)
+    return x
+
+
+@triton.jit
+def _fetch(at, columns, wide: tl.constexpr, threads: tl.constexpr):
+    """Asks for the first `columns` of each of `wide` rows into L2, but for a rest that is not 16 bytes a thread."""
+    pieces: tl.constexpr = threads // wide
+    piece = columns // (pieces * 8) * 8
+    at = at[:, None] + (tl.arange(0, pieces) * piece)[None, :]
+    size = tl.full((wide, pieces), 0, tl.int32) + piece * (at.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at.to(tl.int64), size],
+                              dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _enter(weight, beside, rows, k, begin, columns, kind: tl.constexpr, wide: tl.constexpr, threads: tl.constexpr,
+           linked: tl.constexpr):
+    """How a kernel starts that may be launched while the one before it still runs (programmatic dependent launch).
+
+    The weights depend on no kernel, so the first `columns` of the program's rows are asked for at once. All other reads, and
+    all writes, come after the wait.
+    """
+    if linked:
+        gdc_launch_dependents()
+        if columns > 0:
+            at = rows.to(tl.int64) * k + begin
+            _fetch(weight + at, columns, wide, threads)
+            if kind is not None:
+                _fetch(weight + beside + at, columns, wide, threads)
+        gdc_wait()
+
+
+@triton.jit(do_not_specialize=("ahead",))
+def matvec(x, weight, bias, out, n, k, ahead, wide: tl.constexpr, deep: tl.constexpr, stages: tl.constexpr, even: tl.constexpr,
+           kind: tl.constexpr, threads: tl.constexpr, linked: tl.constexpr):
+    """out [n] = weight [n, k] @ x [k]; with a `kind` the weight is [2 n, k] and out = kind(first half) * second half.
+
+    A thread keeps float32 sums of its own columns; the program adds them up once, at the end.
+    """
+    rows = tl.program_id(0) * wide + tl.arange(0, wide)
+    columns = tl.arange(0, deep)
+    inside = rows < n
+    kept = tl.minimum(rows, n - 1)
+    beside = n.to(tl.int64) * k
+    _enter(weight, beside, kept, k, 0, ahead, kind, wide, threads, linked)
+    at = weight + kept.to(tl.int64)[:, None] * k + columns[None, :]
+    total = tl.zeros((wide, deep), tl.float32)
+    other = tl.zeros((wide, deep), tl.float32)
+    for start in tl.range(0, k, deep, num_stages=stages):
+        if even:
+            v = tl.load(x + start + columns).to(tl.float32)[None, :]
+            total += tl.load(at + start).to(tl.float32) * v
+            if kind is not None:
+                other += tl.load(at + beside + start).to(tl.float32) * v
+        else:
+            mask = start + columns < k
+            v = tl.load(x + start + columns, mask=mask, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(at + start, mask=mask[None, :], other=0.0).to(tl.float32) * v
+            if kind is not None:
+                other += tl.load(at + beside + start, mask=mask[None, :], other=0.0).to(tl.float32) * v
+    y = tl.sum(total, 1)
+    if bias is not None:
+        y += tl.load(bias + kept).to(tl.float32)
+    if kind is not None:
+        z = tl.sum(other, 1)
+        if bias is not None:
+            z += tl.load(bias + n + kept).to(tl.float32)
+        y = _activate(y, kind) * z
+    tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _place(tile, down, across, group: tl.constexpr):
+    """(row, column) of a tile: bands of `group` rows of tiles, as tiles near in time then share rows of x and weight in L2."""
+    first = tile // (group * across) * group
+    band = tl.minimum(down - first, group)
+    return first + tile % (group * across) % band, tile % (group * across) // band
+
+
+@triton.jit
+def _dot(w, x, total, swap: tl.constexpr):
+    """total + x @ w.T, or its transpose. Products of float32 are float32's own, not tf32's."""
+    if swap:
+        total = tl.dot(w, x.T, total, input_precision="ieee")
+    else:
+        total = tl.dot(x, w.T, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _leave(total, partial, tile, part, split: tl.constexpr, parts: tl.constexpr, height: tl.constexpr, width: tl.constexpr):
+    """This program's partial sums to memory."""
+    at = partial + (tile.to(tl.int64) * (split * parts) + part) * (height * width)
+    tl.store(at + tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :], total)
+
+
+@triton.jit
+def _add_up(partial, tile, part, split: tl.constexpr, parts: tl.constexpr, height: tl.constexpr, width: tl.constexpr):
+    """The partial sums of a tile, added in the order of K whichever program came last."""
+    at = partial + (tile.to(tl.int64) * (split * parts) + part) * (height * width)
+    at += tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :]
+    total = tl.load(at, cache_modifier=".cg")
+    for i in tl.static_range(1, split):
+        total += tl.load(at + i * (parts * height * width), cache_modifier=".cg")
+    return total
+
+
+@triton.jit(do_not_specialize=("rows", "stride", "ahead"))
+def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, ahead, tall: tl.constexpr, wide: tl.constexpr,
+          deep: tl.constexpr, split: tl.constexpr, swap: tl.constexpr, even: tl.constexpr, align: tl.constexpr,
+          group: tl.constexpr, kind: tl.constexpr, threads: tl.constexpr, linked: tl.constexpr):
+    """out [rows, n] = x [rows, k] @ weight [n, k].T; with a `kind` the weight is [2 n, k], as in `matvec`.
+
+    `stride` is x's row stride in units of `align` elements. Grid: (tiles, split). Of the programs of a tile, the one that takes
+    the last ticket adds up: `partial` holds `split` sums a tile, `tickets` a zero a tile, which is zero again afterwards.
+    """
+    tile = tl.program_id(0)
+    row, column = _place(tile, tl.cdiv(rows, tall), tl.cdiv(n, wide), group)
+    rm, rn, rk = row * tall + tl.arange(0, tall), column * wide + tl.arange(0, wide), tl.arange(0, deep)
+    kept = tl.minimum(rn, n - 1)
+    share = tl.cdiv(k, deep * split) * deep
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, k)
+    beside = n.to(tl.int64) * k
+    _enter(weight, beside, kept, k, begin, ahead, kind, wide, threads, linked)
+    w = weight + kept.to(tl.int64)[:, None] * k + rk[None, :]
+    v = x + rm.to(tl.int64)[:, None] * (stride.to(tl.int64) * align) + rk[None, :]
+    within = (rm < rows)[:, None]
+    height: tl.constexpr = wide if swap else tall
+    width: tl.constexpr = tall if swap else wide
+    total = tl.zeros((height, width), tl.float32)
+    if kind is not None:
+        other = tl.zeros((height, width), tl.float32)
+    for start in range(begin, end, deep):
+        if even:
+            a = tl.load(v + start, mask=within, other=0.0)
+            total = _dot(tl.load(w + start), a, total, swap)
+            if kind is not None:
+                other = _dot(tl.load(w + beside + start), a, other, swap)
+        else:
+            mask = (start + rk < k)[None, :]
+            a = tl.load(v + start, mask=within & mask, other=0.0)
+            total = _dot(tl.load(w + start, mask=mask, other=0.0), a, total, swap)
+            if kind is not None:
+                other = _dot(tl.load(w + beside + start, mask=mask, other=0.0), a, other, swap)
+    last = True
+    if split > 1:
+        parts: tl.constexpr = 1 if kind is None else 2
+        _leave(total, partial, tile, tl.program_id(1) * parts, split, parts, height, width)
+        if kind is not None:
+            _leave(other, partial, tile, tl.program_id(1) * parts + 1, split, parts, height, width)
+        tl.debug_barrier()
+        last = tl.atomic_add(tickets + tile, 1, sem="acq_rel") == split - 1
+        if last:
+            tl.store(tickets + tile, 0)
+            total = _add_up(partial, tile, 0, split, parts, height, width)
+            if kind is not None:
+                other = _add_up(partial, tile, 1, split, parts, height, width)
+    if last:
+        y = total.T if swap else total
+        if bias is not None:
+            y += tl.load(bias + kept).to(tl.float32)[None, :]
+        if kind is not None:
+            z = other.T if swap else other
+            if bias is not None:
+                z += tl.load(bias + n + kept).to(tl.float32)[None, :]
+            y = _activate(y, kind) * z
+        at = out + rm.to(tl.int64)[:, None] * n + rn[None, :]
+        tl.store(at, y.to(out.dtype.element_ty), mask=within & (rn < n)[None, :])
+
+
+@triton.jit(do_not_specialize=("rows",))
+def panels(x, weight, bias, out, rows, n, k, tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, group: tl.constexpr,
+           kind: tl.constexpr):
+    """As `tiles`, for many rows: x, weight and out are tensor descriptors, so that the copy engine moves whole blocks, and a
+    program takes one tile after another, its next blocks under way while it stores. Sums are in the same order.
+
+    Blocks: x [tall, deep], weight [wide, deep], out [tall, wide / 2]: a tile is stored in halves to leave room for blocks.
+    """
+    down, across = tl.cdiv(rows, tall), tl.cdiv(n, wide)
+    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=True):
+        row, column = _place(tile, down, across, group)
+        total = tl.zeros((tall, wide), tl.float32)
+        if kind is not None:
+            other = tl.zeros((tall, wide), tl.float32)
+        for start in range(0, k, deep):
+            a = x.load([row * tall, start])
+            total = tl.dot(a, weight.load([column * wide, start]).T, total)
+            if kind is not None:
+                other = tl.dot(a, weight.load([n + column * wide, start]).T, other)
+        kept = tl.minimum(column * wide + tl.arange(0, wide), n - 1)
+        if bias is not None:
+            total += tl.load(bias + kept).to(tl.float32)[None, :]
+        if kind is not None:
+            if bias is not None:
+                other += tl.load(bias + n + kept).to(tl.float32)[None, :]
+            total = _activate(total, kind) * other
+        left, right = tl.split(tl.permute(tl.reshape(total, (tall, 2, wide // 2)), (0, 2, 1)))
+        out.store([row * tall, column * wide], left.to(out.dtype))
+        out.store([row * tall, column * wide + wide // 2], right.to(out.dtype))

@@ -1,0 +1,182 @@
+"""Products with a weight matrix on NVIDIA GPUs: Triton kernels for few rows, cuBLAS for many.
+
+For few rows the reading of the weights is all the work there is: each is read once, with enough of it under way at any time to
+keep the memory busy. `choose` alone decides what serves a shape; its constants are set by the record of bench/gpu_linear.py.
+The kernels are in ops/linear_kernels.py; products whose bits do not depend on the batch are in ops/linear_invariant.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from penstock.ops.activation import gated
+from penstock.ops.linear import Weight
+from penstock.ops.registry import register
+from penstock.platform.facts import DeviceFacts
+
+
+class Tile(NamedTuple):
+    """How a product is cut: programs of `tall` x `wide` outputs go over K in blocks of `deep`, `stages` of them under way."""
+
+    tall: int
+    """Rows of x a program; 1 is the matrix-vector kernel."""
+    wide: int
+    """Rows of the weight a program, which are columns of the output."""
+    deep: int
+    split: int = 1
+    """Programs that share an output tile, each a part of K."""
+    warps: int = 4
+    stages: int = 4
+    swap: bool = False
+    """Compute the transposed tile: the weights are the matrix unit's operand of 64 rows, x the narrow one."""
+    ahead: int = 0
+    """Columns of a program's weight rows that it asks for before it waits for the kernel before it."""
+    group: int = 1
+    """Tiles in this many rows of tiles are computed near one another in time."""
+    boxed: bool = False
+    """Blocks are moved by the copy engine, for many rows (compute capability 9.0; `boxable`)."""
+
+
+def choose(rows: int, n: int, k: int, gated: bool) -> Tile | None:
+    """The tile of x [rows, k] times [n, k] transposed (gated: of each half of [2 n, k]), or None if cuBLAS is to serve it."""
+    if rows > 64:
+        return None
+    if rows == 1:
+        return Tile(1, 4, 512, warps=2, stages=6)
+    split = 1
+    while -(-n // 64) * split < 96 and k // split >= 1024:
+        split *= 2
+    return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 128, split, stages=4, swap=True)
+
+
+@cache
+def _tickets(device: torch.device) -> torch.Tensor:
+    """Zeros that programs of a split tile count with, and leave as zeros. One stream a device is assumed."""
+    return torch.zeros(4096, dtype=torch.int32, device=device)
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    """How many programs fill the device when each takes a whole multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+@cache
+def _linked(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one ahead of it has ended (compute capability 9.0)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def aligned(x: torch.Tensor, weight: Weight) -> bool:
+    """Whether all rows start at multiples of 16 bytes, as the kernels' wide loads need."""
+    return weight.k % 16 == 0 and x.data_ptr() % 16 == 0 and (x.shape[0] == 1 or x.stride(0) % 16 == 0)
+
+
+def boxable(x: torch.Tensor, weight: Weight, n: int) -> bool:
+    """Whether the copy engine can move the blocks: rows of all three matrices at multiples of 16 bytes."""
+    able = x.device.type == "cpu" or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return able and n % 8 == 0 and aligned(x, weight)
+
+
+def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype,
+           kind: str | None = None) -> torch.Tensor:
+    """x [T, K] times the transposed weight by Triton, plus bias, in `dtype`; with a kind, gated. Fast if `aligned`."""
+    from penstock.ops import linear_kernels as kernels  # Triton: heavy, and not everywhere
+
+    rows, k, n = x.shape[0], weight.k, weight.n if kind is None else weight.n // 2
+    out = torch.empty(rows, n, dtype=dtype, device=x.device)
+    if rows == 0:
+        return out
+    if tile.boxed:
+        return _launch_boxed(tile, x, weight, bias, out, kind)
+    align = 16 if aligned(x, weight) else 1
+    linked = False
+    columns = -(-n // tile.wide)
+    shared = {"wide": tile.wide, "deep": tile.deep, "even": k % (tile.deep * tile.split) == 0, "kind": kind,
+              "threads": 32 * tile.warps, "linked": linked, "num_warps": tile.warps, "num_stages": tile.stages}
+    if linked:
+        shared["launch_pdl"] = True
+    ahead = min(tile.ahead, k // tile.split)
+    if tile.tall == 1:
+        kernels.matvec[(columns,)](x, weight.data, bias, out, n, k, ahead, stages=tile.stages, **shared)
+        return out
+    count = columns * -(-rows // tile.tall)
+    partial = tickets = out
+    if tile.split > 1:
+        tickets = _tickets(x.device)
+        partial = x.new_empty(count * tile.split * (2 if kind else 1) * tile.tall * tile.wide, dtype=torch.float32)
+    kernels.tiles[(count, tile.split)](
+        x, weight.data, bias, out, partial, tickets, rows, n, k, x.stride(0) // align, ahead, tall=tile.tall, split=tile.split,
+        swap=tile.swap, align=align, group=tile.group, **shared)
+    return out
+
+
+def _launch_boxed(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor,
+                  kind: str | None) -> torch.Tensor:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from penstock.ops import linear_kernels as kernels
+
+    (rows, n), k = out.shape, weight.k
+    boxes = [TensorDescriptor.from_tensor(tensor, block) for tensor, block in (
+        (x, [tile.tall, tile.deep]), (weight.data, [tile.wide, tile.deep]),
+        (out, [tile.tall, tile.wide // 2]))]
+    count = -(-rows // tile.tall) * -(-n // tile.wide)
+    kernels.panels[(min(count, _programs(x.device)),)](
+        boxes[0], boxes[1], bias, boxes[2], rows, n, k, tall=tile.tall, wide=tile.wide, deep=tile.deep, group=tile.group,
+        kind=kind, num_warps=tile.warps, num_stages=tile.stages)
+    return out
+
+
+def library(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """The product by cuBLAS. A wider `dtype` is written from the float32 sums, not from rounded ones."""
+    if dtype == x.dtype:
+        return F.linear(x, weight.data, bias)
+    out = torch.mm(x, weight.data.T, out_dtype=dtype) if x.is_cuda else x.to(dtype) @ weight.data.T.to(dtype)
+    return out if bias is None else out + bias
+
+
+def supports(facts: DeviceFacts, dtype: torch.dtype) -> str | None:
+    """The reason why Triton's kernels cannot serve here, if there is one."""
+    if facts.kind != "cuda":
+        return "needs an NVIDIA GPU"
+    if facts.capability < (8, 0):
+        return f"needs compute capability 8.0, {facts.name} has {'.'.join(map(str, facts.capability))}"
+    return None if importlib.util.find_spec("triton") else "Triton is not installed"
+
+
+@register("linear", "triton", rank=10, supports=supports)
+class TritonLinear:
+    """LinearOps (ops/linear.py), except that the order of summation may depend on how many rows there are."""
+
+    @staticmethod
+    def pack(weight: torch.Tensor) -> Weight:
+        if weight.is_cuda:
+            _tickets(weight.device)  # before any graph is captured
+        return Weight(weight.contiguous(), weight.shape[0], weight.shape[1], weight.dtype)
+
+    @staticmethod
+    def apply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None,
+              out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        dtype = x.dtype if out_dtype is None else out_dtype
+        tile = choose(x.shape[0], weight.n, weight.k, False) if _suits(x, weight) else None
+        return library(x, weight, bias, dtype) if tile is None else launch(tile, x, weight, bias, dtype)
+
+    @staticmethod
+    def gated(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+        tile = choose(x.shape[0], weight.n // 2, weight.k, True) if _suits(x, weight) else None
+        return gated(F.linear(x, weight.data, bias), kind) if tile is None else launch(tile, x, weight, bias, x.dtype, kind)
+
+    @staticmethod
+    def gather(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+        return F.embedding(ids, weight.data)
+
+
+def _suits(x: torch.Tensor, weight: Weight) -> bool:
+    """Whether Triton's kernels for few rows can serve: rows that exist, in half precision, aligned."""
+    return 0 < x.shape[0] <= 64 and x.dtype != torch.float32 and aligned(x, weight)

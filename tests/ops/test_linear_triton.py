@@ -1,0 +1,134 @@
+"""Triton's products against float64: odd sizes, strided rows, every way of cutting; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.core.device import DeviceFacts
+from penstock.ops import linear_triton
+from penstock.ops.activation import ACTIVATIONS, gated
+from penstock.ops.linear_invariant import InvariantLinear
+from penstock.ops.linear_triton import Tile, TritonLinear, launch, supports
+from tests.ops.interpreter import DEVICE, DTYPES, interpreter
+from tests.ops.kernels import close, random
+
+HALF = [dtype for dtype in DTYPES if dtype != torch.float32]
+FEW = [Tile(1, 8, 64, stages=3), Tile(1, 4, 128, warps=2, stages=1)]
+TILES = [Tile(16, 32, 64), Tile(16, 64, 32, split=3, swap=True), Tile(32, 16, 64, split=2), Tile(64, 32, 64, group=4)]
+
+
+def matrix(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return random(*shape, seed=seed).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tile", FEW + TILES, ids=lambda tile: "-".join(map(str, tile)))
+def test_product(tile: Tile, dtype: torch.dtype) -> None:
+    """Sizes that no block divides, rows that do not lie together, bias, logits in float32, and the gated form."""
+    shapes = [(1, 33, 160), (1, 7, 512)] if tile.tall == 1 else [(1, 40, 96), (3, 70, 352), (19, 33, 80), (70, 64, 64)]
+    for rows, n, k in shapes:
+        x = matrix(rows, k + 32, dtype=dtype, seed=1)[:, 16:16 + k]
+        weight = TritonLinear.pack(matrix(n, k, dtype=dtype, seed=2))
+        bias = matrix(n, dtype=dtype, seed=3)
+        exact, scale = x.double() @ weight.data.double().T, k ** 0.5
+        close(launch(tile, x, weight, None, dtype), exact, scale)
+        close(launch(tile, x, weight, bias, dtype), exact + bias.double(), scale)
+        close(launch(tile, x, weight, bias, torch.float32), exact + bias.double(), scale, factor=4)
+        pair = TritonLinear.pack(matrix(2 * n, k, dtype=dtype, seed=4))
+        beside = matrix(2 * n, dtype=dtype, seed=5)
+        for kind in ACTIVATIONS if n < 64 else ["silu"]:
+            wanted = gated(x.double() @ pair.data.double().T + beside.double(), kind)
+            close(launch(tile, x, pair, beside, dtype, kind), wanted, k, factor=4)
+
+
+def in_order(builder: object, a: Any, b: Any, total: Any, precision: object, imprecise: object) -> Any:
+    """The interpreter's product of tiles, but along K in order as in a GPU: NumPy's own order depends on a tile's shape."""
+    found = total.data.copy()
+    for i in range(a.data.shape[1]):
+        found += a.data[:, i:i + 1].astype(np.float32) * b.data[i:i + 1].astype(np.float32)
+    return interpreter.TensorHandle(found, total.dtype.scalar)
+
+
+WINDOWS = ((0, 1), (17, 18), (5, 7), (3, 60), (1, 65), (100, 230), (299, 300))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [160, 200, 77])
+def test_a_row_in_any_company(k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of a row are the same alone, among others, anywhere. x's rows are strided, and aligned to nothing."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", in_order)
+    n = 40 if DEVICE.type == "cpu" else 400
+    x = matrix(300, k + 5, dtype=dtype, seed=1)[:, 3:3 + k]
+    weight, bias = InvariantLinear.pack(matrix(2 * n, k, dtype=dtype, seed=2)), matrix(2 * n, dtype=dtype, seed=3)
+    whole, whole_gated = InvariantLinear.apply(x, weight, bias, torch.float32), InvariantLinear.gated(x, weight, None, "silu")
+    close(whole, x.double() @ weight.data.double().T + bias.double(), k ** 0.5, factor=4)
+    for begin, end in WINDOWS:
+        assert torch.equal(InvariantLinear.apply(x[begin:end], weight, bias, torch.float32), whole[begin:end]), (begin, end)
+        assert torch.equal(InvariantLinear.gated(x[begin:end], weight, None, "silu"), whole_gated[begin:end]), (begin, end)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="real sizes need a GPU")
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_row_among_thousands(dtype: torch.dtype) -> None:
+    """Every tile that `choose` knows, at real sizes: 1 to 8,192 rows."""
+    for n, k in ((6144, 4096), (1024, 3072)):
+        x, weight = matrix(8192, k, dtype=dtype, seed=1), InvariantLinear.pack(matrix(n, k, dtype=dtype, seed=2))
+        whole, whole_gated = InvariantLinear.apply(x, weight), InvariantLinear.gated(x, weight, None, "silu")
+        for count in (1, 2, 15, 16, 33, 64, 65, 100, 128, 200, 256, 500, 1000, 3000, 8191):
+            for begin in {0, 8192 - count, (8192 - count) // 3}:
+                part = x[begin:begin + count]
+                assert torch.equal(InvariantLinear.apply(part, weight), whole[begin:begin + count]), (n, count, begin)
+                assert torch.equal(InvariantLinear.gated(part, weight, None, "silu"), whole_gated[begin:begin + count])
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="cuBLAS serves here")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whatever_serves(dtype: torch.dtype) -> None:
+    """`apply` and `gated` over rows on both sides of every boundary, twice in a graph, as sizes that nothing divides."""
+    for n, k in ((6144, 4096), (1024, 3072), (130, 96), (100, 77)):
+        weight, bias = TritonLinear.pack(matrix(2 * n, k, dtype=dtype, seed=2)), matrix(2 * n, dtype=dtype, seed=3)
+        exact = weight.data.double()
+        for rows in (0, 1, 2, 16, 17, 32, 33, 64, 65, 300):
+            x = matrix(rows, k, dtype=dtype, seed=rows)
+            wanted = x.double() @ exact.T
+            close(TritonLinear.apply(x, weight), wanted, k ** 0.5)
+            close(TritonLinear.apply(x, weight, bias, torch.float32), wanted + bias.double(), k ** 0.5, factor=4)
+            close(TritonLinear.gated(x, weight, bias, "silu"), gated(wanted + bias.double(), "silu"), k, factor=4)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_split_tiles_in_a_graph_leave_their_tickets() -> None:
+    """Replays of a graph give equal bits, and programs of a split tile leave the counters as they were."""
+    tile, x = Tile(16, 64, 128, split=4), matrix(9, 4096, dtype=torch.bfloat16, seed=1)
+    weight = TritonLinear.pack(matrix(1024, 4096, dtype=torch.bfloat16, seed=2))
+    first = launch(tile, x, weight, None, torch.float32)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [launch(tile, x, weight, None, torch.float32) for _ in range(20)]
+    for _ in range(50):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, first) for out in outs)
+    assert not linear_triton._tickets(x.device).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_gather(dtype: torch.dtype) -> None:
+    weight = TritonLinear.pack(matrix(33, 7, dtype=dtype, seed=1))
+    ids = torch.tensor([0, 32, 5, 5], device=DEVICE)
+    assert torch.equal(TritonLinear.gather(ids, weight), weight.data[ids])
+    assert torch.equal(TritonLinear.gather(ids.int(), weight), weight.data[ids])
+
+
+def test_who_may_be_served() -> None:
+    def facts(kind: str, capability: tuple[int, int]) -> DeviceFacts:
+        return DeviceFacts(kind, "a device", 1 << 34, 8, capability=capability)
+
+    assert supports(facts("cuda", (8, 0)), torch.float16) is None
+    assert "8.0" in (supports(facts("cuda", (7, 5)), torch.float16) or "")
+    assert "GPU" in (supports(facts("cpu", (0, 0)), torch.float16) or "")
