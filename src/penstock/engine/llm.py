@@ -19,10 +19,10 @@ from penstock import canary, models
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Span
-from penstock.core.sampling import SamplingParams
+from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.engine.engine import Engine
 from penstock.engine.inputs import Inputs, Prompt
-from penstock.engine.outputs import Outputs, RequestOutput
+from penstock.engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Outputs, RequestOutput
 from penstock.text import ChatTemplate, Tokenizer
 
 Message = Mapping[str, Any]
@@ -139,6 +139,27 @@ class LLM:
         # A template writes the special tokens itself.
         return self._run(prompts, [prompt.text for prompt in prompts], sampling_params, use_tqdm, False, None, cache_salt,
                          retention)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: Bar = False, *,
+                    cache_salt: str | None = None) -> list[BeamSearchOutput]:
+        """The most probable continuations of each prompt, best first; the rules are those of Hugging Face's generate.
+
+        The same as `generate` with SamplingParams(beam_width=...), in vLLM's shapes. RequestError as there, and if one fails.
+        """
+        found = []
+        for output in self.generate(prompts, params.sampling(), use_tqdm, cache_salt=cache_salt):
+            failed = next((one.error for one in output.outputs if one.error), None)
+            if failed:
+                raise RequestError(f"a beam search failed: {failed}", code="generation_failed", status=500)
+            found.append(BeamSearchOutput([self._beam(output, one, params) for one in output.outputs]))
+        return found
+
+    def _beam(self, output: RequestOutput, one: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
+        shown = one.token_ids[:-1] if one.finish_reason == "stop" and not params.include_stop_str_in_output else one.token_ids
+        tokens = [*output.prompt_token_ids, *shown]
+        text = None if self._tokenizer is None else self._tokenizer.decode(tokens)
+        return BeamSearchSequence(tokens, one.logprobs or [], one.cumulative_logprob or 0.0, text, one.finish_reason,
+                                  one.stop_reason)
 
     def close(self) -> None:
         """Stops the engine. The LLM cannot be used afterwards."""

@@ -294,6 +294,28 @@ class RequestOutput:
         metrics.num_preemptions += timings.preemptions
 
 
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One answer of a beam search."""
+
+    tokens: list[int]
+    """The prompt's and the answer's; a token that ended it is left out unless `include_stop_str_in_output`."""
+    logprobs: list[dict[int, Logprob]]
+    """For each token of the answer, the one that ended it included."""
+    cum_logprob: float
+    text: str | None
+    """Of `tokens`; None without a tokenizer."""
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The answers to one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
 def _entry(line: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
     found: dict[int, Logprob] = {}
     for token, logprob, rank in zip(line.ids, line.logprobs, line.ranks, strict=True):
