@@ -1,0 +1,163 @@
+"""KV events: a consumer that knows the wire alone rebuilds the tree of a real engine, also after it has missed batches."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from penstock.cache import keys
+from penstock.cache.events import Journal
+from penstock.core.errors import ConfigError
+from penstock.engine.events import END, EventsConfig, Publisher, read_config
+from tests.system.kv_consumer import Consumer
+
+PAGE = 4
+
+
+@contextmanager
+def published(**options: Any) -> Iterator[tuple[Publisher, Consumer]]:
+    """A publisher, and a consumer that has subscribed before the first batch."""
+    config = read_config({"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*",
+                          **options})
+    publisher = Publisher(config)
+    consumer = Consumer(publisher.endpoint, publisher.replay_endpoint, config.topic)
+    try:
+        # A subscription takes a moment; until it has arrived, batches are lost, which is what replay is for.
+        yield publisher, consumer
+    finally:
+        consumer.close()
+        publisher.close()
+
+
+class Tree:
+    """A cache's tree in small, that stores and removes at random and tells a journal."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.journal = Journal(PAGE)
+        self.root = keys.root("model", "", "salt")
+        self.blocks: dict[bytes, tuple[bytes | None, list[int]]] = {}
+
+    def grow(self) -> None:
+        parent = self.rng.choice([None, *self.blocks])
+        tokens = [self.rng.randrange(50_000) for _ in range(PAGE * self.rng.randrange(1, 4))]
+        chain = keys.chain(parent or self.root, tokens, PAGE)
+        self.journal.stored(0, "device", parent, chain, tokens, "salt", "")
+        for i, key in enumerate(chain):
+            self.blocks[key] = (parent if i == 0 else chain[i - 1], tokens[i * PAGE:(i + 1) * PAGE])
+
+    def prune(self) -> None:
+        leaves = sorted(self.blocks.keys() - {parent for parent, _ in self.blocks.values()})
+        if leaves:
+            key = self.rng.choice(leaves)
+            del self.blocks[key]
+            self.journal.removed(0, "device", [key])
+
+    def clear(self) -> None:
+        self.blocks.clear()
+        self.journal.cleared()
+
+    def live(self, publisher: Publisher, steps: int) -> None:
+        for _ in range(steps):
+            self.rng.choices((self.grow, self.prune, self.clear), (10, 6, 0.2))[0]()
+            if self.rng.random() < 0.5:
+                publisher.publish(self.journal.take())
+        publisher.publish(self.journal.take())
+
+
+def mapped(consumer: Consumer) -> dict[Any, tuple[Any, list[int]]]:
+    place = consumer.places.get((0, "GPU", None), {})
+    return {name: (block["parent"], block["tokens"]) for name, block in place.items()}
+
+
+def test_every_batch_in_order() -> None:
+    tree = Tree(1)
+    with published(topic="kv@pod@model") as (publisher, consumer):
+        tree.live(publisher, 300)
+        consumer.read()
+        consumer.catch_up()
+        assert mapped(consumer) == tree.blocks and tree.blocks
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lost_batches_are_replayed(seed: int) -> None:
+    tree, rng = Tree(seed), random.Random(seed)
+    with published() as (publisher, consumer):
+        for _ in range(4):
+            tree.live(publisher, 60)
+            consumer.read(drop=lambda sequence: rng.random() < 0.3)
+        consumer.catch_up()
+        assert mapped(consumer) == tree.blocks
+        assert consumer.replayed > 10
+
+
+def test_who_comes_late_gets_everything() -> None:
+    tree = Tree(4)
+    with published() as (publisher, _):
+        tree.live(publisher, 100)
+        late = Consumer(publisher.endpoint, publisher.replay_endpoint)
+        late.catch_up()
+        assert mapped(late) == tree.blocks
+        late.close()
+
+
+def test_frames_as_others_write_and_read_them() -> None:
+    """Frame by frame what a consumer of vLLM's or SGLang's stream expects."""
+    with (published(topic="kv@pod@model", buffer_steps=3) as (publisher, consumer),
+          closing(consumer.context.socket(zmq.SUB)) as events, closing(consumer.context.socket(zmq.DEALER)) as asker):
+        events.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        events.connect(publisher.endpoint)
+        asker.connect(publisher.replay_endpoint or "")
+        journal = Journal(PAGE)
+        while not events.poll(20):
+            publisher.publish(journal.take())
+        topic, number, payload = events.recv_multipart()
+        assert topic == b"kv@pod@model" and len(number) == 8 and int.from_bytes(number, "big") < 500
+        decoded = msgspec.msgpack.decode(payload)
+        assert type(decoded[0]) is float and type(decoded[1]) is list and len(decoded) == 2
+        for _ in range(10):
+            publisher.publish([])
+        while events.poll(100):
+            last = int.from_bytes(events.recv_multipart()[1], "big")
+        asker.send_multipart((b"", (0).to_bytes(8, "big")))
+        answers = []
+        while not answers or answers[-1][2] != END:
+            assert asker.poll(5000)
+            answers.append(asker.recv_multipart())
+        assert [frames[:2] for frames in answers] == [[b"", b"kv@pod@model"]] * 4
+        numbers = [int.from_bytes(frames[2], "big", signed=True) for frames in answers]
+        assert numbers == [last - 2, last - 1, last, -1], "the last three that were kept, and the end"
+        assert answers[-1][3] == b""
+
+
+def test_a_wrong_question_harms_nobody() -> None:
+    with published() as (publisher, consumer):
+        with closing(consumer.context.socket(zmq.DEALER)) as asker:
+            asker.connect(publisher.replay_endpoint or "")
+            asker.send_multipart((b"", b"nonsense, and too long"))
+            asker.send_multipart((b"x",))
+        publisher.publish(Journal(PAGE).take())
+        consumer.catch_up()
+        assert consumer.next == 1
+
+
+def test_config() -> None:
+    assert not EventsConfig().enabled and not read_config({}).enabled
+    texts = read_config({"enable_kv_cache_events": "true", "buffer_steps": "12", "topic": "x"})
+    assert texts.enabled and texts.buffer_steps == 12 and texts.topic == "x"
+    assert not read_config({"enable_kv_cache_events": True, "publisher": "null"}).enabled
+    for wrong in ({"endpont": "x"}, {"buffer_steps": "many"}, {"publisher": "kafka"}, {"hwm": 0}):
+        with pytest.raises(ConfigError, match="kv_events_config"):
+            read_config(wrong)
+    with closing(socket.socket()) as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            Publisher(EventsConfig(endpoint=f"tcp://*:{taken.getsockname()[1]}"))
