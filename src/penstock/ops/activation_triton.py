@@ -1,0 +1,37 @@
+"""Activations on NVIDIA GPUs that are not part of a product's kernel (ops/linear_triton.py): each number read and written once."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from penstock.ops import gpu
+from penstock.ops.registry import register
+
+_BLOCK = 1024
+
+
+def _launch(x: torch.Tensor, kind: str, gated: bool) -> torch.Tensor:
+    from penstock.ops.activation_kernel import apply  # Triton: heavy, and not everywhere
+
+    flat = x.reshape(-1, x.shape[-1])
+    rows, width = flat.shape[0], flat.shape[1] // 2 if gated else flat.shape[1]
+    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    align = math.gcd(16, flat.stride(0))
+    linked = gpu.linked(x.device)
+    apply[(rows, -(-width // _BLOCK))](flat, out, flat.stride(0) // align, width=width, block=_BLOCK, align=align, kind=kind,
+                                       gated=gated, linked=linked, num_warps=4, launch_pdl=linked)
+    return out
+
+
+@register("gated", "triton", rank=10, supports=gpu.supports)
+def gated(x: torch.Tensor, kind: str) -> torch.Tensor:
+    return _launch(x, kind, True)
+
+
+@register("activation", "triton", rank=10, supports=gpu.supports)
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    return _launch(x, kind, False)

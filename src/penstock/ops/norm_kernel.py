@@ -1,0 +1,36 @@
+"""The Triton kernel of ops/norm_triton.py, for all three norms."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit(do_not_specialize=("rows", "x_stride", "residual_stride"))
+def normalise(x, residual, weight, bias, out, rows, x_stride, residual_stride, eps, offset, width: tl.constexpr,
+              block: tl.constexpr, tall: tl.constexpr, align: tl.constexpr, centred: tl.constexpr, linked: tl.constexpr):
+    """out [rows, width] = norm(x + residual) * (offset + weight) + bias; the sum, rounded, replaces residual.
+
+    Residual and bias may be None. A program takes `tall` rows, each within a block. Strides are in units of `align` elements.
+    """
+    row = (tl.program_id(0) * tall + tl.arange(0, tall)).to(tl.int64)[:, None]
+    column = tl.arange(0, block)[None, :]
+    inside = (row < rows) & (column < width)
+    if linked:
+        gdc_launch_dependents()
+    w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
+    if linked:
+        gdc_wait()
+    v = tl.load(x + row * (x_stride.to(tl.int64) * align) + column, mask=inside, other=0.0)
+    if residual is not None:
+        at = residual + row * (residual_stride.to(tl.int64) * align) + column
+        v = (v.to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(v.dtype)
+        tl.store(at, v, mask=inside)
+    v = v.to(tl.float32)
+    if centred:
+        v = tl.where(inside, v - tl.sum(v, 1)[:, None] / width, 0.0)
+    y = v * tl.rsqrt(tl.sum(v * v, 1)[:, None] / width + eps) * w
+    if bias is not None:
+        y += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)

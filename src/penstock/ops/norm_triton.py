@@ -1,0 +1,51 @@
+"""Norms on NVIDIA GPUs: one kernel, a row read and written once. How rows are cut into programs is decided here."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from penstock.ops import gpu
+from penstock.ops.registry import register
+
+_VECTOR = 16
+"""Bytes that a thread loads at once."""
+
+
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
+            offset: float, centred: bool) -> torch.Tensor:
+    """The norm of x [rows, width] + residual, contiguous; residual then holds the sum."""
+    from penstock.ops.norm_kernel import normalise  # Triton: heavy, and not everywhere
+
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    block = 1 << (width - 1).bit_length()
+    # Narrow rows share a program once there are enough of them to keep the whole device busy.
+    tall = max(1, 1024 // block) if rows > 8 * gpu.multiprocessors(x.device) else 1
+    warps = min(16, max(1, tall * block * x.element_size() // (_VECTOR * 32)))
+    stride = x.stride(0) if residual is None else residual.stride(0)
+    align = math.gcd(16, x.stride(0), stride)
+    linked = gpu.linked(x.device)
+    normalise[(-(-rows // tall),)](
+        x, residual, weight, bias, out, rows, x.stride(0) // align, stride // align, float(eps), float(offset), width=width,
+        block=block, tall=tall, align=align, centred=centred, linked=linked, num_warps=warps, launch_pdl=linked)
+    return out
+
+
+@register("rms_norm", "triton", rank=10, supports=gpu.supports)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    return _launch(x.reshape(-1, x.shape[-1]), None, weight, None, eps, offset, False).view(x.shape)
+
+
+@register("add_rms_norm", "triton", rank=10, supports=gpu.supports)
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+                 offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    return _launch(x, residual, weight, None, eps, offset, False), residual
+
+
+@register("layer_norm", "triton", rank=10, supports=gpu.supports)
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return _launch(x, None, weight, bias, eps, 0.0, True)

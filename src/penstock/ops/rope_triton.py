@@ -1,0 +1,41 @@
+"""Query and key norms, rotation and the cache write on NVIDIA GPUs, in one launch."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.ops import gpu
+from penstock.ops.registry import register
+
+_NUMBERS = 1024
+"""Numbers a program: few enough that a single token keeps several busy."""
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size > 0 else 1
+
+
+@register("rope_write", "triton", rank=10, supports=gpu.supports)
+def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+               k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+               q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 1e-6,
+               offset: float = 0.0) -> torch.Tensor:
+    from penstock.ops.rope_kernel import rope_write as kernel  # Triton: heavy, and not everywhere
+
+    tokens, heads, size = q.shape
+    kv_heads = k.shape[1]
+    out = torch.empty(tokens, heads, size, dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    half = 0 if cos is None else cos.shape[1]
+    whole = _power(size)
+    many = max(1, min(_power(heads), _NUMBERS // whole))
+    warps = min(8, max(1, many * whole // 512))
+    linked = gpu.linked(q.device)
+    kernel[(tokens, -(-heads // many) - (-kv_heads // many))](
+        q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_norm, out, float(eps), float(offset),
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        *k_cache.stride()[:3], *v_cache.stride()[:3], heads=heads, kv_heads=kv_heads, size=size, page=k_cache.shape[2],
+        half=half, near=_power(half), far=_power(size - 2 * half), whole=whole, many=many, linked=linked, num_warps=warps,
+        launch_pdl=linked)
+    return out

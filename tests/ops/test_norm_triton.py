@@ -1,0 +1,65 @@
+"""Triton's norms against float64: odd widths, strided rows, few rows and many; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from penstock.ops import norm_triton
+from tests.ops.interpreter import DEVICE, DTYPES
+from tests.ops.kernels import close, random
+
+SHAPES = [(1, 64), (3, 33), (5, 288), (2, 1000), (1, 4096), (1100, 64)]
+"""The last has rows that share a program; the others have one each."""
+
+
+def matrix(rows: int, width: int, dtype: torch.dtype, seed: int, gap: int = 0) -> torch.Tensor:
+    """[rows, width] whose rows lie `gap` numbers apart."""
+    return random(rows, width + gap, seed=seed).to(dtype).to(DEVICE)[:, :width]
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    x, weight = x.double(), weight.double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (weight + offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = matrix(1, shape[1], dtype, 1)[0]
+    for gap, eps, offset in ((0, 1e-6, 0.0), (16, 1e-5, 1.0), (5, 1e-3, 0.0)):
+        x = matrix(*shape, dtype, 2, gap)
+        found = norm_triton.rms_norm(x, weight, eps, offset)
+        assert found.is_contiguous()
+        close(found, rms(x, weight, eps, offset), factor=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_add_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = matrix(1, shape[1], dtype, 1)[0]
+    for gap in (0, 16, 5):
+        x, residual = matrix(*shape, dtype, 2, gap), matrix(*shape, dtype, 3, gap)
+        total = x + residual
+        found, stream = norm_triton.add_rms_norm(x, residual, weight, 1e-5, 1.0)
+        assert torch.equal(stream, total), "the sum is rounded once, to the stream's type"
+        close(found, rms(total, weight, 1e-5, 1.0), factor=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Around a mean that is far from zero, where the difference of two sums would have no digits left."""
+    x = matrix(*shape, dtype, 2, 3) + 30
+    weight, bias = matrix(2, shape[1], dtype, 1)
+    for added in (bias, None):
+        wanted = F.layer_norm(x.double(), (shape[1],), weight.double(), None if added is None else added.double(), 1e-5)
+        close(norm_triton.layer_norm(x, weight, added, 1e-5), wanted, factor=4)
+
+
+def test_heads_and_nothing() -> None:
+    x = random(3, 6, 64, seed=1).to(DEVICE)[:, 1:4]
+    weight = random(64, seed=2).to(DEVICE)
+    close(norm_triton.rms_norm(x, weight, 1e-6), rms(x, weight, 1e-6, 0.0), factor=2)
+    assert norm_triton.rms_norm(x[:0].flatten(1), random(192, seed=3).to(DEVICE), 1e-6).shape == (0, 192)
