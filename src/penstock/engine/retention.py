@@ -165,7 +165,7 @@ def written(render: Callable[[Messages, Tools], str], messages: Messages, tools:
     for count, tool in enumerate(tools or (), 1):
         if tool.get("cache_control") is not None:
             # What follows a tool is another one or the end of the list: up to where both agree, it is written.
-            another = {"type": "function", "function": {"name": secrets.token_hex(8), "description": "", "parameters": {}}}
+            another = {**_bare(tool), "function": {**tool["function"], "name": "x" + secrets.token_hex(8)}}
             shown = render(plain, [*(clean_tools or ())[:count], another])
             mark = read_mark(tool["cache_control"], f"tools[{count - 1}].cache_control")
             wanted.append(Mark(_agreement(shown, text), *mark))
