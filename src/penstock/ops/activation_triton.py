@@ -1,4 +1,4 @@
-"""Activations on NVIDIA GPUs that are not part of a product's kernel (ops/linear_triton.py): each number read and written once."""
+"""Activations on NVIDIA GPUs where they are not part of a product's kernel: each number is read and written once."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit(do_not_specialize=("segments", "tokens", "columns", "halvings", "pieces", "known_row", "table_row", "cut_row"))
 def build_step(known, row, start, query_start, tables, tokens_out, positions_out, tables_out, slots_out, segments, tokens,
-               columns, halvings, pieces, known_row, table_row, cut_row, page: tl.constexpr, block: tl.constexpr, wide: tl.constexpr,
-               linked: tl.constexpr):
+               columns, halvings, pieces, known_row, table_row, cut_row, page: tl.constexpr, block: tl.constexpr,
+               wide: tl.constexpr, linked: tl.constexpr):
     """Programs of `block` tokens each, and behind them `pieces` programs a segment, each for `wide` columns of its tables.
 
     tables, tables_out and slots_out are tuples, one entry a cache group. 2^halvings > segments.
@@ -43,8 +43,8 @@ def build_step(known, row, start, query_start, tables, tokens_out, positions_out
         column = piece % pieces * wide + tl.arange(0, wide)
         count = tl.load(query_start + segment + 1) - tl.load(query_start + segment)
         used = tl.minimum(tl.cdiv(tl.load(start + segment) + count, page), columns)
-        mine = tl.load(row + segment).to(tl.int64)
+        whose = tl.load(row + segment).to(tl.int64)
         if piece % pieces * wide < used:
             for g in tl.static_range(len(tables)):
-                pages = tl.load(tables[g] + mine * table_row + column, mask=column < used)
+                pages = tl.load(tables[g] + whose * table_row + column, mask=column < used)
                 tl.store(tables_out[g] + segment.to(tl.int64) * cut_row + column, pages, mask=column < used)
