@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.sampling import SamplingParams
+from penstock.core.transfer import Landing, Receipt, Transfer
 
 Ints = npt.NDArray[np.int32]
 
@@ -49,14 +50,6 @@ class Move(NamedTuple):
     target: int
 
 
-class Landing(NamedTuple):
-    """What became of a load from another tier."""
-
-    ticket: int
-    ok: bool
-    """All of its pages hold what was asked for. If not, none of them is used."""
-
-
 @dataclass(slots=True)
 class StepPlan:
     """One step. Segment i is `counts[i]` known positions of `rows[i]` from `starts[i]` on; the order is the batch's order.
@@ -73,7 +66,7 @@ class StepPlan:
     starts: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     counts: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     wants: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
-    transfers: list[object] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     """Pages to save to other tiers before `moves`, and to load from them after. Made by `cache/tiers`, carried out by the
     worker's movers; a step without segments that finds loads under way waits until one of them has landed."""
 
@@ -113,6 +106,8 @@ class StepResult:
     """The part of it inside the model."""
     landings: list[Landing] = field(default_factory=list)
     """Loads that have ended since the last result."""
+    receipts: list[Receipt] = field(default_factory=list)
+    """Pages that were written to stores since, or could not be."""
 
 
 NOT_SAMPLED = -1

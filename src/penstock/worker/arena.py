@@ -41,6 +41,17 @@ class Arena:
                 views[layer] = KVView(g, *tensors)
         return [view for view in views if view is not None]
 
+    def stretch(self, group: int, first: int, count: int) -> torch.Tensor:
+        """The bytes of consecutive pages and of the gaps between them, in one piece: as much in any arena of this layout."""
+        cut = self.layout.groups[group]
+        start = first * cut.stride
+        return self._bytes[start:start + (count - 1) * cut.stride + cut.page_bytes]
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """All of its bytes."""
+        return self._bytes
+
     def copy(self, moves: Sequence[Move]) -> None:
         """Performs page copies in order."""
         for move in moves:

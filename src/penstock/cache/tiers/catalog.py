@@ -1,0 +1,218 @@
+"""What a store holds, as far as is known, and keeping it within bounds.
+
+The engine's thread asks and must never wait for a store; so the answer comes from memory, which a thread of its own brings up
+to date. It may be wrong: a page may have gone, which a load finds out, or have come from another engine, which the next look
+finds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from penstock.core.transfer import PageName
+from penstock.stores import Entry, Store
+from penstock.stores.record import HEADER_BYTES
+
+LOG = logging.getLogger("penstock")
+
+_SPARE = 0.05
+"""Of the bound, what is to be free so that writers find room. If it is not, twice as much is made free, in the background."""
+_PAUSE_SECONDS = 5.0
+"""A store that has failed to write is left alone for so long."""
+
+
+class Catalog:
+    """The pages of one store. Safe to use from the engine's thread and from the keeper's."""
+
+    def __init__(self, store: Store, page_bytes: Sequence[int], bound: int | None) -> None:
+        """`page_bytes` of each cache group; the store may hold `bound` bytes, or None for no bound of ours."""
+        self.store = store
+        self.tier = store.tier
+        self.bound = bound
+        self.used_bytes = 0
+        self.pages = 0
+        self.evicted = 0
+        self._sizes = [HEADER_BYTES + size for size in page_bytes]
+        self._spare = max(2 * max(self._sizes), int(_SPARE * (bound or 0)))
+        self._entries: dict[PageName | str, list[float]] = {}
+        """Bytes and last use of everything there."""
+        self._pending: dict[PageName, int] = {}
+        self._pending_bytes = 0
+        self._paused_until = 0.0
+        self._failing = False
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: PageName) -> bool:
+        return name in self._entries
+
+    def touch(self, names: Iterable[PageName]) -> None:
+        """These pages were wanted."""
+        now = time.time()
+        for name in names:
+            entry = self._entries.get(name)
+            if entry is not None:
+                entry[1] = now
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it is time to shrink."""
+        return self.bound is not None and self.used_bytes + self._pending_bytes > self.bound - self._spare
+
+    def reserve(self, name: PageName, now: float) -> bool:
+        """Whether a page should be written now: it is not there nor on its way, there is room, and the store takes pages."""
+        if name in self._entries or name in self._pending or now < self._paused_until:
+            return False
+        size = self._sizes[name.group]
+        if self.bound is not None and self.used_bytes + self._pending_bytes + size > self.bound:
+            return False
+        self._pending[name] = size
+        self._pending_bytes += size
+        return True
+
+    def settle(self, name: PageName, ok: bool, now: float) -> bool:
+        """A reserved page has been written, or could not be. False if it is to be deleted, as it was forgotten meanwhile."""
+        size = self._pending.pop(name, None)
+        if size is None:
+            return not ok
+        self._pending_bytes -= size
+        if ok:
+            self._add(Entry(name, size, time.time()))
+        else:
+            self._paused_until = now + _PAUSE_SECONDS
+        return True
+
+    def lost(self, names: Iterable[PageName]) -> None:
+        """These pages could not be read."""
+        with self._lock:
+            for name in names:
+                self._remove(name)
+
+    def forget(self) -> list[PageName]:
+        """Knows nothing any more; returns the pages that should be deleted for it to be true."""
+        with self._lock:
+            names = [name for name in self._entries if not isinstance(name, str)]
+            for name in names:
+                self._remove(name)
+        self._pending.clear()
+        self._pending_bytes = 0
+        return names
+
+    def refresh(self) -> None:
+        """Looks at the store. May take long; not for the engine's thread."""
+        try:
+            came, went = self.store.changes()
+        except OSError as error:
+            self._complain("cannot be listed", error)
+            return
+        self._failing = False
+        for entry in came:
+            self._add(entry)
+        with self._lock:
+            for name in went:
+                self._remove(name)
+
+    def shrink(self) -> None:
+        """Deletes what was used longest ago, if the store is nearly full. Not for the engine's thread."""
+        if self.bound is None or not self.crowded:
+            return
+        with self._lock:
+            oldest = sorted(self._entries.items(), key=lambda item: item[1][1])
+        for name, _ in oldest:
+            if self.used_bytes + self._pending_bytes <= self.bound - 2 * self._spare:
+                return
+            if not self.delete(name):
+                return
+            self.evicted += 1
+
+    def delete(self, name: PageName | str) -> bool:
+        """Takes something out of the store."""
+        try:
+            self.store.delete(name)
+        except OSError as error:
+            self._complain("does not let go of pages", error)
+            return False
+        with self._lock:
+            self._remove(name)
+        return True
+
+    def _add(self, entry: Entry) -> None:
+        name, nbytes, used = entry
+        with self._lock:
+            if name in self._entries:
+                return
+            if not nbytes and not isinstance(name, str):
+                nbytes = self._sizes[name.group] if name.group < len(self._sizes) else 0
+            self._entries[name] = [nbytes, used]
+            self.used_bytes += nbytes
+            self.pages += not isinstance(name, str)
+
+    def _remove(self, name: PageName | str) -> None:
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            self.used_bytes -= int(entry[0])
+            self.pages -= not isinstance(name, str)
+
+    def _complain(self, what: str, error: OSError) -> None:
+        """Once for each time that it begins to fail."""
+        if not self._failing:
+            LOG.warning("the %s tier of the cache %s: %s", self.tier, what, error)
+        self._failing = True
+
+
+class Keeper:
+    """A thread that keeps catalogs true and stores within their bounds."""
+
+    def __init__(self, catalogs: Sequence[Catalog], seconds: float) -> None:
+        """Looks once before it returns, so that a new engine knows what was kept; then every `seconds`, or more rarely where
+        looking takes long."""
+        self._catalogs = list(catalogs)
+        self._seconds = seconds
+        self._doomed: list[tuple[Catalog, list[PageName]]] = []
+        self._wake = threading.Event()
+        self._closed = False
+        self._look()
+        self._thread = threading.Thread(target=self._run, name="penstock-tiers", daemon=True)
+        self._thread.start()
+
+    def delete(self, catalog: Catalog, names: list[PageName]) -> None:
+        """Has pages deleted soon."""
+        self._doomed.append((catalog, names))
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Has stores shrunk soon."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Finishes what it is doing."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        due = time.monotonic() + self._seconds
+        while True:
+            self._wake.wait(max(0.0, due - time.monotonic()))
+            self._wake.clear()
+            while self._doomed:
+                catalog, names = self._doomed.pop()
+                for name in names:
+                    if name not in catalog:
+                        catalog.delete(name)
+            if self._closed:
+                return
+            began = time.monotonic()
+            if began >= due:
+                self._look()
+                # At most a fiftieth of a core goes into looking.
+                due = time.monotonic() + max(self._seconds, 50 * (time.monotonic() - began))
+            for catalog in self._catalogs:
+                catalog.shrink()
+
+    def _look(self) -> None:
+        for catalog in self._catalogs:
+            catalog.refresh()
+            catalog.shrink()

@@ -1,0 +1,277 @@
+"""The tiers behind the device as the prefix index sees them: where a page is kept, when it is saved, whether loading it pays.
+
+The host's arena is the first of them, and the place from which pages are written to stores. What moves is decided here and done
+by the worker (`worker/movers.py`), in the order of plans, so a page counts as being on the host from the plan that saves it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+from penstock.cache.keys import Key
+from penstock.cache.tiers import Content
+from penstock.cache.tiers.catalog import Catalog, Keeper
+from penstock.cache.tiers.cost import Costs, Source
+from penstock.cache.tiers.host import HostSlots
+from penstock.core.layout import CacheLayout
+from penstock.core.request import TierStats
+from penstock.core.transfer import Landing, Load, PageName, Piece, Receipt, Save, Store, Transfer
+from penstock.stores import Store as Place
+
+HOST = "host"
+
+_PATIENCE = 4.0
+"""A load that takes so many times as long as computing has failed."""
+_LEAST_PATIENCE, _MOST_PATIENCE = 0.5, 30.0
+"""Seconds, whatever computing takes or if that is not known."""
+_WANTED_PAGES = 1 << 16
+"""Pages that may wait to be written to stores; of more the oldest are not written."""
+_WRITING_SHARE = 0.25
+"""Of the host's slots, those that writing to stores may keep busy."""
+_SPILL_SHARE = 0.75
+"""With so much of the host full, pages on their way out are written to stores in good time."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the user decides."""
+
+    through: bool = True
+    """Save pages as soon as they are certain, instead of when the device gives them up."""
+    always: bool = False
+    """Load whatever is found, instead of where loading is predicted to be faster than computing."""
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load under way."""
+
+    pieces: list[Piece]
+    nbytes: dict[str, int]
+    """By tier."""
+    pages: dict[str, int] = field(default_factory=dict)
+
+
+class Hierarchy:
+    """Implements `cache/tiers/__init__.py::Tiers` over a host arena of `slabs` slabs and stores, nearest first."""
+
+    def __init__(self, layout: CacheLayout, slabs: int, stores: Sequence[tuple[Place, int | None]], policy: Policy,
+                 refresh_seconds: float = 1.0) -> None:
+        """`stores` with the bytes that each may hold."""
+        self.layout = layout
+        self.policy = policy
+        self.host = HostSlots(layout, slabs)
+        self._sizes = [group.page_bytes for group in layout.groups]
+        self.catalogs = [Catalog(store, self._sizes, bound) for store, bound in stores]
+        self.costs = Costs({tier: Source() for tier in (HOST, *(catalog.tier for catalog in self.catalogs))})
+        self._keeper = Keeper(self.catalogs, refresh_seconds) if self.catalogs else None
+        self._stats = {tier: TierStats(tier) for tier in self.costs.sources}
+        self._transfers: list[Transfer] = []
+        self._saving: dict[tuple[int, int], int] = {}
+        """Where in `_transfers` a page of the device is being saved."""
+        self._wanted: deque[PageName] = deque(maxlen=_WANTED_PAGES)
+        """Pages to be written to stores as soon as there is room for them in the queue."""
+        self._writing: dict[int, tuple[int, PageName, int]] = {}
+        """Stores under way: which store, which page, its size."""
+        self._most_writing = max(1, int(_WRITING_SHARE * slabs * min(group.per_slab for group in layout.groups)))
+        self._loading: dict[int, _Loading] = {}
+        self._ids = count(1)
+
+    # -- what the prefix index asks (`cache/tiers/__init__.py::Tiers`)
+
+    def offer(self, pages: Sequence[Content], leaving: bool) -> None:
+        if leaving:
+            self._hasten(pages)
+            # Until now it was the device's affair how recently they were used.
+            self.host.touch([PageName(content.group, content.key) for content in pages])
+        elif not self.policy.through:
+            return
+        fresh, names = list[Content](), list[PageName]()
+        seen = set[PageName]()
+        for content in pages:
+            name = PageName(content.group, content.key)
+            if name in self.host or name in seen or not self._worth_saving(name):
+                continue
+            seen.add(name)
+            fresh.append(content)
+            names.append(name)
+        slots = self.host.add(names)
+        for content, name, slot in zip(fresh, names, slots, strict=False):
+            self._saving[content.group, content.page] = len(self._transfers)
+            self._transfers.append(Save(content.group, content.page, slot, leaving))
+            self._moved(HOST, self._sizes[name.group])
+        if self.catalogs:
+            if self.policy.through:
+                self._wanted.extend(names[:len(slots)])
+            elif self.host.used_bytes > _SPILL_SHARE * self.host.layout.nbytes:
+                self._wanted.extend(islice(self.host.oldest(), 2 * len(slots) + 1))
+            self._write()
+
+    def find(self, group: int, keys: Sequence[Key]) -> list[bool]:
+        names = [PageName(group, key) for key in keys]
+        return [name in self.host or any(name in catalog for catalog in self.catalogs) for name in names]
+
+    def load(self, pages: Sequence[Content], positions: int) -> int | None:
+        pieces = self._locate(pages)
+        if not pieces:
+            return None
+        nbytes, tiers = Counter[str](), Counter[str]()
+        for piece in pieces:
+            tier = self._tier(piece)
+            nbytes[tier] += self._sizes[piece.name.group]
+            tiers[tier] += 1
+        if not self.policy.always and not self.costs.worth_loading(nbytes, positions, time.monotonic()):
+            return None
+        for piece in pieces:
+            if piece.slot >= 0:
+                self.host.hold(piece.name)
+        for tier, size in nbytes.items():
+            self.costs.sources[tier].owed += size
+        ticket = next(self._ids)
+        self._loading[ticket] = _Loading(pieces, dict(nbytes), dict(tiers))
+        self._transfers.append(Load(ticket, pieces, self._patience(positions)))
+        return ticket
+
+    def source(self, ticket: int) -> dict[str, int]:
+        return self._loading[ticket].pages
+
+    def drain(self) -> list[Transfer]:
+        transfers, self._transfers = self._transfers, []
+        self._saving.clear()
+        return transfers
+
+    def clear(self) -> None:
+        self.host.clear()
+        self._wanted.clear()
+        for catalog in self.catalogs:
+            names = catalog.forget()
+            if self._keeper is not None:
+                self._keeper.delete(catalog, names)
+
+    def report(self, landings: Iterable[Landing], receipts: Iterable[Receipt]) -> None:
+        now = time.monotonic()
+        for landing in landings:
+            self._landed(landing, now)
+        for receipt in receipts:
+            which, name, size = self._writing.pop(receipt.id)
+            catalog = self.catalogs[which]
+            self.host.let_go(name)
+            if not catalog.settle(name, receipt.ok, now) and self._keeper is not None:
+                self._keeper.delete(catalog, [name])
+            if receipt.ok:
+                self._moved(catalog.tier, size)
+        if self._wanted:
+            self._write()
+        if self._keeper is not None and any(catalog.crowded for catalog in self.catalogs):
+            self._keeper.wake()
+
+    def computed(self, positions: int, seconds: float) -> None:
+        self.costs.steps.learn(positions, seconds)
+
+    # -- what the engine asks
+
+    @property
+    def busy(self) -> bool:
+        """Whether loads are under way."""
+        return bool(self._loading)
+
+    def stats(self) -> list[TierStats]:
+        """Figures of the tiers, nearest first."""
+        host = self._stats[HOST]
+        host.capacity_bytes, host.used_bytes = self.host.layout.nbytes, self.host.used_bytes
+        host.cached_pages, host.evicted_pages = len(self.host), self.host.evicted
+        for catalog in self.catalogs:
+            stats = self._stats[catalog.tier]
+            stats.capacity_bytes, stats.used_bytes = catalog.bound or 0, catalog.used_bytes
+            stats.cached_pages, stats.evicted_pages = catalog.pages, catalog.evicted
+        return list(self._stats.values())
+
+    def close(self) -> None:
+        """Ends what runs in the background; nothing may be asked any more."""
+        if self._keeper is not None:
+            self._keeper.close()
+        for catalog in self.catalogs:
+            catalog.store.close()
+
+    # -- within
+
+    def _hasten(self, pages: Sequence[Content]) -> None:
+        """A page that is being saved by the plan being made, as it was to stay, is leaving after all."""
+        for content in pages:
+            at = self._saving.get((content.group, content.page))
+            if at is not None:
+                save = self._transfers[at]
+                assert isinstance(save, Save)
+                self._transfers[at] = save._replace(leaving=True)
+
+    def _worth_saving(self, name: PageName) -> bool:
+        return self.policy.always or self.costs.worth_saving(HOST, self._sizes[name.group], self.layout.page)
+
+    def _write(self) -> None:
+        """Starts writing wanted pages, as many as the queue takes. A page that has left the host meanwhile is not written."""
+        now = time.monotonic()
+        while self._wanted and len(self._writing) < self._most_writing:
+            name = self._wanted.popleft()
+            for which, catalog in enumerate(self.catalogs):
+                if name in self.host and catalog.reserve(name, now):
+                    id = next(self._ids)
+                    self._writing[id] = which, name, self._sizes[name.group]
+                    self._transfers.append(Store(id, which, name, self.host.hold(name)))
+
+    def _locate(self, pages: Sequence[Content]) -> list[Piece]:
+        """Where each page is to come from; nothing if one of them is nowhere."""
+        pieces, names = [], []
+        for content in pages:
+            name = PageName(content.group, content.key)
+            slot, store = self.host.slot(name), -1
+            if slot is None:
+                slot, store = -1, next((i for i, catalog in enumerate(self.catalogs) if name in catalog), -1)
+                if store < 0:
+                    return []
+            names.append(name)
+            pieces.append(Piece(name, content.page, slot, store))
+        self.host.touch(names)
+        for catalog in self.catalogs:
+            catalog.touch(names)
+        return pieces
+
+    def _landed(self, landing: Landing, now: float) -> None:
+        load = self._loading.pop(landing.ticket)
+        for piece in load.pieces:
+            if piece.slot >= 0:
+                self.host.let_go(piece.name)
+        # A load is as slow as the furthest tier that it needs.
+        furthest = max(load.nbytes, key=list(self._stats).index)
+        for tier, size in load.nbytes.items():
+            self.costs.sources[tier].owed -= size
+            if landing.ok:
+                self._stats[tier].bytes_out += size
+                self._stats[tier].hit_tokens += self._positions(load, tier)
+        self.costs.sources[furthest].learn(load.nbytes[furthest], landing.seconds, now)
+        for piece in load.pieces:
+            if piece.name in landing.lost:
+                self._stats[self._tier(piece)].failures += 1
+        for catalog in self.catalogs:
+            catalog.lost(landing.lost)
+
+    def _positions(self, load: _Loading, tier: str) -> int:
+        """Positions of context that a load got from a tier: of the cache group that got most."""
+        pages = Counter(piece.name.group for piece in load.pieces if self._tier(piece) == tier)
+        return max(pages.values()) * self.layout.page
+
+    def _moved(self, tier: str, nbytes: int) -> None:
+        self._stats[tier].stored_pages += 1
+        self._stats[tier].bytes_in += nbytes
+
+    def _patience(self, positions: int) -> float:
+        seconds = self.costs.steps.seconds(positions)
+        if self.policy.always or seconds is None:
+            return _MOST_PATIENCE
+        return min(_MOST_PATIENCE, max(_LEAST_PATIENCE, _PATIENCE * seconds))
+
+    def _tier(self, piece: Piece) -> str:
+        return HOST if piece.store < 0 else self.catalogs[piece.store].tier

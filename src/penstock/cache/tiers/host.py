@@ -1,0 +1,112 @@
+"""Which page is in which slot of the host's arena: slots are cut as the device's pages are, and given up least recent first.
+
+A slot is free, being read or written by a transfer (busy), or idle. Bookkeeping alone; the bytes are the worker's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from penstock.cache.pool import Pools
+from penstock.core.layout import CacheLayout
+from penstock.core.transfer import PageName
+
+
+class HostSlots:
+    """Slots of the host's arena by what is in them."""
+
+    def __init__(self, layout: CacheLayout, slabs: int) -> None:
+        self.layout = replace(layout, slabs=slabs)
+        self.evicted = 0
+        self._pools = Pools(self.layout)
+        self._slots: OrderedDict[PageName, int] = OrderedDict()
+        """Least recently used first."""
+        self._busy: dict[PageName, int] = {}
+        """How many transfers use a page's slot."""
+        self._doomed: dict[PageName, list[int]] = {}
+        """Slots whose page was forgotten while a transfer used them."""
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, name: PageName) -> bool:
+        return name in self._slots
+
+    @property
+    def used_bytes(self) -> int:
+        return self._pools.slabs_used * self.layout.slab_bytes
+
+    def slot(self, name: PageName) -> int | None:
+        """Where a page is, if it is here."""
+        return self._slots.get(name)
+
+    def touch(self, names: Sequence[PageName]) -> None:
+        """These pages, in the order of their context, have been used. Its end is forgotten first: it is of no use alone."""
+        for name in reversed(names):
+            if name in self._slots:
+                self._slots.move_to_end(name)
+
+    def add(self, names: Sequence[PageName]) -> list[int]:
+        """Slots for as many of these pages, which are not here, as there is room for without touching busy ones."""
+        slots: list[int] = []
+        for name in names:
+            slot = self._take(name.group)
+            if slot is None:
+                break
+            slots.append(slot)
+        for name, slot in reversed(list(zip(names, slots, strict=False))):
+            self._slots[name] = slot
+        return slots
+
+    def hold(self, name: PageName) -> int:
+        """A transfer uses a page's slot from now on."""
+        self._busy[name] = self._busy.get(name, 0) + 1
+        return self._slots[name]
+
+    def let_go(self, name: PageName) -> None:
+        """A transfer has ended."""
+        self._busy[name] -= 1
+        if not self._busy[name]:
+            del self._busy[name]
+            for slot in self._doomed.pop(name, ()):
+                self._pools.give(name.group, [slot])
+
+    def clear(self) -> None:
+        """Forgets every page; busy slots are free when their transfers have ended."""
+        for name, slot in self._slots.items():
+            if name in self._busy:
+                self._doomed.setdefault(name, []).append(slot)
+            else:
+                self._pools.give(name.group, [slot])
+        self._slots.clear()
+
+    def oldest(self) -> Iterator[PageName]:
+        """Pages in the order in which they will go."""
+        return iter(self._slots)
+
+    def busy(self, name: PageName) -> bool:
+        """Whether a transfer uses a page's slot."""
+        return name in self._busy
+
+    def _take(self, group: int) -> int | None:
+        if self._pools.available(group):
+            return self._pools.take(group, 1)[0]
+        # A slab is free for another group when all of its pages are, so several may have to go.
+        passed: list[PageName] = []
+        try:
+            while self._slots and len(passed) <= len(self._busy):
+                name, slot = self._slots.popitem(last=False)
+                if name in self._busy:
+                    self._slots[name] = slot
+                    passed.append(name)
+                    continue
+                self._pools.give(name.group, [slot])
+                self.evicted += 1
+                if self._pools.available(group):
+                    return self._pools.take(group, 1)[0]
+            return None
+        finally:
+            for name in reversed(passed):
+                self._slots.move_to_end(name, last=False)

@@ -1,0 +1,81 @@
+"""How pages travel between the device and the tiers behind it: what plans ask of the worker's movers, and what these answer.
+
+A page behind the device lies in a slot of the host's arena, which is cut as the device's is (`core/layout.py`), or in a store
+under the name of what is in it. Transfers are carried out in the order of plans.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PageName(NamedTuple):
+    """What is in a page, which names it in every store: the key of the context that it ends, and the cache group."""
+
+    group: int
+    key: bytes
+
+
+class Save(NamedTuple):
+    """Copy a page of the device to a slot of the host."""
+
+    group: int
+    page: int
+    slot: int
+    leaving: bool
+    """The page may be overwritten by the plan's own moves, loads or step, instead of only by those of later plans."""
+
+
+class Store(NamedTuple):
+    """Write a slot of the host to a store. Answered by a Receipt, until which the slot must not change."""
+
+    id: int
+    store: int
+    """Which of the stores that the engine was started with."""
+    name: PageName
+    slot: int
+
+
+class Piece(NamedTuple):
+    """One page of a load."""
+
+    name: PageName
+    page: int
+    """Where on the device it goes."""
+    slot: int
+    """Where on the host it is, -1 if it comes from a store."""
+    store: int
+    """The store that it comes from, -1 if it is on the host."""
+
+
+class Load(NamedTuple):
+    """Fill pages of the device. Answered by a Landing with the ticket, until which its slots must not change."""
+
+    ticket: int
+    pieces: list[Piece]
+    patience: float
+    """Seconds after which it has failed."""
+
+
+Transfer = Save | Store | Load
+
+
+class Landing(NamedTuple):
+    """What became of a load."""
+
+    ticket: int
+    ok: bool
+    """All of its pages hold what was asked for. If not, none of them is used."""
+    seconds: float = 0.0
+    """For how long movers were busy with it alone: what came before it in the queue does not count."""
+    lost: tuple[PageName, ...] = ()
+    """Pages that were not where they should have been, or not whole."""
+
+
+class Receipt(NamedTuple):
+    """What became of a Store."""
+
+    id: int
+    ok: bool
+    seconds: float
+    """The writing alone."""

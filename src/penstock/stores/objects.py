@@ -1,0 +1,95 @@
+"""Pages as objects of any file system that fsspec knows: s3://bucket/folder, gcs://, file:///shared/folder and others.
+
+fsspec comes with the extra `remote`; a protocol may need a package of its own (s3fs for s3), which fsspec names. Bounding the
+size is the bucket's affair (its lifecycle rules); nothing is deleted here but what is broken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from penstock.core.errors import ConfigError
+from penstock.core.transfer import PageName
+from penstock.stores import Entry
+from penstock.stores.disk import parse
+from penstock.stores.listing import Listing
+from penstock.stores.version import Version
+
+Result = TypeVar("Result")
+
+
+class ObjectStore:
+    """The pages of one version under a URL, one object a page: URL/VERSION/ab/abcd...-GROUP."""
+
+    tier = "remote"
+
+    def __init__(self, url: str, version: Version) -> None:
+        """ConfigError if the URL's file system cannot be reached."""
+        try:
+            fsspec = importlib.import_module("fsspec")
+            # Listings must be fresh: others write here, too.
+            self._files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+            self._home = f"{root.rstrip('/')}/{version.id.hex()}"
+            self._made: set[str] = set()
+            self._files.makedirs(self._home, exist_ok=True)
+        except ImportError as error:
+            raise ConfigError(f"cache_remote is {url}, which needs a package that is not installed ({error}); "
+                              "pip install 'penstock[remote]' brings fsspec") from None
+        except Exception as error:
+            # Every file system has errors of its own.
+            raise ConfigError(f"cache_remote is {url}, which cannot be used: {error}") from None
+        self._listing = Listing()
+
+    def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
+        path = self._path(name)
+
+        def put() -> None:
+            folder = path.rpartition("/")[0]
+            if folder not in self._made:
+                self._files.makedirs(folder, exist_ok=True)
+                self._made.add(folder)
+            self._files.pipe_file(path, b"".join(parts))
+
+        _safely(put)
+
+    def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
+        data: bytes = _safely(lambda: self._files.cat_file(self._path(name)))
+        done = 0
+        for part in parts:
+            piece = data[done:done + part.nbytes]
+            part[:len(piece)] = piece
+            done += len(piece)
+        return done
+
+    def delete(self, name: PageName | str) -> None:
+        path = name if isinstance(name, str) else self._path(name)
+        try:
+            _safely(lambda: self._files.rm_file(path))
+        except FileNotFoundError:
+            return
+
+    def changes(self) -> tuple[list[Entry], list[PageName | str]]:
+        now = time.time()
+        found: dict[str, dict[str, Any]] = _safely(lambda: self._files.find(self._home, detail=True))
+        return self._listing.compare(Entry(parse(path.rpartition("/")[2]) or path, int(facts.get("size") or 0), now)
+                                     for path, facts in found.items())
+
+    def close(self) -> None:
+        """fsspec shares and closes its sessions itself."""
+
+    def _path(self, name: PageName) -> str:
+        key = name[1].hex()
+        return f"{self._home}/{key[:2]}/{key}-{name[0]}"
+
+
+def _safely(operation: Callable[[], Result]) -> Result:
+    """Client libraries raise what they like; a store raises OSError."""
+    try:
+        return operation()
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,189 @@
+"""Pages as values of a Redis or Valkey server: redis://[user:password@]host[:port][/database].
+
+Speaks the five commands that it needs itself (protocol: redis.io/docs/latest/develop/reference/protocol-spec, RESP2), because
+a page then goes straight into pinned memory, which client libraries do not offer, and it is less code than an adapter to
+one. Bounding the size is the server's affair (maxmemory with an LRU policy); nothing is deleted here but what is broken.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from urllib.parse import unquote, urlsplit
+
+from penstock.core.errors import ConfigError
+from penstock.core.transfer import PageName
+from penstock.stores import Entry
+from penstock.stores.listing import Listing
+from penstock.stores.version import Version
+
+_TIMEOUT_SECONDS = 10.0
+_SCAN_COUNT = 1000
+_KEY_BYTES = 32
+
+Reply = bytes | int | list["Reply"] | None
+
+
+class RedisStore:
+    """The pages of one version on a server, under penstock:VERSION:GROUP:KEY. Each thread that calls has its connection."""
+
+    tier = "remote"
+
+    def __init__(self, url: str, version: Version) -> None:
+        """ConfigError if the server cannot be reached."""
+        self._url = urlsplit(url)
+        self._prefix = b"penstock:" + version.id + b":"
+        self._idle: list[_Connection] = []
+        self._lock = threading.Lock()
+        self._listing = Listing()
+        try:
+            with self._connection() as connection:
+                connection.ask(b"PING")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cache_remote is {self._url.scheme}://{self._url.hostname}, which does not answer as Redis "
+                              f"does: {error}") from None
+
+    def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
+        with self._connection() as connection:
+            connection.ask(b"SET", self._key(name), parts)
+
+    def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
+        with self._connection() as connection:
+            done = connection.fetch(self._key(name), parts)
+        if done is None:
+            raise FileNotFoundError(name)
+        return done
+
+    def delete(self, name: PageName | str) -> None:
+        with self._connection() as connection:
+            connection.ask(b"DEL", name.encode("latin-1") if isinstance(name, str) else self._key(name))
+
+    def changes(self) -> tuple[list[Entry], list[PageName | str]]:
+        now = time.time()
+        return self._listing.compare(Entry(self._parse(key), 0, now) for key in self._keys())
+
+    def close(self) -> None:
+        with self._lock:
+            for connection in self._idle:
+                connection.close()
+            self._idle.clear()
+
+    def _keys(self) -> Iterator[bytes]:
+        pattern, cursor = b"".join(b"\\" + bytes([byte]) for byte in self._prefix) + b"*", b"0"
+        with self._connection() as connection:
+            while True:
+                reply = connection.ask(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", str(_SCAN_COUNT).encode())
+                assert isinstance(reply, list)
+                cursor, keys = reply
+                assert isinstance(keys, list)
+                yield from (key for key in keys if isinstance(key, bytes))
+                if cursor == b"0":
+                    return
+
+    def _key(self, name: PageName) -> bytes:
+        return self._prefix + name[0].to_bytes(1, "little") + name[1]
+
+    def _parse(self, key: bytes) -> PageName | str:
+        rest = key[len(self._prefix):]
+        return PageName(rest[0], rest[1:]) if len(rest) == 1 + _KEY_BYTES else key.decode("latin-1")
+
+    @contextmanager
+    def _connection(self) -> Iterator[_Connection]:
+        """One of our own while in use. After an error it is in no known state, so it is closed."""
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or _Connection(self._url.hostname or "127.0.0.1", self._url.port or 6379,
+                                               unquote(self._url.username or ""), unquote(self._url.password or ""),
+                                               self._url.path.strip("/"))
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._idle.append(connection)
+
+
+class _Connection:
+    """A conversation with the server, one command at a time."""
+
+    def __init__(self, host: str, port: int, user: str, password: str, database: str) -> None:
+        self._socket = socket.create_connection((host, port), _TIMEOUT_SECONDS)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._file = self._socket.makefile("rb", buffering=1 << 16)
+        if password:
+            self.ask(b"AUTH", *[part.encode() for part in (user, password) if part])
+        if database:
+            self.ask(b"SELECT", database.encode())
+
+    def ask(self, *words: bytes | Sequence[memoryview]) -> Reply:
+        """Sends a command and reads its answer. A word may come in parts. OSError for an error of the server's."""
+        self._send(words)
+        return self._reply()
+
+    def fetch(self, key: bytes, parts: Sequence[memoryview]) -> int | None:
+        """GET into memory: how many bytes there were, as far as they fit; None if there is no such key."""
+        self._send((b"GET", key))
+        kind, rest = self._line()
+        if kind != b"$":
+            raise OSError(f"the server answered {(kind + rest)[:100]!r} to GET")
+        nbytes = int(rest)
+        if nbytes < 0:
+            return None
+        done = 0
+        for part in parts:
+            piece = part[:min(part.nbytes, nbytes - done)]
+            self._into(self._file.readinto, piece)
+            done += piece.nbytes
+        self._exactly(nbytes - done + 2)
+        return done
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+    def _send(self, words: Sequence[bytes | Sequence[memoryview]]) -> None:
+        self._socket.sendall(b"*%d\r\n" % len(words))
+        for word in words:
+            parts = [memoryview(word)] if isinstance(word, bytes) else word
+            self._socket.sendall(b"$%d\r\n" % sum(part.nbytes for part in parts))
+            for part in parts:
+                self._socket.sendall(part)
+            self._socket.sendall(b"\r\n")
+
+    def _reply(self) -> Reply:
+        kind, rest = self._line()
+        if kind == b"-":
+            raise OSError(rest.decode(errors="replace"))
+        if kind == b":":
+            return int(rest)
+        if kind == b"$":
+            return self._exactly(int(rest) + 2)[:-2] if int(rest) >= 0 else None
+        if kind == b"*":
+            return [self._reply() for _ in range(int(rest))]
+        if kind != b"+":
+            raise OSError(f"the server answered {(kind + rest)[:100]!r}, which is not the Redis protocol")
+        return rest
+
+    def _line(self) -> tuple[bytes, bytes]:
+        line = self._file.readline()
+        if not line.endswith(b"\r\n"):
+            raise ConnectionError("the server has closed the connection")
+        return line[:1], line[1:-2]
+
+    def _exactly(self, nbytes: int) -> bytes:
+        data = self._file.read(nbytes)
+        if len(data) < nbytes:
+            raise ConnectionError("the server has closed the connection")
+        return data
+
+    @staticmethod
+    def _into(read: Callable[[memoryview], int | None], piece: memoryview) -> None:
+        while piece.nbytes:
+            got = read(piece)
+            if not got:
+                raise ConnectionError("the server has closed the connection")
+            piece = piece[got:]

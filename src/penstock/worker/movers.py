@@ -1,0 +1,328 @@
+"""Carries pages between the device, the host's arena and stores while steps run. What moves is decided in `cache/tiers`.
+
+Saves run in a lane of their own, beside the steps. Loads and writes to stores run in threads: those of one place never wait for
+those of another, so a slow store delays nobody who does not read from it. Nothing here knows what a page means; that it is the
+one that was asked for is checked against its header (`stores/record.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from penstock.core.plan import StepPlan
+from penstock.core.transfer import Landing, Load, PageName, Piece, Receipt, Save
+from penstock.core.transfer import Store as Writing
+from penstock.stores import Store, record
+from penstock.worker.arena import Arena
+from penstock.worker.lanes import Copy, Lane, Mark, StreamLane, StreamMark, ThreadLane, copy_all, pin, unpin
+
+LOG = logging.getLogger("penstock")
+
+_READERS = 8
+"""Threads that read from one store: disks and networks want several questions at once, and each checks what it read."""
+_WRITERS = 2
+"""Writing is never urgent."""
+_IDLE_SECONDS = 0.005
+"""For how long a step with nothing to compute waits for a load; new requests wait as long."""
+_HOST = -1
+"""In place of a store's number."""
+
+
+class Movers:
+    """The transfers of one worker. One thread calls `start`, `load` and `arrived`."""
+
+    def __init__(self, arena: Arena, host_slabs: int, stores: Sequence[Store], version: bytes, device: torch.device) -> None:
+        """`version` is that of the pages in `stores` (`stores/version.py`). On a GPU this takes about a second for each 4 GiB
+        of host memory, which is pinned."""
+        self._arena = arena
+        self._device = device
+        self._host = Arena(replace(arena.layout, slabs=host_slabs), torch.device("cpu"))
+        self._pinned = device.type == "cuda" and host_slabs > 0
+        if self._pinned:
+            pin(self._host.whole)
+        self._bytes = memoryview(self._host.whole.numpy())
+        self._stores = list(stores)
+        self._version = version
+        self._lane: Lane = StreamLane(device) if device.type == "cuda" else ThreadLane()
+        self._saved: Mark | None = None
+        """The end of the saves that were started last."""
+        self._held = True
+        """Steps wait for it."""
+        self._readers = {_HOST: ThreadPoolExecutor(1, "penstock-host")}
+        self._writers = {}
+        for i, store in enumerate(stores):
+            self._readers[i] = ThreadPoolExecutor(_READERS, f"penstock-read-{store.tier}")
+            self._writers[i] = ThreadPoolExecutor(_WRITERS, f"penstock-write-{store.tier}")
+        self._own = threading.local()
+        self._reports = _Reports()
+        self._open: dict[int, _Job] = {}
+
+    # -- in a step
+
+    def start(self, plan: StepPlan) -> None:
+        """Before anything of the plan changes a page: saves what it says, and has the step wait where it must not overtake."""
+        if self._saved is not None and not self._held:
+            # Pages that were saved by the plan before may be overwritten from now on.
+            self._saved.hold_steps()
+            self._held = True
+        saves = [transfer for transfer in plan.transfers if isinstance(transfer, Save)]
+        if saves:
+            self._saved = self._lane.run([(self._host.stretch(group, slot, count), self._arena.stretch(group, page, count))
+                                          for group, page, slot, count in _runs((s.group, s.page, s.slot) for s in saves)])
+            self._held = any(save.leaving for save in saves)
+            if self._held:
+                self._saved.hold_steps()
+        for transfer in plan.transfers:
+            if isinstance(transfer, Writing):
+                self._writers[transfer.store].submit(self._write, transfer, self._saved)
+
+    def load(self, plan: StepPlan) -> None:
+        """After the plan's page copies: starts its loads."""
+        loads = [transfer for transfer in plan.transfers if isinstance(transfer, Load)]
+        if not loads:
+            return
+        # Steps that are under way may still read what was in these pages before.
+        ready = StreamMark() if self._device.type == "cuda" else None
+        for load in loads:
+            job = self._open[load.ticket] = _Job(load, self._reports)
+            slots = [piece for piece in load.pieces if piece.store < 0]
+            job.expect(len(load.pieces) - len(slots) + bool(slots))
+            if slots:
+                self._readers[_HOST].submit(self._from_host, job, slots, ready, self._saved)
+            for piece in load.pieces:
+                if piece.store >= 0:
+                    self._readers[piece.store].submit(self._from_store, job, piece, ready)
+
+    def arrived(self, wait: bool = False) -> tuple[list[Landing], list[Receipt]]:
+        """What has ended since the last call. With `wait`, and loads under way, it may wait a moment for one."""
+        if wait and self._open:
+            self._reports.wait(_IDLE_SECONDS)
+        now = time.perf_counter()
+        for job in list(self._open.values()):
+            if now > job.deadline:
+                job.give_up()
+        landings, receipts = self._reports.take()
+        for landing in landings:
+            del self._open[landing.ticket]
+        return landings, receipts
+
+    def close(self) -> None:
+        """Drops loads that have not begun, finishes writes, and frees the host's memory."""
+        for job in self._open.values():
+            job.give_up()
+        for threads in (*self._readers.values(), *self._writers.values()):
+            threads.shutdown()
+        self._lane.close()
+        for store in self._stores:
+            store.close()
+        if self._pinned:
+            unpin(self._host.whole)
+            self._pinned = False
+
+    # -- in threads
+
+    def _write(self, writing: Writing, saved: Mark | None) -> None:
+        """One page from the host to a store."""
+        store, ok, began = self._stores[writing.store], False, time.perf_counter()
+        try:
+            if saved is not None:
+                saved.wait()
+            began = time.perf_counter()
+            page = self._slot(writing.name.group, writing.slot)
+            store.write(writing.name, [memoryview(record.header(self._version, writing.name, page)), page])
+            ok = True
+        except OSError as error:
+            self._reports.complain(store.tier, error)
+        finally:
+            self._reports.receipts.append(Receipt(writing.id, ok, time.perf_counter() - began))
+
+    def _from_host(self, job: _Job, pieces: list[Piece], ready: StreamMark | None, saved: Mark | None) -> None:
+        """The part of a load that comes from the host's arena."""
+        with job.part(_HOST) as wanted:
+            if wanted():
+                if saved is not None:
+                    saved.wait()
+                self._to_device([(self._arena.stretch(group, page, count), self._host.stretch(group, slot, count))
+                                 for group, page, slot, count in _runs((p.name.group, p.page, p.slot) for p in pieces)], ready)
+
+    def _from_store(self, job: _Job, piece: Piece, ready: StreamMark | None) -> None:
+        """One page of a load, by way of a buffer, because it is not certain to be the right one."""
+        with job.part(piece.store) as wanted:
+            if job.given_up:
+                return
+            page = self._arena.stretch(piece.name.group, piece.page, 1)
+            buffer = self._buffer()[:page.nbytes]
+            why = self._fetch(self._stores[piece.store], piece.name, memoryview(buffer.numpy()))
+            if why is not None:
+                job.lose(piece.name)
+                LOG.warning("a page of the %s tier is dropped, as %s", self._stores[piece.store].tier, why)
+            elif wanted():
+                self._to_device([(page, buffer)], ready)
+
+    def _fetch(self, store: Store, name: PageName, page: memoryview) -> str | None:
+        """Reads a page and checks it; what is wrong with it, None if nothing is. What is broken is deleted."""
+        head = memoryview(bytearray(record.HEADER_BYTES))
+        try:
+            nbytes = store.read(name, [head, page])
+            if nbytes < len(head) + len(page):
+                why = f"it ends after {nbytes} bytes of {len(head) + len(page)}"
+            else:
+                fault = record.fault(self._version, name, head, page)
+                if fault is None:
+                    return None
+                why = fault
+            store.delete(name)
+        except OSError as error:
+            return str(error) or type(error).__name__
+        return why
+
+    def _to_device(self, copies: list[Copy], ready: StreamMark | None) -> None:
+        """Copies to the device and returns when they are there."""
+        if ready is None:
+            copy_all(copies)
+            return
+        if not hasattr(self._own, "stream"):
+            self._own.stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._own.stream):
+            ready.hold_steps()
+            copy_all(copies)
+            StreamMark().wait()
+
+    def _buffer(self) -> torch.Tensor:
+        """This thread's own memory for one page of any group."""
+        if not hasattr(self._own, "buffer"):
+            largest = max(group.page_bytes for group in self._arena.layout.groups)
+            self._own.buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        buffer: torch.Tensor = self._own.buffer
+        return buffer
+
+    def _slot(self, group: int, slot: int) -> memoryview:
+        cut = self._host.layout.groups[group]
+        return self._bytes[slot * cut.stride:slot * cut.stride + cut.page_bytes]
+
+
+class _Job:
+    """A load under way, in parts that threads do. It lands when all are done, or when it is given up and no thread is between
+    `wanted` and the end of its part, as only there pages of the device are written."""
+
+    def __init__(self, load: Load, reports: _Reports) -> None:
+        self.ticket = load.ticket
+        self.deadline = time.perf_counter() + load.patience
+        self.given_up = False
+        self._reports = reports
+        self._left = 0
+        self._writing = 0
+        self._landed = False
+        self._lost: list[PageName] = []
+        self._began = 0.0
+        self._furthest = _HOST
+        self._lock = threading.Lock()
+
+    def expect(self, parts: int) -> None:
+        """So many parts will be done. Said before the first begins."""
+        self._left = parts
+
+    def lose(self, name: PageName) -> None:
+        """A page is not to be had, so there is no use in the others."""
+        self._lost.append(name)
+        self.given_up = True
+
+    @contextmanager
+    def part(self, place: int) -> Iterator[Callable[[], bool]]:
+        """Around a part that comes from `place`. Gives a function to be called before pages are written: whether to do so."""
+        writing = False
+        with self._lock:
+            self._began = self._began or time.perf_counter()
+            self._furthest = max(self._furthest, place)
+
+        def wanted() -> bool:
+            nonlocal writing
+            with self._lock:
+                if not self.given_up:
+                    writing = True
+                    self._writing += 1
+            return writing
+
+        try:
+            yield wanted
+        except Exception:
+            LOG.exception("a page of the cache could not be moved")
+            self.given_up = True
+        finally:
+            with self._lock:
+                self._left -= 1
+                self._writing -= writing
+                self._land_if_over()
+
+    def give_up(self) -> None:
+        """It is no longer wanted, or takes too long."""
+        with self._lock:
+            self.given_up = True
+            self._land_if_over()
+
+    def _land_if_over(self) -> None:
+        if not self._landed and not self._writing and (self.given_up or not self._left):
+            self._landed = True
+            self._reports.land(self.ticket, not self.given_up, self._began, self._furthest, tuple(self._lost))
+
+
+class _Reports:
+    """What threads have to tell."""
+
+    def __init__(self) -> None:
+        self.receipts: deque[Receipt] = deque()
+        self._landings: list[Landing] = []
+        self._ends: dict[int, float] = {}
+        """When the last load from each place ended."""
+        self._some = threading.Condition()
+        self._complained: dict[str, float] = {}
+
+    def land(self, ticket: int, ok: bool, began: float, furthest: int, lost: tuple[PageName, ...]) -> None:
+        now = time.perf_counter()
+        with self._some:
+            since = max(began or now, self._ends.get(furthest, 0.0))
+            self._ends[furthest] = now
+            self._landings.append(Landing(ticket, ok, now - since, lost))
+            self._some.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Returns when there is a landing, or after so long."""
+        with self._some:
+            self._some.wait_for(lambda: bool(self._landings), seconds)
+
+    def take(self) -> tuple[list[Landing], list[Receipt]]:
+        with self._some:
+            landings, self._landings = self._landings, []
+        return landings, [self.receipts.popleft() for _ in range(len(self.receipts))]
+
+    def complain(self, tier: str, error: OSError) -> None:
+        """Logs a failure to write, of each tier at most once a minute."""
+        now = time.monotonic()
+        if now - self._complained.get(tier, -60.0) >= 60.0:
+            self._complained[tier] = now
+            LOG.warning("the %s tier of the cache does not take pages: %s", tier, error)
+
+
+def _runs(pages: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
+    """(group, page, slot) as (group, page, slot, count): pages that follow each other on both sides are copied in one piece."""
+    first: tuple[int, int, int] | None = None
+    count = 0
+    for group, page, slot in sorted(pages):
+        if first is not None and (group, page, slot) == (first[0], first[1] + count, first[2] + count):
+            count += 1
+            continue
+        if first is not None:
+            yield *first, count
+        first, count = (group, page, slot), 1
+    if first is not None:
+        yield *first, count
+

@@ -1,0 +1,149 @@
+"""The disk: torn and foreign files are told from pages, killed writers leave nothing that is read, two engines agree."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.core.transfer import PageName
+from penstock.stores import record
+from penstock.stores.disk import INCOMING, DiskStore, open_root, parse
+from tests.unit.stores.pages import get, name, page, put, version
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    return DiskStore(open_root(str(tmp_path)), version())
+
+
+@pytest.mark.parametrize("size", [1, 3000, 1 << 20])
+def test_every_flipped_bit_and_every_cut_is_found(store: DiskStore, size: int) -> None:
+    put(store, version(), 1, size)
+    whole = bytearray(store.path(name(1)).read_bytes())
+    assert len(whole) == record.HEADER_BYTES + size
+    places = range(len(whole)) if size == 1 else [*range(76), 80, 81, len(whole) // 2, len(whole) - 1]
+    for at in places:
+        if 76 <= at < 80:
+            continue  # filling
+        broken = bytearray(whole)
+        broken[at] ^= 1 << at % 8
+        store.path(name(1)).write_bytes(broken)
+        assert isinstance(get(store, version(), 1, size), str), at
+    for length in (0, 1, 79, 80, len(whole) - 1):
+        if length < len(whole):
+            store.path(name(1)).write_bytes(whole[:length])
+            assert get(store, version(), 1, size) == "short"
+    store.path(name(1)).write_bytes(whole)
+    assert get(store, version(), 1, size) == page(1, size)
+
+
+def test_a_page_under_another_name_is_not_taken(store: DiskStore) -> None:
+    put(store, version(), 1)
+    put(store, version(), 2)
+    os.replace(store.path(name(2)), store.path(name(1)))
+    assert get(store, version(), 1) == "it is another page"
+
+
+def test_use_is_seen_by_others(store: DiskStore) -> None:
+    put(store, version(), 1)
+    os.utime(store.path(name(1)), (1, 1))
+    get(store, version(), 1)
+    assert time.time() - store.path(name(1)).stat().st_mtime < 60
+
+
+def test_two_engines_see_each_other(store: DiskStore, tmp_path: Path) -> None:
+    other = DiskStore(open_root(str(tmp_path)), version())
+    third = DiskStore(open_root(str(tmp_path)), version(dtype="float16"))
+    for i in range(30):
+        put((store, other)[i % 2], version(), i)
+    for one in (store, other):
+        came, went = one.changes()
+        assert {entry.name for entry in came} >= {name(i) for i in range(30)} and not went
+    assert all(isinstance(entry.name, str) for entry in third.changes()[0]), "of its own version there is none"
+    store.delete(name(7))
+    put(store, version(), 31)
+    time.sleep(0.01)
+    assert other.changes()[1] == [name(7)]
+    # Another version's files can be deleted by what they were listed as.
+    foreign = [entry for entry in DiskStore(tmp_path, version(dtype="float16")).changes()[0] if str(entry.name).count("/") == 2]
+    assert len(foreign) == 30
+    for entry in foreign:
+        third.delete(entry.name)
+    assert not [entry for entry in DiskStore(tmp_path, version()).changes()[0] if not isinstance(entry.name, str)]
+
+
+def test_foreign_files_are_not_pages(store: DiskStore) -> None:
+    put(store, version(), 1)
+    (store.path(name(1)).parent / "README").write_text("hello")
+    names = [entry.name for entry in store.changes()[0]]
+    assert name(1) in names and sum(isinstance(found, str) for found in names) == 1
+    assert [parse(text) for text in ("", "-0", "ab-0", "g" * 64 + "-0", "a" * 64 + "-x")] == [None] * 5
+    assert parse("ab" * 32 + "-3") == PageName(3, b"\xab" * 32)
+
+
+def test_a_full_disk_leaves_nothing(store: DiskStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.writev
+
+    def full(file: int, parts: list[memoryview]) -> int:
+        real(file, [parts[0][:10]])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", full)
+    with pytest.raises(OSError, match="No space"):
+        put(store, version(), 1)
+    assert not os.listdir(tmp_path / INCOMING)
+    assert not store.path(name(1)).exists()
+
+
+def test_short_writes_are_continued(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.writev
+    monkeypatch.setattr(os, "writev", lambda file, parts: real(file, [parts[0][:1000]]))
+    put(store, version(), 1)
+    monkeypatch.undo()
+    real_read = os.readv
+    monkeypatch.setattr(os, "readv", lambda file, parts: real_read(file, [parts[0][:700]]))
+    assert get(store, version(), 1) == page(1)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from penstock.stores.disk import DiskStore, open_root
+from tests.unit.stores.pages import put, version
+store = DiskStore(open_root(sys.argv[1]), version())
+print("up", flush=True)
+number = int(sys.argv[2])
+while True:
+    put(store, version(), number, 200_000)
+    number += 1
+"""
+
+
+def test_killed_writers_leave_whole_pages_only(tmp_path: Path) -> None:
+    whole = 0
+    for attempt in range(6):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(attempt * 100_000)], stdout=subprocess.PIPE,
+                                  cwd=Path(__file__).parents[3])
+        assert writer.stdout is not None and writer.stdout.readline() == b"up\n"
+        time.sleep(0.03 + 0.017 * attempt)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+    store = DiskStore(open_root(str(tmp_path)), version())
+    for entry in store.changes()[0]:
+        assert not isinstance(entry.name, str)
+        number = int.from_bytes(entry.name.key, "big")
+        assert get(store, version(), number, 200_000) == page(number, 200_000)
+        whole += 1
+    assert whole > 6
+    left = list((tmp_path / INCOMING).iterdir())
+    for path in left:
+        os.utime(path, (1, 1))
+    store.changes()
+    assert not list((tmp_path / INCOMING).iterdir()), "what they left is removed in time"

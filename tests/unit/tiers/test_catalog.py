@@ -1,0 +1,123 @@
+"""Catalogs: what a store holds as memory knows it, bounds, failing stores, and two engines within one bound."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.cache.tiers.catalog import Catalog, Keeper
+from penstock.stores.disk import DiskStore, open_root
+from penstock.stores.record import HEADER_BYTES
+from tests.unit.stores.pages import name, put, version
+
+SIZE = 3000
+
+
+def catalog(root: Path, bound: int | None = None) -> Catalog:
+    return Catalog(DiskStore(open_root(str(root)), version()), [SIZE, 1000], bound)
+
+
+def size_of(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*-0"))
+
+
+def test_what_was_kept_is_known_again(tmp_path: Path) -> None:
+    one = catalog(tmp_path)
+    for i in range(5):
+        put(one.store, version(), i)  # type: ignore[arg-type]
+    other = catalog(tmp_path)
+    Keeper([other], 60).close()
+    assert all(name(i) in other for i in range(5)) and other.pages == 5
+    assert other.used_bytes >= 5 * (SIZE + HEADER_BYTES)
+    other.lost([name(2)])
+    assert name(2) not in other and other.pages == 4
+
+
+def test_reserved_pages_are_written_once(tmp_path: Path) -> None:
+    one = catalog(tmp_path)
+    assert one.reserve(name(1), 0.0) and not one.reserve(name(1), 0.0) and name(1) not in one
+    assert one.settle(name(1), True, 0.0) and name(1) in one and not one.reserve(name(1), 0.0)
+    assert one.reserve(name(2), 0.0) and one.settle(name(2), False, 10.0)
+    assert not one.reserve(name(2), 11.0), "a store that failed is left alone for a while"
+    assert one.reserve(name(2), 20.0)
+    assert set(one.forget()) == {name(1)} and name(1) not in one
+    assert not one.settle(name(2), True, 20.0), "written after all was forgotten: to be deleted"
+    assert one.used_bytes == 0
+
+
+def test_bounds_hold_and_the_least_used_goes(tmp_path: Path) -> None:
+    bound = 10 * (SIZE + HEADER_BYTES) + 2000
+    one = catalog(tmp_path, bound)
+    one.refresh()
+    written = []
+    for i in range(40):
+        if one.reserve(name(i), 0.0):
+            put(one.store, version(), i)  # type: ignore[arg-type]
+            one.settle(name(i), True, 0.0)
+            written.append(i)
+            one.touch([name(0)])
+        one.shrink()
+        assert size_of(tmp_path) <= bound
+    assert len(written) > 25, "writers find room"
+    assert name(0) in one and name(written[-1]) in one and name(written[1]) not in one
+    assert one.evicted == len(written) - one.pages
+
+
+def test_pages_of_other_versions_make_room(tmp_path: Path) -> None:
+    old = DiskStore(open_root(str(tmp_path)), version(dtype="float16"))
+    for i in range(8):
+        put(old, version(dtype="float16"), i)
+    for path in tmp_path.rglob("*-0"):
+        os.utime(path, (1, 1))
+    one = catalog(tmp_path, 8 * (SIZE + HEADER_BYTES) + 2000)
+    keeper = Keeper([one], 60)
+    assert one.reserve(name(1), 0.0)
+    keeper.close()
+
+
+def test_two_engines_keep_one_bound(tmp_path: Path) -> None:
+    bound = 20 * (SIZE + HEADER_BYTES)
+    engines = [catalog(tmp_path, bound) for _ in range(2)]
+    for i in range(100):
+        one = engines[i % 2]
+        if one.reserve(name(i), 0.0):
+            put(one.store, version(), i)  # type: ignore[arg-type]
+            one.settle(name(i), True, 0.0)
+        if i % 3 == 0:
+            for other in engines:
+                other.refresh()
+                other.shrink()
+            assert size_of(tmp_path) <= bound
+    time.sleep(0.2)
+    for one in engines:
+        one.refresh()
+    assert engines[0].pages == engines[1].pages > 10
+
+
+def test_a_store_that_cannot_be_listed_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    one = catalog(tmp_path)
+
+    def gone() -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(one.store, "changes", gone)
+    for _ in range(3):
+        one.refresh()
+    assert caplog.text.count("no route to host") == 1
+
+
+def test_a_keeper_deletes_in_the_background(tmp_path: Path) -> None:
+    one = catalog(tmp_path)
+    put(one.store, version(), 1)  # type: ignore[arg-type]
+    keeper = Keeper([one], 0.01)
+    keeper.delete(one, one.forget())
+    put(one.store, version(), 2)  # type: ignore[arg-type]
+    until = time.monotonic() + 5
+    while (size_of(tmp_path) > SIZE + HEADER_BYTES or name(2) not in one) and time.monotonic() < until:
+        time.sleep(0.01)
+    keeper.close()
+    assert size_of(tmp_path) == SIZE + HEADER_BYTES and name(2) in one and name(1) not in one

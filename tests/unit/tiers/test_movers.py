@@ -1,0 +1,277 @@
+"""The tiers and the worker's movers together, under a fake index that evicts, loads and forgets at random: bytes come back as
+they were, or the landing says that they do not."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.cache.tiers import Content
+from penstock.cache.tiers.hierarchy import Hierarchy, Policy
+from penstock.core.plan import StepPlan
+from penstock.core.transfer import PageName
+from penstock.stores import Store
+from penstock.stores.disk import DiskStore, open_root
+from penstock.worker.arena import Arena
+from penstock.worker.movers import Movers
+from tests.unit.stores.pages import layout, version
+
+DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+SLABS = 6
+PLACES = (range(4), range(12, 18))
+"""Pages of the two groups that do not overlap on the device: of the first four slabs, and of the last two."""
+
+
+def content(number: int, page: int, group: int = 0) -> Content:
+    return Content(group, page, number.to_bytes(32, "big"), b"", ())
+
+
+class Rig:
+    """A device's arena, and a hierarchy and movers behind it."""
+
+    def __init__(self, root: Path | None, slabs: int = 4, wrap: Callable[[Store], Store] = lambda store: store,
+                 **policy: bool) -> None:
+        shape = layout(slabs=SLABS)
+        self.arena = Arena(shape, DEVICE)
+        stores = [[wrap(DiskStore(open_root(str(root)), version())) for _ in range(2)]] if root is not None else []
+        self.tiers = Hierarchy(shape, slabs, [(pair[0], None) for pair in stores], Policy(**policy), refresh_seconds=0.02)
+        self.movers = Movers(self.arena, slabs, [pair[1] for pair in stores], version().id, DEVICE)
+        self.landed: dict[int, bool] = {}
+        self.plans = 0
+
+    def fill(self, number: int, page: int, group: int = 0) -> Content:
+        """A page of the device holds what context `number` computes."""
+        data = random.Random(f"{number}-{group}").randbytes(self.arena.layout.groups[group].page_bytes)
+        self.arena.stretch(group, page, 1).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return content(number, page, group)
+
+    def holds(self, number: int, page: int, group: int = 0) -> bool:
+        data = random.Random(f"{number}-{group}").randbytes(self.arena.layout.groups[group].page_bytes)
+        return bytes(self.arena.stretch(group, page, 1).cpu().numpy()) == data
+
+    def step(self, during: Callable[[], None] = lambda: None) -> None:
+        """A plan with the transfers that have gathered; `during` stands for its step."""
+        self.plans += 1
+        plan = StepPlan(self.plans, transfers=self.tiers.drain())
+        self.movers.start(plan)
+        self.movers.load(plan)
+        during()
+        landings, receipts = self.movers.arrived(wait=True)
+        self.landed |= {landing.ticket: landing.ok for landing in landings}
+        self.tiers.report(landings, receipts)
+
+    def settle(self, ticket: int) -> bool:
+        until = time.monotonic() + 10
+        while ticket not in self.landed:
+            assert time.monotonic() < until
+            self.step()
+        return self.landed[ticket]
+
+    def stored(self) -> None:
+        """Until nothing is being written."""
+        until = time.monotonic() + 10
+        while self.tiers._writing or self.tiers._wanted:
+            assert time.monotonic() < until
+            self.step()
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self.movers.close()
+        self.tiers.close()
+
+
+def load(rig: Rig, pages: Sequence[Content], positions: int = 100) -> bool | None:
+    ticket = rig.tiers.load(pages, positions)
+    return None if ticket is None else rig.settle(ticket)
+
+
+def test_leaving_pages_are_saved_before_they_are_overwritten() -> None:
+    rig = Rig(None)
+    rig.tiers.offer([rig.fill(i, i) for i in range(3)], leaving=True)
+    rig.step(lambda: [rig.fill(90 + i, i) for i in range(3)] and None)
+    assert rig.tiers.find(0, [content(i, 0).key for i in range(4)]) == [True, True, True, False]
+    assert load(rig, [content(2, 0), content(0, 1), content(1, 2)])
+    assert rig.holds(2, 0) and rig.holds(0, 1) and rig.holds(1, 2)
+    assert load(rig, [content(7, 0)]) is None
+    stats = {tier.name: tier for tier in rig.tiers.stats()}["host"]
+    assert (stats.stored_pages, stats.cached_pages, stats.failures) == (3, 3, 0)
+    assert stats.bytes_in == stats.bytes_out == 3 * rig.arena.layout.groups[0].page_bytes and stats.hit_tokens == 48
+    rig.close()
+
+
+def test_written_through_and_then_leaving_within_one_plan() -> None:
+    """A page that was to stay and leaves after all is not overwritten before it is saved; on eviction nothing is saved."""
+    rig = Rig(None)
+    page = rig.fill(1, 0)
+    rig.tiers.offer([page], leaving=False)
+    rig.tiers.offer([page], leaving=True)
+    saves = rig.tiers._transfers
+    assert len(saves) == 1 and saves[0].leaving  # type: ignore[union-attr]
+    rig.step(lambda: rig.fill(9, 0) and None)
+    assert load(rig, [content(1, 3)]) and rig.holds(1, 3)
+    rig.close()
+    rig = Rig(None, through=False)
+    rig.tiers.offer([rig.fill(1, 0)], leaving=False)
+    assert not rig.tiers.drain()
+    rig.close()
+
+
+def test_pages_survive_on_disk(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, slabs=5)
+    rig.tiers.offer([rig.fill(i, i) for i in range(4)] + [rig.fill(i, i + 12, 1) for i in range(3)], leaving=False)
+    rig.step()
+    rig.stored()
+    rig.close()
+    again = Rig(tmp_path)
+    assert again.tiers.find(0, [content(i, 0).key for i in range(5)]) == [True] * 4 + [False]
+    ticket = again.tiers.load([content(i, 3 - i) for i in range(4)] + [content(0, 12, 1)], 100)
+    assert ticket is not None and again.tiers.source(ticket) == {"disk": 5}
+    assert again.settle(ticket)
+    assert all(again.holds(i, 3 - i) for i in range(4)) and again.holds(0, 12, 1)
+    again.tiers.clear()
+    assert load(again, [content(0, 0)]) is None
+    again.close()
+    assert not Rig(tmp_path).tiers.find(0, [content(0, 0).key])[0], "clearing deletes"
+
+
+def test_what_leaves_the_host_is_written_in_time(tmp_path: Path) -> None:
+    """On eviction, with a host much smaller than what passes through it."""
+    rig = Rig(tmp_path, slabs=4, through=False)
+    for i in range(40):
+        rig.tiers.offer([rig.fill(i, i % SLABS)], leaving=True)
+        rig.step()
+        rig.stored()
+    found = rig.tiers.find(0, [content(i, 0).key for i in range(40)])
+    assert sum(found) > 35
+    rig.close()
+
+
+def test_broken_pages_are_told_and_dropped(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.tiers.offer([rig.fill(i, i) for i in range(4)], leaving=False)
+    rig.step()
+    rig.stored()
+    rig.close()
+    disk = DiskStore(open_root(str(tmp_path)), version())
+    flipped = disk.path(PageName(0, content(1, 0).key))
+    data = bytearray(flipped.read_bytes())
+    data[500] ^= 4
+    flipped.write_bytes(data)
+    disk.path(PageName(0, content(2, 0).key)).write_bytes(data[:700])
+    again = Rig(tmp_path)
+    disk.path(PageName(0, content(3, 0).key)).unlink()
+    for number in (1, 2, 3):
+        assert load(again, [content(0, 0), content(number, 1)]) is False
+        assert again.tiers.find(0, [content(number, 0).key]) == [False]
+        assert not disk.path(PageName(0, content(number, 0).key)).exists()
+    assert load(again, [content(0, 4)]) and again.holds(0, 4)
+    assert {tier.name: tier.failures for tier in again.tiers.stats()} == {"host": 0, "disk": 3}
+    again.close()
+
+
+class Slow:
+    """A store that takes its time over pages that it is told, and fails to write others."""
+
+    def __init__(self, store: Store, seconds: float = 0.0, full: bool = False) -> None:
+        self._store, self.seconds, self.full = store, seconds, full
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
+        time.sleep(self.seconds)
+        return self._store.read(name, parts)
+
+    def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self._store.write(name, parts)
+
+
+def test_a_slow_disk_delays_nobody_else(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.tiers.offer([rig.fill(i, i) for i in range(2)], leaving=False)
+    rig.step()
+    rig.stored()
+    rig.close()
+    slow = Rig(tmp_path, wrap=lambda store: Slow(store, 0.6))  # type: ignore[arg-type, return-value]
+    slow.tiers.computed(100, 0.01)
+    slow.tiers.offer([slow.fill(5, 5)], leaving=True)
+    slow.step()
+    from_disk = slow.tiers.load([content(0, 0), content(1, 1)], 100)
+    from_host = slow.tiers.load([content(5, 2)], 100)
+    assert from_disk is not None and from_host is not None
+    began = time.monotonic()
+    assert slow.settle(from_host) and slow.holds(5, 2)
+    assert time.monotonic() - began < 0.3, "the host does not wait for the disk"
+    assert slow.settle(from_disk) is False
+    assert time.monotonic() - began < 0.59, "it is given up long before the disk answers"
+    slow.fill(70, 0)
+    time.sleep(0.3)
+    slow.step()
+    assert slow.holds(70, 0), "a load that was given up writes nothing any more"
+    assert slow.tiers.find(0, [content(0, 0).key]) == [True]
+    assert slow.tiers.load([content(0, 0)], 100) is None, "computing is faster than that"
+    slow.close()
+
+
+def test_a_full_disk_is_left_alone(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, wrap=lambda store: Slow(store, full=True))  # type: ignore[arg-type, return-value]
+    rig.tiers.offer([rig.fill(0, 0)], leaving=False)
+    rig.step()
+    rig.stored()
+    rig.tiers.offer([rig.fill(1, 1)], leaving=False)
+    assert len(rig.tiers.drain()) == 1, "saved on the host, and not tried on the disk"
+    assert load(rig, [content(0, 3)]) and rig.holds(0, 3)
+    rig.close()
+
+
+@pytest.mark.parametrize("through", [True, False])
+@pytest.mark.parametrize("disk", [True, False])
+def test_at_random(tmp_path: Path, through: bool, disk: bool) -> None:
+    """Every page that a good landing filled holds what its name says, whatever else is saved, evicted and overwritten."""
+    rng = random.Random(7)
+    rig = Rig(tmp_path if disk else None, slabs=5, through=through)
+    on_device: dict[tuple[int, int], int] = {}
+    loading: dict[int, list[Content]] = {}
+    good = 0
+    for _ in range(600):
+        for _ in range(rng.randrange(3)):
+            group = rng.randrange(2)
+            free = [p for p in PLACES[group] if (group, p) not in on_device]
+            busy = {(c.group, c.page) for pages in loading.values() for c in pages}
+            if not free:
+                victims = [at for at in on_device if at[0] == group and at not in busy]
+                if victims:
+                    at = rng.choice(victims)
+                    rig.tiers.offer([content(on_device.pop(at), at[1], group)], leaving=True)
+                continue
+            number, page = rng.randrange(12), free[0]
+            # As in a plan: what is taken now was given up before, so its bytes are overwritten only by the step.
+            if rng.random() < 0.5 and rig.tiers.find(group, [content(number, 0).key])[0]:
+                wanted = content(number, page, group)
+                ticket = rig.tiers.load([wanted], 100)
+                if ticket is not None:
+                    loading[ticket] = [wanted]
+                    on_device[group, page] = number
+            else:
+                rig.step()
+                rig.tiers.offer([rig.fill(number, page, group)], leaving=False)
+                on_device[group, page] = number
+        rig.step()
+        for ticket in [ticket for ticket in loading if ticket in rig.landed]:
+            for one in loading.pop(ticket):
+                if rig.landed[ticket]:
+                    good += 1
+                    assert rig.holds(int.from_bytes(one.key, "big"), one.page, one.group)
+                else:
+                    del on_device[one.group, one.page]
+    assert good > 30
+    for ticket in loading:
+        rig.settle(ticket)
+    rig.close()
