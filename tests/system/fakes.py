@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, RequestError
-from penstock.core.request import EngineInfo, EngineStats, Request, Timings, TokenLogprobs, Update
+from penstock.core.request import EngineInfo, EngineStats, Request, TierStats, Timings, TokenLogprobs, Update
 
 FAIL, BREAK, STICK, SLOW, REFUSE, CRASH_ON_SUBMIT = 500, 501, 502, 503, 504, 505
 """First prompt tokens: logits not finite; the loop raises; a step never ends; 20 ms a step; queue full; submit raises."""
@@ -32,7 +32,10 @@ class FakeEngine:
                                dtype="float32", device="cpu", weight_bytes=1, step_bytes=1, kv_bytes=1)
         self.live: dict[tuple[str, int], tuple[Request, list[int], Timings]] = {}
         self.news: list[Update] = []
-        self._stats = EngineStats(pages_total=256)
+        self.resets = 0
+        """Calls of reset_prefix_cache; the third fails."""
+        self._stats = EngineStats(pages_total=256,
+                                  tiers=[TierStats("device", 4096, 1024, 3, 17, 5, 2), TierStats("host", 1 << 20)])
 
     def submit(self, request: Request) -> None:
         first = request.prompt_ids[0]
@@ -48,6 +51,10 @@ class FakeEngine:
             for key in [k for k in self.live if name in (k[0], f"{k[0]}/{k[1]}")]:
                 del self.live[key]
                 self.news.append(Update(*key, [], finish_reason="abort", timings=Timings()))
+
+    def reset_prefix_cache(self) -> bool:
+        self.resets += 1
+        return self.resets < 3
 
     @property
     def busy(self) -> bool:

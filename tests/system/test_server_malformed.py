@@ -38,6 +38,7 @@ def server() -> Iterator[Served]:
 
 TEXT: list[Any] = [1, 1.5, True, [], {}, ["a"]]
 FLAG: list[Any] = ["true", 1, 0.0, [], {}]
+EPHEMERAL = {"type": "ephemeral"}
 COMMON: dict[str, list[Any]] = {
     "model": [1, ["m"], {}],
     "stream": FLAG,
@@ -66,8 +67,15 @@ COMMON: dict[str, list[Any]] = {
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text", {}],
     "structured_outputs": [{"json": {}}],
     "guided_json": [{}],
-    "use_beam_search": [True, 1],
-    "length_penalty": [2.0],
+    "use_beam_search": [1, "yes"],
+    "beam_width": [0, 65, "3", 4],
+    "length_penalty": [2.0, 20, "1"],
+    "early_stopping": [True, "never", "soon", 1],
+    "cache_control": [{}, "ephemeral", {"type": "forever"}, {**EPHEMERAL, "ttl": "5 m"}, {**EPHEMERAL, "ttl": "0m"},
+                      {**EPHEMERAL, "ttl": "8d"}, {**EPHEMERAL, "priority": 101}, {**EPHEMERAL, "x": 1}],
+    "cache_retention": [{}, [1], [{"upto": 0}], [{"upto": "half"}], [{"ttl": "9d"}], [{"ttl": 5}], [{"priority": -1}],
+                        [{}] * 17],
+    "prompt_cache_retention": ["1h", 24],
     "kv_transfer_params": [{}],
     "metadata": ["a", []],
     "nonsense": [1, None],
@@ -90,7 +98,9 @@ OF_CHAT: dict[str, list[Any]] = {
                  [{"role": "nobody", "content": "a"}], [{"content": "a"}],
                  [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
                  [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [1]}],
-                 [{"role": "user", "content": "a", "unknown": 1}], [{"role": "assistant", "tool_calls": [{}]}],
+                 [{"role": "user", "content": "a", "unknown": 1}], [{"role": "user", "content": "a", "cache_control": {}}],
+                 [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}],
+                 [{"role": "assistant", "tool_calls": [{}]}],
                  [{"role": "assistant", "tool_calls": "none"}], [{"role": "user", "content": "word " * 500}]],
     "max_tokens": [0, -1, "5", 10**9],
     "max_completion_tokens": [0, -1, "5", 10**9],
