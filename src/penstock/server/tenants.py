@@ -7,6 +7,7 @@ divides its tenant's namespace further.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from hashlib import blake2b
@@ -18,14 +19,20 @@ from penstock.core.errors import ConfigError
 SECRET_BYTES = 32
 
 
+SECRET_NAME = "tenants.secret"
+"""The file in the disk tier's folder. Whoever can read that can read the pages themselves."""
+
+
 class Tenants:
     """The tenants of one server."""
 
-    def __init__(self, options: ServerOptions) -> None:
-        """ConfigError if the secret's file cannot be used."""
+    def __init__(self, options: ServerOptions, cache_disk: str | None = None) -> None:
+        """`cache_disk` is the disk tier's folder: pages that outlive the server need salts that do. ConfigError if the secret's
+        file cannot be used."""
         self.isolated = options.cache_isolation == "key" or (options.cache_isolation == "auto" and bool(options.api_key))
-        self._secret = read_secret(Path(options.cache_secret_file)) if options.cache_secret_file else secrets.token_bytes(
-            SECRET_BYTES)
+        path = options.cache_secret_file or (f"{cache_disk}/{SECRET_NAME}" if cache_disk else None)
+        named = self.isolated and path is not None
+        self._secret = read_secret(Path(str(path)).expanduser()) if named else secrets.token_bytes(SECRET_BYTES)
 
     def of(self, key: bytes, cache_salt: str | None) -> tuple[str, str]:
         """(tenant, salt) of a request that came with `key` (empty if with none) and, perhaps, asks for a salt of its own."""
@@ -43,20 +50,27 @@ class Tenants:
 def read_secret(path: Path) -> bytes:
     """The secret in a file, which is made, readable for its owner alone, if it is not there. ConfigError if it is unfit."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise ConfigError(f"cannot make the secret file {path}: {error.strerror}; choose another --cache-secret-file") from None
-    else:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(SECRET_BYTES) + "\n")
-    try:
+        if not path.exists():
+            _make(path)
         found = path.read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"cannot read the secret file {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot use the secret file {path}: {error.strerror}; choose another --cache-secret-file") from None
     if len(found) < SECRET_BYTES:
         raise ConfigError(f"the secret file {path} has {len(found)} characters; at least {SECRET_BYTES} are needed, from a "
                           "source of randomness. Remove the file to have a new one made")
     # However long it is: BLAKE2b takes keys of up to 64 bytes.
     return blake2b(found, digest_size=SECRET_BYTES).digest()
+
+
+def _make(path: Path) -> None:
+    """Puts a new secret there, whole at once: another server may be starting on the same folder, and the first one wins."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(SECRET_BYTES) + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(beside, path)
+    finally:
+        beside.unlink()

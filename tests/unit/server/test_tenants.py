@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from penstock.config.schema import ServerOptions
 from penstock.core.errors import ConfigError
-from penstock.server.tenants import Tenants
+from penstock.server.tenants import Tenants, read_secret
 
 
-def tenants(*keys: str, **options: str) -> Tenants:
-    return Tenants(ServerOptions(api_key=list(keys), **options))  # type: ignore[arg-type]
+def tenants(*keys: str, disk: str | None = None, **options: str) -> Tenants:
+    return Tenants(ServerOptions(api_key=list(keys), **options), disk)  # type: ignore[arg-type]
 
 
 def test_keys_and_salts_divide() -> None:
@@ -50,5 +51,20 @@ def test_the_secret(tmp_path: Path) -> None:
     path.write_text("short")
     with pytest.raises(ConfigError, match="5 characters"):
         tenants("a", cache_secret_file=str(path))
-    with pytest.raises(ConfigError, match="cannot make"):
-        tenants("a", cache_secret_file=str(tmp_path / "no" / "such" / "folder"))
+    with pytest.raises(ConfigError, match="cannot use"):
+        tenants("a", cache_secret_file=str(path / "under" / "a file"))
+
+
+def test_salts_live_as_long_as_the_pages_on_disk(tmp_path: Path) -> None:
+    folder = str(tmp_path / "pages")
+    first = tenants("a", disk=folder).of(b"a", None)
+    assert tenants("a", disk=folder).of(b"a", None) == first
+    assert [path.name for path in Path(folder).iterdir()] == ["tenants.secret"]
+    assert tenants(disk=str(tmp_path / "unused")).isolated is False and not (tmp_path / "unused").exists()
+
+
+def test_two_servers_that_start_at_once_agree(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(read_secret, [path] * 32))
+    assert len(found) == 1 and list(tmp_path.iterdir()) == [path]
