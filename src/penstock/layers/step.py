@@ -48,4 +48,4 @@ class KVView:
     def geometry(self, heads: int, window: int) -> Geometry:
         """That of a layer of `heads` query heads which keeps its entries here."""
         _, kv_heads, page, size = self.k.shape
-        return Geometry(heads, kv_heads, size, page, window)
+        return Geometry(heads, kv_heads, size, page, window, self.k.element_size())

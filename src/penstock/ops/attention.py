@@ -26,6 +26,8 @@ class Geometry:
     head_size: int
     page: int
     window: int = 0
+    itemsize: int = 2
+    """Bytes of a cached number."""
 
 
 @register("attention", "reference", rank=0)

@@ -50,7 +50,7 @@ def register(op: str, name: str, *, rank: int, supports: Supports = lambda facts
 def implementations(op: str) -> list[Implementation]:
     """All of an operation's implementations, the reference first."""
     load()
-    return sorted(_TABLE[op].values(), key=lambda i: i.rank)
+    return sorted(_TABLE[op].values(), key=lambda i: (i.name != "reference", i.rank))
 
 
 def operations() -> list[str]:

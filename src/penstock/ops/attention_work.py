@@ -1,0 +1,220 @@
+"""How the attention of a step is divided over the programs of a GPU: items, made on the host with numpy.
+
+A tile is a few consecutive queries of one segment; an item is a tile and a range of its keys, one program for each KV head.
+There are two kinds of tiles. Narrow ones, for segments of few queries, are bound by memory: their keys are split over as many
+programs as keep the memory busy. Broad ones, for prompts, are bound by arithmetic, and split only if there are few of them for
+many keys. What the items of a kind look like is its `Shape`, a function of the geometry alone; how many there may be, and where
+they stand in the step's array, is its `Launch`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.ops.attention import Geometry, Ints
+
+Flags = npt.NDArray[np.bool_]
+
+FIELDS = 10
+"""int32 of an item: first token, queries (0: the item is inert), position of the first query, segment, first key, end of keys,
+unit, the slot of its first part, the slot of its tile's first part, parts of its tile (1: there is nothing to join)."""
+
+PROGRAMS = 264
+"""Programs that a split aims at: two for each of an H200's 132 multiprocessors, so that one waits while the other one computes."""
+
+SHORTEST = 128
+"""Keys that are worth a program of their own: below, joining the parts costs more time than reading them one after another."""
+
+UNITS = 32
+"""Most parts a query's keys are cut into where bits must not depend on the batch."""
+
+FIRST_UNIT = 256
+"""Keys of such a part for queries at positions below FIRST_UNIT * UNITS; it doubles where the position does."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tile and how a program goes over its keys."""
+
+    block_m: int
+    """Rows of the matrix unit's tile: queries x heads of a group, and padding."""
+    block_n: int
+    """Keys in a block."""
+    queries: int
+    """Most queries of a tile."""
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The items of one kind, as far as they depend on what a step is padded to."""
+
+    shape: Shape
+    items: int
+    split: int
+    """Most items beyond one a tile."""
+    slots: int
+    """Most parts of split tiles."""
+    offset: int
+    """Where the items begin in the step's array,"""
+    counters: int
+    """and where the counters do, one for each slot and KV head: zero, and zero again when a launch has ended."""
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Both kinds, and the array's length. `broad` is None in steps which are all narrow."""
+
+    narrow: Launch
+    broad: Launch | None
+    size: int
+
+
+@lru_cache(maxsize=256)
+def shapes(geometry: Geometry, invariant: bool) -> tuple[Shape, Shape]:
+    """The narrow and the broad shape."""
+    group = geometry.heads // geometry.kv_heads
+    rows = max(16, 1 << (group - 1).bit_length())
+    assert rows <= 128, f"{group} query heads share a KV head; these kernels serve up to 128"
+    wide = geometry.head_size > 128
+    if geometry.itemsize == 4:
+        # Products of float32 are not for the matrix unit: small tiles, so that they fit.
+        narrow, broad = Shape(rows, 32, rows // group, 4, 2), Shape(max(32, rows), 32, max(32, rows) // group, 8, 2)
+        return (broad, broad) if invariant else (narrow, broad)
+    if invariant:
+        # One shape of matrix instruction and one block of keys for all: the bits of a row are then those of any other.
+        if wide:
+            return Shape(max(64, rows), 32, max(1, 16 // group), 8, 2), Shape(max(64, rows), 32, max(64, rows) // group, 8, 2)
+        return Shape(max(64, rows), 64, max(1, 16 // group), 4, 3), Shape(128, 64, 128 // group, 8, 2)
+    return Shape(rows, 32 if wide else 64, rows // group, 4, 3), Shape(128, 64 if wide else 128, 128 // group, 8, 2)
+
+
+@lru_cache(maxsize=4096)
+def layout(geometry: Geometry, segments: int, tokens: int, invariant: bool) -> Layout:
+    """The array's layout. Equal arguments, equal layout: the host's array and the launches of a captured graph agree by it."""
+    narrow, broad = shapes(geometry, invariant)
+    # A step of one query a segment, or of a few drafted ones, needs no broad tiles; a larger one may have segments of any length.
+    mixed = tokens > max(segments, 2 * narrow.queries)
+    split = max(1, PROGRAMS // geometry.kv_heads)
+    pieces = segments
+    if invariant:
+        pieces += segments + tokens // (FIRST_UNIT * UNITS // 2)
+    tiles = min(tokens, pieces if mixed else _tiles_at_most(tokens, pieces, narrow.queries))
+    first = _launch(narrow, tiles, split, 0, geometry.kv_heads, invariant)
+    if not mixed:
+        return Layout(first, None, first.end)
+    tiles = _tiles_at_most(tokens, pieces, broad.queries)
+    second = _launch(broad, tiles, max(1, split // 2), first.end, geometry.kv_heads, invariant)
+    return Layout(first, second, second.end)
+
+
+def _tiles_at_most(tokens: int, pieces: int, queries: int) -> int:
+    """The most tiles of `queries` that `tokens` in so many pieces can need."""
+    return min(tokens, (tokens + pieces * (queries - 1)) // queries)
+
+
+def _launch(shape: Shape, tiles: int, split: int, offset: int, kv_heads: int, invariant: bool) -> Launch:
+    # `_split` adds at most `split` items to the tiles: a tile in parts has at most twice as many as were added for it.
+    slots = min(tiles, split) * UNITS if invariant else 2 * split
+    counters = offset + _round(tiles + split, 8) * FIELDS
+    return Launch(shape, tiles + split, split, slots, offset, counters, _round(counters + slots * kv_heads, 16))
+
+
+def _round(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int, invariant: bool) -> Ints:
+    """The step's array: AttentionOps.prepare (ops/attention.py)."""
+    plan = layout(geometry, segments, tokens, invariant)
+    work = np.zeros(plan.size, np.int32)
+    if plan.broad is None:
+        _fill(work, plan.narrow, geometry, counts, context, counts > 0, invariant)
+        return work
+    few = counts <= plan.narrow.shape.queries
+    _fill(work, plan.narrow, geometry, counts, context, few & (counts > 0), invariant)
+    _fill(work, plan.broad, geometry, counts, context, ~few, invariant)
+    return work
+
+
+def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context: Ints, chosen: Flags, invariant: bool) -> None:
+    """Writes the items of the chosen segments."""
+    segment = np.flatnonzero(chosen).astype(np.int32)
+    if not len(segment):
+        return
+    shape = launch.shape
+    token = (np.cumsum(counts, dtype=np.int32) - counts)[segment]
+    queries, position = counts[segment], (context - counts)[segment]
+    if int(queries.max()) > 1:
+        if invariant:
+            segment, token, queries, position = _cut_at_units(segment, token, queries, position)
+        segment, token, queries, position = _cut(segment, token, queries, position, shape.queries)
+    end = position + queries
+    begin = np.maximum(position + (1 - geometry.window), 0) if geometry.window else np.zeros_like(end)
+    unit = np.maximum(FIRST_UNIT, _power_of_two(-(-end // UNITS))) if invariant else np.full_like(end, shape.block_n)
+    begin = begin // unit * unit
+    # Items of about equally many keys, a multiple of the unit; `launch.split` more of them than tiles at most.
+    blocks = -(-(end - begin) // unit)
+    keys = blocks * unit
+    most = max(SHORTEST, -(-int(keys.sum()) // launch.split))
+    items = -(-keys // _up(most, unit))
+    each = -(-blocks // items) * unit
+    items = -(-keys // each)
+    parts = np.where(items > 1, blocks, 1) if invariant else items
+    slots = np.where(items > 1, parts, 0)
+    slot = np.cumsum(slots) - slots
+    rows = np.empty((len(segment), FIELDS), np.int32)
+    for column, values in enumerate((token, queries, position, segment, begin, end, unit, slot, slot, parts)):
+        rows[:, column] = values
+    total = int(items.sum())
+    if total > len(rows):
+        index = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(items, dtype=np.int32) - items, items)
+        each = np.repeat(each, items)
+        rows = np.repeat(rows, items, 0)
+        rows[:, 4] += index * each
+        np.minimum(rows[:, 5], rows[:, 4] + each, out=rows[:, 5])
+        rows[:, 7] += index * (each // rows[:, 6] if invariant else 1)
+    if total > launch.split:
+        # More than are run at once: the longest first, so that none is left over at the end.
+        rows = rows[np.argsort(rows[:, 4] - rows[:, 5], kind="stable")]
+    work[launch.offset:launch.offset + rows.size] = rows.ravel()
+
+
+def _up(number: int, multiple: Ints) -> Ints:
+    return -(-number // multiple) * multiple
+
+
+def _power_of_two(number: Ints) -> Ints:
+    """The least power of two that is not below."""
+    return (2 ** np.ceil(np.log2(number))).astype(np.int32)
+
+
+def _cut(segment: Ints, token: Ints, queries: Ints, position: Ints, most: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Pieces into tiles of `most` queries, the last of a piece perhaps fewer."""
+    tiles = -(-queries // most)
+    index = np.arange(tiles.sum(), dtype=np.int32) - np.repeat(np.cumsum(tiles, dtype=np.int32) - tiles, tiles)
+    at = index * most
+    return (np.repeat(segment, tiles), np.repeat(token, tiles) + at, np.minimum(np.repeat(queries, tiles) - at, most),
+            np.repeat(position, tiles) + at)
+
+
+def _cut_at_units(segment: Ints, token: Ints, queries: Ints, position: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Cuts pieces where the unit of a query's keys doubles, so that all queries of a piece have the same."""
+    edge = FIRST_UNIT * UNITS
+    while edge < int((position + queries).max()):
+        across = np.flatnonzero((position < edge) & (position + queries > edge))
+        if len(across):
+            front = edge - position[across]
+            more = (segment[across], token[across] + front, queries[across] - front, position[across] + front)
+            queries = queries.copy()
+            queries[across] = front
+            segment, token, queries, position = (np.concatenate(pair) for pair in
+                                                 zip((segment, token, queries, position), more, strict=True))
+        edge *= 2
+    return segment, token, queries, position
