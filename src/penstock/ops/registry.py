@@ -32,8 +32,8 @@ class Implementation:
 
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
-_MODULES = ("linear", "norm", "rope", "attention", "attention_triton", "activation", "step", "sample", "linear_triton",
-            "linear_invariant", "norm_triton", "rope_triton", "activation_triton", "step_triton", "cpu")
+_MODULES = ("linear", "norm", "rope", "attention", "attention_triton", "activation", "step", "sample", "sample_triton",
+            "linear_triton", "linear_invariant", "norm_triton", "rope_triton", "activation_triton", "step_triton", "cpu")
 """Where implementations register themselves on import; a new provider is one more name."""
 
 

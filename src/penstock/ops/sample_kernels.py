@@ -1,0 +1,298 @@
+"""The Triton kernels of ops/sample_triton.py that choose tokens, change logits and score; those of filters are in
+ops/threshold_kernels.py. What each computes is said in ops/sample.py.
+
+Imported late: Triton is not on every machine, and takes 0.3 s where it is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from penstock.core.plan import NOT_FINITE
+from penstock.ops import noise
+from penstock.ops.sample import EDIT_WIDTH, WIDTH, Column, Edit, Feature
+
+_NOT_FINITE = tl.constexpr(NOT_FINITE)
+_WIDTH = tl.constexpr(WIDTH)
+_FEATURES = tl.constexpr(int(Column.FEATURES))
+_PROMPT = tl.constexpr(int(Column.PROMPT))
+_SEED_KEY = tl.constexpr(int(Column.SEED_KEY))
+_INVERSE_TEMPERATURE = tl.constexpr(int(Column.INVERSE_TEMPERATURE))
+_PRESENCE = tl.constexpr(int(Column.PRESENCE))
+_FREQUENCY = tl.constexpr(int(Column.FREQUENCY))
+_REPETITION = tl.constexpr(int(Column.REPETITION))
+_ALLOWED = tl.constexpr(int(Column.ALLOWED))
+_ALLOWED_WORDS = tl.constexpr(int(Column.ALLOWED_WORDS))
+_EDITS = tl.constexpr(int(Column.EDITS))
+_EDIT_COUNT = tl.constexpr(int(Column.EDIT_COUNT))
+_RANDOM_ROW = tl.constexpr(int(Feature.RANDOM))
+_ALLOWED_ROW = tl.constexpr(int(Feature.ALLOWED))
+_EDIT_ROW = tl.constexpr(int(Feature.EDIT))
+_EDIT_WIDTH = tl.constexpr(EDIT_WIDTH)
+_TOKEN = tl.constexpr(int(Edit.TOKEN))
+_VALUE = tl.constexpr(int(Edit.VALUE))
+_UNTIL = tl.constexpr(int(Edit.UNTIL))
+_LENGTH = tl.constexpr(int(Edit.LENGTH))
+_SUFFIX = tl.constexpr(int(Edit.SUFFIX))
+_M1, _M2 = tl.constexpr(noise.M1), tl.constexpr(noise.M2)
+_STEP = tl.constexpr(noise.STEP)
+_NONE = tl.constexpr(-(2**63))
+"""Below every `_ranked`."""
+
+
+@triton.jit
+def real(word):
+    """The float32 whose bits an int32 holds."""
+    return word.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ordered(x):
+    """int32 in the order of float32: both zeros are one, NaN anywhere."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def unordered(key):
+    return real(key ^ ((key >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _mix(x):
+    """noise._mix on uint32."""
+    x = (x ^ (x >> 16)) * _M1
+    x = (x ^ (x >> 15)) * _M2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _log(x, fast: tl.constexpr):
+    return libdevice.fast_logf(x) if fast else tl.log(x)
+
+
+@triton.jit
+def _exponential(key, ids, fast: tl.constexpr):
+    """noise.exponential. -log(u) by its series where u is close to 1: the hardware's fast logarithm has no small relative error
+    there, and it is the smallest variates that win. Elsewhere it is good to 4e-6, a fraction of what logits are."""
+    bits = _mix(_mix(ids.to(tl.uint32) * _STEP + key) ^ key)
+    u = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.99999994
+    v = 1.0 - u
+    series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
+    return tl.where(v < 0.0625, series, -_log(u, fast))
+
+
+@triton.jit(do_not_specialize=["stride", "tiles", "row", "position"])
+def race(logits, stride, tiles, table, row, position, threshold, values, places, tile: tl.constexpr, vocab: tl.constexpr,
+         align: tl.constexpr, fast: tl.constexpr):
+    """The largest value of `tiles` tiles of a line, and where it is: program (line, part) -> values, places [S, parts].
+
+    The value is the logit, or, of random rows, the scaled logit minus the logarithm of an exponential variate. +inf where a
+    logit is NaN.
+    """
+    line, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    mine = tl.load(row + line)
+    if mine < 0:
+        return
+    words = table + mine.to(tl.int64) * _WIDTH
+    logits += line.to(tl.int64) * stride * align
+    best = tl.full((tile,), float("-inf"), tl.float32)
+    place = tl.zeros((tile,), tl.int32)
+    first = part * tiles * tile
+    last = tl.minimum(first + tiles * tile, vocab)
+    if tl.load(words + _FEATURES) & _RANDOM_ROW:
+        inverse = real(tl.load(words + _INVERSE_TEMPERATURE))
+        lowest = float("-inf")
+        if threshold is not None:
+            lowest = tl.load(threshold + line)
+        at = tl.load(position + line).to(tl.uint32)
+        key = _mix(at * _STEP + tl.load(words + _SEED_KEY).to(tl.uint32, bitcast=True))
+        for begin in range(first, last, tile):
+            ids = begin + tl.arange(0, tile)
+            x = tl.load(logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32) * inverse
+            value = tl.where(x < lowest, float("-inf"), x - _log(_exponential(key, ids, fast), fast))
+            value = tl.where(x == x, value, float("inf"))
+            better = value > best
+            best, place = tl.where(better, value, best), tl.where(better, ids, place)
+    else:
+        for begin in range(first, last, tile):
+            ids = begin + tl.arange(0, tile)
+            x = tl.load(logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+            value = tl.where(x == x, x, float("inf"))
+            better = value > best
+            best, place = tl.where(better, value, best), tl.where(better, ids, place)
+    most = tl.max(best, 0)
+    tl.store(values + line * parts + part, most)
+    tl.store(places + line * parts + part, tl.min(tl.where(best == most, place, 0x7FFFFFFF), 0))
+
+
+@triton.jit(do_not_specialize=["parts", "length", "row", "position", "tokens"])
+def settle(values, places, parts, row, position, tokens, length, out, wide: tl.constexpr):
+    """The best of a line's parts is its token: program line -> out [S], and tokens [R, length] at its position."""
+    line = tl.program_id(0)
+    mine = tl.load(row + line)
+    if mine < 0:
+        return
+    part = tl.arange(0, wide)
+    value = tl.load(values + line * parts + part, mask=part < parts, other=float("-inf"))
+    place = tl.load(places + line * parts + part, mask=part < parts, other=0x7FFFFFFF)
+    most = tl.max(value, 0)
+    token = tl.min(tl.where(value == most, place, 0x7FFFFFFF), 0)
+    token = tl.where((most < float("inf")) & (most > float("-inf")), token, _NOT_FINITE)
+    tl.store(out + line, token)
+    at = tl.load(position + line)
+    tl.store(tokens + mine.to(tl.int64) * length + at, tl.maximum(token, 0), mask=at < length)
+
+
+@triton.jit(do_not_specialize=["length", "first", "row", "position", "lines", "tokens"])
+def count(lines, first, table, row, position, tokens, length, counts, tile: tl.constexpr, vocab: tl.constexpr):
+    """Of each token of a line's row: 2 for each time that it was generated, plus 1 if it is in the prompt.
+
+    Program (line, part) -> counts [lines, vocab], which were zero.
+    """
+    line = tl.load(lines + first + tl.program_id(0))
+    mine = tl.load(row + line)
+    at = tl.program_id(1) * tile + tl.arange(0, tile)
+    known = tl.load(position + line)
+    if tl.program_id(1) * tile >= known:
+        return
+    prompt = tl.load(table + mine.to(tl.int64) * _WIDTH + _PROMPT)
+    token = tl.load(tokens + mine.to(tl.int64) * length + at, mask=at < known, other=0)
+    counts += tl.program_id(0).to(tl.int64) * vocab
+    tl.atomic_or(counts + token, 1, mask=at < prompt, sem="relaxed")
+    tl.atomic_add(counts + token, 2, mask=(at >= prompt) & (at < known), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["length", "first", "stride", "row", "position", "lines", "tokens"])
+def penalize(lines, first, table, row, position, tokens, length, counts, logits, stride, tile: tl.constexpr,
+             vocab: tl.constexpr, align: tl.constexpr):
+    """Applies penalties to the tokens of a line's row, by their counts: program (line, part).
+
+    Of several places with one token the first to come takes the count away, and does the work.
+    """
+    line = tl.load(lines + first + tl.program_id(0))
+    mine = tl.load(row + line)
+    at = tl.program_id(1) * tile + tl.arange(0, tile)
+    known = tl.load(position + line)
+    if tl.program_id(1) * tile >= known:
+        return
+    words = table + mine.to(tl.int64) * _WIDTH
+    token = tl.load(tokens + mine.to(tl.int64) * length + at, mask=at < known, other=0)
+    found = tl.atomic_xchg(counts + tl.program_id(0).to(tl.int64) * vocab + token, 0, mask=at < known, sem="relaxed")
+    first_one = (at < known) & (found > 0)
+    logits += line.to(tl.int64) * stride * align
+    x = tl.load(logits + token, mask=first_one, other=0.0)
+    repetition = real(tl.load(words + _REPETITION))
+    x = tl.where(x > 0, tl.div_rn(x, repetition + tl.zeros_like(x)), x * repetition)
+    generated = found >> 1
+    x -= generated.to(tl.float32) * real(tl.load(words + _FREQUENCY))
+    x -= tl.where(generated > 0, real(tl.load(words + _PRESENCE)), 0.0)
+    tl.store(logits + token, x, mask=first_one)
+
+
+@triton.jit(do_not_specialize=["stride", "row", "lines", "lists"])
+def allow(lines, table, lists, row, logits, stride, tile: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr):
+    """Adds -inf to what is not allowed: program (line, part)."""
+    line = tl.load(lines + tl.program_id(0))
+    words = table + tl.load(row + line).to(tl.int64) * _WIDTH
+    if (tl.load(words + _FEATURES) & _ALLOWED_ROW) == 0:
+        return
+    at = tl.program_id(1) * tile + tl.arange(0, tile)
+    inside = at // 32 < tl.load(words + _ALLOWED_WORDS)
+    word = tl.load(lists + tl.load(words + _ALLOWED) + at // 32, mask=inside, other=0)
+    out = (((word >> (at & 31)) & 1) == 0) & (at < vocab)
+    logits += line.to(tl.int64) * stride * align
+    x = tl.load(logits + at, mask=out, other=0.0)
+    tl.store(logits + at, x + float("-inf"), mask=out)
+
+
+@triton.jit(do_not_specialize=["length", "stride", "row", "position", "lines", "tokens", "lists"])
+def edit(lines, table, lists, row, position, tokens, length, logits, stride, tile: tl.constexpr, align: tl.constexpr):
+    """Adds the values of the edits that apply: program line."""
+    line = tl.load(lines + tl.program_id(0))
+    mine = tl.load(row + line).to(tl.int64)
+    words = table + mine * _WIDTH
+    if (tl.load(words + _FEATURES) & _EDIT_ROW) == 0:
+        return
+    logits += line.to(tl.int64) * stride * align
+    known = tl.load(position + line)
+    end = tokens + mine * length + known
+    generated = known - tl.load(words + _PROMPT)
+    lists += tl.load(words + _EDITS)
+    edits = tl.load(words + _EDIT_COUNT)
+    for begin in range(0, edits, tile):
+        at = begin + tl.arange(0, tile)
+        there = at < edits
+        one = lists + at * _EDIT_WIDTH
+        suffix = tl.load(one + _LENGTH, mask=there, other=0)
+        holds = there & (generated < tl.load(one + _UNTIL, mask=there, other=0)) & (suffix <= generated)
+        wanted = lists + tl.load(one + _SUFFIX, mask=there, other=0) + suffix
+        for back in range(1, tl.minimum(tl.max(suffix, 0), generated) + 1):
+            inside = there & (back <= suffix)
+            holds &= (tl.load(wanted - back, mask=inside, other=0) == tl.load(end - back)) | (back > suffix)
+        tl.atomic_add(logits + tl.load(one + _TOKEN, mask=there, other=0), real(tl.load(one + _VALUE, mask=there, other=0)),
+                      mask=holds, sem="relaxed")
+
+
+@triton.jit
+def _ranked(x, ids):
+    """int64 in the order of x, the lower id first of equals."""
+    return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["stride", "top", "lines", "tokens"])
+def survey(logits, stride, lines, tokens, top, largest, sums, above, most, tile: tl.constexpr, slots: tl.constexpr,
+           vocab: tl.constexpr, align: tl.constexpr):
+    """What a tile says of a line's softmax: program (line, part) -> [L, parts] of its largest logit, the sum of exponentials
+    relative to it, how many logits are above the token's, and [L, parts, slots] of its `top` largest as `_ranked`."""
+    one, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    line = one
+    if lines is not None:
+        line = tl.load(lines + one)
+    logits += line.to(tl.int64) * stride * align
+    ids = part * tile + tl.arange(0, tile)
+    x = tl.load(logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    peak = tl.max(x, 0)
+    at = one * parts + part
+    tl.store(largest + at, peak)
+    # A tile of nothing but -inf has no exponentials.
+    tl.store(sums + at, tl.sum(tl.where(x > float("-inf"), tl.exp(x - peak), 0.0), 0))
+    mine = tl.load(logits + tl.maximum(tl.load(tokens + one), 0)).to(tl.float32)
+    tl.store(above + at, tl.sum((x > mine).to(tl.int32), 0))
+    rest = tl.where(ids < vocab, _ranked(x, ids), _NONE)
+    for k in range(top):
+        best = tl.max(rest, 0)
+        tl.store(most + at.to(tl.int64) * slots + k, best)
+        rest = tl.where(rest == best, _NONE, rest)
+
+
+@triton.jit(do_not_specialize=["stride", "parts", "top", "lines", "tokens"])
+def score(logits, stride, parts, lines, tokens, top, largest, sums, above, most, ids, values, ranks, wide: tl.constexpr,
+          slots: tl.constexpr, align: tl.constexpr):
+    """Puts a line's tiles together: program line -> ids, values, ranks [L, 1 + top]."""
+    one = tl.program_id(0)
+    line = one
+    if lines is not None:
+        line = tl.load(lines + one)
+    part = tl.arange(0, wide)
+    peaks = tl.load(largest + one * parts + part, mask=part < parts, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    total = tl.sum(tl.load(sums + one * parts + part, mask=part < parts, other=0.0) * tl.exp(peaks - peak), 0)
+    logarithm = tl.log(total)
+    token = tl.maximum(tl.load(tokens + one), 0)
+    mine = tl.load(logits + line.to(tl.int64) * stride * align + token).to(tl.float32)
+    out = one.to(tl.int64) * (1 + top)
+    tl.store(ids + out, token)
+    tl.store(values + out, mine - peak - logarithm)
+    tl.store(ranks + out, 1 + tl.sum(tl.load(above + one * parts + part, mask=part < parts, other=0), 0))
+    slot = tl.arange(0, wide * slots)
+    there = (slot // slots < parts) & (slot % slots < top)
+    rest = tl.load(most + one.to(tl.int64) * parts * slots + slot, mask=there, other=_NONE)
+    for k in range(top):
+        best = tl.max(rest, 0)
+        rest = tl.where(rest == best, _NONE, rest)
+        tl.store(ids + out + 1 + k, (0x7FFFFFFF - (best & 0xFFFFFFFF)).to(tl.int32))
+        tl.store(values + out + 1 + k, unordered((best >> 32).to(tl.int32)) - peak - logarithm)
+        tl.store(ranks + out + 1 + k, 1 + k)

@@ -1,0 +1,120 @@
+"""Choosing tokens on NVIDIA GPUs: launches the Triton kernels of ops/sample_kernels.py and ops/threshold_kernels.py.
+
+What a line gives does not depend on the others: maxima are exact in any order, and what is summed up is cut at fixed places.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from penstock.ops import gpu
+from penstock.ops.registry import register
+from penstock.ops.sample import SampleOps
+
+_RACE, _TILE, _KNOWN, _EDITS = 1024, 4096, 1024, 64
+"""Elements that a program takes at a time: to choose; to filter, allow and score; of a row's tokens; of its edits."""
+_SLOTS = 32
+"""Room for alternatives; core/sampling.py's MAX_LOGPROBS is below that."""
+_GROUP = 32
+"""Lines whose tokens are counted at a time, which bounds the memory of penalties."""
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _strided(logits: torch.Tensor) -> tuple[int, dict[str, int]]:
+    """The distance of two lines, and what compilation must know of it and of their length, to load many elements at a time."""
+    stride = logits.stride(0)
+    align = math.gcd(16, stride)
+    return stride // align, {"vocab": logits.shape[1], "align": align}
+
+
+@register("sample", "triton", rank=10, supports=gpu.supports)
+class TritonSample(SampleOps):
+    """SampleOps by kernels that wait for nothing. Lines of logits may be any distance apart, and are contiguous themselves."""
+
+    def choose(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
+               position: torch.Tensor, threshold: torch.Tensor | None = None) -> torch.Tensor:
+        from penstock.ops import sample_kernels as kernels  # Triton: heavy, and not everywhere
+
+        lines, device = len(logits), logits.device
+        stride, shape = _strided(logits)
+        tiles = -(-shape["vocab"] // _RACE)
+        # Eight programs on each multiprocessor keep the memory busy; beyond that each takes several tiles.
+        each = -(-tiles * lines // (8 * gpu.multiprocessors(device)))
+        parts = -(-tiles // each)
+        values = torch.empty((lines, parts), dtype=torch.float32, device=device)
+        places = torch.empty((lines, parts), dtype=torch.int32, device=device)
+        out = torch.empty(lines, dtype=torch.int32, device=device)
+        kernels.race[(lines, parts)](logits, stride, each, table, row, position, threshold, values, places, tile=_RACE,
+                                     fast=device.type != "cpu", num_warps=4, **shape)
+        kernels.settle[(lines,)](values, places, parts, row, position, tokens, tokens.shape[1], out, wide=_power(tiles),
+                                 num_warps=1)
+        return out
+
+    def threshold(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        from penstock.ops import threshold_kernels as kernels
+
+        lines, device = len(logits), logits.device
+        stride, shape = _strided(logits)
+        parts = -(-shape["vocab"] // _TILE)
+        partial = torch.empty((lines, parts, 3), dtype=torch.float32, device=device)
+        counters = torch.empty(lines, dtype=torch.int32, device=device)
+        first, second = (torch.empty((lines, kernels.STATE), dtype=torch.float64, device=device) for _ in range(2))
+        tallies, finer = (torch.empty((lines, parts, kernels.PIVOTS, 2), dtype=torch.float32, device=device) for _ in range(2))
+        kept = torch.empty((lines, _TILE), dtype=logits.dtype, device=device)
+        out = torch.empty(lines, dtype=torch.float32, device=device)
+        grid, shared = (lines, parts), (logits, stride, table, row)
+        kernels.extremes[grid](*shared, partial, counters, tile=_TILE, num_warps=8, **shape)
+        shape |= {"tile": _TILE, "wide": _power(parts), "num_warps": 8}
+        kernels.narrow[grid](*shared, partial, first, first, tallies, opening=True, **shape)
+        kernels.narrow[grid](*shared, tallies, first, second, finer, opening=False, **shape)
+        kernels.gather[grid](*shared, second, finer, counters, kept, room=_TILE, **shape)
+        kernels.solve[(lines,)](*shared, parts, second, finer, kept, out, room=_TILE, **shape)
+        return out
+
+    def penalize(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
+                 position: torch.Tensor, lines: torch.Tensor) -> None:
+        from penstock.ops import sample_kernels as kernels
+
+        length = tokens.shape[1]
+        stride, shape = _strided(logits)
+        counts = torch.zeros((min(_GROUP, len(lines)), shape["vocab"]), dtype=torch.int32, device=logits.device)
+        for first in range(0, len(lines), _GROUP):
+            grid = (min(_GROUP, len(lines) - first), -(-length // _KNOWN))
+            shared = (lines, first, table, row, position, tokens, length, counts)
+            kernels.count[grid](*shared, tile=_KNOWN, vocab=shape["vocab"])
+            # Leaves the counts at zero.
+            kernels.penalize[grid](*shared, logits, stride, tile=_KNOWN, **shape)
+
+    def edit(self, logits: torch.Tensor, table: torch.Tensor, lists: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
+             position: torch.Tensor, lines: torch.Tensor) -> None:
+        from penstock.ops import sample_kernels as kernels
+
+        stride, shape = _strided(logits)
+        grid = (len(lines), -(-shape["vocab"] // _TILE))
+        kernels.allow[grid](lines, table, lists, row, logits, stride, tile=_TILE, num_warps=8, **shape)
+        kernels.edit[(len(lines),)](lines, table, lists, row, position, tokens, tokens.shape[1], logits, stride, tile=_EDITS,
+                                    align=shape["align"], num_warps=1)
+
+    def score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int,
+              lines: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        from penstock.ops import sample_kernels as kernels
+
+        stride, shape = _strided(logits)
+        count, parts, top = len(tokens), -(-shape["vocab"] // _TILE), min(top, shape["vocab"])
+
+        def empty(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(sizes, dtype=dtype, device=logits.device)
+
+        found = (empty(count, parts, dtype=torch.float32), empty(count, parts, dtype=torch.float32),
+                 empty(count, parts, dtype=torch.int32), empty(count, parts, _SLOTS, dtype=torch.int64))
+        ids, values, ranks = (empty(count, 1 + top, dtype=dtype) for dtype in (torch.int32, torch.float32, torch.int32))
+        kernels.survey[(count, parts)](logits, stride, lines, tokens, top, *found, tile=_TILE, slots=_SLOTS, num_warps=8,
+                                       **shape)
+        kernels.score[(count,)](logits, stride, parts, lines, tokens, top, *found, ids, values, ranks, wide=_power(parts),
+                                slots=_SLOTS, align=shape["align"], num_warps=8)
+        return ids, values, ranks
