@@ -23,6 +23,7 @@ COMMANDS = {
     "info": "show what would be loaded, the memory plan and the kernels",
     "eval": "ask graded questions and show how many answers are right",
     "bench": "measure latency, throughput or a running server",
+    "cache": "list, measure, clean and check a folder of cached pages",
     "version": "print the version",
 }
 

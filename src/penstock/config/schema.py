@@ -41,6 +41,16 @@ class EngineOptions:
     gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that this engine may fill")
     kv_cache_memory_bytes: int | None = option(None, "size of the KV cache; by default what memory allows")
     cache_tenant_share: float = option(1.0, "the largest fraction of each tier that one tenant's cached pages may occupy")
+    cache_host_bytes: int | None = option(None, "host memory for pages that leave the device, pinned on a GPU; by default "
+                                                "none, or 1G as the way to a disk or a remote store")
+    cache_disk: str | None = option(None, "folder where pages outlive the engine; several engines may share it")
+    cache_disk_bytes: int = option(64 << 30, "the most that this folder may hold")
+    cache_remote: str | None = option(None, "where machines share pages: redis://HOST:PORT, or any URL of fsspec such as "
+                                            "s3://BUCKET/FOLDER (pip install 'penstock[remote]')")
+    cache_write: str = option("through", "save pages behind the device as soon as they are computed (through), or when they "
+                                         "are given up (evict)", ("through", "evict"))
+    cache_load: str = option("auto", "auto: load pages where that is predicted to be faster than computing them; always: "
+                                     "whenever they are found", ("auto", "always"))
     kv_events_config: dict[str, Any] = option({}, "publish what is cached, as in vLLM: enable_kv_cache_events, publisher, "
                                                   "endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic")
     depth: int | None = option(None, "plans in flight: 1 waits for each step, 2 overlaps planning with the step before")

@@ -18,12 +18,13 @@ from penstock.models import checkpoint, weights
 from penstock.models.config import read_config
 from penstock.models.generation import eos_ids, read_generation_config
 from penstock.models.hub import resolve_folder
+from penstock.models.identity import fingerprint
 from penstock.models.registry import describe, family_of, registry
 from penstock.models.weights import Progress
 from penstock.ops.registry import Kernels
 
-__all__ = ["Decoder", "ModelSpec", "describe", "dtype_of", "eos_ids", "load", "read_config", "read_generation_config",
-           "registry", "resolve_folder"]
+__all__ = ["Decoder", "ModelSpec", "describe", "dtype_of", "eos_ids", "fingerprint", "load", "read_config",
+           "read_generation_config", "registry", "resolve_folder"]
 
 
 def dtype_of(folder: Path | None, config: Mapping[str, Any]) -> str:

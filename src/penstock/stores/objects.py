@@ -10,6 +10,7 @@ import importlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from penstock.core.errors import ConfigError
 from penstock.core.transfer import PageName
@@ -17,6 +18,9 @@ from penstock.stores import Entry
 from penstock.stores.disk import parse
 from penstock.stores.listing import Listing
 from penstock.stores.version import Version
+
+_FOLDERS = {"file", "local", "sftp", "ssh", "smb", "hdfs", "nfs"}
+"""File systems on which a file can be seen while it is written, and renaming costs nothing; objects appear whole."""
 
 Result = TypeVar("Result")
 
@@ -33,6 +37,8 @@ class ObjectStore:
             # Listings must be fresh: others write here, too.
             self._files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
             self._home = f"{root.rstrip('/')}/{version.id.hex()}"
+            names = self._files.protocol
+            self._beside = not _FOLDERS.isdisjoint([names] if isinstance(names, str) else names)
             self._made: set[str] = set()
             self._files.makedirs(self._home, exist_ok=True)
         except ImportError as error:
@@ -51,7 +57,12 @@ class ObjectStore:
             if folder not in self._made:
                 self._files.makedirs(folder, exist_ok=True)
                 self._made.add(folder)
-            self._files.pipe_file(path, b"".join(parts))
+            if not self._beside:
+                self._files.pipe_file(path, b"".join(parts))
+                return
+            beside = f"{path}.{uuid4().hex}"
+            self._files.pipe_file(beside, b"".join(parts))
+            self._files.mv(beside, path)
 
         _safely(put)
 
@@ -74,8 +85,8 @@ class ObjectStore:
     def changes(self) -> tuple[list[Entry], list[PageName | str]]:
         now = time.time()
         found: dict[str, dict[str, Any]] = _safely(lambda: self._files.find(self._home, detail=True))
-        return self._listing.compare(Entry(parse(path.rpartition("/")[2]) or path, int(facts.get("size") or 0), now)
-                                     for path, facts in found.items())
+        names = ((parse(path.rpartition("/")[2]) or path, facts) for path, facts in found.items())
+        return self._listing.compare(Entry(name, int(facts.get("size") or 0), now) for name, facts in names)
 
     def close(self) -> None:
         """fsspec shares and closes its sessions itself."""

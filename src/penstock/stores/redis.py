@@ -7,10 +7,11 @@ one. Bounding the size is the server's affair (maxmemory with an LRU policy); no
 
 from __future__ import annotations
 
+import io
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from urllib.parse import unquote, urlsplit
 
@@ -72,9 +73,11 @@ class RedisStore:
             self._idle.clear()
 
     def _keys(self) -> Iterator[bytes]:
-        pattern, cursor = b"".join(b"\\" + bytes([byte]) for byte in self._prefix) + b"*", b"0"
+        pattern = b"".join(b"\\" + bytes([byte]) for byte in self._prefix) + b"*"
+        cursor: Reply = b"0"
         with self._connection() as connection:
             while True:
+                assert isinstance(cursor, bytes)
                 reply = connection.ask(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", str(_SCAN_COUNT).encode())
                 assert isinstance(reply, list)
                 cursor, keys = reply
@@ -113,7 +116,7 @@ class _Connection:
     def __init__(self, host: str, port: int, user: str, password: str, database: str) -> None:
         self._socket = socket.create_connection((host, port), _TIMEOUT_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._file = self._socket.makefile("rb", buffering=1 << 16)
+        self._file = io.BufferedReader(socket.SocketIO(self._socket, "r"), 1 << 16)
         if password:
             self.ask(b"AUTH", *[part.encode() for part in (user, password) if part])
         if database:
@@ -136,7 +139,7 @@ class _Connection:
         done = 0
         for part in parts:
             piece = part[:min(part.nbytes, nbytes - done)]
-            self._into(self._file.readinto, piece)
+            self._into(piece)
             done += piece.nbytes
         self._exactly(nbytes - done + 2)
         return done
@@ -180,10 +183,9 @@ class _Connection:
             raise ConnectionError("the server has closed the connection")
         return data
 
-    @staticmethod
-    def _into(read: Callable[[memoryview], int | None], piece: memoryview) -> None:
+    def _into(self, piece: memoryview) -> None:
         while piece.nbytes:
-            got = read(piece)
+            got = self._file.readinto(piece)
             if not got:
                 raise ConnectionError("the server has closed the connection")
             piece = piece[got:]

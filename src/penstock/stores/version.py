@@ -28,6 +28,8 @@ class Version:
     layout: CacheLayout
     codec: str = "plain"
     """How entries are encoded; plain: as the layers write them."""
+    kernels: str = ""
+    """By what they were computed, where their very bits matter (option batch_invariant)."""
 
     @property
     def facts(self) -> dict[str, object]:
@@ -35,7 +37,7 @@ class Version:
         groups = [{"layers": list(group.layers), "keep": {"kind": type(group.keep).__name__, **_fields(group.keep)},
                    "offsets": list(group.offsets), "page_bytes": group.page_bytes} for group in self.layout.groups]
         return {"format": FORMAT, "model": self.model, "weights": self.weights, "dtype": self.dtype, "codec": self.codec,
-                "page_size": self.layout.page, "groups": groups}
+                "kernels": self.kernels, "page_size": self.layout.page, "groups": groups}
 
     @property
     def id(self) -> bytes:

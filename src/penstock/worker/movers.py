@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -37,12 +38,21 @@ _HOST = -1
 """In place of a store's number."""
 
 
+class Behind(NamedTuple):
+    """What is behind the device."""
+
+    host_slabs: int
+    stores: Sequence[Store]
+    version: bytes
+    """Of the pages in the stores (`stores/version.py`)."""
+
+
 class Movers:
     """The transfers of one worker. One thread calls `start`, `load` and `arrived`."""
 
-    def __init__(self, arena: Arena, host_slabs: int, stores: Sequence[Store], version: bytes, device: torch.device) -> None:
-        """`version` is that of the pages in `stores` (`stores/version.py`). On a GPU this takes about a second for each 4 GiB
-        of host memory, which is pinned."""
+    def __init__(self, arena: Arena, behind: Behind, device: torch.device) -> None:
+        """Allocates the host's arena; on a GPU it is pinned, which takes a while for each GiB."""
+        host_slabs, stores, version = behind
         self._arena = arena
         self._device = device
         self._host = Arena(replace(arena.layout, slabs=host_slabs), torch.device("cpu"))

@@ -18,7 +18,7 @@ from penstock.core.transfer import PageName
 from penstock.stores import Store
 from penstock.stores.disk import DiskStore, open_root
 from penstock.worker.arena import Arena
-from penstock.worker.movers import Movers
+from penstock.worker.movers import Behind, Movers
 from tests.unit.stores.pages import layout, version
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -40,7 +40,7 @@ class Rig:
         self.arena = Arena(shape, DEVICE)
         stores = [[wrap(DiskStore(open_root(str(root)), version())) for _ in range(2)]] if root is not None else []
         self.tiers = Hierarchy(shape, slabs, [(pair[0], None) for pair in stores], Policy(**policy), refresh_seconds=0.02)
-        self.movers = Movers(self.arena, slabs, [pair[1] for pair in stores], version().id, DEVICE)
+        self.movers = Movers(self.arena, Behind(slabs, [pair[1] for pair in stores], version().id), DEVICE)
         self.landed: dict[int, bool] = {}
         self.plans = 0
 

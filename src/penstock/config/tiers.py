@@ -1,0 +1,42 @@
+"""How much goes behind the device, from what the user said and how pages are cut. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config.schema import EngineOptions
+from penstock.core.errors import ConfigError
+from penstock.core.layout import CacheLayout
+
+_WAY_BYTES = 1 << 30
+"""Host memory where it is but the way to a store, if the user does not say."""
+_LEAST_SLABS = 4
+"""With less host memory nothing could be written while something is read."""
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """What is behind the device. Nothing of it where there are no slabs."""
+
+    host_slabs: int
+    disk: str | None
+    disk_bytes: int
+    remote: str | None
+
+
+def plan_tiers(options: EngineOptions, layout: CacheLayout) -> TierPlan:
+    """Raises ConfigError for sizes that could not hold a page, and for settings of tiers that are not there."""
+    stores = options.cache_disk is not None or options.cache_remote is not None
+    least = _LEAST_SLABS * layout.slab_bytes
+    asked = options.cache_host_bytes
+    if asked is None:
+        asked = max(_WAY_BYTES, least) if stores else 0
+    if asked < 0 or (stores and not asked):
+        raise ConfigError(f"cache_host_bytes is {asked}; it must be above 0 where there is a disk or a remote store, because "
+                          "pages reach them by way of host memory")
+    if 0 < asked < least:
+        raise ConfigError(f"cache_host_bytes is {asked:,}, but a page of this model takes {layout.slab_bytes:,} bytes and "
+                          f"{_LEAST_SLABS} are the least; raise it to {least:,} or more, or leave it out")
+    if options.cache_disk is not None and options.cache_disk_bytes < least:
+        raise ConfigError(f"cache_disk_bytes is {options.cache_disk_bytes:,}; the least for this model is {least:,}")
+    return TierPlan(asked // layout.slab_bytes, options.cache_disk, options.cache_disk_bytes, options.cache_remote)
