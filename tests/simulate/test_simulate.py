@@ -126,7 +126,7 @@ class Run:
         self.judge()
 
     def judge(self) -> None:
-        assert self.scheduler.cache.pools.slabs_used == 0
+        assert self.scheduler.cache.pools.slabs_live == 0
         for request in self.requests.values():
             for index in range(request.params.n):
                 got, end = self.outputs.get((request.id, index), []), self.ends[(request.id, index)]

@@ -163,7 +163,7 @@ def test_prompt_logprobs(chunk: int) -> None:
     engine = Engine(EngineOptions(model=str(folder), device="cpu", max_num_batched_tokens=chunk, max_num_seqs=5,
                                   kv_cache_memory_bytes=_tight(folder, 16, chunk) * 2))
     for i, case in enumerate(cases):
-        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, seed=0, prompt_logprobs=2)
+        params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, seed=0, prompt_logprobs=2)
         engine.submit(Request(str(i), case["prompt_ids"] + case["greedy_ids"][:100], params))
     scored: dict[str, list[float]] = {}
     while engine.busy:

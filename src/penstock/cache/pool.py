@@ -1,82 +1,192 @@
-"""Pages with reference counts, carved from slabs that groups borrow from one arena and give back when empty."""
+"""Pages: free, held by live sequences, or kept by the index; carved from slabs that groups borrow from one arena.
+
+A page is free when nobody holds it and the index does not keep it. A slab of which every page is free goes back to the arena.
+"""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
 from penstock.core.layout import CacheLayout
+
+_MANY = 24
+"""From so many pages on, counting them in numpy is faster than one by one."""
 
 
 class Pools:
-    """Free and held pages of every group. A page id addresses the same bytes for the pool's life: slab x per_slab + place."""
+    """Pages of every group. A page id addresses the same bytes for the pool's life: slab x per_slab + place."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
         self._slabs = list(range(layout.slabs - 1, -1, -1))
         self._partial: list[dict[int, list[int]]] = [{} for _ in layout.groups]
         """For each group: slab -> its free pages, for slabs with some free."""
-        self._references: list[list[int]] = [[0] * (layout.slabs * group.per_slab) for group in layout.groups]
+        self._spare = [0] * len(layout.groups)
+        """For each group: free pages in those slabs."""
+        sizes = [layout.slabs * group.per_slab for group in layout.groups]
+        self._holders = [array("i", bytes(4 * size)) for size in sizes]
+        self._held_view: list[npt.NDArray[np.int32]] = [np.frombuffer(holders, np.int32) for holders in self._holders]
+        """The same memory as `_holders`: to count many pages at once."""
+        self._kept = [bytearray(size) for size in sizes]
+        """1 for pages that the index keeps."""
+        self.kept_pages = [0] * len(layout.groups)
+        """How many those are."""
+        self._live = [0] * layout.slabs
+        """For each slab: pages with a holder."""
+        self.slabs_live = 0
+        """Slabs with a page that somebody holds."""
 
     @property
     def slabs_used(self) -> int:
+        """Slabs with a page that is not free."""
         return self.layout.slabs - len(self._slabs)
 
-    def take(self, group: int, count: int) -> list[int] | None:
-        """`count` pages with one reference each, or None and nothing changed."""
+    @property
+    def slabs_idle(self) -> int:
+        """Slabs that are free or would be if the index gave up what nobody holds."""
+        return self.layout.slabs - self.slabs_live
+
+    def available(self, group: int) -> int:
+        """Pages that `take` could give now."""
+        return self._spare[group] + len(self._slabs) * self.layout.groups[group].per_slab
+
+    def take(self, group: int, count: int) -> list[int]:
+        """`count` pages with one holder each; there must be as many `available`."""
+        assert count <= self.available(group)
         per_slab = self.layout.groups[group].per_slab
-        partial, references = self._partial[group], self._references[group]
+        partial, holders, live = self._partial[group], self._holders[group], self._live
         taken: list[int] = []
         while len(taken) < count:
             if partial:
                 slab = next(iter(partial))
                 free = partial[slab]
-            elif self._slabs:
-                slab = self._slabs.pop()
-                free = list(range((slab + 1) * per_slab - 1, slab * per_slab - 1, -1))
-                partial[slab] = free
             else:
-                for page in taken:
-                    self.give(group, page)
-                return None
+                slab = self._slabs.pop()
+                free = partial[slab] = list(range((slab + 1) * per_slab - 1, slab * per_slab - 1, -1))
+                self._spare[group] += per_slab
             page = free.pop()
+            self._spare[group] -= 1
             if not free:
                 del partial[slab]
-            references[page] = 1
+            holders[page] = 1
+            if not live[slab]:
+                self.slabs_live += 1
+            live[slab] += 1
             taken.append(page)
         return taken
 
-    def share(self, group: int, page: int) -> None:
-        """One more holder of a held page."""
-        assert self._references[group][page] > 0
-        self._references[group][page] += 1
+    def share(self, group: int, pages: Sequence[int]) -> None:
+        """One more holder of each of these pages, which are held or kept; no page twice."""
+        if len(pages) > _MANY:
+            many = np.array(pages, np.int32)
+            view = self._held_view[group]
+            view[many] += 1
+            fresh = many[view[many] == 1].tolist()
+        else:
+            holders, fresh = self._holders[group], []
+            for page in pages:
+                holders[page] += 1
+                if holders[page] == 1:
+                    fresh.append(page)
+        per_slab, live = self.layout.groups[group].per_slab, self._live
+        for page in fresh:
+            slab = page // per_slab
+            if not live[slab]:
+                self.slabs_live += 1
+            live[slab] += 1
 
     def shared(self, group: int, page: int) -> bool:
-        """Whether a page has other holders, so that it must not be written."""
-        return self._references[group][page] > 1
+        """Whether a held page must not be written: it has other holders, or the index keeps it."""
+        return self._holders[group][page] > 1 or self._kept[group][page] == 1
 
-    def give(self, group: int, page: int) -> None:
-        """One holder less; the last one's page is free at once. Plans run in order, so plans in flight are not disturbed."""
-        references = self._references[group]
-        assert references[page] > 0, (group, page)
-        references[page] -= 1
-        if references[page]:
-            return
+    def holders(self, group: int, page: int) -> int:
+        """How many sequences hold a page."""
+        return self._holders[group][page]
+
+    def kept(self, group: int, page: int) -> bool:
+        """Whether the index keeps a page."""
+        return self._kept[group][page] == 1
+
+    def give(self, group: int, pages: Sequence[int]) -> list[int]:
+        """One holder less of each. Returns those that have none left but are kept; what is not kept is free at once: plans
+        run in order, so plans in flight are not disturbed."""
+        if len(pages) > _MANY:
+            many = np.array(pages, np.int32)
+            view = self._held_view[group]
+            view[many] -= 1
+            gone = many[view[many] == 0].tolist()
+            assert int(view[many].min()) >= 0
+        else:
+            holders, gone = self._holders[group], []
+            for page in pages:
+                holders[page] -= 1
+                assert holders[page] >= 0, (group, page)
+                if not holders[page]:
+                    gone.append(page)
+        per_slab, live, kept, idle = self.layout.groups[group].per_slab, self._live, self._kept[group], []
+        for page in gone:
+            slab = page // per_slab
+            live[slab] -= 1
+            if not live[slab]:
+                self.slabs_live -= 1
+            if kept[page]:
+                idle.append(page)
+            else:
+                self._free(group, page)
+        return idle
+
+    def keep(self, group: int, pages: Sequence[int]) -> None:
+        """The index keeps these pages, which are held."""
+        kept, holders = self._kept[group], self._holders[group]
+        for page in pages:
+            assert holders[page] > 0 and not kept[page], (group, page)
+            kept[page] = 1
+        self.kept_pages[group] += len(pages)
+
+    def drop(self, group: int, page: int) -> None:
+        """The index keeps a page no longer; it is free unless it is held."""
+        assert self._kept[group][page], (group, page)
+        self._kept[group][page] = 0
+        self.kept_pages[group] -= 1
+        if not self._holders[group][page]:
+            self._free(group, page)
+
+    def _free(self, group: int, page: int) -> None:
         per_slab = self.layout.groups[group].per_slab
         slab, partial = page // per_slab, self._partial[group]
         free = partial.setdefault(slab, [])
         free.append(page)
+        self._spare[group] += 1
         if len(free) == per_slab:
             del partial[slab]
+            self._spare[group] -= per_slab
             self._slabs.append(slab)
 
-    def check(self, held: list[dict[int, int]]) -> None:
-        """Asserts that exactly the pages in `held` (a map page -> holders for each group) are held, and no slab is lost."""
+    def check(self, held: list[dict[int, int]], kept: list[set[int]]) -> None:
+        """Asserts that exactly the pages in `held` (for each group, page -> holders) are held and exactly those in `kept` are
+        kept, that all others are free exactly once, and that no slab is lost."""
         lent: set[int] = set()
+        live = [0] * self.layout.slabs
         for group, layout in enumerate(self.layout.groups):
-            counted = {page: n for page, n in enumerate(self._references[group]) if n}
-            assert counted == held[group], f"group {group}: references {counted} but holders {held[group]}"
-            mine = {page // layout.per_slab for page in counted}
+            counted = {page: n for page, n in enumerate(self._holders[group]) if n}
+            assert counted == held[group], f"group {group}: holders counted {counted} but there are {held[group]}"
+            marked = {page for page, mark in enumerate(self._kept[group]) if mark}
+            assert marked == kept[group], f"group {group}: marked as kept {marked} but the index has {kept[group]}"
+            assert len(marked) == self.kept_pages[group]
+            owned = marked | counted.keys()
+            mine = {page // layout.per_slab for page in owned}
             assert not mine & lent, "a slab is lent to two groups"
             lent |= mine
-            for slab, free in self._partial[group].items():
-                assert slab in mine and len(free) + sum(p // layout.per_slab == slab for p in counted) == layout.per_slab
+            for page in counted:
+                live[page // layout.per_slab] += 1
+            free = [page for pages in self._partial[group].values() for page in pages]
+            assert len(set(free)) == len(free) == self._spare[group] and owned.isdisjoint(free), "a page is free and not free"
+            assert len(free) + len(owned) == len(mine) * layout.per_slab, "a page is lost"
+            assert {page // layout.per_slab for page in free} == set(self._partial[group])
+        assert live == self._live and sum(map(bool, live)) == self.slabs_live
         assert lent.isdisjoint(self._slabs) and len(lent) + len(self._slabs) == self.layout.slabs, "a slab is lost"
         assert len(set(self._slabs)) == len(self._slabs)

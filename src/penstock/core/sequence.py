@@ -12,8 +12,9 @@ class Sequence:
     plans already made; `computed` positions are done. Owned by the scheduler; nobody else writes.
     """
 
-    __slots__ = ("cached", "children", "computed", "done", "epoch", "flying", "index", "limit", "pages", "planned", "promised",
-                 "prompt_len", "request", "room", "row", "scores", "scoring", "seed", "stops", "timings", "tokens")
+    __slots__ = ("cached", "cached_by_tier", "children", "computed", "done", "due", "epoch", "flying", "index", "limit", "mark",
+                 "pages", "passed", "planned", "promised", "prompt_len", "request", "room", "row", "scores", "scoring", "seed",
+                 "stops", "timings", "tokens")
 
     def __init__(self, request: Request, index: int, seed: int, limit: int) -> None:
         self.request = request
@@ -34,6 +35,10 @@ class Sequence:
         self.done = False
         self.cached = 0
         """Prompt tokens that the cache had at first admission."""
+        self.cached_by_tier: dict[str, int] = {}
+        """The same by the tier that had them."""
+        self.passed = 0
+        """How many that came later were admitted while it waited for room."""
         self.children: list[Sequence] = []
         """The request's other sequences, until they are forked off at the end of the prompt."""
         self.stops = set(request.params.stop_token_ids or ())
@@ -46,6 +51,10 @@ class Sequence:
         """What the cache holds for it, a run for each group; empty before the first grow. Written by the cache alone."""
         self.room = 0
         """Positions below this can be written without asking the cache. Written by the cache alone."""
+        self.due = 1 << 62
+        """`computed` at which the cache wants to be told again (`settle`). Written by the cache alone."""
+        self.mark: object = None
+        """What the cache knows of this sequence beyond its pages."""
         self.timings = Timings(arrival=request.arrival)
 
     @property
@@ -74,7 +83,8 @@ class Sequence:
 class PageRun:
     """The pages of one cache group that a sequence holds: `ids[i]` covers positions [i * page, (i + 1) * page).
 
-    Entries below `first` were given back (behind a window) and are stale.
+    Entries below `first` were given back (behind a window) and are stale; -1 where no page is needed, inside a segment of an
+    exact state.
     """
 
     __slots__ = ("first", "ids")

@@ -1,7 +1,7 @@
 """What a layer remembers, as data: the fields of one entry, and which positions must live to continue at n.
 
-Prefix hits, freeing, admission, eviction, offload and rollback are derived from `Retention.needed` alone, so a new kind of
-state is one small class here and one operation in `ops`.
+Prefix hits, freeing, admission, eviction, offload and rollback are derived from `Retention` alone, so a new kind of state is
+one small class here and one operation in `ops`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,33 @@ class Retention(Protocol):
         """The half-open interval of positions that position n reads. Its lower end never falls as n grows."""
         ...
 
+    @property
+    def exact(self) -> bool:
+        """A page holds the state behind the last position written to it instead of an entry for each, so it serves to
+        continue at that one position and cannot be cut. Such a page is sealed where a segment ends on its border."""
+        ...
+
+    @property
+    def ahead(self) -> int:
+        """On how many tokens behind its own position an entry depends."""
+        ...
+
 
 @dataclass(frozen=True)
-class Everything:
+class _Entries:
+    """An entry for each position, made from the tokens up to it."""
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def ahead(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Everything(_Entries):
     """Full attention: position n reads all before it."""
 
     def needed(self, n: int) -> tuple[int, int]:
@@ -45,13 +69,49 @@ class Everything:
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(_Entries):
     """Sliding-window attention: a query sees `width` positions, itself among them."""
 
     width: int
 
     def needed(self, n: int) -> tuple[int, int]:
         return max(0, n - self.width + 1), n
+
+
+@dataclass(frozen=True)
+class Chunk(_Entries):
+    """Chunked local attention: a query sees its own chunk of `size` positions, up to itself."""
+
+    size: int
+
+    def needed(self, n: int) -> tuple[int, int]:
+        return n - n % self.size, n
+
+
+@dataclass(frozen=True)
+class Snapshot(_Entries):
+    """A recurrent state (Mamba, gated delta networks, short convolutions): what all positions before n left behind."""
+
+    def needed(self, n: int) -> tuple[int, int]:
+        return max(0, n - 1), n
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Ahead(_Entries):
+    """Full attention of a draft head: its entry at a position is made from the `tokens` that follow, too."""
+
+    tokens: int = 1
+
+    def needed(self, n: int) -> tuple[int, int]:
+        return 0, n
+
+    @property
+    def ahead(self) -> int:
+        return self.tokens
 
 
 @dataclass(frozen=True)
@@ -63,5 +123,5 @@ class StateSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes for one position of one layer."""
+        """Bytes for one position of one layer; of an exact state, a page's share of it."""
         return sum(field.nbytes for field in self.fields)

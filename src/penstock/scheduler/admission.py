@@ -1,4 +1,9 @@
-"""Which requests are refused at the door, because they could never run or because too many wait. Refusals say what would do."""
+"""Who is refused at the door, because it could never run or because too many wait, and who may pass whom while they wait.
+
+Refusals say what would do. Waiting sequences enter in the policy's order. One that has no room for its known context is passed
+by what comes after it and fits, but only `PASSES` times: then all wait until it has entered, so nobody starves. One that waits
+for others' work (`cache/joining.py`) or for pages on their way holds nobody up.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,13 @@ from dataclasses import dataclass
 from penstock.core.errors import RequestError
 from penstock.core.layout import CacheLayout
 from penstock.core.request import Request
+from penstock.core.sequence import Sequence
+
+PASSES = 32
+"""How many later sequences may enter before one that has no room."""
+
+TRIES = 8
+"""How many sequences without room are tried in one step: each costs a look into the cache."""
 
 
 @dataclass(frozen=True)
@@ -48,3 +60,12 @@ class Admission:
             raise RequestError(f"{waiting} requests are waiting and at most {self.limits.max_queued} may; try again later",
                                code="queue_full", status=503)
         return limit
+
+    def hold(self, blocked: list[Sequence]) -> bool:
+        """Whether those behind the sequences that had no room in this step must wait, too."""
+        return len(blocked) >= TRIES or blocked[-1].passed >= PASSES
+
+    def passed(self, blocked: list[Sequence]) -> None:
+        """One that came later has entered before these."""
+        for sequence in blocked:
+            sequence.passed += 1

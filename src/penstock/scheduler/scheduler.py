@@ -2,7 +2,8 @@
 
 No phases: each running sequence has work left, and gets a segment of it. A decode is a sequence whose work is one position, a
 prefill one whose work is more; nobody asks which. Pages that run out are taken from the sequence that is last in the policy's
-order, which starts over later (preemption by recompute); the first in order can always go on, so there is no livelock.
+order; it starts again later from what the cache then still has of it. The first in order can always go on, so there is no
+livelock.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.cache.manager import Cache
+from penstock.cache.manager import Cache, Reuse
 from penstock.core.errors import RequestError
 from penstock.core.plan import NOT_FINITE, Enter, Logprobs, StepPlan, StepResult, Want
 from penstock.core.request import EngineStats, Request, TokenLogprobs, Update
@@ -58,6 +59,9 @@ class Scheduler:
         self._news: list[Update] = []
         self._requests: dict[str, dict[int, Sequence]] = {}
         self._plans = 0
+        self._cornered: Sequence | None = None
+        """It ran out of pages though it was alone, because those that it shares lie badly. It goes on before all others, and
+        alone it shares none."""
 
     # -- requests in and out
 
@@ -102,6 +106,9 @@ class Scheduler:
         """The next step, or None if there is nothing to compute now (perhaps because it depends on what is in flight)."""
         flight = _Flight(self._plans)
         budget = self._plan_running(flight)
+        if budget is None and not (flight.sequences or self.flights):
+            # The last one that ran had to give up its pages. Alone it has room, one way or another.
+            budget = self.limits.max_num_batched_tokens
         if budget is not None:
             self._admit(flight, budget, now)
         # Forks wait for the next plan: this one is only about to write the pages that they share.
@@ -130,7 +137,7 @@ class Scheduler:
             if work <= 0:
                 at += 1
                 continue
-            count = work if work == 1 else max(1, min(work, budget - (len(running) - at - 1)))
+            count = work if work == 1 else self._chunk(sequence, max(1, min(work, budget - (len(running) - at - 1))))
             upto = sequence.planned + count
             while upto > sequence.room and not self.cache.grow(sequence, upto):
                 preempted = True
@@ -139,6 +146,7 @@ class Scheduler:
                 victim = running[-1]
                 self._preempt(victim)
                 if victim is sequence:
+                    self._cornered = None if running else sequence
                     break
             else:
                 self._segment(flight, sequence, count)
@@ -147,40 +155,76 @@ class Scheduler:
         return None if preempted else budget
 
     def _admit(self, flight: _Flight, budget: int, now: float) -> None:
-        """Waiting sequences take rows in the policy's order, as long as their whole known context has room now."""
-        at = 0
+        """Waiting sequences take rows in the policy's order; what has no room may be passed (`scheduler/admission.py`)."""
+        at, blocked = 0, list[Sequence]()
         while at < len(self.waiting) and self._rows and budget > 0:
             sequence = self.waiting[at]
-            if sequence.flying:
-                # Preempted with a token still to come; the worker must be told all tokens when it enters again.
+            # Preempted with a token still to come: the worker must be told all tokens when it enters again.
+            if sequence.flying or self._cornered not in (None, sequence) or self.cache.must_wait(sequence):
                 at += 1
                 continue
-            sequence.planned = sequence.computed = self.cache.match(sequence)
-            count = min(sequence.work, budget)
-            if self.running and not self.cache.has_room(sequence, sequence.goal):
-                break
-            sequence.row = self._rows[-1]
-            held = bool(sequence.pages)
-            if not self.cache.grow(sequence, sequence.planned + count):
-                sequence.row = -1
-                if not self.running and self._shed_waiting():
-                    continue
-                break
-            if held:
-                self.cache.enter(sequence)
-            self._rows.pop()
+            count = self._find_room(sequence, budget)
+            if not count:
+                blocked.append(sequence)
+                if self.admission.hold(blocked):
+                    break
+                at += 1
+                continue
+            self.admission.passed(blocked)
             del self.waiting[at]
-            bisect.insort(self.running, sequence, key=self.policy)
-            params = sequence.request.params
-            banned = sorted(sequence.stops) if params.min_tokens else []
-            self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned))
-            if not sequence.timings.first_scheduled:
-                sequence.timings.first_scheduled = now
-                sequence.cached = sequence.planned
-                self.stats.prompt_tokens += sequence.prompt_len
-                self.stats.cached_tokens += sequence.cached
+            self._enter_row(sequence, now)
             self._segment(flight, sequence, count)
             budget -= count
+
+    def _find_room(self, sequence: Sequence, budget: int) -> int:
+        """Pages for the first segment of a waiting sequence, besides what the cache has, and how long that is; 0 if its whole
+        known context has no room now. A sequence that is alone gets room: all that nobody computes with can go."""
+        forked = bool(sequence.pages)
+        if self.running:
+            count = self._reserve(sequence, budget, Reuse.TOKENS)
+            if count or forked:
+                return count
+        else:
+            for reuse in (Reuse.NOTHING,) if sequence is self._cornered else Reuse:
+                count = self._reserve(sequence, budget, reuse)
+                if count:
+                    return count
+                while self._shed_waiting():
+                    pass
+                self.cache.release(sequence)
+        self.cache.release(sequence)
+        sequence.planned = sequence.computed = 0
+        return 0
+
+    def _reserve(self, sequence: Sequence, budget: int, reuse: Reuse) -> int:
+        """A row and the pages of the first segment; returns its length, 0 if there is no room."""
+        sequence.planned = sequence.computed = self.cache.match(sequence, reuse)
+        sequence.row = self._rows[-1]
+        count = self._chunk(sequence, min(sequence.work, budget))
+        room = not self.running or self.cache.has_room(sequence, sequence.goal)
+        if room and self.cache.grow(sequence, sequence.planned + count):
+            return count
+        sequence.row = -1
+        return 0
+
+    def _enter_row(self, sequence: Sequence, now: float) -> None:
+        """A sequence that has pages takes the row that was reserved for it."""
+        self._cornered = None
+        self._rows.pop()
+        self.cache.enter(sequence)
+        bisect.insort(self.running, sequence, key=self.policy)
+        params = sequence.request.params
+        banned = sorted(sequence.stops) if params.min_tokens else []
+        self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned))
+        if not sequence.timings.first_scheduled:
+            sequence.timings.first_scheduled = now
+            sequence.cached = sequence.planned
+            self.stats.prompt_tokens += sequence.prompt_len
+            self.stats.cached_tokens += sequence.cached
+
+    def _chunk(self, sequence: Sequence, count: int) -> int:
+        """How many of the next `count` positions make a good segment."""
+        return self.cache.border(sequence.planned, sequence.planned + count) - sequence.planned
 
     def _segment(self, flight: _Flight, sequence: Sequence, count: int) -> None:
         start, want = sequence.planned, 0
@@ -202,8 +246,7 @@ class Scheduler:
         """The request's other sequences share the pages of its prompt, and compute only the prompt's last position again."""
         upto = parent.prompt_len - 1
         for child in parent.children:
-            self.cache.fork(parent, child, upto)
-            child.planned = child.computed = upto
+            child.planned = child.computed = self.cache.fork(parent, child, upto)
             self._wait(child)
         parent.children = []
 
@@ -251,7 +294,9 @@ class Scheduler:
             want = flight.wants[i]
             if flight.epochs[i] == sequence.epoch:
                 sequence.computed += flight.counts[i]
-                self.cache.settle(sequence)
+                # What gave no usable logits must not be found again.
+                if sequence.computed >= sequence.due and not (want & _SAMPLE and tokens[i] == NOT_FINITE):
+                    self.cache.settle(sequence)
                 if want & _SCORE:
                     sequence.scores += scores.get(i, ())
             if want & _SAMPLE:
@@ -296,9 +341,11 @@ class Scheduler:
             self._give_row(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+            if sequence is self._cornered:
+                self._cornered = None
         elif siblings and 0 in siblings and sequence in siblings[0].children:
             siblings[0].children.remove(sequence)
-        self.cache.release(sequence)
+        self.cache.release(sequence, keep=update.finish_reason != "error")
         for child in sequence.children:
             self._wait(child)
         sequence.children = []
@@ -316,7 +363,7 @@ class Scheduler:
         stats = self.stats
         stats.time = now
         stats.running, stats.waiting, stats.flying = len(self.running), len(self.waiting), len(self.flights)
-        stats.pages_used, stats.kv_usage = self.cache.pools.slabs_used, self.cache.usage
+        stats.pages_used, stats.kv_usage = self.cache.pools.slabs_live, self.cache.usage
         return stats
 
     def check(self) -> None:

@@ -25,7 +25,7 @@ def test_grow_is_all_or_nothing() -> None:
     cache = Cache(_layout(5, 0, 6))
     sequence = _sequence(20)
     assert not cache.grow(sequence, 20), "two groups of five pages do not fit in five slabs"
-    assert cache.pools.slabs_used == 0
+    assert cache.pools.slabs_live == 0
     assert cache.grow(sequence, 8)
     edits, moves = cache.drain()
     assert [len(e) for e in edits] == [2, 2] and moves == []
@@ -41,8 +41,8 @@ def test_pages_behind_the_window_are_given_back() -> None:
     held = []
     for upto in range(1, 61):
         assert cache.grow(sequence, upto), upto
-        sequence.planned = upto
-        held.append(cache.pools.slabs_used)
+        sequence.planned = sequence.computed = upto
+        held.append(cache.pools.slabs_live)
     assert max(held) == 3 and sequence.pages[0].first == (60 - 1 - 5) // 4
     cache.check([sequence])
 
@@ -70,8 +70,8 @@ def test_slabs_move_between_groups() -> None:
     cache = Cache(_layout(4, 0, 4))
     first = _sequence(8)
     assert cache.grow(first, 8)
-    assert cache.pools.slabs_used == 4
+    assert cache.pools.slabs_live == 4
     cache.release(first)
     second = _sequence(4)
     assert cache.grow(second, 4)
-    assert cache.pools.slabs_used == 2
+    assert cache.pools.slabs_live == 2

@@ -83,7 +83,7 @@ def test_abort_frees_rows_and_pages_at_once_even_in_flight() -> None:
     first = worker.run(scheduler.plan(0.0))
     second = worker.run(scheduler.plan(0.0))
     scheduler.abort(["a"], 1.0)
-    assert scheduler.cache.pools.slabs_used == 0 and not scheduler.running
+    assert scheduler.cache.pools.slabs_live == 0 and not scheduler.running
     scheduler.apply(first, 1.0)
     scheduler.apply(second, 1.0)
     ends = [u for u in scheduler.take_updates() if u.finish_reason]

@@ -1,0 +1,371 @@
+"""The prefix index: a radix tree over pages of tokens that says where the entries of a context lie. It moves no bytes.
+
+A node is a stretch of contexts that share it: tokens, and for each cache group the page of each page-long piece (a slot).
+Edges are compressed: a node has as many slots as nobody branches off between. Only a leaf may end inside a page: its one slot
+is the rest of a context that ended there, found by token though it is stored by page.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.cache import keys
+from penstock.cache.keys import Key
+from penstock.cache.pool import Pools
+from penstock.core.request import DEFAULT_PRIORITY
+
+_TOKEN = 4
+"""Bytes of a token in `Node.tokens`."""
+
+
+class Node:
+    """One stretch of the tree. `pages[g][i]` is the page of group g that belongs to slot i, -1 where there is none."""
+
+    __slots__ = ("author", "children", "gone", "keys", "label", "longest", "order", "pages", "parent", "priority", "start",
+                 "tokens", "until", "used", "uses")
+
+    def __init__(self, parent: Node | None, start: int, tokens: bytearray, pages: list[list[int]], label: Label) -> None:
+        self.parent = parent
+        """None for roots."""
+        self.gone = False
+        """No longer in the tree; its parent is still the one it had."""
+        self.start = start
+        """The position of its first token, a multiple of the page."""
+        self.tokens = tokens
+        """int32 in the machine's order."""
+        self.pages = pages
+        self.children: dict[bytes, Node] = {}
+        """By the tokens of the child's first slot."""
+        self.order: list[bytes] = []
+        """The same keys, sorted: contexts that share most tokens with another stand beside it."""
+        self.label = label
+        self.keys: list[Key] = []
+        """Content keys of its first slots; computed when somebody asks."""
+        self.author: object = None
+        """The sequence that is adding to it; nobody else may extend it in place."""
+        self.used = 0
+        """The index's clock at its last use."""
+        self.uses = 0
+        """How many requests have found it."""
+        self.longest = 0
+        """The length of the longest context that ended here or further down."""
+        self.priority = DEFAULT_PRIORITY
+        """How dear it is until `until`, in seconds of `time.time()`; see `cache/eviction.py`."""
+        self.until = 0.0
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.start + len(self.tokens) // _TOKEN
+
+    @property
+    def slots(self) -> int:
+        return len(self.pages[0])
+
+
+class Account:
+    """What a tenant's contexts occupy, in bytes of pages that the index keeps."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+
+class Label(NamedTuple):
+    """What all contexts below one root have in common."""
+
+    adapter: str
+    salt: str
+    account: Account
+
+
+class Trail(NamedTuple):
+    """The way into the tree that a context takes."""
+
+    nodes: list[Node]
+    """From below the root on."""
+    slots: list[int]
+    """How many slots of each it reaches into; only the last may be touched in part."""
+    matched: int
+    """Positions whose tokens are equal."""
+
+
+class Prefix:
+    """The trees of all namespaces. It marks the pages that it keeps in `pools`; the rest of the bookkeeping is its callers'."""
+
+    def __init__(self, pools: Pools, model: str) -> None:
+        layout = pools.layout
+        self.pools = pools
+        self.page = layout.page
+        self.width = self.page * _TOKEN
+        self.groups = len(layout.groups)
+        self.weights = [group.stride for group in layout.groups]
+        self.model = model
+        self.stored: Callable[[Node, int, list[int]], None] | None = None
+        """Told of a node, a group and its slots whose pages can be found from now on."""
+        self.removed: Callable[[Node, int, int], None] | None = None
+        """Told of a node, a group and the slot whose page is about to go."""
+        self.accounts: dict[str, Account] = {}
+        self.roots: dict[tuple[str, str], Node] = {}
+        self.clock = 0
+        """Grows with every use."""
+
+    def root(self, adapter: str, salt: str, tenant: str) -> Node:
+        """The root of a namespace, made if need be."""
+        found = self.roots.get((adapter, salt))
+        if found is None:
+            empty: list[list[int]] = [[] for _ in range(self.groups)]
+            account = self.accounts.setdefault(tenant, Account())
+            found = self.roots[adapter, salt] = Node(None, 0, bytearray(), empty, Label(adapter, salt, account))
+        return found
+
+    def walk(self, root: Node, data: bytearray) -> Trail:
+        """Follows tokens (int32) from a root as far as any context in the tree goes with them."""
+        node, at, nodes, slots = root, 0, [], []
+        while at < len(data):
+            child = node.children.get(bytes(data[at:at + self.width]))
+            shared = len(child.tokens) if child is not None else 0
+            if child is None:
+                child, shared = self._nearest(node, bytes(data[at:at + self.width]))
+                if child is None:
+                    break
+            elif data[at:at + shared] != child.tokens:
+                shared = common(data, at, child.tokens)
+            nodes.append(child)
+            slots.append(-(-shared // self.width))
+            at += shared
+            if shared < len(child.tokens):
+                break
+            node = child
+        return Trail(nodes, slots, at // _TOKEN)
+
+    def _nearest(self, node: Node, data: bytes) -> tuple[Node | None, int]:
+        """The child whose first slot shares most tokens with `data`, and the bytes that it shares: less than all of both."""
+        at = bisect_left(node.order, data)
+        best, most = None, 0
+        for key in node.order[max(0, at - 1):at + 1]:
+            shared = common(data, 0, key)
+            if shared > most:
+                best, most = node.children[key], shared
+        return best, most
+
+    def locate(self, node: Node, at: int) -> Node:
+        """The node on the way to `node` in which position `at`, a border of slots, lies or ends."""
+        while at <= node.start and node.parent is not None:
+            node = node.parent
+        return node
+
+    def insert(self, node: Node, at: int, data: bytearray, pages: list[list[int]], author: object) -> tuple[Node, list[Node]]:
+        """Adds whole slots behind position `at` of `node`; `pages[g]` are held pages, -1 for none, one for each slot.
+
+        Where the tree has a page it stays and `pages` is changed to name it; else the given one is kept. Returns the node in
+        which the last slot lies, and the leaves that ended inside a page and are now of no use.
+        """
+        node, i, count, width, spent = self.locate(node, at), 0, len(data) // self.width, self.width, []
+        while i < count:
+            if at < node.end:
+                first = (at - node.start) // self.page
+                same = common(data, i * width, node.tokens[first * width:]) // width
+                if not same:
+                    node = self.split(node, first)
+                    continue
+                self._merge(node, first, pages, i, same)
+                i, at = i + same, at + same * self.page
+                continue
+            key = bytes(data[i * width:(i + 1) * width])
+            child = node.children.get(key)
+            if child is not None:
+                node = child
+                continue
+            spent += self._prefixes(node, key)
+            node = self._append(node, at, data[i * width:], [ids[i:] for ids in pages], author)
+            break
+        return node, spent
+
+    def _append(self, node: Node, at: int, data: bytearray, pages: list[list[int]], author: object) -> Node:
+        if node.author is author and node.parent is not None and not node.children:
+            node.tokens += data
+            for g, ids in enumerate(pages):
+                node.pages[g] += ids
+        else:
+            node = self._add(node, at, data, pages, author)
+        first = node.slots - len(pages[0])
+        for g, ids in enumerate(pages):
+            self._keep(node, g, first, ids)
+        return node
+
+    def _add(self, parent: Node, at: int, data: bytearray, pages: list[list[int]], author: object) -> Node:
+        """A new leaf below `parent`. Its pages are not marked yet."""
+        node = Node(parent, at, data, pages, parent.label)
+        node.author, node.used = author, parent.used
+        key = bytes(data[:self.width])
+        assert key not in parent.children
+        parent.children[key] = node
+        insort(parent.order, key)
+        return node
+
+    def _merge(self, node: Node, first: int, pages: list[list[int]], i: int, count: int) -> None:
+        """Slots of `node` from `first` on hold the same tokens as the given ones from i on: one page for both."""
+        for g, ids in enumerate(pages):
+            mine = node.pages[g]
+            for j in range(count):
+                there, given = mine[first + j], ids[i + j]
+                if there >= 0:
+                    ids[i + j] = there
+                elif given >= 0:
+                    mine[first + j] = given
+                    self._keep(node, g, first + j, [given])
+
+    def _keep(self, node: Node, group: int, first: int, ids: list[int]) -> None:
+        """Marks pages that were put into slots from `first` on."""
+        pages = [page for page in ids if page >= 0]
+        if pages:
+            self.pools.keep(group, pages)
+            node.label.account.nbytes += len(pages) * self.weights[group]
+            if self.stored is not None:
+                self.stored(node, group, [first + i for i, page in enumerate(ids) if page >= 0])
+
+    def drop(self, node: Node, group: int, slot: int) -> None:
+        """Gives up one page."""
+        page = node.pages[group][slot]
+        if self.removed is not None and len(node.tokens) >= self.width:
+            self.removed(node, group, slot)
+        node.pages[group][slot] = -1
+        node.label.account.nbytes -= self.weights[group]
+        self.pools.drop(group, page)
+
+    def _prefixes(self, node: Node, key: bytes) -> list[Node]:
+        """A child that ended inside the page that `key` fills: at most one stands right before it."""
+        at = bisect_left(node.order, key)
+        if at and key.startswith(node.order[at - 1]):
+            return [node.children[node.order[at - 1]]]
+        return []
+
+    def rest(self, node: Node, at: int, data: bytearray, pages: list[list[int]]) -> tuple[Node, list[Node]]:
+        """Adds a leaf of less than a page behind position `at` of `node`, a border of slots, unless the tree has these tokens
+        there already. Returns the leaf or the node, and leaves that end inside it and are now of no use."""
+        node = self.locate(node, at)
+        if at < node.end:
+            first = (at - node.start) // self.page
+            if node.tokens.startswith(data, first * self.width):
+                return node, []
+            node = self.split(node, first)
+        key = bytes(data)
+        place = bisect_left(node.order, key)
+        if place < len(node.order) and node.order[place].startswith(key):
+            return node, []
+        spent = self._prefixes(node, key)
+        leaf = self._add(node, at, data, pages, None)
+        for g, ids in enumerate(pages):
+            self._keep(leaf, g, 0, ids)
+        return leaf, spent
+
+    def split(self, node: Node, slots: int) -> Node:
+        """Cuts a node in two and returns the upper one, of `slots` slots. The lower one stays the same object."""
+        parent, width = node.parent, self.width
+        assert parent is not None and 0 < slots < node.slots
+        upper = Node(parent, node.start, node.tokens[:slots * width], [ids[:slots] for ids in node.pages], node.label)
+        upper.used, upper.uses, upper.longest = node.used, node.uses, node.longest
+        upper.priority, upper.until = node.priority, node.until
+        upper.keys = node.keys[:slots]
+        parent.children[bytes(upper.tokens[:width])] = upper
+        node.parent, node.start = upper, node.start + slots * self.page
+        node.keys = node.keys[slots:]
+        del node.tokens[:slots * width]
+        for ids in node.pages:
+            del ids[:slots]
+        key = bytes(node.tokens[:width])
+        upper.children[key] = node
+        upper.order.append(key)
+        return upper
+
+    def cut(self, node: Node) -> None:
+        """Takes the last slot, whose pages are gone, off a leaf; an empty leaf leaves the tree."""
+        for ids in node.pages:
+            ids.pop()
+        if node.slots:
+            del node.tokens[node.slots * self.width:]
+            del node.keys[node.slots:]
+            return
+        parent = node.parent
+        assert parent is not None and not node.children
+        key = bytes(node.tokens[:self.width])
+        del parent.children[key]
+        del parent.order[bisect_left(parent.order, key)]
+        node.gone = True
+        if parent.parent is None and not parent.children:
+            parent.gone = True
+            del self.roots[parent.label[:2]]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        for node in list(self.nodes()):
+            node.gone = True
+            for g, ids in enumerate(node.pages):
+                for page in ids:
+                    if page >= 0:
+                        self.pools.drop(g, page)
+        for root in self.roots.values():
+            root.gone = True
+            root.label.account.nbytes = 0
+        self.roots.clear()
+
+    def touch(self, node: Node) -> None:
+        """Marks a node and all above it as used now."""
+        self.clock += 1
+        at: Node | None = node
+        while at is not None:
+            at.used = self.clock
+            at = at.parent
+
+    def key(self, node: Node, slot: int) -> Key:
+        """The content key of a context up to the end of a slot; of slot -1, up to the start of the node."""
+        if slot < 0:
+            return self.key(node.parent, node.parent.slots - 1) if node.parent is not None else self.root_key(node)
+        if len(node.keys) <= slot:
+            parent = node.keys[-1] if node.keys else self.key(node, -1)
+            tokens = node.tokens[len(node.keys) * self.width:(slot + 1) * self.width]
+            node.keys += keys.chain(parent, np.frombuffer(tokens, np.int32).tolist(), self.page)
+        return node.keys[slot]
+
+    def root_key(self, root: Node) -> Key:
+        """The key before the first page of a namespace."""
+        return keys.root(self.model, root.label.adapter, root.label.salt)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node below the roots."""
+        stack = [child for root in self.roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
+
+    def check(self) -> list[set[int]]:
+        """Asserts the tree's shape; returns the pages in it, for each group."""
+        kept: list[set[int]] = [set() for _ in range(self.groups)]
+        for node in self.nodes():
+            parent = node.parent
+            assert parent is not None and parent.children[bytes(node.tokens[:self.width])] is node
+            assert node.start == parent.end and node.start % self.page == 0 and node.tokens
+            assert not node.children or len(node.tokens) % self.width == 0, "a page goes on after a stretch that ends inside it"
+            assert len(node.tokens) % self.width == 0 or node.slots == 1, "a rest of a page is a node of its own"
+            assert node.order == sorted(node.children) and parent.used >= node.used
+            for g, ids in enumerate(node.pages):
+                assert len(ids) == node.slots == -(-len(node.tokens) // self.width)
+                mine = [page for page in ids if page >= 0]
+                assert len(set(mine)) == len(mine) and kept[g].isdisjoint(mine), "a page is in the index twice"
+                kept[g].update(mine)
+        return kept
+
+
+def common(data: bytes | bytearray, at: int, other: bytes | bytearray) -> int:
+    """How many bytes of whole tokens `data` from `at` on shares with `other`."""
+    size = min(len(data) - at, len(other)) // _TOKEN
+    differs = np.frombuffer(data, np.int32, size, at) != np.frombuffer(other, np.int32, size)
+    first = int(differs.argmax()) if size else 0
+    return (first if size and differs[first] else size) * _TOKEN
