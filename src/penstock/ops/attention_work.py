@@ -24,7 +24,7 @@ FIELDS = 10
 unit, the slot of its first part, the slot of its tile's first part, parts of its tile (1: there is nothing to join)."""
 
 PROGRAMS = 264
-"""Programs that a split aims at: two for each of an H200's 132 multiprocessors, so that one waits while the other one computes."""
+"""Programs that a split aims at: two for each of an H200's 132 multiprocessors; one waits while the other one computes."""
 
 SHORTEST = 128
 """Keys that are worth a program of their own: below, joining the parts costs more time than reading them one after another."""
@@ -99,7 +99,7 @@ def shapes(geometry: Geometry, invariant: bool) -> tuple[Shape, Shape]:
 def layout(geometry: Geometry, segments: int, tokens: int, invariant: bool) -> Layout:
     """The array's layout. Equal arguments, equal layout: the host's array and the launches of a captured graph agree by it."""
     narrow, broad = shapes(geometry, invariant)
-    # A step of one query a segment, or of a few drafted ones, needs no broad tiles; a larger one may have segments of any length.
+    # A step of one query a segment, or of a few drafted ones, needs no broad tiles; a larger one may have long segments.
     mixed = tokens > max(segments, 2 * narrow.queries)
     split = max(1, PROGRAMS // geometry.kv_heads)
     pieces = segments

@@ -1,0 +1,335 @@
+"""Attention on a GPU: bandwidth of decode, arithmetic of prompts, beside the card's ceilings and cuDNN.
+
+usage: gpu_attention.py [--sweep] [--invariant] [--json FILE]
+
+Times are those of CUDA graphs that attend over several caches in turn, more than 300 MB together, so that L2 (60 MB) holds none
+of them, as the layers of a model would. Bytes are the keys and values that a query sees, once for each KV head; operations are
+those of the causal triangle alone. `--sweep` tries other shapes of tiles than those that ops/attention_work.py takes. Prints a
+table; the record goes to --json or $OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import triton
+
+from penstock.ops import attention_work
+from penstock.ops.attention import AttentionOps, Geometry
+from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
+from penstock.ops.attention_work import Shape
+from penstock.ops.compile import Compilation, recording, watch
+from penstock.ops.gpu import chip
+
+LLAMA = Geometry(32, 8, 128, 16)
+QWEN = Geometry(16, 8, 128, 16)
+PEAK = 800e12
+"""bf16 operations a second of cuBLAS at its best on an H200."""
+
+
+@dataclass
+class Case:
+    """A step of segments (context, queries)."""
+
+    name: str
+    segments: list[tuple[int, int]]
+    geometry: Geometry = LLAMA
+    softcap: float = 0.0
+
+    @property
+    def decode(self) -> bool:
+        return all(count == 1 for _, count in self.segments)
+
+    def bytes(self) -> int:
+        g = self.geometry
+        seen = sum(min(context, g.window + count - 1) if g.window else context for context, count in self.segments)
+        return 2 * g.itemsize * g.kv_heads * g.head_size * seen
+
+    def operations(self) -> int:
+        g, pairs = self.geometry, 0
+        for context, count in self.segments:
+            seen = np.arange(context - count + 1, context + 1)
+            pairs += int((np.minimum(seen, g.window) if g.window else seen).sum())
+        return 4 * g.heads * g.head_size * pairs
+
+
+def ragged(count: int) -> list[tuple[int, int]]:
+    """Contexts of a busy server: many short, few long."""
+    lengths = np.random.default_rng(0).lognormal(6.5, 1.2, count).clip(16, 32768).astype(int)
+    return [(int(length), 1) for length in lengths]
+
+
+DECODE = [Case("b1 128", [(128, 1)]), Case("b1 400", [(400, 1)]), Case("b1 400 qwen", [(400, 1)], QWEN),
+          Case("b1 2k", [(2048, 1)]), Case("b1 32k", [(32768, 1)]), Case("b1 128k", [(131072, 1)]),
+          Case("b8 600", [(600, 1)] * 8), Case("b8 600 qwen", [(600, 1)] * 8, QWEN), Case("b8 32k", [(32768, 1)] * 8),
+          Case("b8 128k", [(131072, 1)] * 8), Case("b32 600", [(600, 1)] * 32), Case("b40 2k", [(2048, 1)] * 40),
+          Case("b128 600", [(600, 1)] * 128), Case("b256 600", [(600, 1)] * 256), Case("b64 ragged", ragged(64)),
+          Case("b63 600 and one of 128k", [(600, 1)] * 63 + [(131072, 1)])]
+PROMPT = [Case("8k", [(8192, 8192)]), Case("4 x 2k", [(2048, 2048)] * 4), Case("16 x 512", [(512, 512)] * 16),
+          Case("2k after 6k", [(8192, 2048)]), Case("512 after 32k", [(33280, 512)]), Case("100 after 32k", [(32868, 100)])]
+SHAPES = [Case("head 64: b32 2k", [(2048, 1)] * 32, Geometry(32, 8, 64, 16)),
+          Case("head 256: b32 2k", [(2048, 1)] * 32, Geometry(16, 8, 256, 16)),
+          Case("head 96: b32 2k", [(2048, 1)] * 32, Geometry(32, 32, 96, 16)),
+          Case("group 1: b32 2k", [(2048, 1)] * 32, Geometry(16, 16, 128, 16)),
+          Case("group 8: b8 8k", [(8192, 1)] * 8, Geometry(64, 8, 128, 16)),
+          Case("window 1k: b32 8k", [(8192, 1)] * 32, Geometry(32, 8, 128, 16, 1024)),
+          Case("head 64: 8k", [(8192, 8192)], Geometry(32, 8, 64, 16)),
+          Case("head 256: 4k", [(4096, 4096)], Geometry(16, 8, 256, 16)),
+          Case("window 1k: 8k", [(8192, 8192)], Geometry(32, 8, 128, 16, 1024)),
+          Case("softcap, head 256: 4k", [(4096, 4096)], Geometry(16, 8, 256, 16), 50.0)]
+
+NARROW = [(64, 4, 3), (64, 4, 4), (64, 4, 5), (32, 4, 4), (32, 2, 4), (64, 2, 3), (128, 4, 3), (128, 8, 3), (64, 8, 4)]
+"""(block of keys, warps, stages) to try at heads of 128."""
+BROAD = [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (128, 64, 4, 3),
+         (128, 128, 8, 3)]
+"""(rows, block of keys, warps, stages) to try at heads of 128."""
+
+
+def graph_us(calls: list[Callable[[], Any]], repeats: int = 12) -> float:
+    """Microseconds a call, median over replays of a graph of all calls in order."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0]()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        for call in calls:
+            call()
+        graph.capture_end()
+        for _ in range(2):
+            graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        stream.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3 / len(calls)
+
+
+@dataclass
+class Built:
+    """A case on the device: queries, and caches with their tables."""
+
+    case: Case
+    copies: int = 0
+    calls: list[Callable[[], torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        g, segments = self.case.geometry, self.case.segments
+        columns = -(-max(context for context, _ in segments) // g.page)
+        used = [-(-context // g.page) for context, _ in segments]
+        self.copies = min(64, max(2, -(-(320 << 20) // self.case.bytes()))) if self.case.decode else 2
+        pages = sum(used)
+        self.arena = torch.randn(self.copies * pages, 2, g.kv_heads, g.page, g.head_size, device="cuda", dtype=torch.bfloat16)
+        order = torch.randperm(self.copies * pages, device="cuda", dtype=torch.int32).view(self.copies, pages)
+        self.tables = torch.zeros(self.copies, len(segments), columns, device="cuda", dtype=torch.int32)
+        at = 0
+        for s, count in enumerate(used):
+            self.tables[:, s, :count] = order[:, at:at + count]
+            at += count
+        self.counts = np.array([count for _, count in segments], np.int32)
+        self.context = np.array([context for context, _ in segments], np.int32)
+        self.tokens = int(self.counts.sum())
+        self.q = torch.randn(self.tokens, g.heads, g.head_size, device="cuda", dtype=torch.bfloat16)
+        self.query_start = torch.tensor(np.concatenate(([0], self.counts.cumsum())), device="cuda", dtype=torch.int32)
+        self.context_there = torch.from_numpy(self.context).cuda()
+
+    def run(self, attention: AttentionOps, copy: int, work: torch.Tensor | None) -> torch.Tensor:
+        g = self.case.geometry
+        return attention.apply(self.q, self.arena[:, 0], self.arena[:, 1], self.tables[copy], self.query_start,
+                               self.context_there, g.head_size ** -0.5, g.window, self.case.softcap, work=work)
+
+    def measure(self, attention: TritonAttention) -> tuple[float, float]:
+        """Microseconds and the relative error beside the reference in float32, of a few queries where there are many."""
+        found = attention.prepare(self.case.geometry, self.counts, self.context, len(self.counts), self.tokens)
+        work = torch.from_numpy(found).cuda()
+        error = self.error(self.run(attention, 0, work))
+        return graph_us([lambda copy=copy: self.run(attention, copy, work) for copy in range(self.copies)]), error
+
+    def error(self, found: torch.Tensor) -> float:
+        g = self.case.geometry
+        s = int(self.context.argmax())
+        end = int(self.query_start[s + 1])
+        count = min(64, int(self.counts[s]))
+        table = self.tables[0, s:s + 1]
+        exact = AttentionOps.apply(self.q[end - count:end].float(), self.arena[:, 0], self.arena[:, 1], table,
+                                   torch.tensor([0, count]), self.context_there[s:s + 1], g.head_size ** -0.5, g.window,
+                                   self.case.softcap)
+        return float((found[end - count:end].float() - exact).norm() / exact.norm())
+
+
+@contextmanager
+def shaped(narrow: Shape | None = None, broad: Shape | None = None, programs: int = 0, shortest: int = 0) -> Iterator[None]:
+    """Other constants than those of ops/attention_work.py, in this context."""
+    kept = attention_work.shapes, attention_work.PROGRAMS, attention_work.SHORTEST
+
+    def shapes(geometry: Geometry, invariant: bool) -> tuple[Shape, Shape]:
+        usual = kept[0](geometry, invariant)
+        return narrow or usual[0], broad or usual[1]
+
+    attention_work.shapes = shapes  # type: ignore[assignment]
+    attention_work.PROGRAMS, attention_work.SHORTEST = programs or kept[1], shortest or kept[2]
+    attention_work.layout.cache_clear()
+    try:
+        yield
+    finally:
+        attention_work.shapes, attention_work.PROGRAMS, attention_work.SHORTEST = kept
+        attention_work.layout.cache_clear()
+
+
+def narrow_of(geometry: Geometry, block: int, warps: int, stages: int) -> Shape:
+    group = geometry.heads // geometry.kv_heads
+    return Shape(16, block, 16 // group, warps, stages)
+
+
+def broad_of(geometry: Geometry, rows: int, block: int, warps: int, stages: int) -> Shape:
+    return Shape(rows, block, rows // (geometry.heads // geometry.kv_heads), warps, stages)
+
+
+def record_launches(attention: TritonAttention, case: Case) -> None:
+    """Launches on meta tensors, for ops/compile."""
+    g, tokens, segments = case.geometry, sum(count for _, count in case.segments), len(case.segments)
+    layout = attention_work.layout(g, segments, tokens, attention.invariant)
+
+    def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    arena = meta(4, 2, g.kv_heads, g.page, g.head_size, dtype=torch.bfloat16)
+    attention.apply(meta(tokens, g.heads, g.head_size, dtype=torch.bfloat16), arena[:, 0], arena[:, 1], meta(segments, 4),
+                    meta(segments + 1), meta(segments), 0.1, g.window, case.softcap, work=meta(layout.size))
+
+
+def compile_all(variants: list[tuple[TritonAttention, Case, dict[str, Any]]]) -> None:
+    """Compiles on all cores what the timing will need."""
+    watch()
+    jobs = {}
+    here = chip(0)
+    with recording(here) as found:
+        for attention, case, constants in variants:
+            with shaped(**constants):
+                record_launches(attention, case)
+        jobs.update(found)
+    compilation = Compilation(jobs.values(), here.capability)
+    for thread in compilation._threads:
+        thread.join()
+    for job, why in compilation._failed:
+        print("cannot compile", job.kernel, why.splitlines()[-1])
+    print(f"{len(jobs)} kernels, {compilation.compiled} compiled")
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a large device-to-device copy."""
+    a = torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda")
+    b = torch.empty_like(a)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(11)]
+    for event in events:
+        b.copy_(a)
+        event.record()
+    torch.cuda.synchronize()
+    return 2 * a.nbytes / statistics.median(x.elapsed_time(y) for x, y in pairwise(events)) * 1e3
+
+
+def row(built: Built, us: float, error: float, bandwidth: float) -> dict[str, Any]:
+    case = built.case
+    rate = case.bytes() / us * 1e6 if case.decode else case.operations() / us * 1e6
+    ceiling = bandwidth if case.decode else PEAK
+    return {"case": case.name, "us": us, "rate": rate / (1e9 if case.decode else 1e12), "of_ceiling": rate / ceiling,
+            "unit": "GB/s" if case.decode else "TFLOP/s", "error": error}
+
+
+def table(attention: TritonAttention, cases: list[Case], bandwidth: float) -> list[dict[str, Any]]:
+    rows = []
+    for case in cases:
+        built = Built(case)
+        found = row(built, *built.measure(attention), bandwidth)
+        rows.append(found)
+        print(f"{found['case']:26} {found['us']:9.2f} us {found['rate']:7.0f} {found['unit']:7} {found['of_ceiling']:4.0%}  "
+              f"error {found['error']:.1e}", flush=True)
+    return rows
+
+
+def sweep(cases: list[Case], variants: dict[str, Callable[[Geometry], dict[str, Any]]],
+          bandwidth: float) -> list[dict[str, Any]]:
+    rows = []
+    for case in cases:
+        built = Built(case)
+        found = []
+        for name, constants in variants.items():
+            try:
+                with shaped(**constants(case.geometry)):
+                    found.append({"variant": name, **row(built, *built.measure(TRITON), bandwidth)})
+            except triton.runtime.errors.OutOfResources:
+                continue
+        found.sort(key=lambda entry: entry["us"])
+        best = "; ".join(f"{e['us']:.2f} ({e['of_ceiling']:.0%}) {e['variant']}" for e in found[:7])
+        print(f"{case.name:14} {best}", flush=True)
+        rows += found
+    return rows
+
+
+def sdpa(heads: int, kv_heads: int, tokens: int, batch: int = 1) -> float | None:
+    """Microseconds of cuDNN's causal attention on contiguous tensors, the heads of a group sharing theirs."""
+    q = torch.randn(batch, tokens, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    k, v = torch.randn(2, batch, tokens, kv_heads, 128, device="cuda", dtype=torch.bfloat16).transpose(2, 3)
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            return graph_us([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)] * 4)
+    except RuntimeError as error:
+        print("cuDNN:", str(error).splitlines()[0])
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--invariant", action="store_true")
+    parser.add_argument("--json", default=str(Path(os.environ["OUT"]) / "gpu_attention.json") if "OUT" in os.environ else "")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    narrow = {"n{} w{} s{}".format(*one): lambda g, one=one: {"narrow": narrow_of(g, *one)} for one in NARROW}
+    split = {f"programs {p} shortest {s}": lambda g, p=p, s=s: {"programs": p, "shortest": s}
+             for p in (132, 264, 528, 1056) for s in (64, 128, 256)}
+    broad = {"{}x{} w{} s{}".format(*one): lambda g, one=one: {"broad": broad_of(g, *one)} for one in BROAD}
+    plans = [(TRITON, DECODE + PROMPT + SHAPES), (INVARIANT, DECODE + PROMPT + SHAPES if arguments.invariant else [])]
+    variants: list[tuple[TritonAttention, Case, dict[str, Any]]] = [(a, case, {}) for a, cases in plans for case in cases]
+    if arguments.sweep:
+        variants += [(TRITON, DECODE[1], make(LLAMA)) for make in narrow.values()]
+        variants += [(TRITON, PROMPT[0], make(LLAMA)) for make in broad.values()]
+    compile_all(variants)
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e9:.0f} GB/s")
+    record: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+                              "cuda": torch.version.cuda, "copy_gb_s": bandwidth / 1e9}
+    for attention, cases in plans:
+        if cases:
+            name = "invariant" if attention.invariant else "triton"
+            print(name)
+            record[name] = table(attention, cases, bandwidth)
+    record["cudnn_us"] = {name: sdpa(*shape) for name, shape in
+                          {"8k": (32, 8, 8192), "4 x 2k": (32, 8, 2048, 4), "16 x 512": (32, 8, 512, 16)}.items()}
+    print("cuDNN, contiguous:", record["cudnn_us"])
+    if arguments.sweep:
+        kept = [case for case in DECODE if case.geometry == LLAMA and case.name in
+                ("b1 128", "b1 400", "b1 2k", "b1 128k", "b8 600", "b8 128k", "b32 600", "b40 2k", "b256 600", "b64 ragged")]
+        record["narrow"] = sweep(kept, narrow, bandwidth)
+        record["split"] = sweep(kept, split, bandwidth)
+        record["broad"] = sweep(PROMPT, broad, bandwidth)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
