@@ -42,7 +42,8 @@ class Attention:
         """Lets go of the cache."""
         del self.view
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
+        """Every token's entry is written; with `ends` [E], results are given for those tokens alone."""
         spec, kernels, view = self.spec, self._kernels, self.view
         group = step.groups[view.group]
         tokens, heads, kv_heads = x.shape[0], spec.heads, spec.kv_heads
@@ -57,4 +58,5 @@ class Attention:
                                q_norm, k_norm, self.eps, self.offset)
         out = kernels.attention.apply(q, view.k, view.v, group.table, step.query_start, step.context, spec.scale, spec.window,
                                       spec.softcap, work=step.work[self.geometry])
-        return self.o(out.view(tokens, -1))
+        out = out.view(tokens, -1)
+        return self.o(out if ends is None else out.index_select(0, ends))

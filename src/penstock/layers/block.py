@@ -39,9 +39,9 @@ class Branch:
             return total, total
         return self.pre.add(delta, residual)
 
-    def leave(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """What the branch adds to the stream, given the body's input."""
-        out = self.body(x, step)
+    def leave(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None) -> torch.Tensor:
+        """What the branch adds to the stream, given the body's input; with `ends`, at those tokens alone."""
+        out = self.body(x, step, ends)
         if self.post is not None:
             out = self.post(out)
         return out if self.scale == 1.0 else out * self.scale
@@ -54,13 +54,18 @@ class Block:
         self.stages = [[Branch(branch, path, values, kernels, table) for branch in stage] for stage in spec.stages]
         (self.attention,) = (b.body for stage in self.stages for b in stage if isinstance(b.body, Attention))
 
-    def __call__(self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes and gives the stream as (delta, residual), all [T, W]."""
+    def __call__(self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step,
+                 ends: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes and gives the stream as (delta, residual), all [T, W]; with `ends` [E], gives it at those tokens alone."""
         for first, *others in self.stages:
             x, residual = first.enter(delta, residual)
-            delta = first.leave(x, step)
+            # Once attention has read all tokens, nothing of a layer looks at another token than its own.
+            at = ends if any(branch.body is self.attention for branch in (first, *others)) else None
+            delta = first.leave(x, step, at)
             for branch in others:
                 x, _ = branch.enter(None, residual)
-                delta = delta + branch.leave(x, step)
+                delta = delta + branch.leave(x, step, at)
+            if at is not None:
+                residual, ends = residual.index_select(0, at), None
         assert delta is not None
         return delta, residual

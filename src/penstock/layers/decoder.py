@@ -59,7 +59,8 @@ class Decoder:
         return {block.attention.geometry for block in self.blocks}
 
     def forward(self, step: Step) -> torch.Tensor:
-        """The hidden state of each of the step's T tokens after the last norm, [T, width] in the model's dtype.
+        """The hidden state of each of the step's T tokens after the last norm, [T, width] in the model's dtype; or, if the step
+        says so, at its `ends` alone, [E, width].
 
         Writes the tokens' keys and values into the cache.
         """
@@ -69,9 +70,11 @@ class Decoder:
         if self.positions is not None:
             residual = residual + self._linear.gather(step.positions, self.positions)
         delta: torch.Tensor | None = None
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             delta, residual = block(delta, residual, step)
-        return self.norm(residual) if delta is None else self.norm.add(delta, residual)[0]
+        delta, residual = last(delta, residual, step, step.ends)
+        return self.norm.add(delta, residual)[0]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [M, vocabulary], float32, of hidden states [M, width]."""

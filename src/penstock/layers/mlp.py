@@ -20,7 +20,10 @@ class MLP:
         self._gated = spec.gated
         self._kernels = kernels
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
+        """With `ends` [E], of those tokens alone."""
+        if ends is not None:
+            x = x.index_select(0, ends)
         if self._gated:
             return self.down(self._kernels.linear.gated(x, self.up.weight, self.up.bias, self._kind))
         return self.down(self._kernels.activation(self.up(x), self._kind))

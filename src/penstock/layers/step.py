@@ -34,6 +34,8 @@ class Step:
     groups: list[GroupStep]
     work: dict[Geometry, torch.Tensor | None]
     """What `kernels.attention.prepare` gave for each geometry that the model has."""
+    ends: torch.Tensor | None = None
+    """[E] int32: the only tokens whose hidden states are wanted after the last layer; None: those of all."""
 
 
 @dataclass(slots=True)

@@ -63,7 +63,9 @@ class Graphs:
         return Capacity(tokens, min(self._rows, tokens - 1))
 
     def capacity(self, plan: StepPlan) -> Capacity | None:
-        """The smallest captured one that the plan fits in, or None."""
+        """The smallest captured one that the plan fits in, or None. Graphs give no hidden states to score prompts by."""
+        if (plan.wants & int(Want.SCORE)).any():
+            return None
         tokens, segments = int(plan.counts.sum()), len(plan.rows)
         sizes = self._decode if tokens == segments else self._mixed
         at = bisect.bisect_left(sizes, tokens)
@@ -96,10 +98,12 @@ class Graphs:
         self.seconds = time.perf_counter() - began
 
     def _run(self, capacity: Capacity, parts: Parts) -> torch.Tensor:
-        return self.model.forward(self.builder.step(capacity, parts, self._columns))
+        ends = None if capacity.tokens == capacity.segments else capacity.segments
+        return self.model.forward(self.builder.step(capacity, parts, ends, self._columns))
 
     def forward(self, plan: StepPlan, capacity: Capacity) -> tuple[torch.Tensor, Parts]:
-        """Hidden states of the plan's tokens, [capacity.tokens, width]; overwritten by the next step of that capacity."""
+        """Hidden states, then of padding: of a decode step's tokens, or at the ends of a mixed one's segments that sample.
+        Overwritten by the next step of that capacity."""
         parts = self.builder.fill(plan, capacity)
         graph, hidden = self._captured[capacity]
         graph.replay()

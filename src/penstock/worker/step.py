@@ -38,7 +38,7 @@ class Parts:
     context: slice
     query_start: slice
     heads: slice
-    """Places among the step's tokens of the last ones of the segments that sample."""
+    """Places among the step's tokens of the last ones of the segments that sample; 0 behind them."""
     lines_row: slice
     """Those segments' rows; -1 behind them."""
     lines_position: slice
@@ -86,6 +86,8 @@ class StepBuilder:
         sampling = np.flatnonzero(plan.wants & int(Want.SAMPLE))
         lines = len(sampling)
         host[parts.heads.start:parts.heads.start + lines] = host[first + 1 + sampling] - 1
+        # Hidden states are taken at all places of a capacity: padding points at the first token.
+        host[parts.heads.start + lines:parts.heads.stop] = 0
         host[parts.lines_row.start:parts.lines_row.start + lines] = plan.rows[sampling]
         host[parts.lines_row.start + lines:parts.lines_row.stop] = -1
         host[parts.lines_position.start:parts.lines_position.start + lines] = context[sampling]
@@ -131,8 +133,9 @@ class StepBuilder:
         row, position = there[parts.lines_row][:len(sampling)], there[parts.lines_position][:len(sampling)]
         return Lines(sampling, plan.rows[sampling], (plan.starts + plan.counts)[sampling], row, position)
 
-    def step(self, capacity: Capacity, parts: Parts, columns: int | None = None) -> Step:
-        """The step whose numbers were brought last. `columns`: pages that a context may have; by default, that step's."""
+    def step(self, capacity: Capacity, parts: Parts, ends: int | None = None, columns: int | None = None) -> Step:
+        """The step whose numbers were brought last. `ends`: hidden states are wanted at so many of its segments' ends alone.
+        `columns`: pages that a context may have; by default, that step's."""
         there = self._staging.device(parts.size)
         rows = self._rows
         row, start, context, query_start = (there[part] for part in (parts.row, parts.start, parts.context, parts.query_start))
@@ -140,4 +143,5 @@ class StepBuilder:
                             columns or self._columns)
         groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
         work = {geometry: there[parts.work[geometry]] if geometry in parts.work else None for geometry in self._geometries}
-        return Step(built.tokens, built.positions, query_start, context, groups, work)
+        at = None if ends is None else self.heads(parts, ends)
+        return Step(built.tokens, built.positions, query_start, context, groups, work, at)

@@ -13,6 +13,7 @@ from penstock.layers.decoder import Decoder
 from penstock.worker.arena import Arena
 from penstock.worker.clock import Clock, Interval
 from penstock.worker.graphs import Graphs
+from penstock.worker.movers import Behind, Movers
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import Lines, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
@@ -29,12 +30,13 @@ class Launched:
     """A step that the device has been told to do. Its parts are copied to the host by the device itself."""
 
     def __init__(self, result: StepResult, lines: Lines | None, sampled: Sampled | None, scores: Scores | None,
-                 interval: Interval) -> None:
+                 interval: Interval, movers: Movers | None) -> None:
         self._result = result
         self._lines = lines
         self._sampled = sampled
         self._scores = scores
         self._interval: Interval | None = interval
+        self._movers = movers
 
     def result(self) -> StepResult:
         """Waits until the device is through with the step."""
@@ -43,6 +45,9 @@ class Launched:
             self._interval.wait()
             result.seconds, result.kernel_seconds = self._interval.seconds, self._interval.kernel_seconds
             self._interval = None
+            if self._movers is not None:
+                # With nothing computed there may be loads that the engine waits for.
+                result.landings, result.receipts = self._movers.arrived(wait=not len(result.tokens))
         if self._lines is not None and self._sampled is not None:
             result.tokens[self._lines.segments] = self._sampled.tokens()
             result.logprobs = self._sampled.logprobs()
@@ -56,11 +61,13 @@ class Worker:
     """One device's half of the engine. Not thread-safe: one thread runs it."""
 
     def __init__(self, model: Decoder, layout: CacheLayout, max_num_seqs: int, max_model_len: int, device: torch.device,
-                 graph_tokens: int = 0) -> None:
-        """`graph_tokens`: capture steps of up to that many tokens as CUDA graphs; 0 captures nothing."""
+                 graph_tokens: int = 0, behind: Behind | None = None) -> None:
+        """`graph_tokens`: capture steps of up to that many tokens as CUDA graphs; 0 captures nothing. `behind`: where pages go
+        besides the device."""
         self.model = model
         self.layout = layout
         self.arena = Arena(layout, device)
+        self.movers = Movers(self.arena, behind, device) if behind is not None else None
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device)
         model.attach(self.arena.views(model.states))
         self.builder = StepBuilder(model, self.rows, layout.page)
@@ -85,22 +92,26 @@ class Worker:
     def _launch(self, plan: StepPlan) -> Launched:
         interval = self.clock.start()
         self.rows.apply(plan)
+        if self.movers is not None:
+            self.movers.start(plan)
         self.arena.copy(plan.moves)
+        if self.movers is not None:
+            self.movers.load(plan)
         result = StepResult(plan.id, np.full(len(plan.rows), NOT_SAMPLED, np.int32))
         if plan.idle:
             interval.enter_model()
             interval.leave_model()
-            return Launched(result, None, None, None, interval.stop())
+            return Launched(result, None, None, None, interval.stop(), self.movers)
         interval.enter_model()
         hidden, ends, lines = self._forward(plan)
         logits = self.model.head(ends) if len(lines.rows) else None
         interval.leave_model()
         sampled = None if logits is None else self.sampler.launch(logits, lines)
         scores = prompts(self.model, self.model.kernels.sample, hidden, plan, self.rows)
-        return Launched(result, lines, sampled, scores, interval.stop())
+        return Launched(result, lines, sampled, scores, interval.stop(), self.movers)
 
     def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor, Lines]:
-        """Hidden states of the plan's tokens (and of padding behind them), of those tokens that are sampled after, and whose
+        """Hidden states of the plan's tokens, if prompts are scored by them; those of the tokens that are sampled after; and whose
         these are."""
         sampling = np.flatnonzero(plan.wants & int(Want.SAMPLE))
         count = len(sampling)
@@ -108,11 +119,14 @@ class Worker:
         if self.graphs is not None and capacity is not None:
             builder = self.graphs.builder
             hidden, parts = self.graphs.forward(plan, capacity)
+            if capacity.tokens == capacity.segments and count < len(plan.rows):
+                hidden = hidden.index_select(0, builder.heads(parts, count))
         else:
             builder = self.builder
             capacity = builder.exact(plan)
             parts = builder.fill(plan, capacity)
-            hidden = self.model.forward(builder.step(capacity, parts))
-        lines = builder.lines(parts, plan, sampling)
-        ends = hidden[:count] if count == int(plan.counts.sum()) else hidden.index_select(0, builder.heads(parts, count))
-        return hidden, ends, lines
+            if (plan.wants & int(Want.SCORE)).any():
+                hidden = self.model.forward(builder.step(capacity, parts))
+                return hidden, hidden.index_select(0, builder.heads(parts, count)), builder.lines(parts, plan, sampling)
+            hidden = self.model.forward(builder.step(capacity, parts, None if count == capacity.tokens else count))
+        return hidden, hidden[:count], builder.lines(parts, plan, sampling)
