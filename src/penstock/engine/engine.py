@@ -19,11 +19,13 @@ from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.beam import BeamSearches
 from penstock.engine.executor import Direct, Executor, Pending, Threaded
-from penstock.ops import registry
+from penstock.ops import compile, gpu, registry
+from penstock.ops.compile import Compilation
 from penstock.platform.facts import DeviceFacts, detect, device_name
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.scheduler import Scheduler
 from penstock.worker import memory
+from penstock.worker.rehearsal import rehearse
 from penstock.worker.worker import Worker
 
 Progress = Callable[[int, int], None]
@@ -45,12 +47,16 @@ class Engine:
         device = torch.device(device_name(options.device, facts))
         self.kernels = registry.bind(facts, dtype, self.config.kernels)
         registry.set_threads(self.config.threads, self.kernels)
+        compilation = _compile(self.config, spec, self.kernels, device)
         model = models.load(self.folder, checkpoint, dtype=dtype, device=device, kernels=self.kernels,
                             load_format=options.load_format, max_model_len=self.config.max_model_len, seed=options.seed,
                             progress=progress)
-        self.memory = _plan_memory(options, self.config, model, device, facts)
-        self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device,
-                             self.config.graph_tokens)
+        if compilation is not None:
+            compilation.finish(self.kernels)
+        with compile.explained(facts.capability):
+            self.memory = _plan_memory(options, self.config, model, device, facts)
+            self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device,
+                                 self.config.graph_tokens)
         self.scheduler = Scheduler(Cache(self.memory.layout), Limits(
             max_model_len=self.memory.max_model_len, max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
@@ -125,6 +131,18 @@ class Engine:
         """Finishes the plans in flight and stops the worker. The engine cannot be used afterwards."""
         self.executor.close()
         self._flying.clear()
+
+
+def _compile(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Kernels,
+             device: torch.device) -> Compilation | None:
+    """Starts compiling what steps will launch, in other processes, while weights load."""
+    if device.type != "cuda" or not compile.watch():
+        return None
+    chip = gpu.chip(device)
+    jobs = rehearse(spec, kernels, dtype=getattr(torch, config.dtype), rows=config.max_num_seqs, page=config.page,
+                    tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
+                    graph_tokens=config.graph_tokens, chip=chip)
+    return Compilation(jobs, chip.capability)
 
 
 def _notes(config: EngineConfig, plan: MemoryPlan) -> list[str]:

@@ -38,26 +38,26 @@ def standing_in(chip: Chip) -> Iterator[None]:
 
 
 @cache
-def chip(index: int) -> Chip:
-    """That of CUDA device `index`."""
+def _found(index: int) -> Chip:
     found = torch.cuda.get_device_properties(index)
     return Chip((found.major, found.minor), found.multi_processor_count)
 
 
-def _chip(device: torch.device) -> Chip:
+def chip(device: torch.device) -> Chip:
+    """What `device` is, or in a dry run stands for."""
     if device.type == "cuda":
-        return chip(torch.cuda.current_device() if device.index is None else device.index)
+        return _found(torch.cuda.current_device() if device.index is None else device.index)
     return _meta[-1] if device.type == "meta" and _meta else _NONE
 
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability that a launch on `device` can count on; (0, 0) if it is no GPU."""
-    return _chip(device).capability
+    return chip(device).capability
 
 
 def multiprocessors(device: torch.device) -> int:
     """How many programs can run at once at least."""
-    return _chip(device).multiprocessors
+    return chip(device).multiprocessors
 
 
 def linked(device: torch.device) -> bool:

@@ -32,7 +32,6 @@ def _strided(logits: torch.Tensor) -> tuple[int, dict[str, int]]:
     return stride // align, {"vocab": logits.shape[1], "align": align}
 
 
-@register("sample", "triton", rank=10, supports=gpu.supports)
 class TritonSample(SampleOps):
     """SampleOps by kernels that wait for nothing. Lines of logits may be any distance apart, and are contiguous themselves."""
 
@@ -118,3 +117,6 @@ class TritonSample(SampleOps):
         kernels.score[(count,)](logits, stride, parts, lines, tokens, top, *found, ids, values, ranks, wide=_power(parts),
                                 slots=_SLOTS, align=shape["align"], num_warps=8)
         return ids, values, ranks
+
+
+register("sample", "triton", rank=10, supports=gpu.supports)(TritonSample())

@@ -1,0 +1,248 @@
+"""Triton's kernels are compiled before they are needed, by many processes, into a cache on disk.
+
+Which ones is found out by going through the launches on meta tensors (`recording`): what is recorded there is what Triton's
+JIT asks for later, when the same launch runs on the GPU and finds the kernel in the cache. `Compilation` has the processes
+(ops/compile_worker.py) do the work while weights load. `count` tells whether anything was compiled by anyone else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.ops import gpu
+from penstock.ops.gpu import Chip
+from penstock.ops.registry import Kernels
+
+_PROCESSES = 16
+"""At most; a model has a few dozen kernels."""
+_PATIENCE = 300.0
+"""Seconds after which a process that is still busy with one kernel is given up."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel for one set of types, alignments, constants and options."""
+
+    module: str
+    kernel: str
+    data: str = ""
+    """Triton's own description of the rest."""
+    entry: Path = Path()
+    """The file that is there once the kernel is in the cache."""
+    caller: str = ""
+    """The module that launches it."""
+
+
+@dataclass
+class Tally:
+    """Kernels that this process has compiled, and has taken from the cache on disk. Both make the one who waits notice."""
+
+    compiled: int = 0
+    loaded: int = 0
+    names: list[str] = field(default_factory=list)
+    """Of those compiled."""
+
+
+_tally = Tally()
+
+
+def count() -> int:
+    """Kernels compiled in this process since `watch`."""
+    return _tally.compiled
+
+
+def loads() -> int:
+    """Kernels that this process has taken from the cache on disk since `watch`."""
+    return _tally.loaded
+
+
+def compiled() -> list[str]:
+    """The names of those that `count` counts, in order."""
+    return list(_tally.names)
+
+
+def _listen(*, src: Any, cache_hit: bool, **more: Any) -> None:
+    if cache_hit:
+        _tally.loaded += 1
+    else:
+        _tally.compiled += 1
+        _tally.names.append(src.name)
+
+
+def watch() -> bool:
+    """Has Triton keep its cache where ours is, unless the user says where, and count what it compiles. False without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "triton"
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
+    from triton import knobs
+
+    knobs.compilation.listener = _listen
+    return True
+
+
+@contextmanager
+def recording(chip: Chip) -> Iterator[dict[str, Job]]:
+    """Launches in this context reach no device: what they would compile for `chip` is entered into the dict instead.
+
+    Tensors must be on torch's meta device. Not for use while another thread launches kernels.
+    """
+    from triton import knobs
+    from triton.runtime.driver import driver
+
+    from penstock.ops.compile_worker import Target
+
+    jobs: dict[str, Job] = {}
+    target = Target(10 * chip.capability[0] + chip.capability[1])
+
+    def note(*, fn: Any, compile: dict[str, Any], **more: Any) -> bool:
+        data = compile["specialization_data"]
+        name = f"{fn.module}.{fn.name} {data}"
+        if name not in jobs:
+            entry = _entry(fn.jit_function, compile, json.loads(data)["options"], target.get_current_target())
+            jobs[name] = Job(fn.module, fn.name, data, entry, _caller())
+        return True  # nothing is compiled, nothing is launched
+
+    active, hook = driver._active, knobs.runtime.jit_cache_hook
+    driver.set_active(target)
+    knobs.runtime.jit_cache_hook = note
+    try:
+        with gpu.standing_in(chip):
+            yield jobs
+    finally:
+        knobs.runtime.jit_cache_hook = hook
+        driver._active = active
+
+
+def _entry(function: Any, compile: dict[str, Any], options: dict[str, Any], target: Any) -> Path:
+    """Where Triton's `compile` will look: the file that lists the kernel's others."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.cache import get_cache_key, get_cache_manager
+
+    backend = make_backend(target)
+    source = ASTSource(function, compile["signature"], compile["constants"], compile["configs"][0])
+    settled = backend.parse_options({name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})
+    key = get_cache_key(source, backend, settled, get_cache_invalidating_env_vars())
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    return Path(manager.cache_dir) / f"__grp__{source.name[:150]}.json"
+
+
+def _caller() -> str:
+    """The module of ours that the launch is in."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith("penstock.ops.") and name != __name__:
+            return name
+    return ""
+
+
+class Compilation:
+    """Jobs under way in processes of their own. Those that are in the cache already cost nothing."""
+
+    def __init__(self, jobs: Iterable[Job], capability: tuple[int, int]) -> None:
+        self._capability = capability
+        missing = [job for job in jobs if not job.entry.exists()]
+        self.compiled = len(missing)
+        """Kernels that were not in the cache."""
+        self.seconds = 0.0
+        """What that took, once it is done."""
+        self._began = time.perf_counter()
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._failed: list[tuple[Job, str]] = []
+        for job in [Job("", "utilities"), *missing] if missing else []:
+            self._jobs.put(job)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        processes = min(_PROCESSES, cores, len(missing) + 1) if missing else 0
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(processes)]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self, kernels: Kernels) -> None:
+        """Waits for all. ConfigError names the first kernel that cannot be compiled, why, and how to do without it."""
+        for thread in self._threads:
+            thread.join()
+        if self._threads:
+            self.seconds = time.perf_counter() - self._began
+        if self._failed:
+            job, why = self._failed[0]
+            raise ConfigError(_explain(f"kernel {job.module}.{job.kernel}", why, _operations(job.caller, kernels),
+                                       self._capability))
+
+    def _serve(self) -> None:
+        """One process and what it is given."""
+        major, minor = self._capability
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        with subprocess.Popen([sys.executable, "-m", "penstock.ops.compile_worker", str(10 * major + minor)], text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1, env=environment) as process:
+            assert process.stdin is not None
+            try:
+                while True:
+                    job = self._jobs.get_nowait()
+                    answer = self._ask(process, job)
+                    if answer is not None:
+                        self._failed.append((job, answer))
+                        if process.poll() is not None:
+                            return
+            except queue.Empty:
+                pass
+            finally:
+                with suppress(OSError):
+                    process.stdin.close()
+
+    def _ask(self, process: subprocess.Popen[str], job: Job) -> str | None:
+        """What is wrong with a job, if anything is."""
+        assert process.stdin is not None and process.stdout is not None
+        watchdog = threading.Timer(_PATIENCE, process.kill)
+        watchdog.start()
+        try:
+            process.stdin.write(json.dumps({"module": job.module, "kernel": job.kernel, "data": job.data}) + "\n")
+            line = process.stdout.readline()
+        except OSError:
+            line = ""
+        finally:
+            watchdog.cancel()
+        if not line:
+            return f"the compiler's process ended with status {process.wait()}"
+        error: str | None = json.loads(line)["error"]
+        return error
+
+
+def _operations(caller: str, kernels: Kernels) -> list[str]:
+    """The operations that are bound to an implementation of that module."""
+    return [op for op, chosen in kernels.chosen.items() if caller and getattr(chosen.call, "__module__", None) == caller]
+
+
+def _explain(what: str, why: str, operations: list[str], capability: tuple[int, int]) -> str:
+    lines = [line.strip() for line in why.splitlines() if line.strip()]
+    short = " / ".join(lines[:1] + lines[-2:] if len(lines) > 3 else lines)
+    instead = " ".join(f"--kernels {op}=reference" for op in operations or ["*"])
+    return (f"{what} cannot be compiled for compute capability {'.'.join(map(str, capability))}: {short[:600]}. "
+            f"Use another version of Triton or of the driver, or do without it, slower: {instead}")
+
+
+@contextmanager
+def explained(capability: tuple[int, int]) -> Iterator[None]:
+    """A kernel that fails as it is first launched raises ConfigError saying which and what to do."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("triton."):
+            raise
+        raise ConfigError(_explain("a Triton kernel", f"{type(error).__name__}: {error}", [], capability)) from error

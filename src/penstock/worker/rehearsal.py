@@ -1,0 +1,143 @@
+"""A model's steps on meta tensors, before there are weights: every kernel launch that the worker will make, and no arithmetic.
+
+It goes through the same code as real steps, so what it records (`ops/compile.py::recording`) cannot differ from what they need.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+
+import numpy as np
+import torch
+
+from penstock.core.layout import lay_out
+from penstock.layers.decoder import Decoder
+from penstock.layers.spec import ModelSpec
+from penstock.layers.step import GroupStep, Step
+from penstock.ops.attention import AttentionOps
+from penstock.ops.compile import Job, recording
+from penstock.ops.gpu import Chip
+from penstock.ops.registry import Kernels
+from penstock.ops.sample import WIDTH
+from penstock.worker.arena import Arena
+from penstock.worker.graphs import decode_sizes, mixed_sizes
+from penstock.worker.step import Capacity
+
+LOG = logging.getLogger("penstock")
+_META = torch.device("meta")
+_INTS = torch.int32
+
+
+def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int, tokens: int, max_model_len: int, page: int,
+             graph_tokens: int, chip: Chip) -> list[Job]:
+    """The kernels that steps of up to `tokens` tokens and `rows` segments launch.
+
+    Should a launch look into a tensor, which it must not, what comes after it is compiled when it is first needed.
+    """
+    kernels = _without_values(kernels)
+    with recording(chip) as jobs, torch.inference_mode():
+        try:
+            model, groups = _model(spec, kernels, dtype, max_model_len, page)
+            known = torch.empty(rows, max_model_len, dtype=_INTS, device=_META)
+            tables = [torch.empty(rows, -(-max_model_len // page), dtype=_INTS, device=_META)] * groups
+            for capacity in capacities(rows, tokens, graph_tokens):
+                _forward(model, capacity, known, tables, page)
+            # Any number of rows may be sampled after any step.
+            for lines in _examples(1, tokens):
+                logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))
+                if lines in (1, 2, rows) and kernels.chosen["sample"].name != "reference":
+                    _sample(kernels, logits, known)
+        except Exception as error:
+            LOG.warning("not all kernels are known before they are launched: %s: %s", type(error).__name__, error)
+    return list(jobs.values())
+
+
+class _Silent(AttentionOps):
+    """Stands for the reference, which launches no kernel of ours and cannot go without values."""
+
+    @staticmethod
+    def apply(q: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
+        return torch.empty_like(q)
+
+
+def _without_values(kernels: Kernels) -> Kernels:
+    """The same, but that no reference looks into a tensor."""
+    kernels = copy.copy(kernels)
+    if kernels.chosen["attention"].name == "reference":
+        kernels.attention = _Silent()
+    if kernels.chosen["rope_write"].name == "reference":
+        kernels.rope_write = lambda q, *rest: torch.empty_like(q)
+    return kernels
+
+
+def capacities(rows: int, tokens: int, graph_tokens: int) -> list[Capacity]:
+    """Those of captured steps, and examples of those that run eagerly."""
+    eager = _examples(graph_tokens + 1, tokens)
+    decode = {*(decode_sizes(rows) if graph_tokens else ()), *(size for size in eager if size <= rows)}
+    mixed = {*mixed_sizes(graph_tokens), *eager}
+    return [*(Capacity(size, size) for size in sorted(decode)),
+            *(Capacity(size, segments) for size in sorted(mixed) for segments in sorted({1, min(rows, size - 1)})
+              if 0 < segments < size)]
+
+
+def _examples(least: int, most: int) -> list[int]:
+    """Every small number of tokens, and of larger ones some around those where launches change."""
+    powers = [size for power in range(7, 20) for size in (1 << power, (1 << power) + 1, 3 << (power - 1))]
+    return [size for size in sorted({least, most, *range(1, 129), *powers}) if least <= size <= most]
+
+
+def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len: int, page: int) -> tuple[Decoder, int]:
+    """The model without its numbers, with one block of each kind, and how many cache groups it has.
+
+    Blocks are of one kind if they are equal and their entries lie in the cache in the same way.
+    """
+    states = spec.states(str(dtype).removeprefix("torch."))
+    empty = lay_out(states, page, 0)
+    views = Arena(lay_out(states, page, 4 * empty.slab_bytes), _META).views(states)
+    kinds = {(block, view.group, view.k.data_ptr() % 16, view.v.data_ptr() % 16): view
+             for block, view in zip(spec.blocks, views, strict=True)}
+    short = dataclasses.replace(spec, blocks=tuple(kind[0] for kind in kinds))
+    values = {}
+    for parameter in short.parameters():
+        tensor = torch.empty(parameter.shape, dtype=dtype, device=_META)
+        values[parameter.name] = kernels.linear.pack(tensor) if parameter.packed else tensor
+    model = Decoder(short, values, kernels, dtype=dtype, device=_META, max_model_len=max_model_len)
+    model.attach(list(kinds.values()))
+    return model, len(empty.groups)
+
+
+def _forward(model: Decoder, capacity: Capacity, known: torch.Tensor, tables: list[torch.Tensor], page: int) -> None:
+    segments, tokens = capacity.segments, capacity.tokens
+
+    def ints(size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=_INTS, device=_META)
+
+    counts = np.full(segments, tokens // segments, np.int32)
+    counts[0] += tokens - int(counts.sum())
+    work = {}
+    for geometry in model.geometries:
+        found = model.kernels.attention.prepare(geometry, counts, counts, segments, tokens)
+        work[geometry] = None if found is None else ints(len(found))
+    query_start, context = ints(segments + 1), ints(segments)
+    built = model.kernels.build_step(known, tables, ints(segments), ints(segments), query_start, page, tokens,
+                                     tables[0].shape[1])
+    groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
+    model.forward(Step(built.tokens, built.positions, query_start, context, groups, work))
+
+
+def _sample(kernels: Kernels, logits: torch.Tensor, known: torch.Tensor) -> None:
+    """Every way to choose and to report."""
+    lines, ops = len(logits), kernels.sample
+
+    def ints(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=_INTS, device=_META)
+
+    table, lists, row, position, picked = ints(len(known), WIDTH), ints(4096), ints(lines), ints(lines), ints(lines)
+    ops.edit(logits, table, lists, known, row, position, picked)
+    ops.penalize(logits, table, known, row, position, picked)
+    for threshold in (None, ops.threshold(logits, table, row)):
+        tokens = ops.choose(logits, table, known, row, position, threshold)
+    for which in (None, picked):
+        ops.score(logits, tokens, 20, which)

@@ -1,0 +1,139 @@
+"""Kernels are compiled before they are needed: what is recorded is what is launched, and what fails says so.
+
+Everything runs in processes of its own, as Triton's interpreter may rule in this one. No GPU is needed: compiling needs none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+PRELUDE = """
+import json, sys
+from contextlib import contextmanager
+import torch
+from penstock.core.device import DeviceFacts
+from penstock.ops import compile, norm_triton, registry, rope_triton
+from penstock.ops.gpu import Chip
+
+CHIP = Chip((9, 0), 132)
+FACTS = DeviceFacts("cuda", "a GPU", 1 << 37, 16, frozenset(), (9, 0))
+compile.watch()
+
+def launch(width=64, dtype=torch.bfloat16, rows=(1, 5, 3000)):
+    for count in rows:
+        x, weight = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((count, width), (width,)))
+        norm_triton.add_rms_norm(x, x, weight, 1e-6)
+"""
+
+COMPILE = PRELUDE + """
+with compile.recording(CHIP) as jobs:
+    launch()
+    launch()
+work = compile.Compilation(jobs.values(), CHIP.capability)
+work.finish(registry.bind(FACTS, torch.bfloat16))
+again = compile.Compilation(jobs.values(), CHIP.capability)
+again.finish(registry.bind(FACTS, torch.bfloat16))
+print(json.dumps({"jobs": len(jobs), "compiled": work.compiled, "again": again.compiled, "here": compile.count()}))
+"""
+
+LAUNCH = PRELUDE + """
+from triton import knobs
+from triton.runtime.jit import JITFunction
+run = JITFunction.run
+JITFunction.run = lambda self, *args, grid, warmup, **more: run(self, *args, grid=grid, warmup=True, **more)
+
+with compile.recording(CHIP):
+    knobs.runtime.jit_cache_hook = None  # Triton looks for the kernel as it does on a GPU, and only the launch is left out
+    launch(rows=(1, 2, 77, 1055, 8192))
+    known = compile.count(), compile.loads()
+    launch(width=80, rows=(1,))
+print(json.dumps({"known": known, "other": compile.count(), "names": compile.compiled()}))
+"""
+
+SWEEP = PRELUDE + """
+import logging, sys
+from penstock import models
+from penstock.worker import rehearsal
+from penstock.worker.step import Capacity
+
+spec = models.describe(models.read_config(models.resolve_folder("canary", None)))
+options = dict(dtype=torch.bfloat16, rows=16, tokens=2048, max_model_len=640, page=16, chip=CHIP)
+found = {}
+for graph_tokens in (0, 256):
+    for prefer in ({}, {"linear": "triton-invariant", "attention": "triton-invariant"}, {"*": "reference"}):
+        kernels = registry.bind(FACTS, torch.bfloat16, prefer)
+        jobs = rehearsal.rehearse(spec, kernels, graph_tokens=graph_tokens, **options)
+        plain, rehearsal.capacities = rehearsal.capacities, lambda *sizes: [
+            Capacity(t, s) for t, s in ((1, 1), (7, 7), (16, 16), (300, 3), (777, 16), (999, 1), (1500, 11), (2047, 16))
+            if graph_tokens == 0 or t > graph_tokens or t in (1, 16)]
+        odd = rehearsal.rehearse(spec, kernels, graph_tokens=graph_tokens, **options)
+        rehearsal.capacities = plain
+        new = {(job.kernel, job.data) for job in odd} - {(job.kernel, job.data) for job in jobs}
+        found[f"{graph_tokens} {prefer.get('*', prefer.get('linear', 'triton'))}"] = [
+            sorted({job.module.rpartition(".")[2] for job in jobs}), sorted({name for name, _ in new})]
+print(json.dumps(found))
+"""
+
+BROKEN = PRELUDE + """
+from pathlib import Path
+job = compile.Job("penstock.ops.norm_kernel", "missing", "{}", Path("nowhere"), "penstock.ops.norm_triton")
+try:
+    compile.Compilation([job], CHIP.capability).finish(registry.bind(FACTS, torch.bfloat16))
+except Exception as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+"""
+
+
+def python(script: str, cache: Path, **more: str) -> tuple[Any, str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240,
+                          env=environment | {"TRITON_CACHE_DIR": str(cache)} | more)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_compiled_once_and_found(tmp_path: Path) -> None:
+    """Three kernels (rows alone and several to a program, ...) are compiled elsewhere, and found in the cache by their launch."""
+    first, _ = python(COMPILE, tmp_path)
+    assert first["jobs"] == first["compiled"] == 2 and first["again"] == 0
+    assert first["here"] == 0, "nothing is compiled in the process that will serve"
+    then, _ = python(LAUNCH, tmp_path)
+    assert then["known"] == [0, 2], "any number of rows launches the two kernels that are in the cache"
+    assert then["other"] == 1 and then["names"] == ["normalise"], "a width that was not recorded is noticed"
+
+
+def test_steps_of_any_size_launch_what_was_rehearsed(tmp_path: Path) -> None:
+    found, said = python(SWEEP, tmp_path)
+    assert "not all kernels" not in said
+    for route, (modules, new) in found.items():
+        assert new == [], f"{route}: {new} would be compiled after start"
+        if "reference" in route:
+            assert modules == []
+        else:
+            assert {"norm_kernel", "rope_kernel", "step_kernel", "linear_kernels", "attention_kernel"} <= set(modules), route
+
+
+def test_failure_names_kernel_and_way_out(tmp_path: Path) -> None:
+    (kind, message), _ = python(BROKEN, tmp_path)
+    assert kind == "ConfigError"
+    for part in ("penstock.ops.norm_kernel.missing", "compute capability 9.0", "AttributeError",
+                 "--kernels add_rms_norm=reference", "--kernels rms_norm=reference"):
+        assert part in message, message
+
+
+def test_dead_compiler_is_noticed(tmp_path: Path) -> None:
+    """A process that cannot even start (here: Triton's own folder is unreadable to it) is an error, not a wait."""
+    broken = tmp_path / "triton.py"
+    broken.write_text("raise SystemExit(3)")
+    script = BROKEN.replace("try:", f"sys.path.insert(0, {str(tmp_path)!r})\ntry:")
+    (kind, message), _ = python(script, tmp_path)
+    assert kind == "ConfigError" and "ended with status" in message
