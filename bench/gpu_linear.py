@@ -18,16 +18,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 
-from penstock.ops import linear_triton
+from penstock.ops import activation_triton, gpu
 from penstock.ops.activation import gated as gate
 from penstock.ops.linear import Weight
+from penstock.ops.linear_invariant import InvariantLinear
 from penstock.ops.linear_triton import Tile, TritonLinear, choose, launch, library
 
 
@@ -50,32 +53,28 @@ SHAPES = [Shape("8b.qkv", 6144, 4096), Shape("8b.o", 4096, 4096), Shape("8b.up",
           Shape("06b.qkv", 4096, 1024), Shape("06b.o", 1024, 2048),
           Shape("06b.up", 3072, 1024, "silu"), Shape("06b.down", 1024, 3072), Shape("06b.head", 151936, 1024, logits=True)]
 
+def _one(*cuts: tuple[int, int, int, int, int]) -> list[Tile]:
+    return [Tile(1, wide, deep, warps=warps, stages=stages, ahead=ahead) for wide, deep, warps, stages, ahead in cuts]
+
+
+def _few(tall: int) -> list[Tile]:
+    return [Tile(tall, 64, 128, split, swap=True, ahead=ahead) for split in (1, 2, 4, 8) for ahead in (0, 3)]
+
+
 CANDIDATES = {
-    1: [Tile(1, 4, 512, warps=2, stages=6), Tile(1, 4, 512, warps=2, stages=4), Tile(1, 2, 512, warps=1, stages=6),
-        Tile(1, 4, 512, warps=2, stages=8), Tile(1, 2, 1024, warps=2, stages=6), Tile(1, 2, 1024, warps=4, stages=1),
-        Tile(1, 4, 1024, stages=4), Tile(1, 4, 1024, stages=6), Tile(1, 8, 1024, warps=8, stages=3),
-        Tile(1, 16, 256, stages=4), Tile(1, 16, 512, warps=8, stages=3), Tile(1, 8, 256, warps=2, stages=6),
-        Tile(1, 8, 512, stages=5), Tile(1, 2, 2048, warps=4, stages=3), Tile(16, 64, 128, stages=5, swap=True)],
-    16: [Tile(16, 64, 128, stages=5, swap=True), Tile(16, 64, 128, stages=4, swap=True),
-         Tile(16, 64, 128, 2, stages=4, swap=True), Tile(16, 64, 128, 4, stages=4, swap=True),
-         Tile(16, 64, 128, 8, stages=3, swap=True), Tile(16, 64, 256, 2, stages=3, swap=True),
-         Tile(16, 64, 256, stages=4, swap=True), Tile(16, 64, 64, 2, stages=8, swap=True),
-         Tile(16, 64, 64, 4, stages=6, swap=True), Tile(16, 128, 128, 4, stages=3, swap=True),
-         Tile(16, 128, 64, 2, stages=5, swap=True), Tile(16, 32, 128, stages=5), Tile(16, 32, 256, 2, stages=4),
-         Tile(16, 16, 256, 2, stages=4), Tile(16, 16, 256, stages=4), Tile(16, 64, 128, 2, stages=4)],
-    32: [Tile(32, 64, 128, stages=4, swap=True), Tile(32, 64, 128, 2, stages=4, swap=True),
-         Tile(32, 64, 128, 4, stages=4, swap=True), Tile(32, 64, 128, 8, stages=3, swap=True),
-         Tile(32, 64, 64, 4, stages=6, swap=True), Tile(32, 128, 64, 4, stages=4, swap=True),
-         Tile(32, 128, 64, stages=6, swap=True), Tile(32, 32, 128, 2, stages=5), Tile(32, 32, 128, stages=5),
-         Tile(32, 16, 256, stages=4), Tile(32, 16, 256, 2, stages=4)],
-    64: [Tile(64, 64, 128, stages=4), Tile(64, 64, 128, 2, stages=3), Tile(64, 64, 128, 4, stages=3),
-         Tile(64, 64, 64, 4, stages=4), Tile(64, 64, 64, 2, stages=5), Tile(64, 32, 128, stages=4),
-         Tile(64, 32, 128, 2, stages=4), Tile(64, 16, 128, stages=5), Tile(64, 16, 128, 2, stages=4),
-         Tile(64, 128, 64, stages=4), Tile(64, 128, 64, 2, stages=4), Tile(64, 128, 64, 4, stages=4),
-         Tile(64, 64, 128, 2, stages=4, swap=True)],
-    1 << 30: [*(Tile(tall, wide, 64, warps=warps, stages=stages, group=8, boxed=True) for tall, wide, warps, stages in (
-        (128, 256, 8, 3), (128, 128, 8, 4), (128, 128, 8, 3), (256, 128, 8, 3), (256, 64, 8, 3), (128, 64, 8, 4),
-        (128, 64, 4, 4), (64, 128, 4, 4))), Tile(128, 128, 64, stages=4, group=8), Tile(64, 128, 64, stages=4, group=8)],
+    1: _one((4, 1024, 4, 4, 1), (4, 1024, 4, 4, 0), (4, 1024, 4, 4, 2), (4, 1024, 4, 4, 3), (2, 1024, 2, 4, 1),
+            (2, 1024, 4, 3, 3), (4, 512, 2, 6, 2), (8, 512, 4, 4, 0), (8, 512, 4, 4, 1), (8, 512, 4, 4, 2), (8, 256, 2, 6, 0),
+            (8, 256, 2, 6, 2), (8, 256, 2, 6, 4), (16, 256, 4, 4, 0), (16, 256, 4, 4, 4), (4, 256, 1, 6, 4),
+            (16, 512, 8, 3, 1)),
+    16: _few(16),
+    32: _few(32),
+    64: [*_few(64), Tile(64, 32, 128), Tile(64, 32, 128, stages=5, ahead=4), Tile(64, 32, 128, 2), Tile(64, 16, 128, stages=5),
+         Tile(64, 16, 128, 2, ahead=3), Tile(64, 64, 128), Tile(64, 128, 64), Tile(64, 128, 64, ahead=3)],
+    256: [tile._replace(group=8) for tile in (
+        Tile(64, 64, 128), Tile(64, 64, 128, stages=3), Tile(64, 128, 64), Tile(64, 128, 64, ahead=3), Tile(128, 128, 64),
+        Tile(128, 128, 64, warps=8), Tile(128, 128, 64, 4), Tile(128, 64, 128, stages=3), Tile(128, 64, 128, 2, stages=3),
+        Tile(128, 64, 64, stages=5), Tile(128, 32, 128), Tile(64, 32, 128, stages=5))],
+    1 << 30: [Tile(64, 128, 64, group=8), Tile(128, 128, 64, group=8)],
 }
 """What is tried, by the rows of x that a program takes."""
 
@@ -143,8 +142,14 @@ def runner(tile: Tile | None, x: torch.Tensor, weight: Weight, shape: Shape) -> 
     if tile is not None:
         return lambda: launch(tile, x, weight, None, dtype, shape.kind)
     if shape.kind is not None:
-        return lambda: gate(library(x, weight, None, dtype), shape.kind or "")
+        return lambda: activation_triton.gated(library(x, weight, None, dtype), shape.kind or "")
     return lambda: library(x, weight, None, dtype)
+
+
+def invariant_runner(x: torch.Tensor, shape: Shape) -> Callable[[Weight], torch.Tensor]:
+    if shape.kind is not None:
+        return lambda weight: InvariantLinear.gated(x, weight, None, shape.kind or "")
+    return lambda weight: InvariantLinear.apply(x, weight, None, torch.float32 if shape.logits else None)
 
 
 def compile_all(jobs: list[tuple[Tile, Shape, int]]) -> None:
@@ -168,8 +173,7 @@ def sweep(shapes: list[Shape], rows_list: list[int], chosen_only: bool, bandwidt
     def candidates(shape: Shape, rows: int) -> list[Tile | None]:
         chosen = choose(rows, shape.n, shape.k, shape.kind is not None)
         tiles = [chosen] if chosen_only else [*dict.fromkeys([chosen, *CANDIDATES[bucket(rows)]])]
-        tiles = [t for t in tiles if t is None or t.split == 1 or shape.n < 20000]  # no need to split what is wide
-        return [t for t in tiles if t is None or not t.boxed or t.tall * t.wide <= (1 << 15 if shape.kind is None else 1 << 14)]
+        return [t for t in tiles if t is None or t.split == 1 or shape.n < 20000]  # no need to split what is wide
 
     compile_all([(tile, shape, rows) for shape in shapes for rows in rows_list for tile in candidates(shape, rows) if tile])
     found = []
@@ -185,6 +189,9 @@ def sweep(shapes: list[Shape], rows_list: list[int], chosen_only: bool, bandwidt
             record: dict[str, Any] = {"shape": shape.name, "n": shape.n, "k": shape.k, "kind": shape.kind, "rows": rows,
                                       "floor_us": max(size / bandwidth, flops / PEAK) * 1e6, "tiles": []}
             record["cublas_us"] = graph_us([runner(None, x, weight, shape) for weight in copies])
+            invariant = invariant_runner(x, shape)
+            assert error(invariant(copies[0]), wanted) < 6e-3, (shape, rows)
+            record["invariant_us"] = graph_us([partial(invariant, weight) for weight in copies])
             for tile in candidates(shape, rows):
                 if tile is None:
                     continue
@@ -212,13 +219,13 @@ def short(tile: Any) -> str:
 
 
 def show(record: dict[str, Any]) -> None:
-    best, cublas, chosen = record["tiles"][:3], record["cublas_us"], record["chosen"]
+    best, cublas, chosen = record["tiles"][:5], record["cublas_us"], record["chosen"]
     least = min([cublas, *(entry["us"] for entry in best)])
     taken = next((e["us"] for e in record["tiles"] if chosen is not None and tuple(e["tile"]) == tuple(chosen)), cublas)
     floor = record["floor_us"]
-    print(f"{record['shape']:9} {record['rows']:3} floor {floor:6.2f} cublas {cublas:6.2f} chosen {taken:6.2f} best "
-          f"{least:6.2f} {floor / least:4.0%}  " + "; ".join(f"{e['us']:.2f} {short(e['tile'])}" for e in best),
-          flush=True)
+    print(f"{record['shape']:9} {record['rows']:3} floor {floor:6.2f} cublas {cublas:6.2f} invariant "
+          f"{record['invariant_us']:6.2f} chosen {taken:6.2f} best {least:6.2f} {floor / least:4.0%}  "
+          + "; ".join(f"{e['us']:.2f} {short(e['tile'])}" for e in best), flush=True)
 
 
 def chain(model: str, rows: int, bandwidth: float, layers: int = 8) -> dict[str, Any]:
@@ -245,11 +252,9 @@ def chain(model: str, rows: int, bandwidth: float, layers: int = 8) -> dict[str,
         return TritonLinear.apply(x, weight) if shape.kind is None else TritonLinear.gated(x, weight, None, shape.kind)
 
     floor = sum(s.weight_rows * s.k * 2 for s in shapes) / bandwidth * 1e6
-    linked = linear_triton._linked
     cublas_us, linked_us = layer_us(lambda x, w, s: runner(None, x, w, s)()), layer_us(ours)
-    linear_triton._linked = lambda device: False
-    alone_us = layer_us(ours)
-    linear_triton._linked = linked
+    with patch.object(gpu, "linked", lambda device: False):
+        alone_us = layer_us(ours)
     record = {"chain": model, "rows": rows, "floor_us": floor, "cublas_us": cublas_us, "alone_us": alone_us,
               "linked_us": linked_us}
     print(" ".join(f"{value:.1f}" if isinstance(value, float) else str(value) for value in record.values()), flush=True)

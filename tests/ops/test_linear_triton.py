@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.core.device import DeviceFacts
 from penstock.ops import linear_triton
 from penstock.ops.activation import ACTIVATIONS, gated
 from penstock.ops.linear_invariant import InvariantLinear
-from penstock.ops.linear_triton import Tile, TritonLinear, launch, supports
+from penstock.ops.linear_triton import Tile, TritonLinear, launch, launch_boxed
 from tests.ops.interpreter import DEVICE, DTYPES, interpreter
 from tests.ops.kernels import close, random
 
 HALF = [dtype for dtype in DTYPES if dtype != torch.float32]
-FEW = [Tile(1, 8, 64, stages=3), Tile(1, 4, 128, warps=2, stages=1)]
+FEW = [Tile(1, 8, 64, stages=3), Tile(1, 4, 128, warps=2, stages=1, ahead=3)]
 TILES = [Tile(16, 32, 64), Tile(16, 64, 32, split=3, swap=True), Tile(32, 16, 64, split=2), Tile(64, 32, 64, group=4)]
 
 
@@ -51,6 +50,17 @@ def in_order(builder: object, a: Any, b: Any, total: Any, precision: object, imp
     for i in range(a.data.shape[1]):
         found += a.data[:, i:i + 1].astype(np.float32) * b.data[i:i + 1].astype(np.float32)
     return interpreter.TensorHandle(found, total.dtype.scalar)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_boxed_product(dtype: torch.dtype) -> None:
+    """Blocks that reach beyond all three matrices, and more tiles than programs."""
+    for rows, n, k in ((1, 8, 16), (70, 200, 352), (133, 136, 96)):
+        x = matrix(rows, k + 32, dtype=dtype, seed=1)[:, 16:16 + k]
+        weight, bias = TritonLinear.pack(matrix(n, k, dtype=dtype, seed=2)), matrix(n, dtype=dtype, seed=3)
+        wanted, tile = x.double() @ weight.data.double().T, Tile(64, 64, 64, group=2)
+        close(launch_boxed(tile, x, weight, None, dtype), wanted, k ** 0.5)
+        close(launch_boxed(tile, x, weight, bias, torch.float32), wanted + bias.double(), k ** 0.5, factor=4)
 
 
 WINDOWS = ((0, 1), (17, 18), (5, 7), (3, 60), (1, 65), (100, 230), (299, 300))
@@ -123,12 +133,3 @@ def test_gather(dtype: torch.dtype) -> None:
     ids = torch.tensor([0, 32, 5, 5], device=DEVICE)
     assert torch.equal(TritonLinear.gather(ids, weight), weight.data[ids])
     assert torch.equal(TritonLinear.gather(ids.int(), weight), weight.data[ids])
-
-
-def test_who_may_be_served() -> None:
-    def facts(kind: str, capability: tuple[int, int]) -> DeviceFacts:
-        return DeviceFacts(kind, "a device", 1 << 34, 8, capability=capability)
-
-    assert supports(facts("cuda", (8, 0)), torch.float16) is None
-    assert "8.0" in (supports(facts("cuda", (7, 5)), torch.float16) or "")
-    assert "GPU" in (supports(facts("cpu", (0, 0)), torch.float16) or "")

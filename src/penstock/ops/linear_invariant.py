@@ -10,40 +10,58 @@ from __future__ import annotations
 
 import torch
 
+from penstock.ops import activation_triton, gpu
 from penstock.ops.linear import Weight
-from penstock.ops.linear_triton import Tile, TritonLinear, boxable, launch, supports
+from penstock.ops.linear_triton import Tile, TritonLinear, boxable, launch, launch_boxed
 from penstock.ops.registry import register
 
-_PROGRAMS = 132
-"""About as many programs as a large GPU has multiprocessors are enough to keep it busy."""
-
-_FEW = {tall: Tile(tall, 64, 128, stages=4, swap=True) for tall in (16, 32, 64)}
-_MANY = (Tile(128, 256, 64, warps=8, stages=3, group=8), Tile(128, 128, 64, warps=8, stages=3, group=8),
-         Tile(64, 128, 64, stages=4, group=8), Tile(64, 64, 64, stages=4, group=8))
-"""Tiles for up to 64 rows, and for more, the widest first; the two widest also boxed."""
-
-
-def choose(rows: int, n: int, gated: bool, boxable: bool) -> Tile:
-    """For few rows the lowest tile; else the widest one that makes enough programs for n output columns, or the narrowest."""
-    if rows <= 64:
-        return next(tile for tall, tile in _FEW.items() if rows <= tall)
-    for tile in _MANY[1:] if gated else _MANY:
-        if -(-rows // tile.tall) * -(-n // tile.wide) >= _PROGRAMS * 3 // 4:
-            break
-    return tile._replace(boxed=boxable and tile.warps == 8)
+_FEW = {tall: Tile(tall, 64, 128, swap=True) for tall in (16, 32, 64)}
+"""By the most rows that they serve."""
+_MANY = (Tile(128, 128, 64, group=8), Tile(64, 128, 64, group=8), Tile(64, 64, 128))
+"""Of these the first that makes enough programs."""
+_BOXED = Tile(128, 256, 64, warps=8, stages=3, group=8)
+_EXACT = Tile(32, 32, 32, stages=2)
+"""For float32, whose products are done one by one."""
+_FUSED = 256
+"""Up to so many rows an activation is part of the product."""
+_PROGRAMS = 96
+"""So many keep a large GPU busy."""
 
 
-@register("linear", "triton-invariant", rank=-1, supports=supports)
+def choose(rows: int, n: int, dtype: torch.dtype, gated: bool = False) -> Tile:
+    """The tile for n output columns. It changes only where rows pass a power of two, so that few numbers of rows show all."""
+    if dtype == torch.float32:
+        return _EXACT
+    for most, tile in _FEW.items():
+        if rows <= most:
+            return tile
+    rows = 1 << (rows - 1).bit_length()
+    options = _MANY[1:] if gated else _MANY  # two sums of the first do not fit into registers
+    return next((tile for tile in options if _programs(tile, rows, n) >= _PROGRAMS), _MANY[-1])
+
+
+def _programs(tile: Tile, rows: int, n: int) -> int:
+    return -(-rows // tile.tall) * -(-n // tile.wide)
+
+
+def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    rows = 1 << (x.shape[0] - 1).bit_length()
+    if x.dtype != torch.float32 and _programs(_BOXED, rows, weight.n) >= _PROGRAMS and boxable(x, weight, weight.n):
+        return launch_boxed(_BOXED, x, weight, bias, dtype)
+    return launch(choose(x.shape[0], weight.n, x.dtype), x, weight, bias, dtype)
+
+
+@register("linear", "triton-invariant", rank=-1, supports=gpu.supports)
 class InvariantLinear(TritonLinear):
     """LinearOps (ops/linear.py) for any rows of any alignment, all by Triton."""
 
     @staticmethod
     def apply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        tile = choose(x.shape[0], weight.n, False, boxable(x, weight, weight.n))
-        return launch(tile, x, weight, bias, x.dtype if out_dtype is None else out_dtype)
+        return _product(x, weight, bias, x.dtype if out_dtype is None else out_dtype)
 
     @staticmethod
     def gated(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-        tile = choose(x.shape[0], weight.n // 2, True, boxable(x, weight, weight.n // 2))
-        return launch(tile, x, weight, bias, x.dtype, kind)
+        if x.shape[0] > _FUSED:  # with two sums a tile there is no room for wide ones
+            return activation_triton.gated(_product(x, weight, bias, x.dtype), kind)
+        return launch(choose(x.shape[0], weight.n // 2, x.dtype, True), x, weight, bias, x.dtype, kind)

@@ -9,20 +9,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.ops.activation_kernel import activate
+
 
 @triton.jit
-def _activate(x, kind: tl.constexpr):
-    """The kinds of ops/activation.py, in float32. tanh(y) is 2 sigmoid(2 y) - 1."""
-    if kind == "silu":
-        x = x * tl.sigmoid(x)
-    elif kind == "gelu":
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif kind == "gelu_tanh":
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        tl.static_assert(kind == "relu")
-        x = tl.maximum(x, 0.0)
-    return x
+def _gate(x, z, dtype: tl.constexpr, kind: tl.constexpr):
+    """kind(x) * z of sums rounded to `dtype` first, so that it makes no difference whether the two are one kernel or not."""
+    return activate(x.to(dtype).to(tl.float32), kind) * z.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -37,51 +30,47 @@ def _fetch(at, columns, wide: tl.constexpr, threads: tl.constexpr):
 
 
 @triton.jit
-def _enter(weight, beside, rows, k, begin, columns, kind: tl.constexpr, wide: tl.constexpr, threads: tl.constexpr,
-           linked: tl.constexpr):
-    """How a kernel starts that may be launched while the one before it still runs (programmatic dependent launch).
-
-    The weights depend on no kernel, so the first `columns` of the program's rows are asked for at once. All other reads, and
-    all writes, come after the wait.
-    """
-    if linked:
-        gdc_launch_dependents()
-        if columns > 0:
-            at = rows.to(tl.int64) * k + begin
-            _fetch(weight + at, columns, wide, threads)
-            if kind is not None:
-                _fetch(weight + beside + at, columns, wide, threads)
-        gdc_wait()
-
-
-@triton.jit(do_not_specialize=("ahead",))
-def matvec(x, weight, bias, out, n, k, ahead, wide: tl.constexpr, deep: tl.constexpr, stages: tl.constexpr, even: tl.constexpr,
-           kind: tl.constexpr, threads: tl.constexpr, linked: tl.constexpr):
+def matvec(x, weight, bias, out, n, k, wide: tl.constexpr, deep: tl.constexpr, stages: tl.constexpr, ahead: tl.constexpr,
+           even: tl.constexpr, kind: tl.constexpr, linked: tl.constexpr):
     """out [n] = weight [n, k] @ x [k]; with a `kind` the weight is [2 n, k] and out = kind(first half) * second half.
 
-    A thread keeps float32 sums of its own columns; the program adds them up once, at the end.
+    A thread keeps float32 sums of its own columns; the program adds them up once, at the end. The first `ahead` blocks of the
+    weight, which k must have, are loaded before the wait for the kernel that writes x.
     """
     rows = tl.program_id(0) * wide + tl.arange(0, wide)
     columns = tl.arange(0, deep)
-    inside = rows < n
     kept = tl.minimum(rows, n - 1)
-    beside = n.to(tl.int64) * k
-    _enter(weight, beside, kept, k, 0, ahead, kind, wide, threads, linked)
     at = weight + kept.to(tl.int64)[:, None] * k + columns[None, :]
+    beside = at + n.to(tl.int64) * k
+    if linked:
+        gdc_launch_dependents()
+    first = ()
+    second = ()
+    for i in tl.static_range(ahead):
+        first = first + (tl.load(at + i * deep),)  # noqa: RUF005 (Triton has no starred expressions)
+        if kind is not None:
+            second = second + (tl.load(beside + i * deep),)  # noqa: RUF005
+    if linked:
+        gdc_wait()
     total = tl.zeros((wide, deep), tl.float32)
     other = tl.zeros((wide, deep), tl.float32)
-    for start in tl.range(0, k, deep, num_stages=stages):
+    for i in tl.static_range(ahead):
+        v = tl.load(x + i * deep + columns).to(tl.float32)[None, :]
+        total += first[i].to(tl.float32) * v
+        if kind is not None:
+            other += second[i].to(tl.float32) * v
+    for start in tl.range(ahead * deep, k, deep, num_stages=stages):
         if even:
             v = tl.load(x + start + columns).to(tl.float32)[None, :]
             total += tl.load(at + start).to(tl.float32) * v
             if kind is not None:
-                other += tl.load(at + beside + start).to(tl.float32) * v
+                other += tl.load(beside + start).to(tl.float32) * v
         else:
             mask = start + columns < k
             v = tl.load(x + start + columns, mask=mask, other=0.0).to(tl.float32)[None, :]
             total += tl.load(at + start, mask=mask[None, :], other=0.0).to(tl.float32) * v
             if kind is not None:
-                other += tl.load(at + beside + start, mask=mask[None, :], other=0.0).to(tl.float32) * v
+                other += tl.load(beside + start, mask=mask[None, :], other=0.0).to(tl.float32) * v
     y = tl.sum(total, 1)
     if bias is not None:
         y += tl.load(bias + kept).to(tl.float32)
@@ -89,8 +78,8 @@ def matvec(x, weight, bias, out, n, k, ahead, wide: tl.constexpr, deep: tl.const
         z = tl.sum(other, 1)
         if bias is not None:
             z += tl.load(bias + n + kept).to(tl.float32)
-        y = _activate(y, kind) * z
-    tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
+        y = _gate(y, z, out.dtype.element_ty, kind)
+    tl.store(out + rows, y.to(out.dtype.element_ty), mask=rows < n)
 
 
 @triton.jit
@@ -129,10 +118,10 @@ def _add_up(partial, tile, part, split: tl.constexpr, parts: tl.constexpr, heigh
     return total
 
 
-@triton.jit(do_not_specialize=("rows", "stride", "ahead"))
-def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, ahead, tall: tl.constexpr, wide: tl.constexpr,
-          deep: tl.constexpr, split: tl.constexpr, swap: tl.constexpr, even: tl.constexpr, align: tl.constexpr,
-          group: tl.constexpr, kind: tl.constexpr, threads: tl.constexpr, linked: tl.constexpr):
+@triton.jit(do_not_specialize=("rows", "stride"))
+def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.constexpr, wide: tl.constexpr,
+          deep: tl.constexpr, split: tl.constexpr, swap: tl.constexpr, ahead: tl.constexpr, even: tl.constexpr,
+          align: tl.constexpr, group: tl.constexpr, kind: tl.constexpr, threads: tl.constexpr, linked: tl.constexpr):
     """out [rows, n] = x [rows, k] @ weight [n, k].T; with a `kind` the weight is [2 n, k], as in `matvec`.
 
     `stride` is x's row stride in units of `align` elements. Grid: (tiles, split). Of the programs of a tile, the one that takes
@@ -146,7 +135,14 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, ahead, tal
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, k)
     beside = n.to(tl.int64) * k
-    _enter(weight, beside, kept, k, begin, ahead, kind, wide, threads, linked)
+    if linked:
+        if ahead > 0:
+            columns = tl.minimum(end - begin, ahead * deep)
+            _fetch(weight + kept.to(tl.int64) * k + begin, columns, wide, threads)
+            if kind is not None:
+                _fetch(weight + beside + kept.to(tl.int64) * k + begin, columns, wide, threads)
+        gdc_wait()
+        gdc_launch_dependents()
     w = weight + kept.to(tl.int64)[:, None] * k + rk[None, :]
     v = x + rm.to(tl.int64)[:, None] * (stride.to(tl.int64) * align) + rk[None, :]
     within = (rm < rows)[:, None]
@@ -188,16 +184,15 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, ahead, tal
             z = other.T if swap else other
             if bias is not None:
                 z += tl.load(bias + n + kept).to(tl.float32)[None, :]
-            y = _activate(y, kind) * z
+            y = _gate(y, z, out.dtype.element_ty, kind)
         at = out + rm.to(tl.int64)[:, None] * n + rn[None, :]
         tl.store(at, y.to(out.dtype.element_ty), mask=within & (rn < n)[None, :])
 
 
 @triton.jit(do_not_specialize=("rows",))
-def panels(x, weight, bias, out, rows, n, k, tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, group: tl.constexpr,
-           kind: tl.constexpr):
-    """As `tiles`, for many rows: x, weight and out are tensor descriptors, so that the copy engine moves whole blocks, and a
-    program takes one tile after another, its next blocks under way while it stores. Sums are in the same order.
+def panels(x, weight, bias, out, rows, n, k, tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, group: tl.constexpr):
+    """As `tiles` without a kind, for many rows: x, weight and out are tensor descriptors, so that the copy engine moves whole
+    blocks, and a program takes one tile after another, the next one's blocks under way while it stores. Equal order of sums.
 
     Blocks: x [tall, deep], weight [wide, deep], out [tall, wide / 2]: a tile is stored in halves to leave room for blocks.
     """
@@ -205,20 +200,11 @@ def panels(x, weight, bias, out, rows, n, k, tall: tl.constexpr, wide: tl.conste
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=True):
         row, column = _place(tile, down, across, group)
         total = tl.zeros((tall, wide), tl.float32)
-        if kind is not None:
-            other = tl.zeros((tall, wide), tl.float32)
         for start in range(0, k, deep):
-            a = x.load([row * tall, start])
-            total = tl.dot(a, weight.load([column * wide, start]).T, total)
-            if kind is not None:
-                other = tl.dot(a, weight.load([n + column * wide, start]).T, other)
-        kept = tl.minimum(column * wide + tl.arange(0, wide), n - 1)
+            total = _dot(weight.load([column * wide, start]), x.load([row * tall, start]), total, False)
         if bias is not None:
+            kept = tl.minimum(column * wide + tl.arange(0, wide), n - 1)
             total += tl.load(bias + kept).to(tl.float32)[None, :]
-        if kind is not None:
-            if bias is not None:
-                other += tl.load(bias + n + kept).to(tl.float32)[None, :]
-            total = _activate(total, kind) * other
         left, right = tl.split(tl.permute(tl.reshape(total, (tall, 2, wide // 2)), (0, 2, 1)))
         out.store([row * tall, column * wide], left.to(out.dtype))
         out.store([row * tall, column * wide + wide // 2], right.to(out.dtype))

@@ -7,17 +7,15 @@ The kernels are in ops/linear_kernels.py; products whose bits do not depend on t
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from penstock.ops.activation import gated
+from penstock.ops import activation_triton, gpu
 from penstock.ops.linear import Weight
 from penstock.ops.registry import register
-from penstock.platform.facts import DeviceFacts
 
 
 class Tile(NamedTuple):
@@ -35,41 +33,29 @@ class Tile(NamedTuple):
     swap: bool = False
     """Compute the transposed tile: the weights are the matrix unit's operand of 64 rows, x the narrow one."""
     ahead: int = 0
-    """Columns of a program's weight rows that it asks for before it waits for the kernel before it."""
+    """Blocks of the weight that a program asks for before it waits for the kernel before it (programmatic dependent launch)."""
     group: int = 1
     """Tiles in this many rows of tiles are computed near one another in time."""
-    boxed: bool = False
-    """Blocks are moved by the copy engine, for many rows (compute capability 9.0; `boxable`)."""
 
 
 def choose(rows: int, n: int, k: int, gated: bool) -> Tile | None:
     """The tile of x [rows, k] times [n, k] transposed (gated: of each half of [2 n, k]), or None if cuBLAS is to serve it."""
-    if rows > 64:
-        return None
     if rows == 1:
-        return Tile(1, 4, 512, warps=2, stages=6)
+        if k > 1024:
+            return Tile(1, 4, 1024, ahead=1 if 4096 <= k <= 8192 else 3)
+        return Tile(1, 8, 256, warps=2, stages=6, ahead=4) if n < 16384 else Tile(1, 8, 512)
+    if rows > 64:
+        return Tile(64, 128, 64, group=8) if gated and rows <= 256 else None
     split = 1
-    while -(-n // 64) * split < 96 and k // split >= 1024:
+    while -(-n // 64) * split < (96 if k // split > 1024 else 64) and k // split >= 512:
         split *= 2
-    return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 128, split, stages=4, swap=True)
+    return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 128, split, swap=True, ahead=3 if n * k <= 1 << 22 else 0)
 
 
 @cache
 def _tickets(device: torch.device) -> torch.Tensor:
     """Zeros that programs of a split tile count with, and leave as zeros. One stream a device is assumed."""
     return torch.zeros(4096, dtype=torch.int32, device=device)
-
-
-@cache
-def _programs(device: torch.device) -> int:
-    """How many programs fill the device when each takes a whole multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
-@cache
-def _linked(device: torch.device) -> bool:
-    """Whether a kernel may be launched before the one ahead of it has ended (compute capability 9.0)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def aligned(x: torch.Tensor, weight: Weight) -> bool:
@@ -79,8 +65,13 @@ def aligned(x: torch.Tensor, weight: Weight) -> bool:
 
 def boxable(x: torch.Tensor, weight: Weight, n: int) -> bool:
     """Whether the copy engine can move the blocks: rows of all three matrices at multiples of 16 bytes."""
-    able = x.device.type == "cpu" or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return able and n % 8 == 0 and aligned(x, weight)
+    return gpu.capability(x.device) >= (9, 0) and n % 8 == 0 and aligned(x, weight)
+
+
+def _stages(tile: Tile, row: int, device: torch.device, gated: bool) -> int:
+    """The tile's stages, of rows of `row` bytes, or as many as fit into shared memory (KB by capability: CUDA C++ guide)."""
+    shared = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(gpu.capability(device), 99)
+    return max(1, min(tile.stages, (shared << 10) // ((tile.tall + tile.wide * (2 if gated else 1)) * row)))
 
 
 def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype,
@@ -92,44 +83,42 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    if tile.boxed:
-        return _launch_boxed(tile, x, weight, bias, out, kind)
     align = 16 if aligned(x, weight) else 1
-    linked = False
     columns = -(-n // tile.wide)
-    shared = {"wide": tile.wide, "deep": tile.deep, "even": k % (tile.deep * tile.split) == 0, "kind": kind,
-              "threads": 32 * tile.warps, "linked": linked, "num_warps": tile.warps, "num_stages": tile.stages}
-    if linked:
-        shared["launch_pdl"] = True
-    ahead = min(tile.ahead, k // tile.split)
+    linked = gpu.linked(x.device)
+    stages = _stages(tile, tile.deep * x.element_size(), x.device, kind is not None)
+    shared = {"wide": tile.wide, "deep": tile.deep, "even": k % (tile.deep * tile.split) == 0, "kind": kind, "linked": linked,
+              "num_warps": tile.warps, "num_stages": stages, "launch_pdl": linked}
     if tile.tall == 1:
-        kernels.matvec[(columns,)](x, weight.data, bias, out, n, k, ahead, stages=tile.stages, **shared)
+        ahead = min(tile.ahead, k // tile.deep)
+        kernels.matvec[(columns,)](x, weight.data, bias, out, n, k, stages=stages, ahead=ahead, **shared)
         return out
     count = columns * -(-rows // tile.tall)
     partial = tickets = out
     if tile.split > 1:
         tickets = _tickets(x.device)
+        assert count <= len(tickets), (tile, count)
         partial = x.new_empty(count * tile.split * (2 if kind else 1) * tile.tall * tile.wide, dtype=torch.float32)
     kernels.tiles[(count, tile.split)](
-        x, weight.data, bias, out, partial, tickets, rows, n, k, x.stride(0) // align, ahead, tall=tile.tall, split=tile.split,
-        swap=tile.swap, align=align, group=tile.group, **shared)
+        x, weight.data, bias, out, partial, tickets, rows, n, k, x.stride(0) // align, tall=tile.tall, split=tile.split,
+        swap=tile.swap, ahead=tile.ahead, align=align, group=tile.group, threads=32 * tile.warps, **shared)
     return out
 
 
-def _launch_boxed(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor,
-                  kind: str | None) -> torch.Tensor:
+def launch_boxed(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """As `launch`, for many rows: the copy engine moves the blocks. `boxable` must hold."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from penstock.ops import linear_kernels as kernels
 
-    (rows, n), k = out.shape, weight.k
+    rows, n, k = x.shape[0], weight.n, weight.k
+    out = torch.empty(rows, n, dtype=dtype, device=x.device)
     boxes = [TensorDescriptor.from_tensor(tensor, block) for tensor, block in (
-        (x, [tile.tall, tile.deep]), (weight.data, [tile.wide, tile.deep]),
-        (out, [tile.tall, tile.wide // 2]))]
+        (x, [tile.tall, tile.deep]), (weight.data, [tile.wide, tile.deep]), (out, [tile.tall, tile.wide // 2]))]
     count = -(-rows // tile.tall) * -(-n // tile.wide)
-    kernels.panels[(min(count, _programs(x.device)),)](
+    kernels.panels[(min(count, gpu.multiprocessors(x.device)),)](
         boxes[0], boxes[1], bias, boxes[2], rows, n, k, tall=tile.tall, wide=tile.wide, deep=tile.deep, group=tile.group,
-        kind=kind, num_warps=tile.warps, num_stages=tile.stages)
+        num_warps=tile.warps, num_stages=tile.stages)
     return out
 
 
@@ -141,16 +130,7 @@ def library(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: t
     return out if bias is None else out + bias
 
 
-def supports(facts: DeviceFacts, dtype: torch.dtype) -> str | None:
-    """The reason why Triton's kernels cannot serve here, if there is one."""
-    if facts.kind != "cuda":
-        return "needs an NVIDIA GPU"
-    if facts.capability < (8, 0):
-        return f"needs compute capability 8.0, {facts.name} has {'.'.join(map(str, facts.capability))}"
-    return None if importlib.util.find_spec("triton") else "Triton is not installed"
-
-
-@register("linear", "triton", rank=10, supports=supports)
+@register("linear", "triton", rank=10, supports=gpu.supports)
 class TritonLinear:
     """LinearOps (ops/linear.py), except that the order of summation may depend on how many rows there are."""
 
@@ -170,7 +150,9 @@ class TritonLinear:
     @staticmethod
     def gated(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
         tile = choose(x.shape[0], weight.n // 2, weight.k, True) if _suits(x, weight) else None
-        return gated(F.linear(x, weight.data, bias), kind) if tile is None else launch(tile, x, weight, bias, x.dtype, kind)
+        if tile is None:
+            return activation_triton.gated(F.linear(x, weight.data, bias), kind)
+        return launch(tile, x, weight, bias, x.dtype, kind)
 
     @staticmethod
     def gather(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -178,5 +160,5 @@ class TritonLinear:
 
 
 def _suits(x: torch.Tensor, weight: Weight) -> bool:
-    """Whether Triton's kernels for few rows can serve: rows that exist, in half precision, aligned."""
-    return 0 < x.shape[0] <= 64 and x.dtype != torch.float32 and aligned(x, weight)
+    """Whether Triton's kernels can serve: rows that exist, in half precision, aligned."""
+    return x.shape[0] > 0 and x.dtype != torch.float32 and aligned(x, weight)
