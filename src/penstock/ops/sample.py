@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.core.plan import NOT_FINITE
@@ -174,16 +176,24 @@ class SampleOps:
              position: torch.Tensor, lines: torch.Tensor) -> None:
         """Allowed tokens and edits of the `lines` [L] int32 of logits (float32), in place. `lists` [N] int32 is what the
         table's columns ALLOWED and EDITS point into. What cannot be chosen has -inf added to it."""
-        for line in lines.tolist():
-            mine = table[int(row[line])].tolist()
-            if mine[Column.FEATURES] & Feature.ALLOWED:
-                _allow(logits[line], lists[mine[Column.ALLOWED]:][:mine[Column.ALLOWED_WORDS]])
-            if mine[Column.FEATURES] & Feature.EDIT:
-                first, count, known = mine[Column.EDITS], mine[Column.EDIT_COUNT], int(position[line])
-                output = tokens[int(row[line]), mine[Column.PROMPT]:known]
-                edits = lists[first:first + count * EDIT_WIDTH].view(count, EDIT_WIDTH)
-                holds = _hold(edits, lists[first:], output)
-                logits[line].index_add_(0, edits[holds, Edit.TOKEN], edits.view(torch.float32)[holds, Edit.VALUE])
+        words, output = lists.cpu().numpy(), tokens.cpu().numpy()
+        mine = row[lines.long()]
+        where: list[list[npt.NDArray[np.int32]]] = [[], [], []]
+        for line, own, known, parameters in zip(lines.tolist(), mine.tolist(), position[lines.long()].tolist(),
+                                                table[mine.long()].tolist(), strict=True):
+            if parameters[Column.FEATURES] & Feature.ALLOWED:
+                first = parameters[Column.ALLOWED]
+                _allow(logits[line], words[first:first + parameters[Column.ALLOWED_WORDS]])
+            if parameters[Column.FEATURES] & Feature.EDIT:
+                first, count = parameters[Column.EDITS], parameters[Column.EDIT_COUNT]
+                edits = words[first:first + count * EDIT_WIDTH].reshape(count, EDIT_WIDTH)
+                edits = edits[_hold(edits, words[first:], output[own, parameters[Column.PROMPT]:known])]
+                for column, part in zip(where, (np.full(len(edits), line), edits[:, Edit.TOKEN], edits[:, Edit.VALUE]),
+                                        strict=True):
+                    column.append(part.astype(np.int32))
+        if where[0]:
+            at, token, value = (torch.from_numpy(np.concatenate(column)).to(logits.device) for column in where)
+            logits.index_put_((at.long(), token.long()), value.view(torch.float32), accumulate=True)
 
     def score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int,
               lines: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -218,21 +228,19 @@ def _race(logits: torch.Tensor, mine: torch.Tensor, position: torch.Tensor, thre
     return noise.exponential(key, ids).log_().neg_().add_(x)
 
 
-def _allow(line: torch.Tensor, words: torch.Tensor) -> None:
-    bits = (words[:, None] >> torch.arange(32, dtype=torch.int32, device=line.device)) & 1
-    allowed = bits.flatten()[:len(line)] > 0
+def _allow(line: torch.Tensor, words: npt.NDArray[np.int32]) -> None:
+    allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[:len(line)]
     line[len(allowed):] -= torch.inf
-    line[:len(allowed)] += torch.where(allowed, 0.0, -torch.inf)
+    line[:len(allowed)] += torch.where(torch.from_numpy(allowed).to(line.device) > 0, 0.0, -torch.inf)
 
 
-def _hold(edits: torch.Tensor, lists: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Which edits [count, EDIT_WIDTH] apply after `output`."""
-    length, suffix = edits[:, Edit.LENGTH], edits[:, Edit.SUFFIX]
-    holds = (len(output) < edits[:, Edit.UNTIL]) & (length <= len(output))
-    for back in range(1, min(int(length.max()), len(output)) + 1):
-        inside = back <= length
-        wanted = lists[torch.where(inside, suffix + length - back, 0)]
-        holds &= ~inside | (wanted == output[-back])
+def _hold(edits: npt.NDArray[np.int32], words: npt.NDArray[np.int32], output: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    """Which edits [count, EDIT_WIDTH] apply after `output`; `words` are the lists from the first edit on."""
+    length = edits[:, Edit.LENGTH]
+    holds: npt.NDArray[np.bool_] = (len(output) < edits[:, Edit.UNTIL]) & (length <= len(output))
+    for i in np.flatnonzero(holds & (length > 0)).tolist():
+        suffix = words[edits[i, Edit.SUFFIX]:][:length[i]]
+        holds[i] = np.array_equal(suffix, output[len(output) - length[i]:])
     return holds
 
 

@@ -40,6 +40,8 @@ class Scores:
 
 
 def _stack(blocks: tuple[torch.Tensor, ...], padding: float) -> npt.NDArray[np.generic]:
+    if len(blocks) == 1:
+        return blocks[0].numpy()
     width = max(block.shape[1] for block in blocks)
     return np.concatenate([np.pad(block.numpy(), ((0, 0), (0, width - block.shape[1])), constant_values=padding)
                            for block in blocks])

@@ -13,6 +13,7 @@ from penstock.core.plan import NOT_FINITE, Enter, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.ops import noise
 from penstock.ops.sample import SampleOps
+from penstock.worker.parameters import Parameters
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import Lines, Sampler
 
@@ -158,6 +159,77 @@ def test_logits_that_are_not_finite_fail_their_row_alone(value: float) -> None:
 def test_nothing_left_to_choose_fails_the_row() -> None:
     params = SamplingParams(temperature=0, allowed_token_ids=[4], bad_words_token_ids=[[4]])
     assert _sample(torch.randn(1, V), _rows([[1]], [1], [params]), [[1]]) == [NOT_FINITE]
+
+
+def test_log_probabilities_are_of_the_models_own_logits() -> None:
+    """Whatever sampling changes in them, and whoever else asks for none or for fewer alternatives."""
+    torch.manual_seed(4)
+    cases: list[dict[str, Any]] = [
+        {"logprobs": 3, "logit_bias": {4: 50.0}}, {}, {"logprobs": 0}, {"logprobs": 5, "repetition_penalty": 2.0, "top_k": 2},
+        {"logprobs": 1, "allowed_token_ids": [8, 9]}]
+    tokens = [[1, 2, 3, 4]] * len(cases)
+    rows = _rows(tokens, [2] * len(cases), [SamplingParams(**case) for case in cases])
+    logits = torch.randn(len(cases), V)
+    which = np.array([4, 1, 0, 2, 3], np.int32)
+    places = np.full(len(which), 4, np.int32)
+    lines = Lines(10 + np.arange(len(which)), which, places, torch.from_numpy(which), torch.from_numpy(places))
+    found = Sampler(SampleOps(), rows).launch(logits[which].clone(), lines)
+    scores, wanted = found.logprobs(), logits[which].log_softmax(-1)
+    assert scores is not None and scores.segments.tolist() == [10, 12, 13, 14] and scores.positions.tolist() == [4] * 4
+    assert scores.ids.shape == (4, 6) and rows.tokens[which, 4].tolist() == found.tokens().tolist() and found.tokens()[2] == 4
+    for line, segment in enumerate(scores.segments - 10):
+        ids = scores.ids[line].astype(np.int64)
+        assert ids[0] == found.tokens()[segment]
+        np.testing.assert_allclose(scores.values[line], wanted[segment, ids].numpy(), rtol=1e-6)
+        assert ids[1:].tolist() == wanted[segment].topk(5).indices.tolist()
+        assert scores.ranks[line].tolist() == [int((wanted[segment] > wanted[segment, ids[0]]).sum()) + 1, 1, 2, 3, 4, 5]
+
+
+def test_lists_stay_with_their_rows() -> None:
+    """Rows with edits come and go, so that the lists are laid out anew again and again."""
+    generator = np.random.default_rng(1)
+    lasting, logits = Parameters(8, torch.device("cpu")), torch.randn(8, V)
+    tokens = torch.randint(0, 5, (8, 20), dtype=torch.int32)
+    row, position = torch.arange(8, dtype=torch.int32), torch.full((8,), 20, dtype=torch.int32)
+    there: dict[int, Enter] = {}
+    addresses = set()
+    for turn in range(60):
+        leaving = [i for i in there if generator.random() < 0.3]
+        lasting.leave(leaving)
+        there = {i: enter for i, enter in there.items() if i not in leaving}
+        entering = [i for i in range(8) if i not in there and generator.random() < 0.6]
+        enters = [Enter(i, [], 3, _edited(generator), turn, [1, 2]) for i in entering]
+        lasting.enter(enters)
+        there |= {enter.row: enter for enter in enters}
+        addresses.add(lasting.lists.data_ptr())
+        fresh = Parameters(8, torch.device("cpu"))
+        fresh.enter(list(there.values()))
+        lines = torch.tensor(sorted(there), dtype=torch.int32)
+        found, wanted = logits.clone(), logits.clone()
+        for parameters, changed in ((lasting, found), (fresh, wanted)):
+            SampleOps().edit(changed, parameters.table, parameters.lists, tokens, row, position, lines)
+        assert torch.equal(found, wanted)
+        assert not there or not torch.equal(wanted, logits)
+    assert 2 <= len(addresses) <= 20 and len(lasting.lists) < 4000
+
+
+def _edited(generator: np.random.Generator) -> SamplingParams:
+    ids = generator.integers(0, V, generator.integers(1, 30)).tolist()
+    match generator.integers(4):
+        case 0:
+            return SamplingParams(logit_bias={token: float(token) for token in ids})
+        case 1:
+            return SamplingParams(allowed_token_ids=ids, min_tokens=17, max_tokens=40)
+        case 2:
+            return SamplingParams(bad_words_token_ids=[[token % 5, token] for token in ids] + [[9]])
+    return SamplingParams(min_tokens=18, max_tokens=40, temperature=0.0)
+
+
+def test_the_ends_of_the_noise() -> None:
+    """With this key the first token's bits are all ones, and the second's all zeros: neither may win or lose by that alone."""
+    key, ids = torch.tensor([[12345]], dtype=torch.int32), torch.tensor([[22661169, 21338042]], dtype=torch.int32)
+    ends = noise.exponential(key, ids)
+    assert ends[0, 0] == pytest.approx(2.0**-24) and ends[0, 1] == pytest.approx(24 * math.log(2), rel=1e-3)
 
 
 def test_noise_is_uniform_and_uncorrelated() -> None:
