@@ -175,7 +175,7 @@ class RopeSpec:
 
     def table(self, max_model_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, float32 [max_model_len, ceil(dim / 2)]."""
-        frequencies = self.scaling.frequencies(self.theta, self.dim, max_model_len)
-        angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
+        frequencies = self.scaling.frequencies(self.theta, self.dim, max_model_len).to(device)
+        angles = torch.arange(max_model_len, dtype=torch.float32, device=device)[:, None] * frequencies
         amplitude = self.scaling.amplitude()
-        return (angles.cos() * amplitude).to(device), (angles.sin() * amplitude).to(device)
+        return angles.cos().mul_(amplitude), angles.sin().mul_(amplitude)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model's packed parameters: strict, and a matrix at a time.
+"""From a checkpoint to a model's packed parameters: strict, on a CPU a matrix at a time, on a GPU at the disk's speed.
 
 `assign` decides from names and shapes alone, before a byte of data is read, which tensor becomes what, and lists everything
 that does not fit. `stream` then fills one parameter after another, so that memory peaks at the packed weights and one matrix.
@@ -10,6 +10,7 @@ import math
 import mmap
 import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from penstock.core.errors import ModelError
 from penstock.layers.spec import ModelSpec, Parameter
 from penstock.models.checkpoint import DTYPES, Checkpoint, Stored
 from penstock.models.rules import Change, Rule
+from penstock.models.transfer import Arrival, opened
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Kernels
 
@@ -116,8 +118,27 @@ def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dt
         sources = assign(spec, rules, checkpoint.tensors)
     except ModelError as error:
         raise ModelError(f"{checkpoint.folder}: {error}") from None
-    total = sum(checkpoint.tensors[source.name].nbytes for found in sources.values() for source in found)
-    done = 0
+    read = _to_host if device.type == "cpu" else _to_device
+    return read(spec, sources, checkpoint, dtype, device, kernels, _Progress(checkpoint, sources, progress))
+
+
+class _Progress:
+    """Adds up what was read."""
+
+    def __init__(self, checkpoint: Checkpoint, sources: dict[str, list[Source]], told: Progress | None) -> None:
+        self._total = sum(checkpoint.tensors[source.name].nbytes for found in sources.values() for source in found)
+        self._done = 0
+        self._told = told
+
+    def add(self, stored: Stored) -> None:
+        self._done += stored.nbytes
+        if self._told is not None:
+            self._told(self._done, self._total)
+
+
+def _to_host(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
+             device: torch.device, kernels: Kernels, progress: _Progress) -> dict[str, Weight | torch.Tensor]:
+    """One parameter after another, from the mapped files: packing takes what memory there is to spare."""
     values: dict[str, Weight | torch.Tensor] = {}
     with checkpoint.mapped():
         for parameter, bench in _order(spec):
@@ -129,12 +150,48 @@ def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dt
                 whole[source.first_row:source.first_row + source.rows].copy_(tensor)
                 del tensor
                 checkpoint.drop(source.name)
-                done += checkpoint.tensors[source.name].nbytes
-                if progress is not None:
-                    progress(done, total)
+                progress.add(checkpoint.tensors[source.name])
             values[parameter.name] = _place(whole, parameter, device, kernels)
             del whole
     return values
+
+
+_WAITING = 2 << 30
+"""Bytes that may lie on a device as they were stored, because they still have to be changed."""
+
+
+def _to_device(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
+               device: torch.device, kernels: Kernels, progress: _Progress) -> dict[str, Weight | torch.Tensor]:
+    """Everything under way at once, straight to where it stays; changes of type and order are made on the device."""
+    wholes: dict[str, torch.Tensor] = {}
+    coming: deque[tuple[Source, torch.Tensor, torch.Tensor, Arrival]] = deque()
+    waiting = 0
+
+    def settle() -> None:
+        nonlocal waiting
+        source, raw, rows, arrival = coming.popleft()
+        arrival.wait()
+        if raw is not rows:
+            rows.copy_(raw if source.change is None else source.change(raw, spec))
+            waiting -= raw.nbytes
+        progress.add(checkpoint.tensors[source.name])
+
+    with opened(device) as transfer:
+        for parameter, _ in _order(spec):
+            whole = wholes[parameter.name] = torch.empty(parameter.shape, dtype=dtype, device=device)
+            for source in sources[parameter.name]:
+                stored = checkpoint.tensors[source.name]
+                raw = rows = whole[source.first_row:source.first_row + source.rows]
+                if source.change is not None or DTYPES[stored.dtype] != dtype:
+                    raw = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device=device)
+                    waiting += raw.nbytes
+                coming.append((source, raw, rows, transfer.send(stored.file, stored.start, raw)))
+                while waiting > _WAITING:
+                    settle()
+        while coming:
+            settle()
+    return {parameter.name: _place(wholes.pop(parameter.name), parameter, device, kernels)
+            for parameter in spec.parameters()}
 
 
 class _Workbench:
@@ -193,17 +250,16 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
     scaled: dict[int, torch.Tensor] = {}
     done, total = 0, spec.size * dtype.itemsize
     values: dict[str, Weight | torch.Tensor] = {}
+    host = device.type == "cpu"
     for parameter, bench in _order(spec):
         if parameter.packed:
             columns = parameter.shape[1]
             if columns not in scaled:
-                scaled[columns] = (stretch * columns**-0.5).to(dtype)
-            whole = bench.take(parameter.shape, dtype)
-            offset = zlib.crc32(parameter.name.encode()) % _RANDOM
-            for at, piece in _repeat(scaled[columns], offset, parameter.size):
-                whole.view(-1)[at:at + len(piece)] = piece
+                scaled[columns] = (stretch * columns**-0.5).to(dtype).to(device)
+            whole = bench.take(parameter.shape, dtype) if host else torch.empty(parameter.shape, dtype=dtype, device=device)
+            _repeat(scaled[columns].roll(-(zlib.crc32(parameter.name.encode()) % _RANDOM)), whole.view(-1))
         else:
-            whole = torch.full(parameter.shape, parameter.rest, dtype=dtype)
+            whole = torch.full(parameter.shape, parameter.rest, dtype=dtype, device=device)
         values[parameter.name] = _place(whole, parameter, device, kernels)
         del whole
         done += parameter.size * dtype.itemsize
@@ -212,14 +268,11 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
     return values
 
 
-def _repeat(stretch: torch.Tensor, offset: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(position, values) that fill `count` places with `stretch`, again and again, from `offset` on."""
-    at = 0
-    while at < count:
-        piece = stretch[offset:offset + count - at]
-        yield at, piece
-        at += len(piece)
-        offset = 0
+def _repeat(stretch: torch.Tensor, out: torch.Tensor) -> None:
+    """Fills `out` with `stretch`, again and again."""
+    times, rest = divmod(len(out), len(stretch))
+    out[:times * len(stretch)].view(times, len(stretch)).copy_(stretch)
+    out[len(out) - rest:] = stretch[:rest]
 
 
 def checkpoint_dtype(tensors: dict[str, Stored]) -> str:

@@ -1,0 +1,156 @@
+"""Stretches of files to a device at the disk's speed: threads read large chunks into pinned memory and send them on.
+
+What the bytes mean is `models/weights.py`'s business.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from penstock.core.errors import ModelError
+
+_CHUNK = 16 << 20
+"""Bytes read at once: long enough for any disk, short enough that all threads are busy with a large matrix."""
+_THREADS = 16
+_BUFFERS = 2
+"""Chunks a thread has in pinned memory: one is read while the other is on its way to the device."""
+
+
+class Arrival:
+    """One stretch that is on its way."""
+
+    def __init__(self, chunks: int) -> None:
+        self._missing = chunks
+        self._sent: list[torch.cuda.Event] = []
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def arrived(self, sent: torch.cuda.Event | None, error: BaseException | None) -> None:
+        """One chunk is done with: sent, as the event tells, or failed."""
+        with self._changed:
+            self._missing -= 1
+            self._error = self._error or error
+            if sent is not None:
+                self._sent.append(sent)
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Returns when all is there, for what the current stream does next. Raises what went wrong."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._missing == 0)
+        if self._error is not None:
+            raise self._error
+        for event in self._sent:
+            event.wait()
+
+
+class Transfer:
+    """Threads with their buffers, for as long as `opened` lasts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._given_up = False
+        self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._threads = [threading.Thread(target=self._serve, name="penstock-load", daemon=True)
+                         for _ in range(min(_THREADS, max(2, cores)))]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, path: Path, start: int, target: torch.Tensor) -> Arrival:
+        """Fills `target`, a contiguous tensor on the device, with the file's bytes from `start` on. Does not wait."""
+        flat = target.view(-1).view(torch.uint8)
+        # The target's memory may have been another tensor's, which the current stream has still to read.
+        free = torch.cuda.current_stream(self._device).record_event() if flat.is_cuda else None
+        firsts = range(0, len(flat), _CHUNK)
+        arrival = Arrival(len(firsts))
+        for first in firsts:
+            self._chunks.put(_Chunk(path, start + first, flat[first:first + _CHUNK], free, arrival))
+        return arrival
+
+    def close(self, give_up: bool) -> None:
+        """Ends the threads when they are through with everything, or, to give up, with what each has in hand."""
+        self._given_up = give_up
+        for _ in self._threads:
+            self._chunks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        cuda = self._device.type == "cuda"
+        stream = torch.cuda.Stream(self._device) if cuda else None
+        buffers: list[_Buffer] = []
+        files: dict[Path, int] = {}
+        try:
+            while (chunk := self._chunks.get()) is not None:
+                if self._given_up:
+                    continue
+                if len(buffers) < _BUFFERS:
+                    buffers.insert(0, _Buffer(cuda))
+                buffers.append(buffers.pop(0))
+                try:
+                    if chunk.path not in files:
+                        files[chunk.path] = os.open(chunk.path, os.O_RDONLY)
+                    with torch.cuda.stream(stream), torch.inference_mode(torch.is_inference(chunk.target)):
+                        sent = buffers[-1].carry(files[chunk.path], chunk)
+                    chunk.arrival.arrived(sent, None)
+                except BaseException as error:
+                    chunk.arrival.arrived(None, error)
+        finally:
+            for file in files.values():
+                os.close(file)
+
+
+class _Chunk:
+    def __init__(self, path: Path, start: int, target: torch.Tensor, free: torch.cuda.Event | None, arrival: Arrival) -> None:
+        self.path = path
+        self.start = start
+        self.target = target
+        self.free = free
+        self.arrival = arrival
+
+
+class _Buffer:
+    """Host memory that a copy to the device may still be reading."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._memory = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=pinned)
+        self._sent: torch.cuda.Event | None = None
+
+    def carry(self, file: int, chunk: _Chunk) -> torch.cuda.Event | None:
+        """Reads the chunk and sends it; the event is when it is there."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        size, done = len(chunk.target), 0
+        view = memoryview(self._memory.numpy())[:size]
+        while done < size:
+            count = os.preadv(file, [view[done:]], chunk.start + done)
+            if count == 0:
+                raise ModelError(f"{chunk.path} ends at byte {chunk.start + done}, while it is being read; download it again")
+            done += count
+        if chunk.free is None:
+            chunk.target.copy_(self._memory[:size])
+            return None
+        chunk.free.wait()
+        chunk.target.copy_(self._memory[:size], non_blocking=True)
+        self._sent = torch.cuda.current_stream(chunk.target.device).record_event()
+        return self._sent
+
+
+@contextmanager
+def opened(device: torch.device) -> Iterator[Transfer]:
+    """Has its threads for as long as the context lasts. What was sent must have been waited for by its end."""
+    transfer = Transfer(device)
+    try:
+        yield transfer
+    except BaseException:
+        transfer.close(give_up=True)
+        raise
+    transfer.close(give_up=False)
