@@ -13,6 +13,7 @@ import argparse
 import json
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -87,9 +88,11 @@ def disk(folder: Path, direct: bool) -> float:
                 yield file, first
 
     def read(job: tuple[int, int]) -> None:
-        os.preadv(job[0], [buffers.pop() if buffers else mmap.mmap(-1, _CHUNK)], job[1])
+        if not hasattr(mine, "buffer"):
+            mine.buffer = mmap.mmap(-1, _CHUNK)
+        os.preadv(job[0], [mine.buffer], job[1])
 
-    buffers: list[mmap.mmap] = []
+    mine = threading.local()
     files = [os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0)) for path in folder.glob("*.safetensors")]
     try:
         return timed(lambda: list(ThreadPoolExecutor(16).map(read, chunks())))
