@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.cache.keys import Key
+from penstock.core.request import TierStats
+from penstock.core.transfer import Landing, Receipt, Transfer
 
 
 class Content(NamedTuple):
@@ -35,22 +37,48 @@ class Tiers(Protocol):
         offered before; a page may be offered again after it was loaded."""
         ...
 
+    def forget(self, pages: Sequence[Content]) -> None:
+        """What is in these pages is of no use: it must not be found anywhere any more."""
+        ...
+
     def find(self, group: int, keys: Sequence[Key]) -> list[bool]:
         """Which of these pages can be loaded now."""
         ...
 
     def load(self, pages: Sequence[Content], positions: int) -> int | None:
         """Promises to fill these pages, which nobody else uses, and returns a ticket; or None where computing `positions`
-        positions is predicted to be faster, or the bytes have gone meanwhile. A `core/plan.py::Landing` with it ends it;
-        until then the pages belong to the load, even if the request that wanted them has gone."""
+        positions is predicted to be faster, or the bytes have gone meanwhile. A Landing with it ends it; until then the pages
+        belong to the load, even if the request that wanted them has gone."""
         ...
 
     def source(self, ticket: int) -> dict[str, int]:
         """Of the pages of a load, how many come from which tier ("host", "disk", "remote")."""
         ...
 
-    def drain(self) -> Iterable[object]:
-        """The transfers since the last call, for the plan being made (its `transfers`): nothing here looks into them."""
+    def drain(self) -> list[Transfer]:
+        """The transfers since the last call, for the plan being made (its `transfers`)."""
+        ...
+
+    def report(self, landings: Iterable[Landing], receipts: Iterable[Receipt]) -> None:
+        """What came of transfers, as results bring it."""
+        ...
+
+    def computed(self, positions: int, seconds: float) -> None:
+        """A step has computed so many positions in this time: by this, loading is weighed."""
+        ...
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are transfers for the next plan."""
+        ...
+
+    @property
+    def writing(self) -> bool:
+        """Whether pages are still being written to stores, or wait for it."""
+        ...
+
+    def stats(self) -> list[TierStats]:
+        """Figures, nearest tier first."""
         ...
 
     def clear(self) -> None:

@@ -85,10 +85,12 @@ class Catalog:
         return True
 
     def lost(self, names: Iterable[PageName]) -> None:
-        """These pages could not be read."""
+        """These pages are not there any more, or are to be deleted."""
         with self._lock:
             for name in names:
                 self._remove(name)
+                # If it is being written, `settle` says that it is to be deleted.
+                self._pending_bytes -= self._pending.pop(name, 0)
 
     def forget(self) -> list[PageName]:
         """Knows nothing any more; returns the pages that should be deleted for it to be true."""

@@ -111,6 +111,14 @@ class Hierarchy:
                 self._wanted.extend(islice(self.host.oldest(), 2 * len(slots) + 1))
             self._write()
 
+    def forget(self, pages: Sequence[Content]) -> None:
+        names = [PageName(content.group, content.key) for content in pages]
+        self.host.forget(names)
+        for catalog in self.catalogs:
+            catalog.lost(names)
+            if self._keeper is not None:
+                self._keeper.delete(catalog, names)
+
     def find(self, group: int, keys: Sequence[Key]) -> list[bool]:
         names = [PageName(group, key) for key in keys]
         return [name in self.host or any(name in catalog for catalog in self.catalogs) for name in names]
@@ -172,15 +180,15 @@ class Hierarchy:
     def computed(self, positions: int, seconds: float) -> None:
         self.costs.steps.learn(positions, seconds)
 
-    # -- what the engine asks
+    @property
+    def pending(self) -> bool:
+        return bool(self._transfers)
 
     @property
-    def busy(self) -> bool:
-        """Whether loads are under way."""
-        return bool(self._loading)
+    def writing(self) -> bool:
+        return bool(self._writing or self._wanted)
 
     def stats(self) -> list[TierStats]:
-        """Figures of the tiers, nearest first."""
         host = self._stats[HOST]
         host.capacity_bytes, host.used_bytes = self.host.layout.nbytes, self.host.used_bytes
         host.cached_pages, host.evicted_pages = len(self.host), self.host.evicted
@@ -189,6 +197,8 @@ class Hierarchy:
             stats.capacity_bytes, stats.used_bytes = catalog.bound or 0, catalog.used_bytes
             stats.cached_pages, stats.evicted_pages = catalog.pages, catalog.evicted
         return list(self._stats.values())
+
+    # -- what the engine asks
 
     def close(self) -> None:
         """Ends what runs in the background; nothing may be asked any more."""

@@ -6,7 +6,7 @@ A slot is free, being read or written by a transfer (busy), or idle. Bookkeeping
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from penstock.cache.pool import Pools
@@ -73,14 +73,20 @@ class HostSlots:
             for slot in self._doomed.pop(name, ()):
                 self._pools.give(name.group, [slot])
 
-    def clear(self) -> None:
-        """Forgets every page; busy slots are free when their transfers have ended."""
-        for name, slot in self._slots.items():
+    def forget(self, names: Iterable[PageName]) -> None:
+        """Forgets pages; busy slots are free when their transfers have ended."""
+        for name in names:
+            slot = self._slots.pop(name, None)
+            if slot is None:
+                continue
             if name in self._busy:
                 self._doomed.setdefault(name, []).append(slot)
             else:
                 self._pools.give(name.group, [slot])
-        self._slots.clear()
+
+    def clear(self) -> None:
+        """Forgets every page."""
+        self.forget(list(self._slots))
 
     def oldest(self) -> Iterator[PageName]:
         """Pages in the order in which they will go."""
