@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.core.plan import NOT_FINITE
 from penstock.ops import noise
@@ -40,6 +41,14 @@ _M1, _M2 = tl.constexpr(noise.M1), tl.constexpr(noise.M2)
 _STEP = tl.constexpr(noise.STEP)
 _NONE = tl.constexpr(-(2**63))
 """Below every `_ranked`."""
+
+
+@triton.jit
+def enter(linked: tl.constexpr):
+    """How every kernel starts: it may have been launched while the one before still ran (ops/gpu.py::linked)."""
+    if linked:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -86,12 +95,13 @@ def _exponential(key, ids, fast: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride", "tiles", "row", "position"])
 def race(logits, stride, tiles, table, row, position, threshold, values, places, tile: tl.constexpr, vocab: tl.constexpr,
-         align: tl.constexpr, fast: tl.constexpr):
+         align: tl.constexpr, fast: tl.constexpr, linked: tl.constexpr):
     """The largest value of `tiles` tiles of a line, and where it is: program (line, part) -> values, places [S, parts].
 
     The value is the logit, or, of random rows, the scaled logit minus the logarithm of an exponential variate. +inf where a
     logit is NaN.
     """
+    enter(linked)
     line, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     mine = tl.load(row + line)
     if mine < 0:
@@ -129,8 +139,9 @@ def race(logits, stride, tiles, table, row, position, threshold, values, places,
 
 
 @triton.jit(do_not_specialize=["parts", "length", "row", "position", "tokens"])
-def settle(values, places, parts, row, position, tokens, length, out, wide: tl.constexpr):
+def settle(values, places, parts, row, position, tokens, length, out, wide: tl.constexpr, linked: tl.constexpr):
     """The best of a line's parts is its token: program line -> out [S], and tokens [R, length] at its position."""
+    enter(linked)
     line = tl.program_id(0)
     mine = tl.load(row + line)
     if mine < 0:
@@ -147,11 +158,13 @@ def settle(values, places, parts, row, position, tokens, length, out, wide: tl.c
 
 
 @triton.jit(do_not_specialize=["length", "first", "row", "position", "lines", "tokens"])
-def count(lines, first, table, row, position, tokens, length, counts, tile: tl.constexpr, vocab: tl.constexpr):
+def count(lines, first, table, row, position, tokens, length, counts, tile: tl.constexpr, vocab: tl.constexpr,
+          linked: tl.constexpr):
     """Of each token of a line's row: 2 for each time that it was generated, plus 1 if it is in the prompt.
 
     Program (line, part) -> counts [lines, vocab], which were zero.
     """
+    enter(linked)
     line = tl.load(lines + first + tl.program_id(0))
     mine = tl.load(row + line)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -167,11 +180,12 @@ def count(lines, first, table, row, position, tokens, length, counts, tile: tl.c
 
 @triton.jit(do_not_specialize=["length", "first", "stride", "row", "position", "lines", "tokens"])
 def penalize(lines, first, table, row, position, tokens, length, counts, logits, stride, tile: tl.constexpr,
-             vocab: tl.constexpr, align: tl.constexpr):
+             vocab: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
     """Applies penalties to the tokens of a line's row, by their counts: program (line, part).
 
     Of several places with one token the first to come takes the count away, and does the work.
     """
+    enter(linked)
     line = tl.load(lines + first + tl.program_id(0))
     mine = tl.load(row + line)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -193,8 +207,10 @@ def penalize(lines, first, table, row, position, tokens, length, counts, logits,
 
 
 @triton.jit(do_not_specialize=["stride", "row", "lines", "lists"])
-def allow(lines, table, lists, row, logits, stride, tile: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr):
+def allow(lines, table, lists, row, logits, stride, tile: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr,
+          linked: tl.constexpr):
     """Adds -inf to what is not allowed: program (line, part)."""
+    enter(linked)
     line = tl.load(lines + tl.program_id(0))
     words = table + tl.load(row + line).to(tl.int64) * _WIDTH
     if (tl.load(words + _FEATURES) & _ALLOWED_ROW) == 0:
@@ -209,8 +225,10 @@ def allow(lines, table, lists, row, logits, stride, tile: tl.constexpr, vocab: t
 
 
 @triton.jit(do_not_specialize=["length", "stride", "row", "position", "lines", "tokens", "lists"])
-def edit(lines, table, lists, row, position, tokens, length, logits, stride, tile: tl.constexpr, align: tl.constexpr):
+def edit(lines, table, lists, row, position, tokens, length, logits, stride, tile: tl.constexpr, align: tl.constexpr,
+         linked: tl.constexpr):
     """Adds the values of the edits that apply: program line."""
+    enter(linked)
     line = tl.load(lines + tl.program_id(0))
     mine = tl.load(row + line).to(tl.int64)
     words = table + mine * _WIDTH
@@ -244,9 +262,10 @@ def _ranked(x, ids):
 
 @triton.jit(do_not_specialize=["stride", "top", "lines", "tokens"])
 def survey(logits, stride, lines, tokens, top, largest, sums, above, most, tile: tl.constexpr, slots: tl.constexpr,
-           vocab: tl.constexpr, align: tl.constexpr):
+           vocab: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
     """What a tile says of a line's softmax: program (line, part) -> [L, parts] of its largest logit, the sum of exponentials
     relative to it, how many logits are above the token's, and [L, parts, slots] of its `top` largest as `_ranked`."""
+    enter(linked)
     one, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     line = one
     if lines is not None:
@@ -270,8 +289,9 @@ def survey(logits, stride, lines, tokens, top, largest, sums, above, most, tile:
 
 @triton.jit(do_not_specialize=["stride", "parts", "top", "lines", "tokens"])
 def score(logits, stride, parts, lines, tokens, top, largest, sums, above, most, ids, values, ranks, wide: tl.constexpr,
-          slots: tl.constexpr, align: tl.constexpr):
+          slots: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
     """Puts a line's tiles together: program line -> ids, values, ranks [L, 1 + top]."""
+    enter(linked)
     one = tl.program_id(0)
     line = one
     if lines is not None:

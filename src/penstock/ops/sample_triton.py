@@ -32,6 +32,12 @@ def _strided(logits: torch.Tensor) -> tuple[int, dict[str, int]]:
     return stride // align, {"vocab": logits.shape[1], "align": align}
 
 
+def _linked(device: torch.device) -> dict[str, bool]:
+    """Whether a kernel is launched before the one ahead of it has ended."""
+    linked = gpu.linked(device)
+    return {"linked": linked, "launch_pdl": linked}
+
+
 class TritonSample(SampleOps):
     """SampleOps by kernels that wait for nothing. Lines of logits may be any distance apart, and are contiguous themselves."""
 
@@ -41,6 +47,7 @@ class TritonSample(SampleOps):
 
         lines, device = len(logits), logits.device
         stride, shape = _strided(logits)
+        link = _linked(device)
         tiles = -(-shape["vocab"] // _RACE)
         # Eight programs on each multiprocessor keep the memory busy; beyond that each takes several tiles.
         each = -(-tiles * lines // (8 * gpu.multiprocessors(device)))
@@ -49,9 +56,9 @@ class TritonSample(SampleOps):
         places = torch.empty((lines, parts), dtype=torch.int32, device=device)
         out = torch.empty(lines, dtype=torch.int32, device=device)
         kernels.race[(lines, parts)](logits, stride, each, table, row, position, threshold, values, places, tile=_RACE,
-                                     fast=device.type != "cpu", num_warps=4, **shape)
+                                     fast=device.type != "cpu", num_warps=4, **shape, **link)
         kernels.settle[(lines,)](values, places, parts, row, position, tokens, tokens.shape[1], out, wide=_power(tiles),
-                                 num_warps=1)
+                                 num_warps=1, **link)
         return out
 
     def threshold(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
@@ -67,12 +74,13 @@ class TritonSample(SampleOps):
         kept = torch.empty((lines, _TILE), dtype=logits.dtype, device=device)
         out = torch.empty(lines, dtype=torch.float32, device=device)
         grid, shared = (lines, parts), (logits, stride, table, row)
-        kernels.extremes[grid](*shared, partial, counters, tile=_TILE, num_warps=8, **shape)
-        shape |= {"tile": _TILE, "wide": _power(parts), "num_warps": 8}
-        kernels.narrow[grid](*shared, partial, first, first, tallies, opening=True, **shape)
-        kernels.narrow[grid](*shared, tallies, first, second, finer, opening=False, **shape)
-        kernels.gather[grid](*shared, second, finer, counters, kept, room=_TILE, **shape)
-        kernels.solve[(lines,)](*shared, parts, second, finer, kept, out, room=_TILE, **shape)
+        how = {**shape, **_linked(device), "tile": _TILE, "num_warps": 8}
+        kernels.extremes[grid](*shared, partial, counters, **how)
+        how["wide"] = _power(parts)
+        kernels.narrow[grid](*shared, partial, first, first, tallies, opening=True, **how)
+        kernels.narrow[grid](*shared, tallies, first, second, finer, opening=False, **how)
+        kernels.gather[grid](*shared, second, finer, counters, kept, room=_TILE, **how)
+        kernels.solve[(lines,)](*shared, parts, second, finer, kept, out, room=_TILE, **how)
         return out
 
     def penalize(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
@@ -81,29 +89,32 @@ class TritonSample(SampleOps):
 
         length = tokens.shape[1]
         stride, shape = _strided(logits)
+        link = _linked(logits.device)
         counts = torch.zeros((min(_GROUP, len(lines)), shape["vocab"]), dtype=torch.int32, device=logits.device)
         for first in range(0, len(lines), _GROUP):
             grid = (min(_GROUP, len(lines) - first), -(-length // _KNOWN))
             shared = (lines, first, table, row, position, tokens, length, counts)
-            kernels.count[grid](*shared, tile=_KNOWN, vocab=shape["vocab"])
+            kernels.count[grid](*shared, tile=_KNOWN, vocab=shape["vocab"], **link)
             # Leaves the counts at zero.
-            kernels.penalize[grid](*shared, logits, stride, tile=_KNOWN, **shape)
+            kernels.penalize[grid](*shared, logits, stride, tile=_KNOWN, **shape, **link)
 
     def edit(self, logits: torch.Tensor, table: torch.Tensor, lists: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
              position: torch.Tensor, lines: torch.Tensor) -> None:
         from penstock.ops import sample_kernels as kernels
 
         stride, shape = _strided(logits)
+        link = _linked(logits.device)
         grid = (len(lines), -(-shape["vocab"] // _TILE))
-        kernels.allow[grid](lines, table, lists, row, logits, stride, tile=_TILE, num_warps=8, **shape)
+        kernels.allow[grid](lines, table, lists, row, logits, stride, tile=_TILE, num_warps=8, **shape, **link)
         kernels.edit[(len(lines),)](lines, table, lists, row, position, tokens, tokens.shape[1], logits, stride, tile=_EDITS,
-                                    align=shape["align"], num_warps=1)
+                                    align=shape["align"], num_warps=1, **link)
 
     def score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int,
               lines: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         from penstock.ops import sample_kernels as kernels
 
         stride, shape = _strided(logits)
+        link = _linked(logits.device)
         count, parts, top = len(tokens), -(-shape["vocab"] // _TILE), min(top, shape["vocab"])
 
         def empty(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -113,9 +124,9 @@ class TritonSample(SampleOps):
                  empty(count, parts, dtype=torch.int32), empty(count, parts, _SLOTS, dtype=torch.int64))
         ids, values, ranks = (empty(count, 1 + top, dtype=dtype) for dtype in (torch.int32, torch.float32, torch.int32))
         kernels.survey[(count, parts)](logits, stride, lines, tokens, top, *found, tile=_TILE, slots=_SLOTS, num_warps=8,
-                                       **shape)
+                                       **shape, **link)
         kernels.score[(count,)](logits, stride, parts, lines, tokens, top, *found, ids, values, ranks, wide=_power(parts),
-                                slots=_SLOTS, align=shape["align"], num_warps=8)
+                                slots=_SLOTS, align=shape["align"], num_warps=8, **link)
         return ids, values, ranks
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from penstock.ops.sample import WIDTH, Column, Feature
-from penstock.ops.sample_kernels import ordered, real, unordered
+from penstock.ops.sample_kernels import enter, ordered, real, unordered
 
 _WIDTH = tl.constexpr(WIDTH)
 _FEATURES = tl.constexpr(int(Column.FEATURES))
@@ -43,8 +43,10 @@ def _tile(logits, ids, n, inverse):
 
 
 @triton.jit(do_not_specialize=["stride", "row"])
-def extremes(logits, stride, table, row, partial, counters, tile: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr):
+def extremes(logits, stride, table, row, partial, counters, tile: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr,
+             linked: tl.constexpr):
     """Program (line, part) -> partial [S, parts, 3]: the largest scaled logit, the least finite one, how many are finite."""
+    enter(linked)
     line, part = tl.program_id(0), tl.program_id(1)
     words = table + tl.maximum(tl.load(row + line), 0).to(tl.int64) * _WIDTH
     if (tl.load(words + _FEATURES) & _FILTER_ROW) == 0:
@@ -119,11 +121,12 @@ def _select(words, state, tallies, parts, wide: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride", "row"])
 def narrow(logits, stride, table, row, partial, before, after, tallies, wide: tl.constexpr, tile: tl.constexpr,
-           opening: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr):
+           opening: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
     """One pass: program (line, part) -> tallies [S, parts, _PIVOTS, 2], and the state that they belong to, after [S, STATE].
 
     The state comes from `extremes` if opening, and otherwise from the state `before` and its tallies, which are in `partial`.
     """
+    enter(linked)
     line, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     words = table + tl.maximum(tl.load(row + line), 0).to(tl.int64) * _WIDTH
     if (tl.load(words + _FEATURES) & _FILTER_ROW) == 0:
@@ -156,9 +159,10 @@ def narrow(logits, stride, table, row, partial, before, after, tallies, wide: tl
 
 @triton.jit(do_not_specialize=["stride", "row"])
 def gather(logits, stride, table, row, before, tallies, counters, kept, wide: tl.constexpr, tile: tl.constexpr,
-           room: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr):
+           room: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
     """Puts the values of a line that may be the cut aside in kept [S, room], in any order, if there is room: all those above
     low, or those between low and high."""
+    enter(linked)
     line, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     words = table + tl.maximum(tl.load(row + line), 0).to(tl.int64) * _WIDTH
     if (tl.load(words + _FEATURES) & _FILTER_ROW) == 0:
@@ -208,8 +212,9 @@ def _search(source, n, inverse, peak, by_count, already, target, low, high, tile
 
 @triton.jit(do_not_specialize=["stride", "parts", "row"])
 def solve(logits, stride, table, row, parts, before, tallies, kept, out, wide: tl.constexpr, tile: tl.constexpr,
-          room: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr):
+          room: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
     """Program line -> out [S], the threshold."""
+    enter(linked)
     line = tl.program_id(0)
     words = table + tl.maximum(tl.load(row + line), 0).to(tl.int64) * _WIDTH
     tl.store(out + line, float("-inf"))
