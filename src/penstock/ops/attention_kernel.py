@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.attention_work import FIELDS
 
@@ -33,10 +34,9 @@ def _merge(acc, peak, total, more_acc, more_peak, more_total):
 
 
 @triton.jit
-def _scan(q, acc, peak, total, whole_acc, whole_peak, whole_total, slot, k_cache, v_cache, table, parts_acc, parts_sum,
-          start, stop, lowest, highest, end, unit, parts, position, scale, softcap, window, page_stride, slot_stride,
-          group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr,
-          capped: tl.constexpr, fixed: tl.constexpr, rows: tl.constexpr, masked: tl.constexpr):
+def _scan(q, acc, peak, total, k_cache, v_cache, table, start, stop, lowest, highest, position, scale, softcap, window,
+          page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
+          windowed: tl.constexpr, capped: tl.constexpr, masked: tl.constexpr):
     """Attends to keys [start, stop) in blocks. masked: some keys of the range may be hidden from some queries."""
     block_m: tl.constexpr = q.shape[0]
     block_d: tl.constexpr = q.shape[1]
@@ -84,18 +84,31 @@ def _scan(q, acc, peak, total, whole_acc, whole_peak, whole_total, slot, k_cache
         total = tl.fma(total, old, tl.sum(weights, 1))
         acc = tl.dot(weights.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
         peak = top
-        if fixed:  # noqa: SIM102
-            # Two ifs: the outer one is decided when the kernel is compiled.
-            if ((first + block_n) % unit == 0) | (first + block_n >= end):
-                if parts == 1:
-                    whole_acc, whole_peak, whole_total = _merge(whole_acc, whole_peak, whole_total, acc, peak, total)
-                else:
-                    _store_part(acc, peak, total, parts_acc, parts_sum, slot, rows)
-                    slot += 1
-                acc = tl.zeros_like(acc)
-                peak = tl.full(peak.shape, float("-inf"), tl.float32)
-                total = tl.zeros_like(total)
-    return acc, peak, total, whole_acc, whole_peak, whole_total, slot
+    return acc, peak, total
+
+
+@triton.jit
+def _attend(q, k_cache, v_cache, table, start, stop, opened, closed, lowest, highest, position, scale, softcap, window,
+            page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
+            windowed: tl.constexpr, capped: tl.constexpr, edges: tl.constexpr):
+    """A partial softmax: the sum of weighted values, the greatest score and the sum of weights over keys [start, stop).
+
+    Keys of [opened, closed), multiples of the block, are seen by all queries of the tile; that matters if there are edges.
+    """
+    acc = tl.zeros(q.shape, tl.float32)
+    peak = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((q.shape[0],), tl.float32)
+    if edges:
+        if windowed:
+            acc, peak, total = _scan(q, acc, peak, total, k_cache, v_cache, table, start, tl.minimum(stop, opened), lowest,
+                                     highest, position, scale, softcap, window, page_stride, slot_stride, group, size,
+                                     page_size, block_n, windowed, capped, True)
+        acc, peak, total = _scan(q, acc, peak, total, k_cache, v_cache, table, tl.maximum(start, opened),
+                                 tl.minimum(stop, closed), lowest, highest, position, scale, softcap, window, page_stride,
+                                 slot_stride, group, size, page_size, block_n, windowed, capped, False)
+        start = tl.maximum(start, closed)
+    return _scan(q, acc, peak, total, k_cache, v_cache, table, start, stop, lowest, highest, position, scale, softcap, window,
+                 page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, True)
 
 
 @triton.jit
@@ -111,11 +124,11 @@ def _store_part(acc, peak, total, parts_acc, parts_sum, slot, rows: tl.constexpr
 
 
 @triton.jit
-def _load_part(parts_acc, parts_sum, slot, kept, block_m: tl.constexpr, block_d: tl.constexpr, rows: tl.constexpr):
+def _load_part(parts_acc, parts_sum, slot, wanted, rows: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr):
     """Reads what `_store_part` wrote, perhaps on another multiprocessor: past the first level of cache."""
     row = tl.arange(0, block_m)
     at = (slot * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    kept = kept & (row < rows)
+    kept = wanted & (row < rows)
     acc = tl.load(parts_acc + (at * rows + row)[:, None] * block_d + tl.arange(0, block_d)[None], mask=kept[:, None],
                   other=0.0, cache_modifier=".cg")
     peak = tl.load(parts_sum + at * 2 * rows + row, mask=kept, other=float("-inf"), cache_modifier=".cg")
@@ -124,37 +137,49 @@ def _load_part(parts_acc, parts_sum, slot, kept, block_m: tl.constexpr, block_d:
 
 
 @triton.jit
-def _join(acc, peak, total, parts_acc, parts_sum, first_slot, part, parts, kept, rows: tl.constexpr, count: tl.constexpr):
-    """Joins `count` parts from `part` on, in order; those beyond the last change nothing."""
-    block_m: tl.constexpr = acc.shape[0]
-    block_d: tl.constexpr = acc.shape[1]
-    if count == 1:
-        more_acc, more_peak, more_total = _load_part(parts_acc, parts_sum, first_slot + part, kept, block_m, block_d, rows)
-        return _merge(acc, peak, total, more_acc, more_peak, more_total)
-    acc0, peak0, total0 = _load_part(parts_acc, parts_sum, first_slot + part, kept, block_m, block_d, rows)
-    more = kept & (part + 1 < parts)
-    acc1, peak1, total1 = _load_part(parts_acc, parts_sum, first_slot + part + 1, more, block_m, block_d, rows)
-    more = kept & (part + 2 < parts)
-    acc2, peak2, total2 = _load_part(parts_acc, parts_sum, first_slot + part + 2, more, block_m, block_d, rows)
-    more = kept & (part + 3 < parts)
-    acc3, peak3, total3 = _load_part(parts_acc, parts_sum, first_slot + part + 3, more, block_m, block_d, rows)
+def _join(acc, peak, total, parts_acc, parts_sum, first_slot, part, parts, rows: tl.constexpr, count: tl.constexpr):
+    """Joins `count` (1 or 4) parts from `part` on, in order; those beyond the last change nothing."""
+    tall: tl.constexpr = acc.shape[0]
+    wide: tl.constexpr = acc.shape[1]
+    slot = first_slot + part
+    acc0, peak0, total0 = _load_part(parts_acc, parts_sum, slot, part < parts, rows, tall, wide)
+    if count == 4:
+        acc1, peak1, total1 = _load_part(parts_acc, parts_sum, slot + 1, part + 1 < parts, rows, tall, wide)
+        acc2, peak2, total2 = _load_part(parts_acc, parts_sum, slot + 2, part + 2 < parts, rows, tall, wide)
+        acc3, peak3, total3 = _load_part(parts_acc, parts_sum, slot + 3, part + 3 < parts, rows, tall, wide)
     acc, peak, total = _merge(acc, peak, total, acc0, peak0, total0)
-    acc, peak, total = _merge(acc, peak, total, acc1, peak1, total1)
-    acc, peak, total = _merge(acc, peak, total, acc2, peak2, total2)
-    return _merge(acc, peak, total, acc3, peak3, total3)
+    if count == 4:
+        acc, peak, total = _merge(acc, peak, total, acc1, peak1, total1)
+        acc, peak, total = _merge(acc, peak, total, acc2, peak2, total2)
+        acc, peak, total = _merge(acc, peak, total, acc3, peak3, total3)
+    return acc, peak, total
 
 
 @triton.jit
-def _finish(acc, peak, total, out_at, kept, sinks, lane, sunk: tl.constexpr):
+def _place(base, token_stride, head_stride, token, queries, group: tl.constexpr, size: tl.constexpr, block_m: tl.constexpr,
+           block_d: tl.constexpr):
+    """Of a tile's rows in q or out: which head each has, which entries exist, and where they are."""
+    row, d = tl.arange(0, block_m), tl.arange(0, block_d)
+    heads = tl.program_id(0) * group + row % group
+    kept = (row // group < queries)[:, None] & (d < size)[None]
+    return heads, kept, base + (token + row // group)[:, None] * token_stride + heads[:, None] * head_stride + d[None]
+
+
+@triton.jit
+def _finish(acc, peak, total, out, out_token, out_head, token, queries, sinks, group: tl.constexpr, size: tl.constexpr,
+            sunk: tl.constexpr):
     """Divides by the sum of weights, that of the sinks included, and writes the rows."""
+    block_m: tl.constexpr = acc.shape[0]
+    block_d: tl.constexpr = acc.shape[1]
+    heads, kept, out_at = _place(out, out_token, out_head, token, queries, group, size, block_m, block_d)
     if sunk:
-        sink = tl.load(sinks + lane).to(tl.float32) * _LOG2E
+        sink = tl.load(sinks + heads).to(tl.float32) * _LOG2E
         top = tl.maximum(peak, sink)
         old = tl.exp2(peak - top)
         total = tl.fma(total, old, tl.exp2(sink - top))
         acc = acc * old[:, None]
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out_at, result.to(out_at.dtype.element_ty), mask=kept)
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit(do_not_specialize=["items", "counters", "table_row", "scale", "softcap", "window"])
@@ -162,7 +187,7 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, counters, parts_acc, p
            q_token, q_head, page_stride, head_stride, slot_stride, out_token, out_head, table_row,
            group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
            block_d: tl.constexpr, rows: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, sunk: tl.constexpr,
-           fixed: tl.constexpr, edges: tl.constexpr):
+           fixed: tl.constexpr, edges: tl.constexpr, linked: tl.constexpr):
     """One item for one KV head. Grid (KV heads, items); an item without queries is inert.
 
     Rows of the tile are (query, head of the group), heads within a query. edges: blocks in which every key is seen by every
@@ -172,70 +197,65 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, counters, parts_acc, p
     """
     head = tl.program_id(0)
     item = items + tl.program_id(1) * _FIELDS
+    # The step's array was there before the kernel ahead began; all else may be of its making.
     queries = tl.load(item + 1)
+    if linked:
+        gdc_launch_dependents()
+        gdc_wait()
     if queries == 0:
         return
     token, position, segment = tl.load(item).to(tl.int64), tl.load(item + 2), tl.load(item + 3).to(tl.int64)
     begin, end, unit = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
     slot, first_slot, parts = tl.load(item + 7), tl.load(item + 8), tl.load(item + 9)
 
-    row, d = tl.arange(0, block_m), tl.arange(0, block_d)
-    lane = head * group + row % group
-    kept = row // group < queries
-    whole = kept[:, None] & (d < size)[None]
-    wide = (token + row // group)[:, None]
-    tile = tl.load(q + wide * q_token + lane[:, None] * q_head + d[None], mask=whole, other=0.0)
+    _, kept, q_at = _place(q, q_token, q_head, token, queries, group, size, block_m, block_d)
+    tile = tl.load(q_at, mask=kept, other=0.0)
     if tile.dtype != k_cache.dtype.element_ty:
         tile = tile.to(tl.float32)
-    out_at = out + wide * out_token + lane[:, None] * out_head + d[None]
     k_cache += head.to(tl.int64) * head_stride
     v_cache += head.to(tl.int64) * head_stride
     table += segment * table_row
 
-    acc, whole_acc = tl.zeros((block_m, block_d), tl.float32), tl.zeros((block_m, block_d), tl.float32)
-    peak, whole_peak = tl.full((block_m,), float("-inf"), tl.float32), tl.full((block_m,), float("-inf"), tl.float32)
-    total, whole_total = tl.zeros((block_m,), tl.float32), tl.zeros((block_m,), tl.float32)
     highest = tl.minimum(end, position + queries)
     lowest = tl.maximum(position - window + 1, 0) if windowed else 0
-    # [begin, open) and [close, end) need masks, [open, close) does not.
-    opened = begin
-    closed = begin
-    if edges:
-        if windowed:
-            opened = tl.cdiv(tl.maximum(position + queries - window, begin), block_n) * block_n
-            opened = tl.minimum(opened, tl.cdiv(end, block_n) * block_n)
-        closed = tl.maximum(tl.minimum(position + 1, end) // block_n * block_n, opened)
-    for phase in tl.static_range(3):
-        if phase == 0:
-            start, stop = begin, opened
-        elif phase == 1:
-            start, stop = opened, closed
-        else:
-            start, stop = closed, end
-        if (phase == 2) or (edges and ((phase == 1) or windowed)):
-            acc, peak, total, whole_acc, whole_peak, whole_total, slot = _scan(
-                tile, acc, peak, total, whole_acc, whole_peak, whole_total, slot, k_cache, v_cache, table, parts_acc, parts_sum,
-                start, stop, lowest, highest, end, unit, parts, position, scale, softcap, window, page_stride, slot_stride,
-                group, size, page_size, block_n, windowed, capped, fixed, rows, phase != 1)
-    if parts == 1:
-        if fixed:
-            acc, peak, total = whole_acc, whole_peak, whole_total
-        _finish(acc, peak, total, out_at, whole, sinks, lane, sunk)
+    opened = tl.cdiv(tl.maximum(position + queries - window, begin), block_n) * block_n if windowed else begin
+    closed = tl.maximum((position + 1) // block_n * block_n, opened)
+
+    if fixed:
+        acc = tl.zeros((block_m, block_d), tl.float32)
+        peak = tl.full((block_m,), float("-inf"), tl.float32)
+        total = tl.zeros((block_m,), tl.float32)
+        for start in range(begin, end, unit):
+            more_acc, more_peak, more_total = _attend(
+                tile, k_cache, v_cache, table, start, tl.minimum(start + unit, end), opened, closed, lowest, highest, position,
+                scale, softcap, window, page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, edges)
+            if parts == 1:
+                acc, peak, total = _merge(acc, peak, total, more_acc, more_peak, more_total)
+            else:
+                _store_part(more_acc, more_peak, more_total, parts_acc, parts_sum, slot, rows)
+                slot += 1
     else:
-        if not fixed:
+        acc, peak, total = _attend(
+            tile, k_cache, v_cache, table, begin, end, opened, closed, lowest, highest, position, scale, softcap, window,
+            page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, edges)
+        if parts > 1:
             _store_part(acc, peak, total, parts_acc, parts_sum, slot, rows)
             slot += 1
+    if parts == 1:
+        _finish(acc, peak, total, out, out_token, out_head, token, queries, sinks, group, size, sunk)
+    else:
         mine = slot - tl.load(item + 7)
         # Every thread's part is written before one thread counts it; who counts the last one sees all others' parts.
         tl.debug_barrier()
         counter = counters + first_slot * tl.num_programs(0) + head
         if tl.atomic_add(counter, mine, sem="acq_rel", scope="gpu") + mine == parts:
             tl.store(counter, 0)
-            acc = tl.zeros((block_m, block_d), tl.float32)
-            peak = tl.full((block_m,), float("-inf"), tl.float32)
-            total = tl.zeros((block_m,), tl.float32)
             # Narrow parts four at a time: their loads wait for memory together.
-            for part in range(0, parts, 1 if edges else 4):
-                acc, peak, total = _join(acc, peak, total, parts_acc, parts_sum, first_slot, part, parts, kept, rows,
-                                         1 if edges else 4)
-            _finish(acc, peak, total, out_at, whole, sinks, lane, sunk)
+            tall: tl.constexpr = block_m if edges else triton.next_power_of_2(rows)
+            count: tl.constexpr = 1 if edges else 4
+            whole = tl.zeros((tall, block_d), tl.float32)
+            top = tl.full((tall,), float("-inf"), tl.float32)
+            sums = tl.zeros((tall,), tl.float32)
+            for part in range(0, parts, count):
+                whole, top, sums = _join(whole, top, sums, parts_acc, parts_sum, first_slot, part, parts, rows, count)
+            _finish(whole, top, sums, out, out_token, out_head, token, queries, sinks, group, size, sunk)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.ops import attention_work
+from penstock.ops import attention_work, gpu
 from penstock.ops.attention import AttentionOps, Geometry, Ints
 from penstock.ops.attention_work import Launch
-from penstock.ops.gpu import supports
 from penstock.ops.registry import register
 
 
@@ -54,6 +53,7 @@ class TritonAttention(AttentionOps):
         rows = shape.queries * group
         block_d = max(16, 1 << (size - 1).bit_length())
         parts = torch.empty(launch.slots * kv_heads * rows * (block_d + 2), dtype=torch.float32, device=q.device)
+        linked = gpu.linked(q.device)
         stride = k_cache.stride()
         assert v_cache.stride() == stride and stride[3] == 1, "keys and values lie in the same way, each entry contiguous"
         attend[(kv_heads, launch.items)](
@@ -62,10 +62,10 @@ class TritonAttention(AttentionOps):
             q.stride(0), q.stride(1), *stride[:3], out.stride(0), out.stride(1),
             table.stride(0), group=group, size=size, page_size=geometry.page, block_m=shape.block_m, block_n=shape.block_n,
             block_d=block_d, rows=rows, windowed=geometry.window > 0, capped=softcap != 0.0, sunk=sinks is not None,
-            fixed=self.invariant, edges=broad, num_warps=shape.warps, num_stages=shape.stages)
+            fixed=self.invariant, edges=broad, linked=linked, num_warps=shape.warps, num_stages=shape.stages, launch_pdl=linked)
 
 
 TRITON = TritonAttention(invariant=False)
 INVARIANT = TritonAttention(invariant=True)
-register("attention", "triton", rank=10, supports=supports)(TRITON)
-register("attention", "triton-invariant", rank=-1, supports=supports)(INVARIANT)
+register("attention", "triton", rank=10, supports=gpu.supports)(TRITON)
+register("attention", "triton-invariant", rank=-1, supports=gpu.supports)(INVARIANT)

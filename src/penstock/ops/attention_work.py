@@ -32,7 +32,7 @@ SHORTEST = 128
 UNITS = 32
 """Most parts a query's keys are cut into where bits must not depend on the batch."""
 
-FIRST_UNIT = 256
+FIRST_UNIT = 512
 """Keys of such a part for queries at positions below FIRST_UNIT * UNITS; it doubles where the position does."""
 
 
