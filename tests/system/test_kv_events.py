@@ -6,26 +6,31 @@ import random
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
+from penstock import LLM, SamplingParams
 from penstock.cache import keys
 from penstock.cache.events import Journal
 from penstock.core.errors import ConfigError
 from penstock.engine.events import END, EventsConfig, Publisher, read_config
+from tests.data import MODELS, need
+from tests.models.families import CASES, make
 from tests.system.kv_consumer import Consumer
 
 PAGE = 4
+SOCKETS = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
 
 
 @contextmanager
 def published(**options: Any) -> Iterator[tuple[Publisher, Consumer]]:
     """A publisher, and a consumer that has subscribed before the first batch."""
-    config = read_config({"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*",
-                          **options})
+    config = read_config({**SOCKETS, **options})
     publisher = Publisher(config)
     consumer = Consumer(publisher.endpoint, publisher.replay_endpoint, config.topic)
     try:
@@ -161,3 +166,66 @@ def test_config() -> None:
         taken.listen()
         with pytest.raises(ConfigError, match="cannot listen"):
             Publisher(EventsConfig(endpoint=f"tcp://*:{taken.getsockname()[1]}"))
+
+
+# -- a real engine
+
+
+def blocks_of(llm: LLM) -> dict[int, dict[bytes, tuple[bytes | None, list[int]]]]:
+    """The whole pages that an engine's index has on the device: by group, parent and tokens by key. Keys are computed here."""
+    index = llm.engine.scheduler.cache.index
+    width, found = index.width, {group: {} for group in range(index.groups)}  # type: dict[int, dict[bytes, Any]]
+
+    def follow(node: Any, parent: bytes, start: bool) -> None:
+        tokens = np.frombuffer(bytes(node.tokens[:len(node.tokens) // width * width]), np.int32).tolist()
+        chain = keys.chain(parent, tokens, index.page)
+        for slot, key in enumerate(chain):
+            before = chain[slot - 1] if slot else None if start else parent
+            for group in range(index.groups):
+                if node.pages[group][slot] >= 0:
+                    found[group][key] = (before, tokens[slot * index.page:(slot + 1) * index.page])
+        for child in node.children.values():
+            follow(child, chain[-1] if chain else parent, start and not chain)
+
+    for (adapter, salt), root in index.roots.items():
+        for child in root.children.values():
+            follow(child, keys.root(llm.info.cache_identity, adapter, salt), True)
+    return found
+
+
+def conversation(rng: random.Random, history: list[int]) -> list[int]:
+    """A prompt that goes on from something said before, or begins anew."""
+    keep = rng.randrange(len(history) + 1) if rng.random() < 0.7 else 0
+    return [*history[:keep], *(rng.randrange(3, 105) for _ in range(rng.randrange(1, 60)))][-140:]
+
+
+@pytest.mark.parametrize("model", ["babyllama-tok105", "gemma3-grouped"])
+def test_the_tree_of_an_engine(model: str, tmp_path: Path) -> None:
+    """Full attention, and windows beside it; under eviction, in several namespaces, after a reset and after losses."""
+    rng = random.Random(7)
+    if model == "gemma3-grouped":
+        make(next(case for case in CASES if case.name == model), tmp_path)
+    folder = tmp_path if model == "gemma3-grouped" else need(MODELS / model)
+    with LLM(str(folder), dtype="float32", threads=1, max_num_seqs=4, max_model_len=160, block_size=8,
+             skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 20, kv_events_config=SOCKETS) as llm:
+        sources = llm.info.kv_events or {}
+        consumer = Consumer(sources["endpoint"], sources["replay_endpoint"])
+        history: list[int] = []
+        for turn in range(40):
+            prompts = [conversation(rng, history) for _ in range(rng.randrange(1, 4))]
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(temperature=0, max_tokens=8),
+                                   use_tqdm=False, cache_salt=rng.choice(("", "one", "two")))
+            history = [*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids]
+            if turn == 25:
+                assert llm.reset_prefix_cache()
+            consumer.read(0.02, drop=lambda sequence: rng.random() < 0.2)
+        consumer.catch_up()
+        expected = blocks_of(llm)
+        assert sum(map(len, expected.values())) > 10
+        for group, blocks in expected.items():
+            place = consumer.places.get((group, "GPU", None), {})
+            assert {name: (block["parent"], block["tokens"]) for name, block in place.items()} == blocks
+            salts = {tuple(block["extra"] or ()) for block in place.values() if block["parent"] is None}
+            assert salts <= {(), ("one",), ("two",)} and len(salts) > 1
+        assert {event["type"] for event in consumer.seen} == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+        consumer.close()

@@ -115,8 +115,13 @@ class Journal:
             facts.kind if hybrid else None, facts.window, *_place(tier), SCHEMA_VERSION))
 
     def removed(self, group: int, tier: str, keys: Sequence[Key]) -> None:
-        self._events.append(BlockRemoved(self._hashes(keys), MEDIUM[tier], group if len(self.groups) > 1 else None,
-                                         *_place(tier), SCHEMA_VERSION))
+        event = BlockRemoved(self._hashes(keys), MEDIUM[tier], group if len(self.groups) > 1 else None, *_place(tier),
+                             SCHEMA_VERSION)
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and (last.group_idx, last.ownership) == (event.group_idx, event.ownership):
+            last.block_hashes += event.block_hashes
+        else:
+            self._events.append(event)
 
     def cleared(self) -> None:
         self._events.append(AllBlocksCleared(SCHEMA_VERSION))

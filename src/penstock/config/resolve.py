@@ -52,6 +52,8 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
                           f"a step; raise it to {rows} or lower max_num_seqs to {budget}")
     if not 0 < options.gpu_memory_utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization is {options.gpu_memory_utilization}; it is a fraction above 0, at most 1")
+    if not 0 < options.cache_tenant_share <= 1:
+        raise ConfigError(f"cache_tenant_share is {options.cache_tenant_share}; it is a fraction above 0, at most 1")
     if options.max_num_queued_reqs < 1:
         raise ConfigError(f"max_num_queued_reqs is {options.max_num_queued_reqs}; it must be at least 1")
     return EngineConfig(

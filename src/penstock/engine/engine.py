@@ -18,6 +18,7 @@ from penstock.config.schema import EngineOptions
 from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.beam import BeamSearches
+from penstock.engine.events import open_events
 from penstock.engine.executor import Direct, Executor, Pending, Threaded
 from penstock.ops import compile, gpu, registry
 from penstock.ops.compile import Compilation
@@ -57,7 +58,11 @@ class Engine:
             self.memory = _plan_memory(options, self.config, model, device, facts)
             self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device,
                                  self.config.graph_tokens)
-        self.scheduler = Scheduler(Cache(self.memory.layout), Limits(
+        identity = models.fingerprint(self.folder, checkpoint, options.load_format, options.seed)
+        cache = Cache(self.memory.layout, sharing=options.enable_prefix_caching, model=identity,
+                      quota=options.cache_tenant_share)
+        self.events = open_events(options, cache)
+        self.scheduler = Scheduler(cache, Limits(
             max_model_len=self.memory.max_model_len, max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
             vocab_size=spec.vocab_size))
@@ -71,6 +76,8 @@ class Engine:
             kv_tokens=self.memory.kv_tokens, pages_total=self.memory.layout.slabs, dtype=self.config.dtype, device=facts.name,
             weight_bytes=self.memory.weight_bytes, step_bytes=self.memory.step_bytes, kv_bytes=self.memory.layout.nbytes,
             graph_bytes=self.memory.graph_bytes, graphs=len(self.worker.graphs or ()),
+            prefix_caching=cache.sharing, cache_identity=identity,
+            kv_events=self.events.describe() if self.events is not None else None,
             kernels=self.kernels.table(), notes=_notes(self.config, self.memory))
 
     def submit(self, request: Request) -> None:
@@ -99,6 +106,8 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """From now on no request finds what earlier ones computed. What runs is not disturbed. Always possible: True."""
         self.scheduler.cache.reset()
+        if self.events is not None:
+            self.events.clear()
         return True
 
     @property
@@ -121,6 +130,8 @@ class Engine:
             began = time.perf_counter()
             self.scheduler.apply(result, time.time())
             self.scheduler.stats.plan_seconds += time.perf_counter() - began
+        if self.events is not None:
+            self.events.flush()
         return self.beams.through(self.scheduler.take_updates())
 
     def stats(self) -> EngineStats:
@@ -131,6 +142,8 @@ class Engine:
         """Finishes the plans in flight and stops the worker. The engine cannot be used afterwards."""
         self.executor.close()
         self._flying.clear()
+        if self.events is not None:
+            self.events.close()
 
 
 def _compile(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Kernels,

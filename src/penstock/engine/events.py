@@ -16,8 +16,12 @@ from typing import Any
 import msgspec
 import zmq
 
-from penstock.cache.events import SCHEMA_VERSION, Event
+from penstock.cache.announce import Announcer
+from penstock.cache.events import SCHEMA_VERSION, Event, Group, Journal
+from penstock.cache.manager import Cache
+from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
+from penstock.core.state import Everything, Retention, Window
 
 LOG = logging.getLogger("penstock")
 
@@ -62,6 +66,55 @@ def read_config(given: Mapping[str, Any]) -> EventsConfig:
         if getattr(config, name) < 1:
             raise ConfigError(f"kv_events_config: {name} is {getattr(config, name)}; it must be at least 1")
     return config
+
+
+class CacheEvents:
+    """What becomes of an engine's cache, told to whoever has subscribed. Owned by the engine's thread."""
+
+    def __init__(self, cache: Cache, config: EventsConfig) -> None:
+        """Speaks of `cache` from now on, which must be empty. ConfigError if the sockets cannot be had."""
+        self.journal = Journal(cache.layout.page, [_group(group.keep) for group in cache.layout.groups],
+                               config.use_int_block_hashes)
+        self._publisher = Publisher(config)
+        Announcer(cache.index, self.journal)
+        self.flush()
+
+    def describe(self) -> dict[str, Any]:
+        """Where it is told; `Publisher.describe`."""
+        return self._publisher.describe()
+
+    def flush(self) -> None:
+        """Sends what has happened since the last call."""
+        events = self.journal.take()
+        if events:
+            self._publisher.publish(events)
+
+    def clear(self) -> None:
+        """The cache has forgotten everything."""
+        self.journal.cleared()
+        self.flush()
+
+    def close(self) -> None:
+        """Sends what is left and frees the sockets."""
+        self.flush()
+        self._publisher.close()
+
+
+def open_events(options: EngineOptions, cache: Cache) -> CacheEvents | None:
+    """The events of an engine, if its options want them. ConfigError for options that cannot be honoured."""
+    config = read_config(options.kv_events_config)
+    if not config.enabled:
+        return None
+    if not cache.sharing:
+        raise ConfigError("kv_events_config is of no use with enable_prefix_caching off: nothing can be found; set one of them")
+    return CacheEvents(cache, config)
+
+
+def _group(keep: Retention) -> Group:
+    """vLLM's words for what a cache group keeps."""
+    if isinstance(keep, Window):
+        return Group("sliding_window", keep.width)
+    return Group("full_attention" if isinstance(keep, Everything) else type(keep).__name__.lower())
 
 
 class Publisher:
@@ -128,7 +181,8 @@ class Publisher:
         number = 0
         while True:
             ready = dict(poller.poll())
-            if self._inbox in ready:
+            # All that was published before a question is part of its answer.
+            while self._inbox.poll(0):
                 if self._inbox.recv():
                     return
                 self._send(number)

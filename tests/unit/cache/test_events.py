@@ -41,6 +41,17 @@ def test_stored_and_removed() -> None:
         {"type": "AllBlocksCleared", "schema": SCHEMA_VERSION}]
 
 
+def test_removals_are_told_together() -> None:
+    journal = Journal(2)
+    journal.take()
+    chain = keys.chain(keys.root("model"), range(8), 2)
+    for key in reversed(chain):
+        journal.removed(0, "device", [key])
+    journal.removed(0, "disk", chain[:1])
+    first, second = wire(journal)
+    assert first["block_hashes"] == chain[::-1] and second["ownership"] == "disk"
+
+
 def test_numbers_groups_and_adapters() -> None:
     journal = Journal(2, (Group(), Group("sliding_window", 64)), numbers=True)
     journal.take()
