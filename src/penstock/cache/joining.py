@@ -7,10 +7,9 @@ waits forever.
 
 from __future__ import annotations
 
-from penstock.cache.prefix import common
+from penstock.cache.prefix import TOKEN, common
 from penstock.core.sequence import Sequence
 
-_TOKEN = 4
 Begin = tuple[str, str, bytes]
 """Adapter, salt and the tokens of the first page."""
 
@@ -24,9 +23,13 @@ class Joining:
         """Each with its packed tokens and the position at which it is done."""
         self._begins: dict[Sequence, Begin] = {}
 
+    def __bool__(self) -> bool:
+        """Whether anybody leads."""
+        return bool(self._begins)
+
     def lead(self, sequence: Sequence, packed: bytearray) -> None:
         """A sequence starts to run with these known tokens."""
-        goal = len(packed) // _TOKEN // self.page * self.page
+        goal = len(packed) // TOKEN // self.page * self.page
         if goal > sequence.planned:
             begin = self._begin(sequence, packed)
             self._begins[sequence] = begin
@@ -60,12 +63,12 @@ class Joining:
         """The leader that will have computed most of a context's beginning, and up to where (a page border that leaves a
         token to compute); None if that is no more than the `have` positions that can be found already."""
         best: tuple[Sequence, int] | None = None
-        width, have = self.page * _TOKEN, have - have % self.page
-        limit = (len(packed) // _TOKEN - 1) // self.page * self.page
-        following = packed[have * _TOKEN:have * _TOKEN + width]
+        width, have = self.page * TOKEN, have - have % self.page
+        limit = (len(packed) // TOKEN - 1) // self.page * self.page
+        following = packed[have * TOKEN:have * TOKEN + width]
         for leader, (theirs, goal) in self._leaders.get(self._begin(sequence, packed), {}).items():
             # What begins alike but parts within the next page cannot help.
-            if theirs[have * _TOKEN:have * _TOKEN + width] == following:
+            if theirs[have * TOKEN:have * TOKEN + width] == following:
                 shared = common(packed, 0, theirs) // width * self.page
                 upto = min(shared, limit, goal)
                 if upto > max(have, leader.computed, best[1] if best else 0):
@@ -73,4 +76,4 @@ class Joining:
         return best
 
     def _begin(self, sequence: Sequence, packed: bytearray) -> Begin:
-        return sequence.request.adapter, sequence.request.salt, bytes(packed[:self.page * _TOKEN])
+        return sequence.request.adapter, sequence.request.salt, bytes(packed[:self.page * TOKEN])

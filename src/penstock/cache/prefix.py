@@ -18,15 +18,15 @@ from penstock.cache.keys import Key
 from penstock.cache.pool import Pools
 from penstock.core.request import DEFAULT_PRIORITY
 
-_TOKEN = 4
+TOKEN = 4
 """Bytes of a token in `Node.tokens`."""
 
 
 class Node:
     """One stretch of the tree. `pages[g][i]` is the page of group g that belongs to slot i, -1 where there is none."""
 
-    __slots__ = ("author", "children", "gone", "keys", "label", "longest", "order", "pages", "parent", "priority", "start",
-                 "tokens", "until", "used", "uses")
+    __slots__ = ("author", "children", "gone", "keys", "label", "longest", "order", "pages", "parent", "priority", "seconds",
+                 "start", "tokens", "until", "used", "uses")
 
     def __init__(self, parent: Node | None, start: int, tokens: bytearray, pages: list[list[int]], label: Label) -> None:
         self.parent = parent
@@ -54,13 +54,14 @@ class Node:
         self.longest = 0
         """The length of the longest context that ended here or further down."""
         self.priority = DEFAULT_PRIORITY
-        """How dear it is until `until`, in seconds of `time.time()`; see `cache/eviction.py`."""
+        """How dear it is until `until`, in seconds of `time.time()`; every use before then puts that off by `seconds`."""
         self.until = 0.0
+        self.seconds = 0.0
 
     @property
     def end(self) -> int:
         """The position behind its last token."""
-        return self.start + len(self.tokens) // _TOKEN
+        return self.start + len(self.tokens) // TOKEN
 
     @property
     def slots(self) -> int:
@@ -102,7 +103,7 @@ class Prefix:
         layout = pools.layout
         self.pools = pools
         self.page = layout.page
-        self.width = self.page * _TOKEN
+        self.width = self.page * TOKEN
         self.groups = len(layout.groups)
         self.weights = [group.stride for group in layout.groups]
         self.model = model
@@ -114,6 +115,8 @@ class Prefix:
         self.roots: dict[tuple[str, str], Node] = {}
         self.clock = 0
         """Grows with every use."""
+        self.kept = 0
+        """Pages that it has ever come to keep."""
 
     def root(self, adapter: str, salt: str, tenant: str) -> Node:
         """The root of a namespace, made if need be."""
@@ -142,7 +145,7 @@ class Prefix:
             if shared < len(child.tokens):
                 break
             node = child
-        return Trail(nodes, slots, at // _TOKEN)
+        return Trail(nodes, slots, at // TOKEN)
 
     def _nearest(self, node: Node, data: bytes) -> tuple[Node | None, int]:
         """The child whose first slot shares most tokens with `data`, and the bytes that it shares: less than all of both."""
@@ -226,6 +229,7 @@ class Prefix:
         pages = [page for page in ids if page >= 0]
         if pages:
             self.pools.keep(group, pages)
+            self.kept += len(pages)
             node.label.account.nbytes += len(pages) * self.weights[group]
             if self.stored is not None:
                 self.stored(node, group, [first + i for i, page in enumerate(ids) if page >= 0])
@@ -271,7 +275,7 @@ class Prefix:
         assert parent is not None and 0 < slots < node.slots
         upper = Node(parent, node.start, node.tokens[:slots * width], [ids[:slots] for ids in node.pages], node.label)
         upper.used, upper.uses, upper.longest = node.used, node.uses, node.longest
-        upper.priority, upper.until = node.priority, node.until
+        upper.priority, upper.until, upper.seconds = node.priority, node.until, node.seconds
         upper.keys = node.keys[:slots]
         parent.children[bytes(upper.tokens[:width])] = upper
         node.parent, node.start = upper, node.start + slots * self.page
@@ -315,12 +319,14 @@ class Prefix:
             root.label.account.nbytes = 0
         self.roots.clear()
 
-    def touch(self, node: Node) -> None:
-        """Marks a node and all above it as used now."""
+    def touch(self, node: Node, now: float) -> None:
+        """Marks a node and all above it as used at `now`, in seconds of `time.time()`."""
         self.clock += 1
         at: Node | None = node
         while at is not None:
             at.used = self.clock
+            if at.until > now:
+                at.until = now + at.seconds
             at = at.parent
 
     def key(self, node: Node, slot: int) -> Key:
@@ -332,6 +338,12 @@ class Prefix:
             tokens = node.tokens[len(node.keys) * self.width:(slot + 1) * self.width]
             node.keys += keys.chain(parent, np.frombuffer(tokens, np.int32).tolist(), self.page)
         return node.keys[slot]
+
+    def top(self, node: Node) -> Node:
+        """The root above a node."""
+        while node.parent is not None:
+            node = node.parent
+        return node
 
     def root_key(self, root: Node) -> Key:
         """The key before the first page of a namespace."""
@@ -365,7 +377,7 @@ class Prefix:
 
 def common(data: bytes | bytearray, at: int, other: bytes | bytearray) -> int:
     """How many bytes of whole tokens `data` from `at` on shares with `other`."""
-    size = min(len(data) - at, len(other)) // _TOKEN
+    size = min(len(data) - at, len(other)) // TOKEN
     differs = np.frombuffer(data, np.int32, size, at) != np.frombuffer(other, np.int32, size)
     first = int(differs.argmax()) if size else 0
-    return (first if size and differs[first] else size) * _TOKEN
+    return (first if size and differs[first] else size) * TOKEN

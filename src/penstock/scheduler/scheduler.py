@@ -93,7 +93,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether another turn of the loop has anything to do."""
-        return bool(self._requests or self.flights or self._news)
+        return bool(self._requests or self.flights or self._news or self.cache.pending)
 
     @property
     def live(self) -> list[Sequence]:
@@ -105,6 +105,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if there is nothing to compute now (perhaps because it depends on what is in flight)."""
         flight = _Flight(self._plans)
+        self.cache.evictor.now = now
         budget = self._plan_running(flight)
         if budget is None and not (flight.sequences or self.flights):
             # The last one that ran had to give up its pages. Alone it has room, one way or another.
@@ -115,15 +116,17 @@ class Scheduler:
         for sequence in flight.sequences:
             if sequence.children and sequence.planned >= sequence.prompt_len:
                 self._fork(sequence)
-        if not flight.sequences:
+        # A plan without segments only moves pages; if nothing else flies, its result says what has come of that.
+        if not flight.sequences and (self.flights or not self.cache.pending):
             return None
         self._plans += 1
-        edits, moves = self.cache.drain()
         enter, self._enter = self._enter, []
         leave, self._leave = self._leave, []
         self.flights.append(flight)
-        return StepPlan(flight.id, enter, leave, edits, moves, np.array(flight.rows, np.int32),
-                        np.array(flight.starts, np.int32), np.array(flight.counts, np.int32), np.array(flight.wants, np.int32))
+        plan = StepPlan(flight.id, enter, leave, rows=np.array(flight.rows, np.int32), starts=np.array(flight.starts, np.int32),
+                        counts=np.array(flight.counts, np.int32), wants=np.array(flight.wants, np.int32))
+        self.cache.drain(plan)
+        return plan
 
     def _plan_running(self, flight: _Flight) -> int | None:
         """Segments for the running sequences in order. Returns the token budget left, or None if one had to be preempted.
@@ -218,7 +221,7 @@ class Scheduler:
         self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned))
         if not sequence.timings.first_scheduled:
             sequence.timings.first_scheduled = now
-            sequence.cached = sequence.planned
+            sequence.cached, sequence.cached_by_tier = sequence.planned, self.cache.sources(sequence)
             self.stats.prompt_tokens += sequence.prompt_len
             self.stats.cached_tokens += sequence.cached
 
@@ -302,6 +305,7 @@ class Scheduler:
             if want & _SAMPLE:
                 sequence.promised -= 1
                 self._take_token(sequence, tokens[i], logprobs.get(i), now)
+        self.cache.report(result.landings, result.receipts, sum(flight.counts), result.seconds)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds
         self.stats.kernel_seconds += result.kernel_seconds
@@ -318,7 +322,7 @@ class Scheduler:
             update.prompt_logprobs, sequence.scoring = sequence.scores, False
         if not sequence.timings.first_token:
             sequence.timings.first_token = now
-            update.cached_tokens = sequence.cached
+            update.cached_tokens, update.cached_by_tier = sequence.cached, sequence.cached_by_tier
         if token in sequence.stops:
             update.finish_reason = "stop"
             update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
@@ -364,6 +368,7 @@ class Scheduler:
         stats.time = now
         stats.running, stats.waiting, stats.flying = len(self.running), len(self.waiting), len(self.flights)
         stats.pages_used, stats.kv_usage = self.cache.pools.slabs_live, self.cache.usage
+        stats.tiers = self.cache.stats()
         return stats
 
     def check(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.cache.manager import Cache
 from penstock.core.layout import CacheLayout, lay_out
+from penstock.core.plan import Ints, Move, StepPlan
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.sequence import Sequence
@@ -21,13 +22,19 @@ def _sequence(tokens: int, row: int = 0) -> Sequence:
     return sequence
 
 
+def _drain(cache: Cache) -> tuple[list[Ints], list[Move]]:
+    plan = StepPlan(0)
+    cache.drain(plan)
+    return plan.edits, plan.moves
+
+
 def test_grow_is_all_or_nothing() -> None:
     cache = Cache(_layout(5, 0, 6))
     sequence = _sequence(20)
     assert not cache.grow(sequence, 20), "two groups of five pages do not fit in five slabs"
     assert cache.pools.slabs_live == 0
     assert cache.grow(sequence, 8)
-    edits, moves = cache.drain()
+    edits, moves = _drain(cache)
     assert [len(e) for e in edits] == [2, 2] and moves == []
     assert [e[:, 1].tolist() for e in edits] == [[0, 1], [0, 1]]
     cache.check([sequence])
@@ -52,16 +59,16 @@ def test_a_shared_page_is_copied_before_it_is_written() -> None:
     parent, child = _sequence(7, 0), _sequence(7, 1)
     assert cache.grow(parent, 7)
     parent.planned = 7
-    cache.drain()
+    _drain(cache)
     cache.fork(parent, child, 6)
     child.planned = 6
     cache.check([parent, child])
     before = list(parent.pages[0].ids)
     assert cache.grow(parent, 8)
-    (edits,), (move,) = cache.drain()
+    (edits,), (move,) = _drain(cache)
     assert (move.source, move.target) == (before[1], parent.pages[0].ids[1]) and edits.tolist() == [[0, 1, move.target]]
     assert cache.grow(child, 7)
-    assert cache.drain()[1] == [], "the last holder writes in place"
+    assert _drain(cache)[1] == [], "the last holder writes in place"
     assert child.pages[0].ids == before
     cache.check([parent, child])
 

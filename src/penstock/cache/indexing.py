@@ -1,0 +1,147 @@
+"""Puts what sequences compute into the index: whole pages while they run, the rest of the last page when they end."""
+
+from __future__ import annotations
+
+from penstock.cache.eviction import Evictor
+from penstock.cache.lookup import Lookup
+from penstock.cache.mark import Mark, mark_of, packed
+from penstock.cache.pool import Pools
+from penstock.cache.prefix import TOKEN, Node
+from penstock.core.request import Span
+from penstock.core.sequence import Sequence
+
+
+class Indexer:
+    """Writes the index on behalf of sequences; `edits[g]` takes the page edits that follow from it."""
+
+    def __init__(self, lookup: Lookup, evictor: Evictor, pools: Pools, edits: list[list[int]]) -> None:
+        self.index = lookup.index
+        self.page = lookup.page
+        self.keeps = lookup.keeps
+        self.shift = lookup.shift
+        self.simple = lookup.simple
+        self.evictor = evictor
+        self.pools = pools
+        self._edits = edits
+
+    def add(self, sequence: Sequence) -> None:
+        """The whole pages below `sequence.computed` can be found from here on.
+
+        Where the index has pages of equal contents already, they replace the sequence's own.
+        """
+        mark, page = mark_of(sequence), self.page
+        upto = sequence.computed - sequence.computed % page
+        if upto <= mark.indexed:
+            return
+        data = packed(sequence, upto)
+        node = self._place(sequence, mark)
+        first, last = mark.indexed // page, upto // page
+        pages = [self._whole(sequence, g, first, last) for g in range(len(self.keeps))]
+        node, spent = self.index.insert(node, mark.indexed, data[mark.indexed * TOKEN:upto * TOKEN], pages, sequence)
+        mark.indexed, mark.node, mark.deepest = upto, node, node
+        for g, ids in enumerate(pages):
+            self._adopt(g, sequence, first - self.shift[g], ids)
+        for leaf in spent:
+            self.forget(leaf)
+        if not self.simple and self.evictor.removable(node):
+            self.evictor.offer(node)
+        self.evictor.settle_quota(node.label.account)
+
+    def _place(self, sequence: Sequence, mark: Mark) -> Node:
+        """The sequence's place in the tree; found anew if it has none yet, or if what was there has been evicted."""
+        node = mark.node
+        if node is None or node.gone or node.end < mark.indexed:
+            request = sequence.request
+            node = self.index.root(request.adapter, request.salt, request.tenant)
+            trail = self.index.walk(node, mark.packed[:mark.indexed * TOKEN])
+            mark.indexed = trail.matched - trail.matched % self.page
+            if mark.indexed:
+                node = self.index.locate(trail.nodes[-1], mark.indexed)
+            mark.node = node
+        return node
+
+    def _whole(self, sequence: Sequence, g: int, first: int, last: int) -> list[int]:
+        """A group's pages for slots [first, last) of the tree, as far as the sequence holds them and they are whole."""
+        run, shift = sequence.pages[g], self.shift[g]
+        ids = [run.ids[i] if i >= run.first else -1 for i in range(max(0, first - shift), last - shift)]
+        ids = [-1] * (last - first - len(ids)) + ids
+        if self.keeps[g].exact:
+            # Only a segment that ended on the border has left the state of the border behind.
+            sealed = ids[-1] if sequence.computed % self.page == 0 else -1
+            ids = [-1] * (len(ids) - 1) + [sealed]
+        return ids
+
+    def _adopt(self, g: int, sequence: Sequence, first: int, ids: list[int]) -> None:
+        """The sequence's pages from index `first` on become `ids`, where they differ."""
+        run = sequence.pages[g]
+        for i, page in enumerate(ids, first):
+            if page >= 0 and i >= run.first and page != run.ids[i] and run.ids[i] >= 0:
+                self.pools.share(g, [page])
+                self.pools.give(g, [run.ids[i]])
+                run.ids[i] = page
+                if sequence.row >= 0:
+                    self._edits[g] += (sequence.row, i, page)
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence is about to let go of its pages: what is certain and not there yet is added, whole or not."""
+        self.add(sequence)
+        mark, page, computed = mark_of(sequence), self.page, sequence.computed
+        node, slot = self._place(sequence, mark), computed // page
+        if computed % page == 0 or mark.indexed != slot * page:
+            return
+        pages = [[self._rest(sequence, g, slot)] for g in range(len(self.keeps))]
+        if any(ids[0] >= 0 for ids in pages):
+            data = packed(sequence, computed)[mark.indexed * TOKEN:computed * TOKEN]
+            mark.deepest, spent = self.index.rest(node, mark.indexed, data, pages)
+            for leaf in spent:
+                self.forget(leaf)
+
+    def _rest(self, sequence: Sequence, g: int, slot: int) -> int:
+        """A group's page for the last slot of a context that ends inside it; -1 if that is of no use, or others hold it too."""
+        keep, run, i = self.keeps[g], sequence.pages[g], slot - self.shift[g]
+        if not run.first <= i < len(run.ids) or run.ids[i] < 0 or self.pools.shared(g, run.ids[i]):
+            return -1
+        if keep.exact and sequence.planned != sequence.computed:
+            return -1
+        if keep.ahead and (i + 1) * self.page + keep.ahead > sequence.computed:
+            return -1
+        return run.ids[i]
+
+    def used(self, sequence: Sequence, node: Node) -> None:
+        """A context has come to its end, or pauses, at this node."""
+        if node.gone:
+            return
+        self.index.touch(node, self.evictor.now)
+        at: Node | None = node
+        while at is not None:
+            at.longest = max(at.longest, sequence.computed)
+            at.author = None
+            at = at.parent
+        for span in sequence.request.retain:
+            self._retain(node, span)
+
+    def _retain(self, node: Node, span: Span) -> None:
+        """Marks the way to `node` as far as a span reaches."""
+        now = self.evictor.now
+        upto = -(-span.upto // self.page) * self.page
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            if at.start < upto < at.end:
+                at = self.index.split(at, (upto - at.start) // self.page)
+            if at.start < upto and not (at.until > now and at.priority > span.priority):
+                at.priority, at.seconds, at.until = span.priority, span.seconds, now + span.seconds
+            at = at.parent
+
+    def forget(self, node: Node, upwards: bool = False) -> None:
+        """Takes a leaf out of the tree, as far as nobody holds it; `upwards`, then its parent if that has become one."""
+        while self.evictor.removable(node):
+            last, parent = node.slots - 1, node.parent
+            for g, ids in enumerate(node.pages):
+                if ids[last] >= 0:
+                    self.index.drop(node, g, last)
+            self.index.cut(node)
+            if node.gone and parent is not None:
+                self.evictor.offer(parent)
+                if not upwards:
+                    return
+                node = parent

@@ -1,0 +1,193 @@
+"""Pages on their way from other tiers to the device, and the sequences that wait for them.
+
+A load belongs to nobody: its pages go to the index when they have landed, and whoever waited matches them there like any
+others. So a sequence may end while it waits, several may wait for one load, and a load that fails costs nothing but time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.cache import keys
+from penstock.cache.eviction import Evictor
+from penstock.cache.keys import Key
+from penstock.cache.lookup import Lookup
+from penstock.cache.mark import mark_of, packed
+from penstock.cache.pool import Pools
+from penstock.cache.prefix import TOKEN, Node
+from penstock.cache.tiers import Content, Tiers
+from penstock.core.sequence import Sequence
+from penstock.core.transfer import Landing
+
+
+class _Load(NamedTuple):
+    """One load under way."""
+
+    namespace: tuple[str, str, str]
+    """Adapter, salt and tenant."""
+    deepest: Node
+    """Where in the tree those of its pages end that were there before."""
+    tokens: bytearray
+    """Of the whole slots up to which pages are loaded."""
+    pages: list[list[int]]
+    """For each group the page of each slot, loaded or there before; -1 where none is needed."""
+    wanted: set[tuple[int, Key]]
+    waiting: list[Sequence]
+    gain: dict[str, int]
+    """Positions that it brings, by tier."""
+
+
+class Loading:
+    """Loads under way, by ticket."""
+
+    def __init__(self, lookup: Lookup, evictor: Evictor, pools: Pools, tiers: Tiers) -> None:
+        self.lookup = lookup
+        self.index = lookup.index
+        self.evictor = evictor
+        self.pools = pools
+        self.tiers = tiers
+        self._loads: dict[int, _Load] = {}
+        self._tickets: dict[tuple[int, Key], int] = {}
+        """Which load brings a page."""
+
+        self._stale: set[int] = set()
+        """Loads of what was to be forgotten while they were under way."""
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._loads)
+
+    def ask(self, sequence: Sequence) -> bool:
+        """Whether a sequence without pages must wait for some to be loaded: they are on their way, or are from now on."""
+        mark = mark_of(sequence)
+        if mark.ticket is None and not mark.asked:
+            mark.ticket = self._begin(sequence)
+            mark.asked = mark.ticket is None
+        return mark.ticket is not None
+
+    def _begin(self, sequence: Sequence) -> int | None:
+        """Starts or joins a load that takes a sequence further than what the device has; None if none does."""
+        request, page = sequence.request, self.lookup.page
+        slots = (len(sequence.tokens) - 1) // page
+        if not slots:
+            return None
+        root = self.index.root(request.adapter, request.salt, request.tenant)
+        mark, data = mark_of(sequence), packed(sequence, slots * page)[:slots * page * TOKEN]
+        if len(mark.keys) < slots:
+            mark.keys = keys.chain(self.index.root_key(root), sequence.tokens[:slots * page], page)
+        found = self.lookup.find(root, data, slots * page)
+        places = self._everywhere(found.places, mark.keys, slots)
+        upto = self.lookup.reach([np.array(ids, np.int32) for ids in places], slots * page, slots * page)
+        if upto - found.reach < page:
+            return None
+        wanted, held = self._divide(found.places, upto)
+        for g, i in wanted:
+            ticket = self._tickets.get((g, mark.keys[i + self.lookup.shift[g]]))
+            if ticket is not None:
+                self._loads[ticket].waiting.append(sequence)
+                return ticket
+        deepest = found.trail.nodes[-1] if found.trail.nodes else root
+        return self._start(sequence, deepest, data, found.places, wanted, held, upto - found.reach)
+
+    def _everywhere(self, device: list[list[int]], names: list[Key], slots: int) -> list[list[int]]:
+        """For each group, by page index: a number >= 0 where a page is, on the device or behind it."""
+        everywhere = []
+        for g, shift in enumerate(self.lookup.shift):
+            ids = device[g][:slots - shift]
+            ids += [-1] * (slots - shift - len(ids))
+            missing = [i for i, page in enumerate(ids) if page < 0]
+            for i, there in zip(missing, self.tiers.find(g, [names[i + shift] for i in missing]), strict=True):
+                ids[i] = 0 if there else -1
+            everywhere.append(ids)
+        return everywhere
+
+    def _divide(self, device: list[list[int]], upto: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The pages (group, index) that a context needs to go on at `upto`: those to be loaded, and those that are here."""
+        wanted, held = list[tuple[int, int]](), list[tuple[int, int]]()
+        for g, keep in enumerate(self.lookup.keeps):
+            low = keep.needed(upto)[0]
+            for i in range(low // self.lookup.page, -(-upto // self.lookup.page) if low < upto else 0):
+                here = i < len(device[g]) and device[g][i] >= 0
+                (held if here else wanted).append((g, i))
+        return wanted, held
+
+    def _start(self, sequence: Sequence, deepest: Node, data: bytearray, device: list[list[int]], wanted: list[tuple[int, int]],
+               held: list[tuple[int, int]], positions: int) -> int | None:
+        """Takes pages and asks the tiers to fill them."""
+        mark, request, shift, page = mark_of(sequence), sequence.request, self.lookup.shift, self.lookup.page
+        slots = 1 + max(i + shift[g] for g, i in wanted)
+        pages = [[-1] * slots for _ in shift]
+        for g, i in held:
+            if i + shift[g] < slots:
+                pages[g][i + shift[g]] = device[g][i]
+        for g, ids in enumerate(pages):
+            self.pools.share(g, [p for p in ids if p >= 0])
+        contents = []
+        for g in range(len(shift)):
+            mine = [i for group, i in wanted if group == g]
+            if not self._make_room(g, len(mine)):
+                self._let_go(deepest, pages)
+                return None
+            for i, target in zip(mine, self.pools.take(g, len(mine)), strict=True):
+                slot = i + shift[g]
+                pages[g][slot] = target
+                parent = mark.keys[slot - 1] if slot else self.index.root_key(self.index.top(deepest))
+                tokens = tuple(sequence.tokens[slot * page:(slot + 1) * page])
+                contents.append(Content(g, target, mark.keys[slot], parent, tokens))
+        ticket = self.tiers.load(contents, positions)
+        if ticket is None:
+            self._let_go(deepest, pages)
+            return None
+        sources = self.tiers.source(ticket)
+        gain = {tier: positions * count // len(contents) for tier, count in sources.items()}
+        names = {(content.group, content.key) for content in contents}
+        namespace = request.adapter, request.salt, request.tenant
+        self._loads[ticket] = _Load(namespace, deepest, data[:slots * page * TOKEN], pages, names, [sequence], gain)
+        self._tickets.update(dict.fromkeys(names, ticket))
+        return ticket
+
+    def _make_room(self, group: int, count: int) -> bool:
+        return self.evictor.evict(self._enough(group, count))
+
+    def _enough(self, group: int, count: int) -> Callable[[], bool]:
+        return lambda: self.pools.available(group) >= count
+
+    def _let_go(self, deepest: Node, pages: list[list[int]]) -> None:
+        """Lets go of all pages of a load; those that the index keeps lie in or above `deepest`."""
+        for g, ids in enumerate(pages):
+            idle = set(self.pools.give(g, [page for page in ids if page >= 0]))
+            if idle:
+                self.evictor.loosen(g, [(slot, page) for slot, page in enumerate(ids) if page in idle], deepest)
+        self.evictor.offer(deepest)
+
+    def land(self, landing: Landing) -> int:
+        """A load has ended: what has landed whole goes to the index. Returns how many pages that were."""
+        load = self._loads.pop(landing.ticket)
+        for name in load.wanted:
+            del self._tickets[name]
+        kept = landing.ok and landing.ticket not in self._stale
+        self._stale.discard(landing.ticket)
+        deepest, held = load.deepest, [list(ids) for ids in load.pages]
+        if kept:
+            deepest, _ = self.index.insert(self.index.root(*load.namespace), 0, load.tokens, load.pages, None)
+            self.index.touch(deepest, self.evictor.now)
+        self._let_go(deepest, held)
+        # Who joined may want more than this load has brought, and asks again.
+        mark_of(load.waiting[0]).asked = True
+        for sequence in load.waiting:
+            mark = mark_of(sequence)
+            mark.ticket = None
+            if kept:
+                mark.loaded = load.gain
+        return len(load.wanted) if kept else 0
+
+    def reset(self) -> None:
+        """What is on its way is not to be found."""
+        self._stale.update(self._loads)
+
+    def held(self) -> list[list[list[int]]]:
+        """The pages that loads hold, for each load and group; for checks."""
+        return [load.pages for load in self._loads.values()]

@@ -1,0 +1,57 @@
+"""What the cache knows of a sequence beyond its pages: where it stands in the index, and what it waits for."""
+
+from __future__ import annotations
+
+from penstock.cache import keys
+from penstock.cache.keys import Key
+from penstock.cache.prefix import TOKEN, Node
+from penstock.core.sequence import Sequence
+
+
+class Mark:
+    """Kept on the sequence (`Sequence.mark`), from its first look into the cache to its end."""
+
+    __slots__ = ("asked", "deepest", "forked", "generation", "indexed", "keys", "leader", "loaded", "node", "packed", "ticket",
+                 "upto")
+
+    def __init__(self) -> None:
+        self.packed = bytearray()
+        """Its known tokens as int32, as far as they were needed."""
+        self.keys: list[Key] = []
+        """Content keys of its whole pages, if tiers were asked for them."""
+        self.node: Node | None = None
+        """Where in the tree position `indexed` lies or ends; None as long as nothing of it is there."""
+        self.indexed = 0
+        """Positions that the tree has, a multiple of the page."""
+        self.deepest: Node | None = None
+        """A node in which or above which all pages lie that it holds and the tree keeps."""
+        self.forked = False
+        """It has shared its pages with a fork: the tree may keep some of them that it did not add itself."""
+        self.generation = 0
+        """The cache's, when its pages began. Those of another generation are not kept."""
+        self.leader: Sequence | None = None
+        """The sequence that is computing what this one needs, and waits for until position `upto` is computed."""
+        self.upto = 0
+        self.ticket: int | None = None
+        """The load that it waits for."""
+        self.asked = False
+        """Its turn to have pages loaded is over: what is not on the device now is computed."""
+        self.loaded: dict[str, int] = {}
+        """Positions that were loaded for it, by the tier that had them."""
+
+
+def mark_of(sequence: Sequence) -> Mark:
+    """The sequence's mark, made at the first call."""
+    if sequence.mark is None:
+        sequence.mark = Mark()
+    assert isinstance(sequence.mark, Mark)
+    return sequence.mark
+
+
+def packed(sequence: Sequence, upto: int) -> bytearray:
+    """At least the first `upto` tokens of a sequence, as int32; to be read only."""
+    mark = mark_of(sequence)
+    have = len(mark.packed) // TOKEN
+    if have < upto:
+        mark.packed += keys.packed(sequence.tokens[have:upto])
+    return mark.packed

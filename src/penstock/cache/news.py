@@ -1,0 +1,92 @@
+"""Tells the tiers and the listeners which whole pages the device has and has not any more, by their content keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from penstock.cache.events import Sink
+from penstock.cache.prefix import TOKEN, Node, Prefix
+from penstock.cache.tiers import Content, Tiers
+
+
+class News:
+    """Listens to the index. Tiers are told in batches (`flush`), listeners at once."""
+
+    def __init__(self, index: Prefix, tiers: Tiers | None, sink: Sink | None) -> None:
+        self._index = index
+        self._tiers = tiers
+        self._sink = sink
+        self._certain: list[Content] = []
+        self._leaving: list[Content] = []
+        self._broken = False
+        self.offered = False
+        """Pages have been offered to the tiers since the last plan."""
+        index.stored, index.removed = self._stored, self._removed
+
+    def _stored(self, node: Node, group: int, slots: list[int]) -> None:
+        if len(node.tokens) < self._index.width:
+            return
+        if self._tiers is not None:
+            self._certain += [self._content(node, group, slot) for slot in slots]
+            self.offered = True
+        if self._sink is not None:
+            self._index.key(node, slots[-1])
+            run: list[int] = []
+            for slot in slots:
+                if run and slot != run[-1] + 1:
+                    self._tell(node, group, run)
+                    run = []
+                run.append(slot)
+            self._tell(node, group, run)
+
+    def _tell(self, node: Node, group: int, run: list[int]) -> None:
+        """Of consecutive slots."""
+        assert self._sink is not None
+        keys, first = [self._index.key(node, slot) for slot in run], run[0]
+        parent = self._index.key(node, first - 1) if first or node.start else None
+        self._sink.stored(group, "device", parent, keys, self._tokens(node, first, run[-1] + 1), node.label.salt,
+        node.label.adapter)
+
+    def _removed(self, node: Node, group: int, slot: int) -> None:
+        if self._tiers is not None and not self._broken:
+            self._leaving.append(self._content(node, group, slot))
+            self.offered = True
+        if self._sink is not None:
+            self._sink.removed(group, "device", [self._index.key(node, slot)])
+
+    def _content(self, node: Node, group: int, slot: int) -> Content:
+        index = self._index
+        return Content(group, node.pages[group][slot], index.key(node, slot), index.key(node, slot - 1),
+                       tuple(self._tokens(node, slot, slot + 1)))
+
+    def _tokens(self, node: Node, first: int, end: int) -> list[int]:
+        page = self._index.page
+        tokens: list[int] = np.frombuffer(node.tokens, np.int32, (end - first) * page, first * page * TOKEN).tolist()
+        return tokens
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """What leaves meanwhile must not be kept anywhere."""
+        self._broken = True
+        try:
+            yield
+        finally:
+            self._broken = False
+
+    def flush(self) -> None:
+        """Offers the tiers what there is news of, before the plan being made takes its transfers."""
+        if self._tiers is not None:
+            if self._certain:
+                self._tiers.offer(self._certain, leaving=False)
+            if self._leaving:
+                self._tiers.offer(self._leaving, leaving=True)
+        self._certain, self._leaving, self.offered = [], [], False
+
+    def cleared(self) -> None:
+        """Nothing can be found any more."""
+        self._certain, self._leaving = [], []
+        if self._sink is not None:
+            self._sink.cleared()
