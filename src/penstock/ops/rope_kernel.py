@@ -42,11 +42,13 @@ def _turn(x, out, norm, cos, sin, kept, written, eps, offset, size: tl.constexpr
 def rope_write(q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_norm, out, eps, offset, q_token, q_head,
                k_token, k_head, v_token, v_head, k_page, k_row, k_slot, v_page, v_row, v_slot, heads: tl.constexpr,
                kv_heads: tl.constexpr, size: tl.constexpr, page: tl.constexpr, half: tl.constexpr, near: tl.constexpr,
-               far: tl.constexpr, whole: tl.constexpr, many: tl.constexpr, linked: tl.constexpr):
+               far: tl.constexpr, whole: tl.constexpr, many: tl.constexpr, linked: tl.constexpr,
+               early: tl.constexpr):
     """Grid: (tokens, blocks of `many` query heads and then of key heads with their values). `whole` is a head's block."""
     if linked:
         gdc_launch_dependents()
-        gdc_wait()
+        if not early:
+            gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     c = 0.0
@@ -56,13 +58,15 @@ def rope_write(q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_
         at = tl.load(positions + token).to(tl.int64) * half + a
         c = tl.load(cos + at, mask=a < half, other=0.0)[None, :]
         s = tl.load(sin + at, mask=a < half, other=0.0)[None, :]
+    slot = tl.load(slots + token)
+    if linked and early:
+        gdc_wait()
     if block < (heads + many - 1) // many:
         head = block * many + tl.arange(0, many)[:, None]
         kept = head < heads
         _turn(q + token * q_token + head * q_head, out + (token * heads + head) * size, q_norm, c, s, kept, kept, eps, offset,
               size, half, near, far)
     else:
-        slot = tl.load(slots + token)
         head = (block - (heads + many - 1) // many) * many + tl.arange(0, many)[:, None]
         kept = head < kv_heads
         written = kept & (slot >= 0)

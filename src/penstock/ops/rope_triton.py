@@ -10,6 +10,8 @@ from penstock.ops.registry import register
 _NUMBERS = 1024
 """Numbers a program: few enough that a single token keeps several busy."""
 
+_EARLY = False
+
 
 def _power(size: int) -> int:
     return 1 << (size - 1).bit_length() if size > 0 else 1
@@ -36,6 +38,6 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: tor
         q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_norm, out, float(eps), float(offset),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *k_cache.stride()[:3], *v_cache.stride()[:3], heads=heads, kv_heads=kv_heads, size=size, page=k_cache.shape[2],
-        half=half, near=_power(half), far=_power(size - 2 * half), whole=whole, many=many, linked=linked, num_warps=warps,
-        launch_pdl=linked)
+        half=half, near=_power(half), far=_power(size - 2 * half), whole=whole, many=many, linked=linked, early=_EARLY,
+        num_warps=warps, launch_pdl=linked)
     return out
