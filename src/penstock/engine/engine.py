@@ -59,9 +59,9 @@ class Engine:
             self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device,
                                  self.config.graph_tokens)
         identity = models.fingerprint(self.folder, checkpoint, options.load_format, options.seed)
+        self.events = open_events(options, self.memory.layout)
         cache = Cache(self.memory.layout, sharing=options.enable_prefix_caching, model=identity,
-                      quota=options.cache_tenant_share)
-        self.events = open_events(options, cache)
+                      quota=options.cache_tenant_share, sink=self.events.journal if self.events is not None else None)
         self.scheduler = Scheduler(cache, Limits(
             max_model_len=self.memory.max_model_len, max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
@@ -107,7 +107,7 @@ class Engine:
         """From now on no request finds what earlier ones computed. What runs is not disturbed. Always possible: True."""
         self.scheduler.cache.reset()
         if self.events is not None:
-            self.events.clear()
+            self.events.flush()
         return True
 
     @property

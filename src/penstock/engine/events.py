@@ -16,11 +16,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from penstock.cache.announce import Announcer
 from penstock.cache.events import SCHEMA_VERSION, Event, Group, Journal
-from penstock.cache.manager import Cache
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
+from penstock.core.layout import CacheLayout
 from penstock.core.state import Everything, Retention, Window
 
 LOG = logging.getLogger("penstock")
@@ -71,12 +70,11 @@ def read_config(given: Mapping[str, Any]) -> EventsConfig:
 class CacheEvents:
     """What becomes of an engine's cache, told to whoever has subscribed. Owned by the engine's thread."""
 
-    def __init__(self, cache: Cache, config: EventsConfig) -> None:
-        """Speaks of `cache` from now on, which must be empty. ConfigError if the sockets cannot be had."""
-        self.journal = Journal(cache.layout.page, [_group(group.keep) for group in cache.layout.groups],
-                               config.use_int_block_hashes)
+    def __init__(self, layout: CacheLayout, config: EventsConfig) -> None:
+        """Of a cache of this layout. ConfigError if the sockets cannot be had."""
+        self.journal = Journal(layout.page, [_group(group.keep) for group in layout.groups], config.use_int_block_hashes)
+        """What the cache must tell its news to."""
         self._publisher = Publisher(config)
-        Announcer(cache.index, self.journal)
         self.flush()
 
     def describe(self) -> dict[str, Any]:
@@ -89,25 +87,20 @@ class CacheEvents:
         if events:
             self._publisher.publish(events)
 
-    def clear(self) -> None:
-        """The cache has forgotten everything."""
-        self.journal.cleared()
-        self.flush()
-
     def close(self) -> None:
         """Sends what is left and frees the sockets."""
         self.flush()
         self._publisher.close()
 
 
-def open_events(options: EngineOptions, cache: Cache) -> CacheEvents | None:
+def open_events(options: EngineOptions, layout: CacheLayout) -> CacheEvents | None:
     """The events of an engine, if its options want them. ConfigError for options that cannot be honoured."""
     config = read_config(options.kv_events_config)
     if not config.enabled:
         return None
-    if not cache.sharing:
+    if not options.enable_prefix_caching:
         raise ConfigError("kv_events_config is of no use with enable_prefix_caching off: nothing can be found; set one of them")
-    return CacheEvents(cache, config)
+    return CacheEvents(layout, config)
 
 
 def _group(keep: Retention) -> Group:

@@ -186,7 +186,10 @@ class Loop:
             elif isinstance(message, Abort):
                 self.engine.abort(message.ids)
             elif isinstance(message, ResetCache):
-                self.send(CacheReset(message.number, self.engine.reset_prefix_cache()))
+                done = self.engine.reset_prefix_cache()
+                # First, so that whoever has the answer sees the cache empty.
+                self.send(News([], self.engine.stats()))
+                self.send(CacheReset(message.number, done))
             else:
                 self._stopping = True
 
