@@ -216,7 +216,7 @@ def compile_all(variants: list[tuple[TritonAttention, Case, dict[str, Any]]]) ->
     """Compiles on all cores what the timing will need."""
     watch()
     jobs = {}
-    here = chip(0)
+    here = chip(torch.device("cuda"))
     with recording(here) as found:
         for attention, case, constants in variants:
             with shaped(**constants):

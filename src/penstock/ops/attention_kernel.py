@@ -13,9 +13,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.ops.attention_work import FIELDS
-
-_FIELDS = tl.constexpr(FIELDS)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -187,7 +184,7 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, counters, parts_acc, p
            q_token, q_head, page_stride, head_stride, slot_stride, out_token, out_head, table_row,
            group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
            block_d: tl.constexpr, rows: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, sunk: tl.constexpr,
-           fixed: tl.constexpr, edges: tl.constexpr, linked: tl.constexpr):
+           fixed: tl.constexpr, edges: tl.constexpr, linked: tl.constexpr, fields: tl.constexpr):
     """One item for one KV head. Grid (KV heads, items); an item without queries is inert.
 
     Rows of the tile are (query, head of the group), heads within a query. edges: blocks in which every key is seen by every
@@ -196,7 +193,7 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, counters, parts_acc, p
     finishes a tile's last part joins them all, in their order, so the result does not depend on which one that is.
     """
     head = tl.program_id(0)
-    item = items + tl.program_id(1) * _FIELDS
+    item = items + tl.program_id(1) * fields
     # The step's array was there before the kernel ahead began; all else may be of its making.
     queries = tl.load(item + 1)
     if linked:

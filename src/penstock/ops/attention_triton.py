@@ -62,7 +62,8 @@ class TritonAttention(AttentionOps):
             q.stride(0), q.stride(1), *stride[:3], out.stride(0), out.stride(1),
             table.stride(0), group=group, size=size, page_size=geometry.page, block_m=shape.block_m, block_n=shape.block_n,
             block_d=block_d, rows=rows, windowed=geometry.window > 0, capped=softcap != 0.0, sunk=sinks is not None,
-            fixed=self.invariant, edges=broad, linked=linked, num_warps=shape.warps, num_stages=shape.stages, launch_pdl=linked)
+            fixed=self.invariant, edges=broad, linked=linked, fields=attention_work.FIELDS, num_warps=shape.warps,
+            num_stages=shape.stages, launch_pdl=linked)
 
 
 TRITON = TritonAttention(invariant=False)
