@@ -1,9 +1,9 @@
 """What choosing tokens takes on a GPU, beside one reading of the logits and PyTorch's own way (sort, softmax, multinomial).
 
-usage: gpu_sampler.py [--lines 1,8,32,128,256] [--json FILE]
+usage: gpu_sampler.py [--lines 1,8,32,128,256] [--scale 1] [--json FILE]
 
-Times are medians over CUDA graphs of several runs each; logits are normal, which is flatter than models' are and so the harder
-case for filters. The floor is the bytes of the logits over the bandwidth of a device-to-device copy, taken first. `enqueue` is
+Times are medians over CUDA graphs of several runs each. Logits are normal, times --scale: at 1 they are flatter than models' are,
+where top_p keeps 40 % of the vocabulary, at 4 they are more like those. The floor is the bytes of the logits over the bandwidth of a device-to-device copy, taken first. `enqueue` is
 what the host needs for `Sampler.launch`, eagerly. Prints a table; the record goes to --json or $OUT.
 """
 
@@ -76,12 +76,12 @@ def rows_of(kind: dict[str, Any], lines: int) -> tuple[Rows, Lines]:
     return rows, Lines(np.arange(lines), row, position, torch.from_numpy(row).cuda(), torch.from_numpy(position).cuda())
 
 
-def measure(kind: dict[str, Any], lines: int, vocab: int) -> dict[str, float]:
+def measure(kind: dict[str, Any], lines: int, vocab: int, scale: float) -> dict[str, float]:
     """Microseconds of the device for one step's sampling, and of the host to launch it."""
     rows, their = rows_of(kind, lines)
     ops, table = TritonSample(), rows.parameters.table
     features = int(rows.parameters.features[0])
-    logits = torch.randn(lines, vocab, device="cuda")
+    logits = torch.randn(lines, vocab, device="cuda") * scale
     every = torch.arange(lines, dtype=torch.int32, device="cuda")
 
     def step() -> None:
@@ -129,10 +129,11 @@ def peer(kind: dict[str, Any], lines: int, vocab: int) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", default="1,8,32,128,256")
+    parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--json", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu_sampler.json")
     arguments = parser.parse_args()
     speed = bandwidth()
-    record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_bytes_s": speed,
+    record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_bytes_s": speed, "scale": arguments.scale,
                               "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), "microseconds": []}
     counts = [int(one) for one in arguments.lines.split(",")]
     for name, vocab in VOCABULARIES.items():
@@ -142,7 +143,7 @@ def main() -> None:
         for title, kind in KINDS.items():
             cells = []
             for lines in counts:
-                found = measure(kind, lines, vocab)
+                found = measure(kind, lines, vocab, arguments.scale)
                 other = peer(kind, lines, vocab)
                 record["microseconds"].append({"vocabulary": vocab, "kind": title, "lines": lines, **found, "pytorch_us": other,
                                                "floor_us": lines * vocab * 4 / speed * 1e6})

@@ -66,21 +66,24 @@ class TritonSample(SampleOps):
 
         lines, device = len(logits), logits.device
         stride, shape = _strided(logits)
-        parts = -(-shape["vocab"] // _TILE)
+        tiles = -(-shape["vocab"] // _TILE)
+        # Two programs fit on a multiprocessor; they go through several tiles each where there are many lines.
+        each = -(-tiles * lines // (4 * gpu.multiprocessors(device)))
+        parts = -(-tiles // each)
         partial = torch.empty((lines, parts, 3), dtype=torch.float32, device=device)
         counters = torch.empty(lines, dtype=torch.int32, device=device)
         first, second = (torch.empty((lines, kernels.STATE), dtype=torch.float64, device=device) for _ in range(2))
-        tallies, finer = (torch.empty((lines, parts, kernels.PIVOTS, 2), dtype=torch.float32, device=device) for _ in range(2))
-        kept = torch.empty((lines, _TILE), dtype=logits.dtype, device=device)
+        tallies, finer = (torch.empty((lines, tiles, kernels.PIVOTS), dtype=torch.float32, device=device) for _ in range(2))
+        kept = torch.empty((lines, _TILE), dtype=torch.float32, device=device)
         out = torch.empty(lines, dtype=torch.float32, device=device)
-        grid, shared = (lines, parts), (logits, stride, table, row)
+        grid, shared = (lines, parts), (logits, stride, each, table, row)
         how = {**shape, **_linked(device), "tile": _TILE, "num_warps": 8}
         kernels.extremes[grid](*shared, partial, counters, **how)
-        how["wide"] = _power(parts)
+        how |= {"wide": _power(tiles), "room": _TILE}
         kernels.narrow[grid](*shared, partial, first, first, tallies, opening=True, **how)
         kernels.narrow[grid](*shared, tallies, first, second, finer, opening=False, **how)
-        kernels.gather[grid](*shared, second, finer, counters, kept, room=_TILE, **how)
-        kernels.solve[(lines,)](*shared, parts, second, finer, kept, out, room=_TILE, **how)
+        kernels.gather[grid](*shared, second, finer, counters, kept, **how)
+        kernels.solve[(lines,)](logits, stride, table, row, second, finer, counters, kept, out, **how)
         return out
 
     def penalize(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
