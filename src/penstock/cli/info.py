@@ -54,7 +54,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     checkpoint = models.read_config(folder)
     spec = models.describe(checkpoint)
     own_dtype = models.dtype_of(folder, checkpoint)
-    config = resolve(options, spec.max_positions, own_dtype, facts)
+    config = resolve(options, spec.max_positions, own_dtype, facts, spec.size)
     dtype = getattr(torch, config.dtype)
     kernels = registry.bind(facts, dtype, config.kernels)
     if load:

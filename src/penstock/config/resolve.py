@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from penstock.config.schema import EngineOptions
@@ -11,8 +12,8 @@ from penstock.core.layout import CacheLayout, lay_out
 from penstock.core.state import DTYPE_BYTES, StateSpec
 
 _GIB = 1 << 30
-_GRAPH_TOKENS = 2048
-"""Steps beyond keep a GPU busy for longer than a host needs to enqueue them operation by operation."""
+_GRAPH_FLOPS = 5e12
+"""8 ms of a fast GPU, which is twice what a host takes to enqueue the operations of a deep model's step."""
 _INVARIANT = {"linear": "triton-invariant", "attention": "triton-invariant"}
 """Kernels whose order of summation depends on the row alone. The others have no sums that a batch's shape could change."""
 _CPU_KV_SHARE = 0.5
@@ -36,8 +37,10 @@ class EngineConfig:
     """Steps of up to so many tokens are captured as CUDA graphs; 0 captures none."""
 
 
-def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, facts: DeviceFacts) -> EngineConfig:
-    """Settles everything that does not depend on how much memory is left once the weights are there."""
+def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, facts: DeviceFacts,
+            parameters: int = 0) -> EngineConfig:
+    """Settles everything that does not depend on how much memory is left once the weights are there. `parameters` is the
+    model's size."""
     gpu = facts.kind != "cpu"
     dtype = checkpoint_dtype if options.dtype == "auto" else options.dtype
     if dtype not in DTYPE_BYTES:
@@ -61,7 +64,13 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         page=_positive("block_size", options.block_size, 16), depth=_positive("depth", options.depth, 2),
         threads=_positive("threads", options.threads, facts.cores),
         kernels=(_INVARIANT if gpu and options.batch_invariant else {}) | options.kernels,
-        graph_tokens=min(budget, _GRAPH_TOKENS) if gpu and not options.enforce_eager else 0)
+        graph_tokens=min(budget, _graph_tokens(parameters)) if gpu and not options.enforce_eager else 0)
+
+
+def _graph_tokens(parameters: int) -> int:
+    """Tokens from which on a step keeps the GPU busy for longer than a host needs to enqueue it operation by operation."""
+    enough = int(_GRAPH_FLOPS / (2 * max(1, parameters)))
+    return max(256, min(2048, 1 << (enough - 1).bit_length()))
 
 
 def _positive(name: str, value: int | None, default: int) -> int:
@@ -85,8 +94,9 @@ class MemoryPlan:
 
 
 def plan_memory(options: EngineOptions, config: EngineConfig, states: list[StateSpec], weight_bytes: int, step_bytes: int,
-                free_bytes: int, graph_bytes: int = 0) -> MemoryPlan:
-    """Divides what is left after weights and the worst-case step. `free_bytes` is what the cache may take at most.
+                free_bytes: int, graph_bytes: int = 0, occupancy: Occupancy | None = None) -> MemoryPlan:
+    """Divides what is left after weights and the worst-case step. `free_bytes` is what the cache may take at most;
+    `occupancy`, what a GPU's memory was like at first, is for the message.
 
     Raises ConfigError naming the longest context that fits, if the one that was asked for does not.
     """
@@ -102,13 +112,52 @@ def plan_memory(options: EngineOptions, config: EngineConfig, states: list[State
     longest = layout.longest(config.max_num_batched_tokens) + 1 if layout.slabs else 0
     if longest < config.max_model_len and (options.max_model_len is not None or longest < 2):
         needed = one / _GIB
+        busy = "" if occupancy is None else f" at gpu_memory_utilization {options.gpu_memory_utilization} ({occupancy})"
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, which needs {needed:.3f} GiB of KV cache, but "
-            f"{layout.nbytes / _GIB:.3f} GiB are available; the longest that fits is {longest} tokens"
+            f"{layout.nbytes / _GIB:.3f} GiB are available{busy}; the longest that fits is {longest} tokens"
             + (f" (--max-model-len {longest})" if longest >= 2 else ": use a smaller model or dtype, or free memory"))
     length = min(config.max_model_len, longest)
     alone = max(1, layout.slabs_for(length, config.max_num_batched_tokens))
     return MemoryPlan(weight_bytes, step_bytes, layout, layout.slabs * length // alone, length, graph_bytes)
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """A GPU's memory before the engine takes any of it but for what CUDA itself needs, in bytes."""
+
+    free: int
+    total: int
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+    def __str__(self) -> str:
+        return f"{self.used / _GIB:.1f} GiB of the GPU's {self.total / _GIB:.1f} are in use already"
+
+
+_LEAST = 1 << 30
+"""Bytes beside the weights below which no engine starts: a step, a few pages, libraries."""
+
+
+def check_room(utilization: float, weight_bytes: int, found: Occupancy) -> None:
+    """Raises ConfigError before anything is loaded, if the weights cannot fit: what takes the memory, and what would fit."""
+    needed = weight_bytes + _LEAST
+    if needed <= int(found.total * utilization) - found.used:
+        return
+    what = (f"the weights take {weight_bytes / _GIB:.1f} GiB and a step about {_LEAST / _GIB:.0f}; {found}, and "
+            f"gpu_memory_utilization {utilization} leaves {max(0.0, utilization * found.total - found.used) / _GIB:.1f} GiB")
+    if needed <= found.free * _MOST:
+        fitting = math.ceil(100 * (found.used + needed) / found.total) / 100
+        raise ConfigError(f"{what}. --gpu-memory-utilization {fitting:.2f} would fit; with more of it there is more KV cache")
+    if needed <= found.total * _MOST:
+        raise ConfigError(f"{what}. Stop what uses the GPU (nvidia-smi lists it), or choose another (--device cuda:N)")
+    raise ConfigError(f"{what}. This model needs a larger GPU: use a smaller model or dtype")
+
+
+_MOST = 0.98
+"""Of a GPU's memory, what can be used at all."""
 
 
 def cache_room(options: EngineOptions, facts: DeviceFacts, free_bytes: int, step_bytes: int) -> int:

@@ -8,18 +8,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
 from penstock import models
 from penstock.cache.manager import Cache
-from penstock.config.resolve import EngineConfig, MemoryPlan, cache_room, plan_memory, resolve
+from penstock.config.resolve import EngineConfig, MemoryPlan, Occupancy, cache_room, check_room, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.beam import BeamSearches
 from penstock.engine.events import open_events
 from penstock.engine.executor import Direct, Executor, Pending, Threaded
+from penstock.engine.tiers import set_up
 from penstock.ops import compile, gpu, registry
 from penstock.ops.compile import Compilation
 from penstock.platform.facts import DeviceFacts, detect, device_name
@@ -33,6 +35,10 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) while weights load."""
 
 
+_FLUSH_SECONDS = 5.0
+"""How long an engine that closes waits for pages that are being written to stores."""
+
+
 class Engine:
     """Takes requests, gives updates. `turn` is the loop's body; call it while `busy`."""
 
@@ -43,25 +49,33 @@ class Engine:
         self.folder = models.resolve_folder(options.model, options.revision)
         checkpoint = models.read_config(self.folder)
         spec = models.describe(checkpoint)
-        self.config = resolve(options, spec.max_positions, models.dtype_of(self.folder, checkpoint), facts)
+        self.config = resolve(options, spec.max_positions, models.dtype_of(self.folder, checkpoint), facts, spec.size)
         dtype = getattr(torch, self.config.dtype)
         device = torch.device(device_name(options.device, facts))
         self.kernels = registry.bind(facts, dtype, self.config.kernels)
         registry.set_threads(self.config.threads, self.kernels)
+        if self.kernels.looking():
+            self.config = replace(self.config, graph_tokens=0)
+        found = memory.occupancy(device)
+        if found is not None:
+            check_room(options.gpu_memory_utilization, spec.nbytes(self.config.dtype), found)
         compilation = _compile(self.config, spec, self.kernels, device)
-        model = models.load(self.folder, checkpoint, dtype=dtype, device=device, kernels=self.kernels,
-                            load_format=options.load_format, max_model_len=self.config.max_model_len, seed=options.seed,
-                            progress=progress)
+        with memory.explained(device):
+            model = models.load(self.folder, checkpoint, dtype=dtype, device=device, kernels=self.kernels,
+                                load_format=options.load_format, max_model_len=self.config.max_model_len, seed=options.seed,
+                                progress=progress)
         if compilation is not None:
             compilation.finish(self.kernels)
-        with compile.explained(facts.capability):
-            self.memory = _plan_memory(options, self.config, model, device, facts)
+        with compile.explained(facts.capability), memory.explained(device):
+            self.memory = _plan_memory(options, self.config, model, device, facts, found)
+            identity = models.fingerprint(self.folder, checkpoint, options.load_format, options.seed)
+            self.tiers = set_up(options, self.config, self.memory.layout, identity, self.kernels.table())
             self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device,
-                                 self.config.graph_tokens)
-        identity = models.fingerprint(self.folder, checkpoint, options.load_format, options.seed)
+                                 self.config.graph_tokens, self.tiers.behind)
         self.events = open_events(options, self.memory.layout)
         cache = Cache(self.memory.layout, sharing=options.enable_prefix_caching, model=identity,
-                      quota=options.cache_tenant_share, sink=self.events.journal if self.events is not None else None)
+                      quota=options.cache_tenant_share, tiers=self.tiers.hierarchy,
+                      sink=self.events.journal if self.events is not None else None)
         self.scheduler = Scheduler(cache, Limits(
             max_model_len=self.memory.max_model_len, max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
@@ -78,7 +92,8 @@ class Engine:
             graph_bytes=self.memory.graph_bytes, graphs=len(self.worker.graphs or ()),
             prefix_caching=cache.sharing, cache_identity=identity,
             kv_events=self.events.describe() if self.events is not None else None,
-            kernels=self.kernels.table(), notes=_notes(self.config, self.memory))
+            kernels=self.kernels.table(), notes=_notes(
+                self.config, self.memory, self.kernels.looking() if facts.kind != "cpu" else []))
 
     def submit(self, request: Request) -> None:
         """Takes a request in. Raises RequestError if its parameters mean nothing, if it can never run, or if too many wait."""
@@ -139,9 +154,16 @@ class Engine:
         return self.scheduler.snapshot(time.time())
 
     def close(self) -> None:
-        """Finishes the plans in flight and stops the worker. The engine cannot be used afterwards."""
+        """Finishes the plans in flight, and for a moment what is being written to stores; then stops the worker. The engine
+        cannot be used afterwards."""
+        until = time.monotonic() + _FLUSH_SECONDS
+        while self.scheduler.cache.writing and not self.scheduler.live and time.monotonic() < until:
+            self.turn()
+            time.sleep(0.001)
         self.executor.close()
         self._flying.clear()
+        self.worker.close()
+        self.tiers.close()
         if self.events is not None:
             self.events.close()
 
@@ -158,8 +180,10 @@ def _compile(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Ker
     return Compilation(jobs, chip.capability)
 
 
-def _notes(config: EngineConfig, plan: MemoryPlan) -> list[str]:
+def _notes(config: EngineConfig, plan: MemoryPlan, looking: list[str]) -> list[str]:
     notes = []
+    if looking:
+        notes.append(f"no CUDA graphs: plain PyTorch serves {', '.join(looking)} and waits for the device; decoding is slow")
     if plan.max_model_len < config.max_model_len:
         notes.append(f"max_model_len is {plan.max_model_len} instead of the model's {config.max_model_len}: "
                      "the KV cache holds no more")
@@ -167,8 +191,8 @@ def _notes(config: EngineConfig, plan: MemoryPlan) -> list[str]:
 
 
 def _plan_memory(options: EngineOptions, config: EngineConfig, model: models.Decoder, device: torch.device,
-                 facts: DeviceFacts) -> MemoryPlan:
+                 facts: DeviceFacts, found: Occupancy | None) -> MemoryPlan:
     working = memory.working_bytes(model, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len,
                                    config.page, device, config.graph_tokens)
     room = cache_room(options, facts, memory.free_bytes(device, options.gpu_memory_utilization), sum(working))
-    return plan_memory(options, config, model.states, model.weight_bytes, working.step, room, working.graphs)
+    return plan_memory(options, config, model.states, model.weight_bytes, working.step, room, working.graphs, found)

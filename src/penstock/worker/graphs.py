@@ -17,8 +17,8 @@ from penstock.layers.decoder import Decoder
 from penstock.worker.rows import Rows
 from penstock.worker.step import Capacity, Parts, StepBuilder
 
-_MIXED = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Tokens of mixed steps: never more than half of a step is padding, mostly less than a third."""
+_MIXED = (32, 64, 96, 128, 192, *range(256, 2049, 128))
+"""Tokens of mixed steps. Matrix products go by tiles of 128 rows, so padding to that costs little."""
 
 
 def decode_sizes(rows: int) -> list[int]:
@@ -27,9 +27,9 @@ def decode_sizes(rows: int) -> list[int]:
     return [size for size in sizes if size < rows] + [rows]
 
 
-def mixed_sizes(tokens: int) -> list[int]:
-    """Tokens of mixed steps, up to those that a step may have."""
-    return [size for size in _MIXED if size <= tokens]
+def mixed_sizes(tokens: int, rows: int, longest: int) -> list[int]:
+    """Tokens of mixed steps, up to those that a step may have, and that `rows` rows of `longest` tokens can."""
+    return [size for size in _MIXED if size <= min(tokens, rows * (longest - 1))]
 
 
 class Graphs:
@@ -42,7 +42,7 @@ class Graphs:
         self._columns = rows.tables[0].shape[1]
         self._longest = rows.tokens.shape[1]
         self._decode = decode_sizes(max_num_seqs)
-        self._mixed = mixed_sizes(max_tokens)
+        self._mixed = mixed_sizes(max_tokens, max_num_seqs, self._longest)
         self._rows = max_num_seqs
         self._stream = stream
         self._captured: dict[Capacity, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -115,7 +115,7 @@ def _example(capacity: Capacity, longest: int) -> StepPlan:
     if capacity.tokens == capacity.segments:
         counts = np.ones(capacity.segments, np.int32)
     else:
-        length = max(longest - 1, -(-capacity.tokens // capacity.segments))
+        length = longest - 1
         whole, rest = divmod(capacity.tokens, length)
         counts = np.array([length] * whole + [rest] * (rest > 0), np.int32)
     rows = np.arange(len(counts), dtype=np.int32)

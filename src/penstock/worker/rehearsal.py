@@ -42,7 +42,7 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
             model, groups = _model(spec, kernels, dtype, max_model_len, page)
             known = torch.empty(rows, max_model_len, dtype=_INTS, device=_META)
             tables = [torch.empty(rows, -(-max_model_len // page), dtype=_INTS, device=_META)] * groups
-            for capacity in capacities(rows, tokens, graph_tokens):
+            for capacity in capacities(rows, tokens, graph_tokens, max_model_len):
                 _forward(model, capacity, known, tables, page)
             # Any number of rows may be sampled after any step.
             for lines in _examples(1, tokens):
@@ -72,11 +72,11 @@ def _without_values(kernels: Kernels) -> Kernels:
     return kernels
 
 
-def capacities(rows: int, tokens: int, graph_tokens: int) -> list[Capacity]:
+def capacities(rows: int, tokens: int, graph_tokens: int, max_model_len: int) -> list[Capacity]:
     """Those of captured steps, and examples of those that run eagerly."""
     eager = _examples(graph_tokens + 1, tokens)
     decode = {*(decode_sizes(rows) if graph_tokens else ()), *(size for size in eager if size <= rows)}
-    mixed = {*mixed_sizes(graph_tokens), *eager}
+    mixed = {*mixed_sizes(graph_tokens, rows, max_model_len), *eager}
     return [*(Capacity(size, size) for size in sorted(decode)),
             *(Capacity(size, segments) for size in sorted(mixed) for segments in sorted({1, min(rows, size - 1)})
               if 0 < segments < size)]

@@ -80,6 +80,11 @@ class Worker:
             self.graphs = Graphs(model, self.rows, layout.page, max_num_seqs, graph_tokens, self.stream)
             self.graphs.capture()
 
+    def close(self) -> None:
+        """Ends what runs beside the steps. Nothing can be run afterwards."""
+        if self.movers is not None:
+            self.movers.close()
+
     def run(self, plan: StepPlan) -> StepResult:
         """Executes a plan; the result is on the host."""
         return self.launch(plan).result()
@@ -111,8 +116,8 @@ class Worker:
         return Launched(result, lines, sampled, scores, interval.stop(), self.movers)
 
     def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor, Lines]:
-        """Hidden states of the plan's tokens, if prompts are scored by them; those of the tokens that are sampled after; and whose
-        these are."""
+        """Hidden states of the plan's tokens, if prompts are scored by them; those of the tokens that are sampled after; and
+        whose these are."""
         sampling = np.flatnonzero(plan.wants & int(Want.SAMPLE))
         count = len(sampling)
         capacity = self.graphs.capacity(plan) if self.graphs is not None else None
