@@ -2,8 +2,8 @@
 
 usage: gpu_start.py [--shapes qwen06b,llama8b] [--json FILE]
 
-Weights are random. Each start is a process of its own. After the first token it goes through lengths, batches and every sampling
-feature, and counts the kernels that were compiled, or taken from the cache on disk, after the engine was ready.
+Weights are random. Each start is a process of its own. After the first token it goes through lengths, batches and every
+sampling feature, and counts the kernels that were compiled, or taken from the cache on disk, after the engine was ready.
 """
 
 from __future__ import annotations

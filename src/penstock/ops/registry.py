@@ -88,6 +88,10 @@ class Kernels:
         for op, implementation in chosen.items():
             setattr(self, op, implementation.call)
 
+    def looking(self) -> list[str]:
+        """The operations of a step whose implementation looks into tensors, so that no CUDA graph can hold it."""
+        return [op for op in ("attention", "rope_write", "build_step") if self.chosen[op].name == "reference"]
+
     def table(self) -> list[tuple[str, str]]:
         """(operation, implementation) pairs, for `penstock info` and the log."""
         return [(op, self.chosen[op].name) for op in sorted(self.chosen)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
+from pathlib import Path
 
 from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError
+
+LOG = logging.getLogger("penstock")
 
 
 @cache
@@ -47,23 +51,63 @@ def available_memory() -> int:
 
 
 def detect(device: str = "auto") -> DeviceFacts:
-    """Facts of `device`: auto (a GPU if there is a usable one), cpu, cuda or cuda:N. Raises ConfigError if it is not there."""
+    """Facts of `device`: auto (a GPU if there is a usable one), cpu, cuda or cuda:N. Raises ConfigError if it cannot serve."""
     if device == "cpu":
         return _cpu()
+    if device == "auto":
+        try:
+            return _gpu(0)
+        except ConfigError as error:
+            if _GPU_DRIVER.exists():
+                LOG.warning("there is an NVIDIA GPU, but the CPU will serve: %s", error)
+            return _cpu()
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not (index.isdigit() or device == "cuda"):
+        raise ConfigError(f"device {device!r} is not known; possible are auto, cpu, cuda and cuda:N")
+    return _gpu(int(index or 0))
+
+
+_GPU_DRIVER = Path("/proc/driver/nvidia/version")
+"""There if NVIDIA's driver is loaded."""
+
+
+def _gpu(index: int) -> DeviceFacts:
+    """Facts of GPU `index`, or a ConfigError saying what was found instead."""
     import torch
 
-    if device == "auto":
-        return detect("cuda") if torch.cuda.is_available() else _cpu()
-    if not device.startswith("cuda"):
-        raise ConfigError(f"device {device!r} is not known; possible are auto, cpu, cuda and cuda:N")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} was asked for, but torch {torch.__version__} sees no usable GPU; "
-                          "install a CUDA build of torch and a driver, or use --device cpu")
-    index = int(device.partition(":")[2] or 0)
-    if index >= torch.cuda.device_count():
-        raise ConfigError(f"device {device!r} was asked for, but the last GPU is cuda:{torch.cuda.device_count() - 1}")
-    facts = torch.cuda.get_device_properties(index)
-    return DeviceFacts("cuda", facts.name, facts.total_memory, os.cpu_count() or 1, frozenset(), (facts.major, facts.minor))
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device cuda:{index} cannot be used by torch {torch.__version__}: {_first_sentence(error)}; install "
+                          "a CUDA build of torch and a driver that is new enough for it, or use --device cpu") from None
+    count = torch.cuda.device_count()
+    if index >= count:
+        names = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
+        raise ConfigError(f"device cuda:{index} was asked for, but there {'is' if count == 1 else 'are'} {names}")
+    found = torch.cuda.get_device_properties(index)
+    capability = (found.major, found.minor)
+    built = sorted(_capability(name) for name in torch.cuda.get_arch_list() if name.startswith("sm_"))
+    if built and capability < built[0]:
+        raise ConfigError(f"device cuda:{index}, {found.name}, has compute capability {_dotted(capability)}, but torch "
+                          f"{torch.__version__} was built for {_dotted(built[0])} and later; install a build of torch for this "
+                          "GPU, choose another (--device cuda:N), or use --device cpu")
+    return DeviceFacts("cuda", found.name, found.total_memory, os.cpu_count() or 1, frozenset(), capability)
+
+
+def _capability(name: str) -> tuple[int, int]:
+    """(9, 0) of sm_90a."""
+    digits = "".join(c for c in name if c.isdigit())
+    return int(digits[:-1]), int(digits[-1])
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _first_sentence(error: BaseException) -> str:
+    """What torch says is wrong, without what it says about it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].split(". ")[0].rstrip(".:")
 
 
 def device_name(asked: str, facts: DeviceFacts) -> str:

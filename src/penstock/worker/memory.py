@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from penstock.config.resolve import Occupancy
+from penstock.core.errors import ConfigError
 from penstock.core.layout import lay_out
 from penstock.core.plan import Enter, StepPlan, Want
 from penstock.core.sampling import SamplingParams
@@ -16,6 +20,8 @@ from penstock.layers.spec import ModelSpec
 from penstock.platform.facts import available_memory
 from penstock.worker.graphs import Graphs
 from penstock.worker.worker import Worker
+
+_GIB = 1 << 30
 
 
 class Working(NamedTuple):
@@ -90,6 +96,25 @@ def probe(worker: Worker, segments: int, count: int) -> StepPlan:
     rows = np.arange(segments, dtype=np.int32)
     return StepPlan(-1, enter, [], edits, [], rows, np.zeros(segments, np.int32), np.full(segments, count, np.int32),
                     np.full(segments, int(Want.SAMPLE), np.int32))
+
+
+def occupancy(device: torch.device) -> Occupancy | None:
+    """What a GPU's memory is like now; None of a CPU, whose pages can be taken from others."""
+    return Occupancy(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
+
+
+@contextmanager
+def explained(device: torch.device) -> Iterator[None]:
+    """Running out of a GPU's memory raises ConfigError saying who has it and what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        own = torch.cuda.memory_reserved(device)
+        raise ConfigError(
+            f"the GPU's memory ran out at start: of {total / _GIB:.1f} GiB this process has {own / _GIB:.1f}, others "
+            f"{(total - free - own) / _GIB:.1f}, and {free / _GIB:.1f} are free. Stop what else uses the GPU, or lower "
+            "--max-num-batched-tokens, --max-num-seqs or --gpu-memory-utilization") from error
 
 
 def free_bytes(device: torch.device, utilization: float) -> int:
