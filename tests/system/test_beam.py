@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock import LLM, BeamSearchParams, SamplingParams, models
@@ -111,6 +112,22 @@ def test_one_beam_is_greedy(llm: tuple[str, LLM]) -> None:
     greedy = engine.generate(START, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0].outputs[0]
     beam = engine.generate(START, SamplingParams(temperature=0, max_tokens=20, beam_width=1), use_tqdm=False)[0].outputs[0]
     assert (beam.token_ids, beam.text, beam.finish_reason) == (greedy.token_ids, greedy.text, greedy.finish_reason)
+
+
+def test_a_search_counts_as_one_request() -> None:
+    """Its rounds are not counted, each computes one position a beam, and a full queue does not end it."""
+    with LLM(str(folder_of("stories260k")), dtype="float32", threads=1, max_num_seqs=2, max_num_queued_reqs=3) as llm:
+        ids = llm.get_tokenizer().encode(START * 8)
+        for expected in (0, len(ids) - 1):
+            before = msgspec.structs.replace(llm.stats())
+            params = SamplingParams(temperature=0, beam_width=6, n=2, max_tokens=10, ignore_eos=True)
+            [output] = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+            assert [one.finish_reason for one in output.outputs] == ["length"] * 2 and output.num_cached_tokens == expected
+            after = llm.stats()
+            assert after.prompt_tokens - before.prompt_tokens == len(ids)
+            assert after.cached_tokens - before.cached_tokens == expected
+            # 1 + 9 * 6 positions, two rows at a time.
+            assert after.steps - before.steps <= 1 + 9 * 3 + 3
 
 
 def test_nothing_is_left_behind(llm: tuple[str, LLM]) -> None:

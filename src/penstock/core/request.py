@@ -60,6 +60,9 @@ class Request(msgspec.Struct, array_like=True):
     """What should stay in the cache, in the order of `upto`."""
     adapter: str = ""
     """The adapter whose weights compute this request; part of the cache namespace. "" is the bare model."""
+    part: bool = False
+    """It goes on with a request that was taken in before, as the rounds of a beam search do: it is neither counted again nor
+    refused because too many wait."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

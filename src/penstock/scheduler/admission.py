@@ -56,7 +56,7 @@ class Admission:
             raise RequestError(f"the prompt has {prompt} tokens and max_tokens is {request.params.max_tokens}; at most "
                                f"{self.longest} fit together, so max_tokens can be {self.longest - prompt}",
                                param="max_tokens", code="context_length_exceeded")
-        if waiting + request.params.n > self.limits.max_queued:
+        if waiting + request.params.n > self.limits.max_queued and not request.part:
             raise RequestError(f"{waiting} requests are waiting and at most {self.limits.max_queued} may; try again later",
                                code="queue_full", status=503)
         return limit

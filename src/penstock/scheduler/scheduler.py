@@ -221,9 +221,10 @@ class Scheduler:
         self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned))
         if not sequence.timings.first_scheduled:
             sequence.timings.first_scheduled = now
-            sequence.cached, sequence.cached_by_tier = sequence.planned, self.cache.sources(sequence)
-            self.stats.prompt_tokens += sequence.prompt_len
-            self.stats.cached_tokens += sequence.cached
+            if not sequence.request.part:
+                sequence.cached, sequence.cached_by_tier = sequence.planned, self.cache.sources(sequence)
+                self.stats.prompt_tokens += sequence.prompt_len
+                self.stats.cached_tokens += sequence.cached
 
     def _chunk(self, sequence: Sequence, count: int) -> int:
         """How many of the next `count` positions make a good segment."""
