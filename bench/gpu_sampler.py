@@ -2,9 +2,10 @@
 
 usage: gpu_sampler.py [--lines 1,8,32,128,256] [--scale 1] [--json FILE]
 
-Times are medians over CUDA graphs of several runs each. Logits are normal, times --scale: at 1 they are flatter than models' are,
-where top_p keeps 40 % of the vocabulary, at 4 they are more like those. The floor is the bytes of the logits over the bandwidth of a device-to-device copy, taken first. `enqueue` is
-what the host needs for `Sampler.launch`, eagerly. Prints a table; the record goes to --json or $OUT.
+Times are medians over CUDA graphs of several runs each. Logits are normal, times --scale: at 1 they are flatter than of models
+(top_p 0.9 keeps 40 % of the vocabulary), at 4 more like those. The floor is the bytes of the logits over the bandwidth of a
+device-to-device copy, taken first; reading alone can be somewhat faster. In brackets, what the host needs for `Sampler.launch`,
+eagerly. Prints a table; the record goes to --json or $OUT.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu_sampler.json")
     arguments = parser.parse_args()
     speed = bandwidth()
-    record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_bytes_s": speed, "scale": arguments.scale,
+    record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_bytes_s": speed,
+                              "scale": arguments.scale,
                               "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), "microseconds": []}
     counts = [int(one) for one in arguments.lines.split(",")]
     for name, vocab in VOCABULARIES.items():
