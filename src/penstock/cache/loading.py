@@ -63,9 +63,10 @@ class Loading:
     def ask(self, sequence: Sequence) -> bool:
         """Whether a sequence without pages must wait for some to be loaded: they are on their way, or are from now on."""
         mark = mark_of(sequence)
-        if mark.ticket is None and not mark.asked:
+        if mark.ticket is None and mark.asked != sequence.epoch:
             mark.ticket = self._begin(sequence)
-            mark.asked = mark.ticket is None
+            if mark.ticket is None:
+                mark.asked = sequence.epoch
         return mark.ticket is not None
 
     def _begin(self, sequence: Sequence) -> int | None:
@@ -79,18 +80,21 @@ class Loading:
         if len(mark.keys) < slots:
             mark.keys = keys.chain(self.index.root_key(root), sequence.tokens[:slots * page], page)
         found = self.lookup.find(root, data, slots * page)
-        places = self._everywhere(found.places, mark.keys, slots)
+        # A page that agrees only in its first tokens is no piece of this context.
+        whole = found.trail.matched // page
+        device = [ids[:max(0, whole - shift)] for ids, shift in zip(found.places, self.lookup.shift, strict=True)]
+        places = self._everywhere(device, mark.keys, slots)
         upto = self.lookup.reach([np.array(ids, np.int32) for ids in places], slots * page, slots * page)
         if upto - found.reach < page:
             return None
-        wanted, held = self._divide(found.places, upto)
+        wanted, held = self._divide(device, upto)
         for g, i in wanted:
             ticket = self._tickets.get((g, mark.keys[i + self.lookup.shift[g]]))
             if ticket is not None:
                 self._loads[ticket].waiting.append(sequence)
                 return ticket
         deepest = found.trail.nodes[-1] if found.trail.nodes else root
-        return self._start(sequence, deepest, data, found.places, wanted, held, upto - found.reach)
+        return self._start(sequence, deepest, data, device, wanted, held, upto - found.reach)
 
     def _everywhere(self, device: list[list[int]], names: list[Key], slots: int) -> list[list[int]]:
         """For each group, by page index: a number >= 0 where a page is, on the device or behind it."""
@@ -161,6 +165,9 @@ class Loading:
             idle = set(self.pools.give(g, [page for page in ids if page >= 0]))
             if idle:
                 self.evictor.loosen(g, [(slot, page) for slot, page in enumerate(ids) if page in idle], deepest)
+        # What lay below the held pages may have been evicted meanwhile.
+        while deepest.gone and deepest.parent is not None:
+            deepest = deepest.parent
         self.evictor.offer(deepest)
 
     def land(self, landing: Landing) -> int:
@@ -176,7 +183,7 @@ class Loading:
             self.index.touch(deepest, self.evictor.now)
         self._let_go(deepest, held)
         # Who joined may want more than this load has brought, and asks again.
-        mark_of(load.waiting[0]).asked = True
+        mark_of(load.waiting[0]).asked = load.waiting[0].epoch
         for sequence in load.waiting:
             mark = mark_of(sequence)
             mark.ticket = None

@@ -356,7 +356,14 @@ class Cache:
     @property
     def pending(self) -> bool:
         """Whether a plan is due though nothing is to be computed: pages are to be moved, or are on their way."""
-        return bool(self.loading) or (self._news is not None and self._news.offered)
+        offered = self._news is not None and self._news.offered
+        return bool(self.loading) or offered or (self.tiers is not None and self.tiers.pending)
+
+    @property
+    def writing(self) -> bool:
+        """Whether pages are on their way to or from other tiers. Nobody who has no request needs to wait for it, but it ends
+        only if plans are made."""
+        return self.pending or (self.tiers is not None and self.tiers.writing)
 
     def drain(self, plan: StepPlan) -> None:
         """Puts the page edits, copies and transfers since the last call into a plan."""

@@ -34,8 +34,8 @@ class Mark:
         self.upto = 0
         self.ticket: int | None = None
         """The load that it waits for."""
-        self.asked = False
-        """Its turn to have pages loaded is over: what is not on the device now is computed."""
+        self.asked = -1
+        """The sequence's epoch in which its turn to have pages loaded is over: what is not on the device is computed."""
         self.loaded: dict[str, int] = {}
         """Positions that were loaded for it, by the tier that had them."""
 

@@ -51,7 +51,9 @@ class News:
         node.label.adapter)
 
     def _removed(self, node: Node, group: int, slot: int) -> None:
-        if self._tiers is not None and not self._broken:
+        if self._tiers is not None and self._broken:
+            self._tiers.forget([self._content(node, group, slot)])
+        elif self._tiers is not None:
             self._leaving.append(self._content(node, group, slot))
             self.offered = True
         if self._sink is not None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from penstock import models
 from penstock.cache.tiers.hierarchy import Hierarchy, Policy
 from penstock.config.resolve import EngineConfig
 from penstock.config.schema import EngineOptions
@@ -24,15 +21,20 @@ class Tiers:
     hierarchy: Hierarchy | None = None
     behind: Behind | None = None
 
+    def close(self) -> None:
+        """Ends the bookkeeping; the worker ends its own half."""
+        if self.hierarchy is not None:
+            self.hierarchy.close()
 
-def set_up(options: EngineOptions, config: EngineConfig, layout: CacheLayout, folder: Path, checkpoint: dict[str, Any],
+
+def set_up(options: EngineOptions, config: EngineConfig, layout: CacheLayout, weights: str,
            kernels: list[tuple[str, str]]) -> Tiers:
-    """Opens the stores, once for each half. Raises ConfigError for what cannot be had."""
+    """Opens the stores, once for each half. `weights` is the fingerprint of the weights. Raises ConfigError for what cannot be
+    had."""
     plan = plan_tiers(options, layout)
     if not plan.host_slabs:
         return Tiers()
     exact = ",".join(f"{operation}={kernel}" for operation, kernel in kernels) if options.batch_invariant else ""
-    weights = models.fingerprint(folder, checkpoint, options.load_format, options.seed)
     version = Version(options.model, weights, config.dtype, layout, kernels=exact)
     # Only the disk's size is ours to bound.
     bounds = {"disk": plan.disk_bytes}

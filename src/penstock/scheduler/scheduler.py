@@ -117,7 +117,7 @@ class Scheduler:
             if sequence.children and sequence.planned >= sequence.prompt_len:
                 self._fork(sequence)
         # A plan without segments only moves pages; if nothing else flies, its result says what has come of that.
-        if not flight.sequences and (self.flights or not self.cache.pending):
+        if not flight.sequences and (self.flights or not self.cache.writing):
             return None
         self._plans += 1
         enter, self._enter = self._enter, []

@@ -1,0 +1,357 @@
+"""Greedy output is the same whatever tier a page comes from, whatever becomes of it there, and after a restart.
+
+Trained models talk: several conversations that share a system prompt, turn by turn, and branches off them. The device has room
+for little more than one of them, so that pages leave it and come back all the time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import canary
+from penstock.cli.main import main
+from penstock.config.schema import EngineOptions
+from penstock.core.layout import lay_out
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.core.transfer import PageName
+from penstock.engine import tiers
+from penstock.engine.engine import Engine
+from penstock.stores import Store
+from penstock.stores.opening import open_stores
+from tests.data import MODELS, need
+
+FAULTY = int(os.environ.get("PENSTOCK_TEST_FAULTY_REQUESTS", "300"))
+"""Requests of the test with faults; the full measure is 10,000."""
+
+LENGTH = 320
+OUTPUT = 10
+CHUNK = 64
+
+
+def folder(model: str) -> str:
+    return canary.NAME if model == canary.NAME else str(need(MODELS / model))
+
+
+@cache
+def slab_bytes(model: str) -> tuple[int, int]:
+    """Bytes of a slab, and of a device cache that holds the longest sequence and a little more."""
+    from penstock import models
+
+    path = models.resolve_folder(folder(model), None)
+    checkpoint = models.read_config(path)
+    layout = lay_out(models.describe(checkpoint).states(models.dtype_of(path, checkpoint)), 16, 0)
+    return layout.slab_bytes, layout.slab_bytes * (layout.slabs_for(LENGTH, CHUNK) + 4)
+
+
+def start(model: str, **options: Any) -> Engine:
+    slab, device = slab_bytes(model)
+    host = options.pop("host_slabs", None)
+    if host is not None:
+        options["cache_host_bytes"] = host * slab
+    given = {"model": folder(model), "device": "cpu", "block_size": 16, "max_model_len": LENGTH, "max_num_seqs": 8,
+             "max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": device, **options}
+    return Engine(EngineOptions(**given))
+
+
+def run(engine: Engine, prompts: Sequence[list[int]], check: bool = True) -> list[list[int]]:
+    """The continuations of prompts that are asked at once."""
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=0)
+        engine.submit(Request(str(i), prompt, params))
+    out: dict[str, list[int]] = {}
+    while engine.busy:
+        for update in engine.turn():
+            assert update.finish_reason in (None, "length"), update
+            out.setdefault(update.request_id, []).extend(update.token_ids)
+        if check:
+            engine.scheduler.check()
+    return [out[str(i)] for i in range(len(prompts))]
+
+
+def talk(engine: Engine) -> list[list[int]]:
+    """Everything that is said: four conversations of four turns that share a system prompt, and two branches off each."""
+    rng = random.Random(11)
+    vocabulary = engine.info.vocab_size
+
+    def words(count: int) -> list[int]:
+        return [rng.randrange(3, vocabulary) for _ in range(count)]
+
+    system, said = words(75), list[list[int]]()
+    contexts = [system + words(10 * i) for i in range(4)]
+    for _ in range(4):
+        prompts = [context + words(14) for context in contexts]
+        answers = run(engine, prompts)
+        contexts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        said += answers
+    for _ in range(2):
+        said += run(engine, [context[:-7] + words(9) for context in contexts])
+    return said
+
+
+@cache
+def reference(model: str) -> list[list[int]]:
+    """What is said where nothing is ever reused."""
+    engine = start(model, enable_prefix_caching=False, kv_cache_memory_bytes=64 * slab_bytes(model)[1])
+    said = talk(engine)
+    engine.close()
+    assert len({tuple(answer) for answer in said}) > 12, "the model says the same to everything: it would hide mistakes"
+    return said
+
+
+def figures(engine: Engine) -> dict[str, Any]:
+    return {tier.name: tier for tier in engine.stats().tiers}
+
+
+@pytest.mark.parametrize("model", ["stories260k", canary.NAME])
+@pytest.mark.parametrize("write", ["through", "evict"])
+def test_host(model: str, write: str) -> None:
+    engine = start(model, host_slabs=200, cache_write=write, cache_load="always")
+    assert talk(engine) == reference(model)
+    host = figures(engine)["host"]
+    assert host.hit_tokens > 300 and host.bytes_in > 0 and host.bytes_out > 0 and host.failures == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("write", ["through", "evict"])
+def test_disk_and_restart(tmp_path: Path, write: str, depth: int) -> None:
+    """A host so small that the disk is needed; then an engine that finds all of it there; then one whose pages are broken."""
+    options = {"host_slabs": 12, "cache_disk": str(tmp_path), "cache_write": write, "cache_load": "always", "depth": depth}
+    engine = start("stories260k", **options)
+    assert talk(engine) == reference("stories260k")
+    disk = figures(engine)["disk"]
+    assert disk.stored_pages > 20 and disk.used_bytes > 0
+    engine.close()
+
+    again = start("stories260k", **options)
+    assert talk(again) == reference("stories260k")
+    disk = figures(again)["disk"]
+    assert disk.hit_tokens > 300 and disk.failures == 0
+    again.close()
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+
+    rng, broken = random.Random(4), 0
+    for path in sorted(tmp_path.rglob("*-0")):
+        if rng.random() < 0.5:
+            data = bytearray(path.read_bytes())
+            data[rng.randrange(80, len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(data[:rng.choice([len(data), 300])])
+            broken += 1
+    assert broken > 10
+    last = start("stories260k", **options)
+    assert talk(last) == reference("stories260k")
+    assert figures(last)["disk"].failures > 3, "nobody met a broken page"
+    last.close()
+
+
+def test_predicted_costs_decide(tmp_path: Path) -> None:
+    """Without being told to, an engine loads where that pays; and never again from a disk that it has found slow, until later."""
+    engine = start("stories260k", host_slabs=200)
+    assert talk(engine) == reference("stories260k")
+    assert figures(engine)["host"].hit_tokens > 100
+    engine.close()
+
+
+def test_other_weights_are_another_version(tmp_path: Path) -> None:
+    for _ in range(2):
+        engine = start("stories260k", cache_disk=str(tmp_path), host_slabs=40, cache_load="always")
+        run(engine, [list(range(3, 120))])
+        engine.close()
+    for changed in ({"dtype": "bfloat16"}, {"block_size": 8}, {"load_format": "dummy"}):
+        engine = start("stories260k", cache_disk=str(tmp_path), host_slabs=40, cache_load="always", **changed)
+        run(engine, [list(range(3, 120))])
+        assert figures(engine)["disk"].hit_tokens == 0
+        engine.close()
+    assert len([path for path in tmp_path.iterdir() if path.name != "incoming"]) == 4
+
+
+def test_two_engines_share_a_disk(tmp_path: Path) -> None:
+    engines = [start("stories260k", host_slabs=12, cache_disk=str(tmp_path), cache_load="always") for _ in range(2)]
+    said: dict[int, list[list[int]]] = {}
+
+    def work(i: int) -> None:
+        said[i] = talk(engines[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said[0] == said[1] == reference("stories260k")
+    # What one has written the other finds.
+    run(engines[0], [list(range(100, 250))])
+    flush(engines[0])
+    time.sleep(1.5)
+    before = figures(engines[1])["disk"].hit_tokens
+    run(engines[1], [list(range(100, 250))])
+    assert figures(engines[1])["disk"].hit_tokens > before
+    for engine in engines:
+        engine.close()
+
+
+def test_the_disk_stays_within_its_bound(tmp_path: Path) -> None:
+    slab, _ = slab_bytes("stories260k")
+    bound = 30 * slab
+    engine = start("stories260k", host_slabs=12, cache_disk=str(tmp_path), cache_disk_bytes=bound, cache_load="always")
+    assert talk(engine) == reference("stories260k")
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*-0")) <= bound
+    assert figures(engine)["disk"].evicted_pages > 0
+    engine.close()
+
+
+def flush(engine: Engine) -> None:
+    """Until nothing is on its way to a store."""
+    until = time.monotonic() + 10
+    while engine.scheduler.cache.writing and time.monotonic() < until:
+        engine.turn()
+
+
+class Faulty:
+    """A store in which things go wrong, at random, as they do with disks."""
+
+    def __init__(self, store: Store, rng: random.Random) -> None:
+        self._store, self._rng = store, rng
+        self.tier = store.tier
+        self.counts = dict.fromkeys(("short", "flipped", "gone", "unreadable", "slow", "full", "torn"), 0)
+
+    def _happens(self, what: str, chance: float) -> bool:
+        if self._rng.random() >= chance:
+            return False
+        self.counts[what] += 1
+        return True
+
+    def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
+        if self._happens("slow", 0.02):
+            time.sleep(0.03)
+        if self._happens("gone", 0.03):
+            self._store.delete(name)
+        if self._happens("unreadable", 0.02):
+            raise OSError(5, "Input/output error")
+        done = self._store.read(name, parts)
+        if self._happens("flipped", 0.05):
+            part = parts[self._rng.randrange(len(parts))]
+            part[self._rng.randrange(len(part))] ^= 1 << self._rng.randrange(8)
+        if self._happens("short", 0.05):
+            cut = self._rng.randrange(len(parts[1]))
+            parts[1][cut:] = bytes(len(parts[1]) - cut)
+            return len(parts[0]) + cut
+        return done
+
+    def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
+        if self._happens("full", 0.01):
+            raise OSError(28, "No space left on device")
+        if self._happens("torn", 0.05):
+            # As after a power failure: the name is there, its bytes are not.
+            whole = b"".join(parts)
+            parts = [memoryview(whole[:self._rng.randrange(len(whole))])]
+        self._store.write(name, parts)
+
+    def delete(self, name: PageName | str) -> None:
+        self._store.delete(name)
+
+    def changes(self) -> Any:
+        return self._store.changes()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Faulty]]:
+    """Every store that an engine opens is faulty; those opened so far."""
+    opened: list[Faulty] = []
+
+    def open_faulty(*arguments: Any) -> list[Store]:
+        stores = [Faulty(store, random.Random(len(opened))) for store in open_stores(*arguments)]
+        opened.extend(stores)
+        return list(stores)
+
+    monkeypatch.setattr(tiers, "open_stores", open_faulty)
+    monkeypatch.setattr("penstock.cache.tiers.catalog._PAUSE_SECONDS", 0.05)
+    yield opened
+
+
+def prompts(vocabulary: int, count: int) -> list[list[int]]:
+    """Requests that share beginnings of many lengths, as a tree of conversations does; many come again."""
+    rng = random.Random(99)
+    contexts: list[list[int]] = [[]]
+    found = []
+    for _ in range(count):
+        context = rng.choice(contexts[-40:] if rng.random() < 0.7 else contexts)
+        prompt = context + [rng.randrange(3, vocabulary) for _ in range(rng.randrange(1, 60))]
+        if len(prompt) > LENGTH - OUTPUT - 60:
+            prompt = prompt[:rng.randrange(1, 100)]
+        contexts.append(prompt)
+        found.append(prompt)
+    return found
+
+
+def test_no_fault_makes_a_wrong_token(tmp_path: Path, faults: list[Faulty]) -> None:
+    """Random requests over a small device, a small host and a faulty disk, with restarts; against an engine without cache."""
+    asked = prompts(512, FAULTY)
+    plain = start("stories260k", enable_prefix_caching=False, kv_cache_memory_bytes=64 * slab_bytes("stories260k")[1])
+    wrong, hits, failures, batch = 0, 0, 0, 12
+    engine = None
+    for at in range(0, len(asked), batch):
+        if engine is None:
+            engine = start("stories260k", host_slabs=10, cache_disk=str(tmp_path), cache_load="always",
+                           cache_disk_bytes=slab_bytes("stories260k")[0] * 400,
+                           cache_write="through" if (at // batch) % 3 else "evict")
+        mine, theirs = (run(one, asked[at:at + batch], check=False) for one in (engine, plain))
+        wrong += sum(a != b for a, b in zip(mine, theirs, strict=True))
+        engine.scheduler.check()
+        if (at // batch) % 10 == 9:
+            hits, failures = hits + figures(engine)["disk"].hit_tokens, failures + figures(engine)["disk"].failures
+            engine.close()
+            engine = None
+    if engine is not None:
+        hits, failures = hits + figures(engine)["disk"].hit_tokens, failures + figures(engine)["disk"].failures
+        engine.close()
+    plain.close()
+    counts = {what: sum(fault.counts[what] for fault in faults) for what in faults[0].counts}
+    print(f"{len(asked)} requests, {wrong} wrong; {hits} tokens from disk, {failures} pages dropped; faults: {counts}")
+    assert wrong == 0
+    assert hits > 10 * len(asked) // 10 and failures > len(asked) // 50
+    assert all(counts.values()), counts
+
+
+TALKER = """
+import sys
+from pathlib import Path
+from tests.system.test_tiers import start, talk
+engine = start("stories260k", host_slabs=40, cache_disk=sys.argv[1], cache_load="always")
+print("up", flush=True)
+while True:
+    talk(engine)
+    engine.scheduler.cache.index.clear()
+"""
+
+
+def test_killed_engines_leave_nothing_wrong(tmp_path: Path) -> None:
+    need(MODELS / "stories260k")
+    for seconds in (0.05, 0.4):
+        process = subprocess.Popen([sys.executable, "-c", TALKER, str(tmp_path)], stdout=subprocess.PIPE,
+                                   cwd=Path(__file__).parents[2])
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        assert main(["cache", "verify", str(tmp_path)]) == 0
+    engine = start("stories260k", host_slabs=40, cache_disk=str(tmp_path), cache_load="always")
+    assert talk(engine) == reference("stories260k")
+    assert figures(engine)["disk"].hit_tokens > 0
+    engine.close()
