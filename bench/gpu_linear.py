@@ -58,7 +58,9 @@ def _one(*cuts: tuple[int, int, int, int, int]) -> list[Tile]:
 
 
 def _few(tall: int) -> list[Tile]:
-    return [Tile(tall, 64, 128, split, swap=True, ahead=ahead) for split in (1, 2, 4, 8) for ahead in (0, 3)]
+    """The deepest fill shared memory with one program."""
+    return [Tile(tall, 64, 128, split, stages=stages, swap=True, ahead=ahead) for split in (1, 2, 4)
+            for stages, ahead in ((4, 0), (4, 3), (6, 0), (6, 3), (8, 0), (8, 4))]
 
 
 CANDIDATES = {

@@ -89,7 +89,7 @@ def test_a_row_among_thousands(dtype: torch.dtype) -> None:
     for n, k in ((6144, 4096), (1024, 3072)):
         x, weight = matrix(8192, k, dtype=dtype, seed=1), InvariantLinear.pack(matrix(n, k, dtype=dtype, seed=2))
         whole, whole_gated = InvariantLinear.apply(x, weight), InvariantLinear.gated(x, weight, None, "silu")
-        for count in (1, 2, 15, 16, 33, 64, 65, 100, 128, 200, 256, 500, 1000, 3000, 8191):
+        for count in (1, 2, 16, 17, 33, 64, 65, 128, 200, 256, 500, 1000, 3000, 8191):
             for begin in {0, 8192 - count, (8192 - count) // 3}:
                 part = x[begin:begin + count]
                 assert torch.equal(InvariantLinear.apply(part, weight), whole[begin:begin + count]), (n, count, begin)
@@ -100,10 +100,10 @@ def test_a_row_among_thousands(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whatever_serves(dtype: torch.dtype) -> None:
     """`apply` and `gated` over rows on both sides of every boundary, twice in a graph, as sizes that nothing divides."""
-    for n, k in ((6144, 4096), (1024, 3072), (130, 96), (100, 77)):
+    for n, k in ((4096, 8192), (1024, 2048), (130, 96), (100, 77)):
         weight, bias = TritonLinear.pack(matrix(2 * n, k, dtype=dtype, seed=2)), matrix(2 * n, dtype=dtype, seed=3)
         exact = weight.data.double()
-        for rows in (0, 1, 2, 16, 17, 32, 33, 64, 65, 300):
+        for rows in (0, 1, 16, 17, 33, 65, 300):
             x = matrix(rows, k, dtype=dtype, seed=rows)
             wanted = x.double() @ exact.T
             close(TritonLinear.apply(x, weight), wanted, k ** 0.5)

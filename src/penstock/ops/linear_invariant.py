@@ -12,32 +12,34 @@ import torch
 
 from penstock.ops import activation_triton, gpu
 from penstock.ops.linear import Weight
-from penstock.ops.linear_triton import Tile, TritonLinear, boxable, launch, launch_boxed
+from penstock.ops.linear_triton import Tile, TritonLinear, boxable, hasty, launch, launch_boxed
 from penstock.ops.registry import register
 
-_FEW = {tall: Tile(tall, 64, 128, swap=True) for tall in (16, 32, 64)}
-"""By the most rows that they serve."""
-_MANY = (Tile(128, 128, 64, group=8), Tile(64, 128, 64, group=8), Tile(64, 64, 128))
-"""Of these the first that makes enough programs."""
+_MANY = (Tile(128, 128, 64, group=8), Tile(128, 64, 64, stages=5, group=8), Tile(64, 64, 128, group=8))
+_MANY_GATED = (Tile(128, 128, 64, warps=8, group=8), Tile(64, 64, 128, group=8))
+"""For more than 64 rows the first that makes enough programs."""
 _BOXED = Tile(128, 256, 64, warps=8, stages=3, group=8)
 _EXACT = Tile(32, 32, 32, stages=2)
 """For float32, whose products are done one by one."""
-_FUSED = 256
+_FUSED = 128
 """Up to so many rows an activation is part of the product."""
 _PROGRAMS = 96
 """So many keep a large GPU busy."""
 
 
-def choose(rows: int, n: int, dtype: torch.dtype, gated: bool = False) -> Tile:
+def choose(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool) -> Tile:
     """The tile for n output columns. It changes only where rows pass a power of two, so that few numbers of rows show all."""
     if dtype == torch.float32:
         return _EXACT
-    for most, tile in _FEW.items():
-        if rows <= most:
-            return tile
-    rows = 1 << (rows - 1).bit_length()
-    options = _MANY[1:] if gated else _MANY  # two sums of the first do not fit into registers
-    return next((tile for tile in options if _programs(tile, rows, n) >= _PROGRAMS), _MANY[-1])
+    if rows > 64:
+        rows = 1 << (rows - 1).bit_length()
+        options = _MANY_GATED if gated else _MANY
+        return next((tile for tile in options if _programs(tile, rows, n) >= _PROGRAMS), options[-1])
+    if rows > 32 and n >= 16384 and not gated:
+        return Tile(64, 128, 64)
+    if -(-n // 64) * (2 if gated else 1) >= _PROGRAMS:
+        return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 128, swap=True, ahead=hasty(n, k))
+    return Tile(64, 32 if n >= 2048 else 16, 128, stages=8, ahead=hasty(n, k))
 
 
 def _programs(tile: Tile, rows: int, n: int) -> int:
@@ -45,10 +47,10 @@ def _programs(tile: Tile, rows: int, n: int) -> int:
 
 
 def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    rows = 1 << (x.shape[0] - 1).bit_length()
-    if x.dtype != torch.float32 and _programs(_BOXED, rows, weight.n) >= _PROGRAMS and boxable(x, weight, weight.n):
+    rows, n = 1 << (x.shape[0] - 1).bit_length(), weight.n
+    if rows > 64 and x.dtype != torch.float32 and _programs(_BOXED, rows, n) >= _PROGRAMS and boxable(x, weight, n):
         return launch_boxed(_BOXED, x, weight, bias, dtype)
-    return launch(choose(x.shape[0], weight.n, x.dtype), x, weight, bias, dtype)
+    return launch(choose(x.shape[0], n, weight.k, x.dtype, False), x, weight, bias, dtype)
 
 
 @register("linear", "triton-invariant", rank=-1, supports=gpu.supports)
@@ -62,6 +64,6 @@ class InvariantLinear(TritonLinear):
 
     @staticmethod
     def gated(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-        if x.shape[0] > _FUSED:  # with two sums a tile there is no room for wide ones
+        if x.shape[0] > _FUSED:  # with two sums there is no room for wide tiles
             return activation_triton.gated(_product(x, weight, bias, x.dtype), kind)
-        return launch(choose(x.shape[0], weight.n // 2, x.dtype, True), x, weight, bias, x.dtype, kind)
+        return launch(choose(x.shape[0], weight.n // 2, weight.k, x.dtype, True), x, weight, bias, x.dtype, kind)

@@ -142,7 +142,8 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
             if kind is not None:
                 _fetch(weight + beside + kept.to(tl.int64) * k + begin, columns, wide, threads)
         gdc_wait()
-        gdc_launch_dependents()
+        if ahead > 0:
+            gdc_launch_dependents()
     w = weight + kept.to(tl.int64)[:, None] * k + rk[None, :]
     v = x + rm.to(tl.int64)[:, None] * (stride.to(tl.int64) * align) + rk[None, :]
     within = (rm < rows)[:, None]

@@ -33,7 +33,8 @@ class Tile(NamedTuple):
     swap: bool = False
     """Compute the transposed tile: the weights are the matrix unit's operand of 64 rows, x the narrow one."""
     ahead: int = 0
-    """Blocks of the weight that a program asks for before it waits for the kernel before it (programmatic dependent launch)."""
+    """Blocks of the weight that a program asks for before it waits for the kernel before it (programmatic dependent launch).
+    With more than one row, only a kernel that does so lets the next one start early: a long one uses all the room there is."""
     group: int = 1
     """Tiles in this many rows of tiles are computed near one another in time."""
 
@@ -41,15 +42,34 @@ class Tile(NamedTuple):
 def choose(rows: int, n: int, k: int, gated: bool) -> Tile | None:
     """The tile of x [rows, k] times [n, k] transposed (gated: of each half of [2 n, k]), or None if cuBLAS is to serve it."""
     if rows == 1:
-        if k > 1024:
-            return Tile(1, 4, 1024, ahead=1 if 4096 <= k <= 8192 else 3)
-        return Tile(1, 8, 256, warps=2, stages=6, ahead=4) if n < 16384 else Tile(1, 8, 512)
-    if rows > 64:
-        return Tile(64, 128, 64, group=8) if gated and rows <= 256 else None
+        return _one_row(n, k)
+    if rows <= 64:
+        return _few_rows(rows, n, k, 2 * n if gated else n)
+    return Tile(128, 128, 64, warps=8, group=8) if gated and rows <= 128 and n >= 8192 else None
+
+
+def _one_row(n: int, k: int) -> Tile:
+    if k > 1024:
+        return Tile(1, 4, 1024, ahead=1 if 4096 <= k <= 8192 else 3)
+    return Tile(1, 4, 256, warps=1, stages=6, ahead=4) if n < 16384 else Tile(1, 8, 512)
+
+
+def _few_rows(rows: int, n: int, k: int, streamed: int) -> Tile:
+    """`streamed` rows of the weight are read. About 96 programs keep the memory busy, or 64 where each has little to do."""
+    ahead = hasty(n, k)
+    if rows > 32 and n >= 16384 and streamed == n:
+        return Tile(64, 128, 64)
+    if rows > 32 and k <= 4096 and (streamed < 6144 or k <= 1024):
+        return Tile(64, 32, 128, stages=5, ahead=ahead) if n >= 2048 else Tile(64, 16, 128, 2, ahead=ahead)
     split = 1
-    while -(-n // 64) * split < (96 if k // split > 1024 else 64) and k // split >= 512:
+    while -(-streamed // 64) * split < (96 if k // split > 1024 else 64) and k // split >= 512:
         split *= 2
-    return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 128, split, swap=True, ahead=3 if n * k <= 1 << 22 else 0)
+    return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 128, split, swap=True, ahead=ahead)
+
+
+def hasty(n: int, k: int) -> int:
+    """`Tile.ahead`, for a product so short that its start is much of it."""
+    return 3 if n * k <= 1 << 22 else 0
 
 
 @cache
