@@ -20,9 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from penstock.cli.bench.environment import environment
-from penstock.ops import activation, activation_triton, gpu, norm, norm_triton, rope, rope_triton, step, step_triton
+from penstock.ops import (
+    activation,
+    activation_triton,
+    gather_triton,
+    gpu,
+    norm,
+    norm_triton,
+    rope,
+    rope_triton,
+    step,
+    step_triton,
+)
 
 Call = Callable[[], Any]
 FEW, MANY = (1, 32, 256), 8192
@@ -88,6 +100,18 @@ def ropes(module: Any, rows: int, heads: int, kv_heads: int, size: int, normed: 
         2 * qkv.nbytes + rows * size * 4
 
 
+def gathers(module: Any, rows: int, width: int) -> tuple[Call, int]:
+    table = random(2 * MANY, width)
+    ids = torch.randperm(2 * MANY, device="cuda")[:rows].int()
+    return (lambda: module.gather(ids, table)), 2 * rows * width * 2
+
+
+class Embedding:
+    @staticmethod
+    def gather(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, table)
+
+
 def steps(module: Any, rows: int, columns: int) -> tuple[Call, int]:
     """`rows` segments of one token each, of contexts that fill half of the table."""
     known = torch.zeros(rows, columns * 16, dtype=torch.int32, device="cuda")
@@ -108,6 +132,7 @@ CASES: list[tuple[str, Any, Any, Any, tuple[Any, ...]]] = [
     ("rope 16/8 x 128 normed", ropes, rope_triton, rope, (16, 8, 128, True)),
     ("rope 8/4 x 256 normed", ropes, rope_triton, rope, (8, 4, 256, True)),
     ("rope 12/12 x 64", ropes, rope_triton, rope, (12, 12, 64, False)),
+    ("gather 4096", gathers, gather_triton, Embedding, (4096,)), ("gather 1024", gathers, gather_triton, Embedding, (1024,)),
     ("build_step 128 pages", steps, step_triton, step, (128,)), ("build_step 8192 pages", steps, step_triton, step, (8192,)),
 ]
 
