@@ -14,7 +14,7 @@ from penstock.ops import noise
 from penstock.ops.sample import Column, SampleOps
 from penstock.ops.sample_triton import TritonSample
 from penstock.worker.parameters import Parameters
-from tests.ops.interpreter import DEVICE
+from tests.ops.interpreter import DEVICE, DTYPES
 from tests.ops.kernels import random
 
 CPU = torch.device("cpu")
@@ -59,12 +59,13 @@ def _there(logits: torch.Tensor, gap: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("lines", "vocab", "gap"), [(1, 61, 0), (3, 1000, 7), (19, 5003, 0), (40, 2048, 16), (2, 33000, 0)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("limited", [False, True])
-def test_choose(lines: int, vocab: int, gap: int, limited: bool) -> None:
+def test_choose(lines: int, vocab: int, gap: int, limited: bool, dtype: torch.dtype) -> None:
     """The reference's tokens, to be found in the rows as well; a draw may differ where two race values are equal to 1e-4."""
     params = [SamplingParams(temperature=(0, 0.3, 1.0, 4.0)[line % 4]) for line in range(lines)]
     batch = Batch(params, vocab, seed=lines)
-    logits = random(lines, vocab, seed=vocab) * 3
+    logits = (random(lines, vocab, seed=vocab) * 3).to(dtype)
     threshold = batch.scaled(logits).topk(min(vocab, 40)).values[:, -1].contiguous() if limited else None
     before = batch.tokens.clone()
     wanted = REFERENCE.choose(logits, batch.here.table, batch.tokens, batch.row, batch.position, threshold)
@@ -212,7 +213,7 @@ def test_edit() -> None:
         assert float(wanted[3, words[seed + 1][-1]]) == -torch.inf
 
 
-@pytest.mark.parametrize(("lines", "vocab", "top"), [(1, 61, 20), (5, 7, 20), (9, 9001, 5), (3, 4096, 0)])
+@pytest.mark.parametrize(("lines", "vocab", "top"), [(1, 61, 20), (5, 7, 20), (9, 9001, 5), (3, 4096, 0), (2, 5000, 130)])
 def test_score(lines: int, vocab: int, top: int) -> None:
     logits = random(lines + 2, vocab, seed=vocab) * 5
     logits[0, :vocab // 2] = -torch.inf

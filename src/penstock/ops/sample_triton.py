@@ -16,7 +16,7 @@ from penstock.ops.sample import SampleOps
 _RACE, _TILE, _KNOWN, _EDITS = 1024, 4096, 1024, 64
 """Elements that a program takes at a time: to choose; to filter, allow and score; of a row's tokens; of its edits."""
 _SLOTS = 32
-"""Room for alternatives; core/sampling.py's MAX_LOGPROBS is below that."""
+"""Alternatives that `score` finds by kernels: more than core/sampling.py's MAX_LOGPROBS. Wide beams ask for more."""
 _GROUP = 32
 """Lines whose tokens are counted at a time, which bounds the memory of penalties."""
 
@@ -116,6 +116,8 @@ class TritonSample(SampleOps):
               lines: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         from penstock.ops import sample_kernels as kernels
 
+        if top > _SLOTS:
+            return super().score(logits, tokens, top, lines)
         stride, shape = _strided(logits)
         link = _linked(logits.device)
         count, parts, top = len(tokens), -(-shape["vocab"] // _TILE), min(top, shape["vocab"])
