@@ -38,25 +38,31 @@ def _scan(q, acc, peak, total, k_cache, v_cache, table, start, stop, lowest, hig
     block_m: tl.constexpr = q.shape[0]
     block_d: tl.constexpr = q.shape[1]
     offset, d = tl.arange(0, block_n), tl.arange(0, block_d)
+    inside = (offset % page_size * slot_stride)[:, None] + d[None]
+    k_inside, v_inside = k_cache + inside, v_cache + inside
     # Page ids are read one block ahead, or keys and values could not be asked for in time.
     page = tl.load(table + (start + offset) // page_size, mask=(start + offset >= lowest) & (start + offset < highest), other=0)
     for first in range(start, stop, block_n):
         key = first + offset
-        at = (page.to(tl.int64) * page_stride + (key % page_size) * slot_stride)[:, None] + d[None]
-        page = tl.load(table + (key + block_n) // page_size, mask=key + block_n < tl.minimum(stop, highest), other=0)
+        if block_n % page_size == 0:
+            jump = (page.to(tl.int64) * page_stride)[:, None]
+        else:
+            jump = (page.to(tl.int64) * page_stride + (key % page_size - offset % page_size) * slot_stride)[:, None]
+        page = tl.load(table + first // page_size + (first % page_size + offset + block_n) // page_size,
+                       mask=key + block_n < tl.minimum(stop, highest), other=0)
         if masked:
             # Entries outside may be stale: neither they nor what they point to may be read.
             kept = (key >= lowest) & (key < highest)
             if size == block_d:
-                inside = kept[:, None]
+                wanted = kept[:, None]
             else:
-                inside = kept[:, None] & (d < size)[None]
-            k, v = tl.load(k_cache + at, mask=inside, other=0.0), tl.load(v_cache + at, mask=inside, other=0.0)
+                wanted = kept[:, None] & (d < size)[None]
+            k, v = tl.load(k_inside + jump, mask=wanted, other=0.0), tl.load(v_inside + jump, mask=wanted, other=0.0)
         elif size == block_d:
-            k, v = tl.load(k_cache + at), tl.load(v_cache + at)
+            k, v = tl.load(k_inside + jump), tl.load(v_inside + jump)
         else:
-            inside = (d < size)[None]
-            k, v = tl.load(k_cache + at, mask=inside, other=0.0), tl.load(v_cache + at, mask=inside, other=0.0)
+            wanted = (d < size)[None]
+            k, v = tl.load(k_inside + jump, mask=wanted, other=0.0), tl.load(v_inside + jump, mask=wanted, other=0.0)
         if k.dtype != q.dtype:
             k, v = k.to(q.dtype), v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
