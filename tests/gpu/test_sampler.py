@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -44,7 +44,8 @@ class Side:
         tokens = [torch.randint(0, min(vocab, 40), (int(known),), generator=generator).tolist() for known in self.known]
         enter = [Enter(i, known, len(known) // 2, one, 31 * i, [0, 3])
                  for i, (known, one) in enumerate(zip(tokens, params, strict=True))]
-        self.rows.apply(StepPlan(0, enter, [], [np.zeros((0, 3), np.int32)]))
+        with no_waiting() if device == "cuda" else nullcontext():
+            self.rows.apply(StepPlan(0, enter, [], [np.zeros((0, 3), np.int32)]))
         self.sampler = Sampler(ops, self.rows)
 
     def lines(self, which: np.ndarray) -> Lines:
