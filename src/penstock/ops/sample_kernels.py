@@ -41,6 +41,8 @@ _M1, _M2 = tl.constexpr(noise.M1), tl.constexpr(noise.M2)
 _STEP = tl.constexpr(noise.STEP)
 _NONE = tl.constexpr(-(2**63))
 """Below every `_ranked`."""
+_TAKEN = tl.constexpr(-(2**31))
+"""Below every `ordered`."""
 
 
 @triton.jit
@@ -255,9 +257,9 @@ def edit(lines, table, lists, row, position, tokens, length, logits, stride, til
 
 
 @triton.jit
-def _ranked(x, ids):
-    """int64 in the order of x, the lower id first of equals."""
-    return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+def _ranked(key, ids):
+    """int64 in the order of keys, the lower id first of equals."""
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["stride", "top", "lines", "tokens"])
@@ -280,11 +282,13 @@ def survey(logits, stride, lines, tokens, top, largest, sums, above, most, tile:
     tl.store(sums + at, tl.sum(tl.where(x > float("-inf"), tl.exp(x - peak), 0.0), 0))
     mine = tl.load(logits + tl.maximum(tl.load(tokens + one), 0)).to(tl.float32)
     tl.store(above + at, tl.sum((x > mine).to(tl.int32), 0))
-    rest = tl.where(ids < vocab, _ranked(x, ids), _NONE)
+    rest = tl.where(ids < vocab, ordered(x), _TAKEN)
+    most += at.to(tl.int64) * slots
     for k in range(top):
         best = tl.max(rest, 0)
-        tl.store(most + at.to(tl.int64) * slots + k, best)
-        rest = tl.where(rest == best, _NONE, rest)
+        first = tl.min(tl.where(rest == best, ids, 0x7FFFFFFF), 0)
+        tl.store(most + k, _ranked(best, first))
+        rest = tl.where(ids == first, _TAKEN, rest)
 
 
 @triton.jit(do_not_specialize=["stride", "parts", "top", "lines", "tokens"])
