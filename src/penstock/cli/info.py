@@ -15,6 +15,7 @@ from penstock import canary
 from penstock.config.flags import add_flags, from_args
 from penstock.config.resolve import EngineConfig, MemoryPlan, cache_room, plan_memory, resolve
 from penstock.config.schema import EngineOptions
+from penstock.config.tiers import plan_tiers
 from penstock.core.device import DeviceFacts
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
         step = memory.counted(spec, dtype, config.max_num_batched_tokens, config.max_num_seqs)
         device = torch.device(device_name(options.device, facts))
         room = cache_room(options, facts, memory.free_bytes(device, options.gpu_memory_utilization) - weights, step)
-        figures = _planned(plan_memory(options, config, spec.states(config.dtype), weights, step, room), config)
+        figures = _planned(options, plan_memory(options, config, spec.states(config.dtype), weights, step, room), config)
     return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},
             "files": _files(options, folder, checkpoint, spec),
             "device": _device(facts), "memory": figures,
@@ -99,12 +100,22 @@ def _device(facts: DeviceFacts) -> dict[str, Any]:
     return {"kind": facts.kind, "name": facts.name, "memory_bytes": facts.memory, "cores": facts.cores}
 
 
-def _planned(plan: MemoryPlan, config: EngineConfig) -> dict[str, Any]:
+def _planned(options: EngineOptions, plan: MemoryPlan, config: EngineConfig) -> dict[str, Any]:
     return {"measured": False, "dtype": config.dtype, "weight_bytes": plan.weight_bytes, "step_bytes": plan.step_bytes,
             "kv_bytes": plan.layout.nbytes, "kv_tokens": plan.kv_tokens, "page_size": config.page,
             "max_model_len": plan.max_model_len, "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens, "depth": config.depth, "threads": config.threads,
-            "groups": [{"layers": len(group.layers), "page_bytes": group.page_bytes} for group in plan.layout.groups]}
+            "groups": [{"layers": len(group.layers), "page_bytes": group.page_bytes} for group in plan.layout.groups],
+            "cache": _cache(options, plan)}
+
+
+def _cache(options: EngineOptions, plan: MemoryPlan) -> dict[str, Any]:
+    """What becomes of pages when their requests have ended. Raises ConfigError if that cannot be had as asked."""
+    tiers = plan_tiers(options, plan.layout)
+    return {"prefix_caching": options.enable_prefix_caching, "tenant_share": options.cache_tenant_share,
+            "host_bytes": tiers.host_slabs * plan.layout.slab_bytes, "disk": tiers.disk,
+            "disk_bytes": tiers.disk_bytes if tiers.disk else 0, "remote": tiers.remote,
+            "kv_events": dict(options.kv_events_config) or None}
 
 
 def _loaded(options: EngineOptions) -> dict[str, Any]:
@@ -114,7 +125,7 @@ def _loaded(options: EngineOptions) -> dict[str, Any]:
     engine = Engine(options)
     seconds = time.perf_counter() - start
     try:
-        return {**_planned(engine.memory, engine.config), "measured": True, "load_seconds": round(seconds, 3)}
+        return {**_planned(options, engine.memory, engine.config), "measured": True, "load_seconds": round(seconds, 3)}
     finally:
         engine.close()
 
@@ -139,12 +150,28 @@ def as_text(found: dict[str, Any]) -> str:
               f"  largest step {size(memory['step_bytes'])} ({memory['max_num_batched_tokens']:,} tokens, "
               f"{memory['max_num_seqs']} sequences)",
               f"  KV cache     {size(memory['kv_bytes'])}: {memory['kv_tokens']:,} tokens in pages of {memory['page_size']}",
+              f"  prefixes     {_prefixes(memory['cache'])}",
               f"  longest      {memory['max_model_len']:,} tokens, prompt and output", "", "Kernels"]
     width = max(map(len, found["kernels"]))
     for op, kernel in found["kernels"].items():
         lines.append(f"  {op:<{width}}  {kernel['serves']}")
         lines += [f"  {'':<{width}}  not {name}: {reason}" for name, reason in kernel["refused"].items()]
     return "\n".join(lines)
+
+
+def _prefixes(cache: dict[str, Any]) -> str:
+    """Where prefixes are found again, for people."""
+    if not cache["prefix_caching"]:
+        return "not kept (enable_prefix_caching is off)"
+    places = ["found again on the device"]
+    if cache["host_bytes"]:
+        places.append(f"in {size(cache['host_bytes'])} of host memory")
+    if cache["disk"]:
+        places.append(f"in up to {size(cache['disk_bytes'])} of {cache['disk']}")
+    if cache["remote"]:
+        places.append(f"at {cache['remote']}")
+    share = f"; at most {100 * cache['tenant_share']:.0f} % for one tenant" if cache["tenant_share"] < 1 else ""
+    return ", ".join(places) + share
 
 
 def size(count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -30,6 +31,19 @@ def test_the_plan_is_what_the_engine_measures(name: str, capsys: pytest.CaptureF
     assert model["context"] == config["max_position_embeddings"]
     assert model["parameters"] * 4 <= found[0]["files"]["bytes"]
     assert found[0]["kernels"]["linear"]["serves"]
+
+
+def test_what_becomes_of_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(need(MODELS / TRAINED[0]))
+    tiers = ["--cache-host-bytes", "64M", "--cache-disk", str(tmp_path), "--cache-disk-bytes", "1G"]
+    assert main(["info", folder, *tiers, "--cache-tenant-share", "0.2"]) == 0
+    found = re.search(r"found again on the device, in (\S+) MiB of host memory, in up to 1.00 GiB of (\S+); at most 20 %",
+                      capsys.readouterr().out)
+    assert found is not None and 63 < float(found[1]) <= 64 and found[2] == str(tmp_path)
+    assert main(["info", folder, "--no-enable-prefix-caching"]) == 0
+    assert "prefixes     not kept" in capsys.readouterr().out
+    assert main(["info", folder, "--cache-tenant-share", "2"]) == 1
+    assert "cache_tenant_share" in capsys.readouterr().err
 
 
 def test_text_and_refused_kernels(capsys: pytest.CaptureFixture[str]) -> None:
