@@ -46,14 +46,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--disk", help="folder for pages; by default a temporary one")
     parser.add_argument("--requests", type=int, default=96, help="of the load without hits")
-    parser.add_argument("--parts", nargs="*", default=["first_token", "rate", "overhead"])
+    parser.add_argument("--kinds", nargs="*", default=["device", "host", "disk"], help="what the load runs on; device first")
+    parser.add_argument("--parts", nargs="*", default=["first_token", "rate", "overhead"],
+                        help="rate is measured together with first_token")
     parser.add_argument("--json", type=Path, help="append the record to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(args, Path(scratch))
-        record = {"bench": "tiers", "model": args.model, "tokens": args.tokens, **{part: getattr(bench, part)()
-                  for part in args.parts}, "environment": environment()}
-    print(json.dumps({name: value for name, value in record.items() if name != "environment"}, indent=1))
+        record: dict[str, Any] = {"bench": "tiers", "model": args.model, "tokens": args.tokens}
+        if "first_token" in args.parts:
+            record["first_token"] = bench.first_token()
+            record["rate"] = bench.rates
+        if "overhead" in args.parts:
+            record["overhead"] = bench.overhead()
+        record["environment"] = environment()
+    for part in ("first_token", "rate", "overhead"):
+        for name, value in record.get(part, {}).items():
+            if name != "all":
+                print(part, name, json.dumps(value))
     if args.json is not None:
         with args.json.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -69,6 +79,7 @@ class Bench:
         self.vocabulary = SHAPES[args.model]["vocab_size"]
         self.rng = random.Random(0)
         self.numbers = iter(range(1 << 30))
+        self.rates: dict[str, Any] = {}
 
     def engine(self, pages: int, **options: Any) -> Engine:
         """An engine whose device holds `pages` pages of 16 tokens."""
@@ -77,7 +88,7 @@ class Bench:
         page = 16 * 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * size
         return Engine(EngineOptions(model=str(self.folder), device=self.args.device, load_format="dummy", block_size=16,
                                     skip_tokenizer_init=True, max_model_len=min(shape["max_position_embeddings"],
-                                                                                self.args.tokens + 64),
+                                                                                max(self.args.tokens + 64, 1024)),
                                     kv_cache_memory_bytes=pages * page, **options))
 
     def prompt(self, count: int) -> list[int]:
@@ -102,7 +113,8 @@ class Bench:
         tokens, repeats = self.args.tokens, self.args.repeats
         pages = -(-tokens // 16)
         size = 2 * pages + pages // 2
-        options = {"cache_host_bytes": self.host_bytes(8 * pages), "cache_disk": self.disk, "cache_disk_bytes": 256 * GIB}
+        options = {"cache_host_bytes": self.host_bytes(8 * pages), "cache_disk": self.disk, "cache_disk_bytes": 256 * GIB,
+                   "cache_load": "always"}
         engine = self.engine(size, **options)
         prefixes = [self.prompt(tokens) for _ in range(2 + repeats)]
         found: dict[str, list[float]] = {"computed": [], "device": [], "host": [], "disk": []}
@@ -110,11 +122,13 @@ class Bench:
         for prefix in prefixes[1:]:
             found["computed"].append(self.ask(engine, [prefix], 1)[0])
             found["device"].append(self.ask(engine, [prefix], 1)[0])
+        settle(engine)
         # By now the device holds the last two; the first is asked once to warm up.
         for prefix in prefixes[:1 + repeats]:
             found["host"].append(self.ask(engine, [prefix], 1)[0])
-        settle(engine)
         hits = hits_of(engine)
+        if "rate" in self.args.parts:
+            self.rates = self.rate(engine)
         engine.close()
         again = self.engine(size, **options)
         self.ask(again, [self.prompt(64)], 1)
@@ -133,10 +147,10 @@ class Bench:
         size = shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
         return max(GIB // 4, pages * 16 * 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * size)
 
-    def rate(self) -> dict[str, Any]:
-        """Bytes a second between host and device: by the movers, in pages that lie apart, and by one large copy."""
-        pages = 512
-        engine = self.engine(2 * pages, cache_host_bytes=self.host_bytes(pages + 8))
+    def rate(self, engine: Engine) -> dict[str, Any]:
+        """Bytes a second between host and device: by the movers, in pages that lie apart, and by one large copy. Spoils what
+        the engine has cached."""
+        pages = -(-self.args.tokens // 16)
         movers, arena = engine.worker.movers, engine.worker.arena
         assert movers is not None
         nbytes = pages * arena.layout.groups[0].page_bytes
@@ -167,7 +181,6 @@ class Bench:
                 found |= {"link_to_device": nbytes / best(copy(there, host)), "link_to_host": nbytes / best(copy(host, there))}
                 found |= {"loaded_share": found["loaded"] / found["link_to_device"],
                           "saved_share": found["saved"] / found["link_to_host"]}
-        engine.close()
         return found
 
     def overhead(self) -> dict[str, Any]:
@@ -177,8 +190,8 @@ class Bench:
             "device": {}, "host": {"cache_host_bytes": self.host_bytes(pages // 2)},
             "disk": {"cache_host_bytes": self.host_bytes(pages // 2), "cache_disk": self.disk + "-load",
                      "cache_disk_bytes": 16 * GIB}}
-        engines = {kind: self.engine(pages, **options) for kind, options in kinds.items()}
-        found: dict[str, list[float]] = {kind: [] for kind in kinds}
+        engines = {kind: self.engine(pages, **kinds[kind]) for kind in self.args.kinds}
+        found: dict[str, list[float]] = {kind: [] for kind in engines}
         for round_ in range(self.args.repeats + 1):
             for kind, engine in engines.items():
                 prompts = [self.prompt(512) for _ in range(self.args.requests)]

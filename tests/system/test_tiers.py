@@ -157,8 +157,8 @@ def test_disk_and_restart(tmp_path: Path, write: str, depth: int) -> None:
     last.close()
 
 
-def test_predicted_costs_decide(tmp_path: Path) -> None:
-    """Without being told to, an engine loads where that pays; and never again from a disk that it has found slow, until later."""
+def test_predicted_costs_decide() -> None:
+    """Without being told to, an engine loads where that pays."""
     engine = start("stories260k", host_slabs=200)
     assert talk(engine) == reference("stories260k")
     assert figures(engine)["host"].hit_tokens > 100

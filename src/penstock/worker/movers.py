@@ -8,6 +8,7 @@ one that was asked for is checked against its header (`stores/record.py`).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -28,7 +29,7 @@ from penstock.worker.lanes import Copy, Lane, Mark, StreamLane, StreamMark, Thre
 
 LOG = logging.getLogger("penstock")
 
-_READERS = 8
+_READERS = max(4, min(16, (os.cpu_count() or 1) - 2))
 """Threads that read from one store: disks and networks want several questions at once, and each checks what it read."""
 _WRITERS = 2
 """Writing is never urgent."""

@@ -201,6 +201,7 @@ def test_a_slow_disk_delays_nobody_else(tmp_path: Path) -> None:
     rig.close()
     slow = Rig(tmp_path, wrap=lambda store: Slow(store, 0.6))  # type: ignore[arg-type, return-value]
     slow.tiers.computed(100, 0.01)
+    slow.tiers.costs.sources["disk"].learn(1 << 20, 0.001, now=time.monotonic())
     slow.tiers.offer([slow.fill(5, 5)], leaving=True)
     slow.step()
     from_disk = slow.tiers.load([content(0, 0), content(1, 1)], 100)

@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol
 from penstock.cache.keys import Key
 from penstock.core.request import TierStats
 from penstock.core.transfer import Landing, Receipt, Transfer
-from penstock.core.request import TierStats
-from penstock.core.transfer import Landing, Receipt, Transfer
 
 
 class Content(NamedTuple):

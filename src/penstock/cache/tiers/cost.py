@@ -12,6 +12,9 @@ from collections.abc import Mapping
 _WEIGHT = 0.2
 """Of a new measurement, in a running mean."""
 
+_WARM_UP = 2
+"""So many loads are done to find out."""
+
 _STALE_SECONDS = 60.0
 """A rate that nobody has measured for so long may have changed: one load tries again."""
 
@@ -56,6 +59,7 @@ class Source:
     def __init__(self) -> None:
         self.rate = 0.0
         """Bytes a second; 0 until measured."""
+        self._samples = 0
         self._measured = 0.0
         self.owed = 0
         """Bytes of loads that are under way."""
@@ -65,14 +69,16 @@ class Source:
         if nbytes <= 0 or seconds <= 0:
             return
         rate = nbytes / seconds
-        stale = not self.rate or now - self._measured > _STALE_SECONDS
+        # The first is not typical: buffers are made, files are opened, clocks wake up.
+        stale = self._samples < _WARM_UP or now - self._measured > _STALE_SECONDS
+        self._samples += 1
         # The mean of seconds a byte, since time is what is to be predicted.
         self.rate = rate if stale else 1 / (1 / self.rate + _WEIGHT * (1 / rate - 1 / self.rate))
         self._measured = now
 
     def seconds(self, nbytes: int, now: float) -> float:
         """What giving so many bytes will take, behind those that it owes already; 0 where it is worth finding out."""
-        if not self.rate or (now - self._measured > _STALE_SECONDS and not self.owed):
+        if self._samples < _WARM_UP or (now - self._measured > _STALE_SECONDS and not self.owed):
             return 0.0
         return (self.owed + nbytes) / self.rate
 
