@@ -200,17 +200,15 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, counters, parts_acc, p
     """
     head = tl.program_id(0)
     item = items + tl.program_id(1) * fields
-    # The step's array was there before the kernel ahead began; all else may be of its making.
-    queries = tl.load(item + 1)
+    token, queries, position = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
+    segment, begin, end = tl.load(item + 3).to(tl.int64), tl.load(item + 4), tl.load(item + 5)
+    unit, own_slot, first_slot, parts = tl.load(item + 6), tl.load(item + 7), tl.load(item + 8), tl.load(item + 9)
     if linked:
+        # The step's array was there before the kernel ahead began; all else may be of its making.
         gdc_launch_dependents()
         gdc_wait()
     if queries == 0:
         return
-    token, position, segment = tl.load(item).to(tl.int64), tl.load(item + 2), tl.load(item + 3).to(tl.int64)
-    begin, end, unit = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
-    slot, first_slot, parts = tl.load(item + 7), tl.load(item + 8), tl.load(item + 9)
-
     _, kept, q_at = _place(q, q_token, q_head, token, queries, group, size, block_m, block_d)
     tile = tl.load(q_at, mask=kept, other=0.0)
     if tile.dtype != k_cache.dtype.element_ty:
@@ -224,6 +222,7 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, counters, parts_acc, p
     opened = tl.cdiv(tl.maximum(position + queries - window, begin), block_n) * block_n if windowed else begin
     closed = tl.maximum((position + 1) // block_n * block_n, opened)
 
+    slot = own_slot
     if fixed:
         acc = tl.zeros((block_m, block_d), tl.float32)
         peak = tl.full((block_m,), float("-inf"), tl.float32)
@@ -247,7 +246,7 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, counters, parts_acc, p
     if parts == 1:
         _finish(acc, peak, total, out, out_token, out_head, token, queries, sinks, group, size, sunk)
     else:
-        mine = slot - tl.load(item + 7)
+        mine = slot - own_slot
         # Every thread's part is written before one thread counts it; who counts the last one sees all others' parts.
         tl.debug_barrier()
         counter = counters + first_slot * tl.num_programs(0) + head

@@ -92,7 +92,7 @@ def shapes(geometry: Geometry, invariant: bool) -> tuple[Shape, Shape]:
         if wide:
             return Shape(max(64, rows), 32, max(1, 16 // group), 8, 2), Shape(max(64, rows), 32, max(64, rows) // group, 8, 2)
         return Shape(max(64, rows), 64, max(1, 16 // group), 4, 3), Shape(128, 64, 128 // group, 8, 2)
-    return Shape(rows, 32 if wide else 64, rows // group, 4, 3), Shape(128, 64, 128 // group, 8, 2 if wide else 3)
+    return Shape(rows, 32 if wide else 64, rows // group, 4, 3), Shape(128, 32 if wide else 64, 128 // group, 8, 3)
 
 
 @lru_cache(maxsize=4096)
