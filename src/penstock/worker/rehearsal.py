@@ -43,7 +43,10 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
             known = torch.empty(rows, max_model_len, dtype=_INTS, device=_META)
             tables = [torch.empty(rows, -(-max_model_len // page), dtype=_INTS, device=_META)] * groups
             for capacity in capacities(rows, tokens, graph_tokens, max_model_len):
-                _forward(model, capacity, known, tables, page)
+                _forward(model, capacity, known, tables, page, capacity.segments)
+            # Any number of segments may end in an eager step, and all tokens may be wanted of one whose prompt is scored.
+            for ends in (*_examples(1, rows), None):
+                _forward(model, Capacity(tokens, 1), known, tables, page, ends)
             # Any number of rows may be sampled after any step.
             for lines in _examples(1, tokens):
                 logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))
@@ -108,7 +111,9 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
     return model, len(empty.groups)
 
 
-def _forward(model: Decoder, capacity: Capacity, known: torch.Tensor, tables: list[torch.Tensor], page: int) -> None:
+def _forward(model: Decoder, capacity: Capacity, known: torch.Tensor, tables: list[torch.Tensor], page: int,
+             ends: int | None) -> None:
+    """A step of which `ends` tokens are wanted, or all."""
     segments, tokens = capacity.segments, capacity.tokens
 
     def ints(size: int) -> torch.Tensor:
@@ -124,7 +129,8 @@ def _forward(model: Decoder, capacity: Capacity, known: torch.Tensor, tables: li
     built = model.kernels.build_step(known, tables, ints(segments), ints(segments), query_start, page, tokens,
                                      tables[0].shape[1])
     groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
-    model.forward(Step(built.tokens, built.positions, query_start, context, groups, work))
+    wanted = None if ends is None or ends == tokens else ints(ends)
+    model.forward(Step(built.tokens, built.positions, query_start, context, groups, work, wanted))
 
 
 def _sample(kernels: Kernels, logits: torch.Tensor, known: torch.Tensor) -> None:
