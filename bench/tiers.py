@@ -218,7 +218,7 @@ def best(run: Callable[[], None]) -> float:
 def settle(engine: Engine) -> None:
     """Until every page is where it is to go."""
     until = time.perf_counter() + 30
-    while engine.scheduler.cache.writing and time.perf_counter() < until:
+    while engine.writing and time.perf_counter() < until:
         engine.turn()
 
 

@@ -60,6 +60,10 @@ class FakeEngine:
     def busy(self) -> bool:
         return bool(self.live or self.news)
 
+    @property
+    def writing(self) -> bool:
+        return False
+
     def turn(self) -> list[Update]:
         news, self.news = self.news, []
         for key, (request, tokens, timings) in list(self.live.items()):

@@ -215,7 +215,7 @@ def test_the_disk_stays_within_its_bound(tmp_path: Path) -> None:
 def flush(engine: Engine) -> None:
     """Until nothing is on its way to a store."""
     until = time.monotonic() + 10
-    while engine.scheduler.cache.writing and time.monotonic() < until:
+    while engine.writing and time.monotonic() < until:
         engine.turn()
 
 

@@ -79,7 +79,7 @@ class Engine:
         self.scheduler = Scheduler(cache, Limits(
             max_model_len=self.memory.max_model_len, max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
-            vocab_size=spec.vocab_size))
+            vocab_size=spec.vocab_size, step_target=self.config.step_target))
         self.executor: Executor = Threaded(self.worker) if facts.kind == "cpu" else Direct(self.worker)
         self.beams = BeamSearches(self._add, self._abort)
         self._flying: deque[Pending] = deque()
@@ -129,6 +129,11 @@ class Engine:
     def busy(self) -> bool:
         return self.scheduler.busy or self.beams.busy
 
+    @property
+    def writing(self) -> bool:
+        """Whether cached pages are on their way to stores: a turn now and then, even with nothing to compute, moves them on."""
+        return self.scheduler.cache.writing
+
     def turn(self) -> list[Update]:
         """One turn of the loop: plan a step and hand it out, then take in results until fewer than `depth` plans fly."""
         began = time.perf_counter()
@@ -157,7 +162,7 @@ class Engine:
         """Finishes the plans in flight, and for a moment what is being written to stores; then stops the worker. The engine
         cannot be used afterwards."""
         until = time.monotonic() + _FLUSH_SECONDS
-        while self.scheduler.cache.writing and not self.scheduler.live and time.monotonic() < until:
+        while self.writing and not self.scheduler.live and time.monotonic() < until:
             self.turn()
             time.sleep(0.001)
         self.executor.close()

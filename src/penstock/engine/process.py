@@ -38,6 +38,9 @@ ENGINE = "penstock.engine.engine:Engine"
 IDLE_MS = 500
 """How long an idle engine sleeps before it says again that it is alive."""
 
+WRITING_MS = 10
+"""The same while pages of its cache are being written to stores, which needs a turn now and then."""
+
 STATS_SECONDS = 0.1
 """The least time between two snapshots while busy."""
 
@@ -143,6 +146,8 @@ class EngineLike(Protocol):
     def turn(self) -> list[Update]: ...
     @property
     def busy(self) -> bool: ...
+    @property
+    def writing(self) -> bool: ...
     def stats(self) -> EngineStats: ...
     def close(self) -> None: ...
 
@@ -163,9 +168,9 @@ class Loop:
         engine = self.engine
         while not self._stopping:
             busy = engine.busy
-            if self.inbox.poll(0 if busy else IDLE_MS):
+            if self.inbox.poll(0 if busy else WRITING_MS if engine.writing else IDLE_MS):
                 self._take_in()
-            updates = engine.turn() if engine.busy else []
+            updates = engine.turn() if engine.busy or engine.writing else []
             now = time.monotonic()
             idle = not engine.busy
             # A snapshot at once when work ends, so that the figures of a resting engine are never stale.
