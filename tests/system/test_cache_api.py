@@ -8,6 +8,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -301,3 +302,25 @@ def test_one_key_or_none_is_the_operators_own() -> None:
     with served(need(MODELS / "stories260k"), "--api-key", "only", engine=FAKE) as server:
         assert server.post("/reset_prefix_cache").status_code == 401
         assert reset(server, "only").json() == {"success": True}
+
+
+def test_a_tenants_pages_outlive_the_server(tmp_path: Path) -> None:
+    """The salts are the same after a restart, and the answer says from where the pages came."""
+    flags = (*FLAGS, "--api-key", "a", "b", "--cache-disk", str(tmp_path / "pages"), "--cache-load", "always",
+             "--cache-host-bytes", "16M")
+    with served(need(MODELS / "stories260k"), *flags) as first:
+        before = send(first, tokens(1), logprobs=1)
+        first.signal()
+        assert first.ended() == 0
+    with served(need(MODELS / "stories260k"), *flags) as second:
+        assert cached(send(second, tokens(1), key="b")) == 0
+        again = send(second, tokens(1), logprobs=1)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"] == {"disk": 112}
+        assert again["choices"] == before["choices"]
+        assert {tier["name"] for tier in second.http.get("/server_info", headers={"Authorization": "Bearer a"}).json()[
+            "cache"]["tiers"]} == {"device", "host", "disk"}
+        # An engine that still writes pages tells its figures every tenth of a second.
+        time.sleep(0.3)
+        metrics = second.http.get("/metrics").text
+        assert re.search(r'vllm:prompt_tokens_cached_by_source_total\{.*source="disk"\} 112.0', metrics)
+        assert re.search(r"vllm:external_prefix_cache_hits_total\{.*\} 112.0", metrics)
