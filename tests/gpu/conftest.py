@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,10 +30,6 @@ def engine(**options: Any) -> Iterator[Engine]:
         yield made
     finally:
         made.close()
-        made.worker.model.detach()
-        del made
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def updates(made: Engine, prompts: list[list[int]], outputs: int | list[int], kinds: list[dict[str, Any]] | None = None,

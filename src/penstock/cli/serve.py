@@ -18,6 +18,9 @@ from penstock.core.request import EngineInfo
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 
+STEP_TARGET_MS = 50.0
+"""What a step may take by default when people watch tokens arrive."""
+
 
 def add(parser: ArgumentParser) -> None:
     """Declares the arguments."""
@@ -31,7 +34,10 @@ def run(args: Namespace) -> int:
     """Serves until a signal; the exit status."""
     options = with_key(from_args(args, ServerOptions))
     check(options)
-    return run_server(from_args(args, EngineOptions, model=args.model), options)
+    engine_options = from_args(args, EngineOptions, model=args.model)
+    if engine_options.step_target_ms is None:
+        engine_options = replace(engine_options, step_target_ms=STEP_TARGET_MS)
+    return run_server(engine_options, options)
 
 
 def run_server(engine_options: EngineOptions, options: ServerOptions, engine: str | None = None) -> int:

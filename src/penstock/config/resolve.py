@@ -33,6 +33,8 @@ class EngineConfig:
     threads: int
     kernels: dict[str, str]
     """Implementations that must be used, by operation."""
+    step_target: float | None
+    """Seconds."""
     graph_tokens: int
     """Steps of up to so many tokens are captured as CUDA graphs; 0 captures none."""
 
@@ -53,6 +55,8 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     if budget < rows:
         raise ConfigError(f"max_num_batched_tokens is {budget}, but each of max_num_seqs = {rows} sequences needs one token "
                           f"a step; raise it to {rows} or lower max_num_seqs to {budget}")
+    if options.step_target_ms is not None and options.step_target_ms <= 0:
+        raise ConfigError(f"step_target_ms is {options.step_target_ms}; it must be above 0")
     if not 0 < options.gpu_memory_utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization is {options.gpu_memory_utilization}; it is a fraction above 0, at most 1")
     if not 0 < options.cache_tenant_share <= 1:
@@ -63,6 +67,7 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
         page=_positive("block_size", options.block_size, 16), depth=_positive("depth", options.depth, 2),
         threads=_positive("threads", options.threads, facts.cores),
+        step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
         kernels=(_INVARIANT if gpu and options.batch_invariant else {}) | options.kernels,
         graph_tokens=min(budget, _graph_tokens(parameters)) if gpu and not options.enforce_eager else 0)
 

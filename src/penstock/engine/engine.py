@@ -22,6 +22,7 @@ from penstock.engine.beam import BeamSearches
 from penstock.engine.events import open_events
 from penstock.engine.executor import Direct, Executor, Pending, Threaded
 from penstock.engine.tiers import set_up
+from penstock.observe.log import LOG
 from penstock.ops import compile, gpu, registry
 from penstock.ops.compile import Compilation
 from penstock.platform.facts import DeviceFacts, detect, device_name
@@ -66,6 +67,8 @@ class Engine:
                                 progress=progress)
         if compilation is not None:
             compilation.finish(self.kernels)
+            with torch.cuda.device(device):
+                compilation.load()
         with compile.explained(facts.capability), memory.explained(device):
             self.memory = _plan_memory(options, self.config, model, device, facts, found)
             identity = models.fingerprint(self.folder, checkpoint, options.load_format, options.seed)
@@ -179,9 +182,17 @@ def _compile(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Ker
     if device.type != "cuda" or not compile.watch():
         return None
     chip = gpu.chip(device)
-    jobs = rehearse(spec, kernels, dtype=getattr(torch, config.dtype), rows=config.max_num_seqs, page=config.page,
-                    tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
-                    graph_tokens=config.graph_tokens, chip=chip)
+    manifest = compile.Manifest(spec, config, kernels.table(), chip)
+    jobs = manifest.jobs()
+    if jobs is None:
+        try:
+            jobs = rehearse(spec, kernels, dtype=getattr(torch, config.dtype), rows=config.max_num_seqs, page=config.page,
+                            tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
+                            graph_tokens=config.graph_tokens, chip=chip)
+        except Exception as error:  # costs time at start, and must not cost the start
+            LOG.warning("kernels are compiled one by one as they are needed: %s: %s", type(error).__name__, error)
+            return None
+        manifest.keep(jobs)
     return Compilation(jobs, chip.capability)
 
 

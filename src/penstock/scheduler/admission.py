@@ -30,6 +30,8 @@ class Limits:
     max_num_batched_tokens: int
     max_queued: int
     vocab_size: int
+    step_target: float | None = None
+    """Seconds that a step may take while sequences wait for their next token; None cuts no prompt for that."""
 
 
 class Admission:

@@ -21,6 +21,7 @@ from penstock.core.plan import NOT_FINITE, Enter, Logprobs, StepPlan, StepResult
 from penstock.core.request import EngineStats, Request, TokenLogprobs, Update
 from penstock.core.sequence import Sequence
 from penstock.scheduler.admission import Admission, Limits
+from penstock.scheduler.pace import Pace
 from penstock.scheduler.policy import Policy, first_come
 
 _SAMPLE, _SCORE = int(Want.SAMPLE), int(Want.SCORE)
@@ -49,6 +50,7 @@ class Scheduler:
         self.limits = limits
         self.policy = policy
         self.admission = Admission(limits, cache.layout)
+        self.pace = Pace(limits.step_target, limits.max_num_batched_tokens)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.flights: deque[_Flight] = deque()
@@ -133,7 +135,7 @@ class Scheduler:
 
         Every sequence is owed one position; what the budget has beyond that goes to the first in order.
         """
-        running, budget, at, preempted = self.running, self.limits.max_num_batched_tokens, 0, False
+        running, budget, at, preempted = self.running, self._budget(), 0, False
         while at < len(running):
             sequence = running[at]
             work = sequence.work
@@ -156,6 +158,13 @@ class Scheduler:
                 budget -= count
                 at += 1
         return None if preempted else budget
+
+    def _budget(self) -> int:
+        """Tokens of this step: less than the most if running sequences would wait too long for their next one."""
+        most = self.limits.max_num_batched_tokens
+        if any(sequence.work == 1 for sequence in self.running):
+            return min(most, max(self.pace.tokens(), len(self.running)))
+        return most
 
     def _admit(self, flight: _Flight, budget: int, now: float) -> None:
         """Waiting sequences take rows in the policy's order; what has no room may be passed (`scheduler/admission.py`)."""
@@ -306,7 +315,9 @@ class Scheduler:
             if want & _SAMPLE:
                 sequence.promised -= 1
                 self._take_token(sequence, tokens[i], logprobs.get(i), now)
-        self.cache.report(result.landings, result.receipts, sum(flight.counts), result.seconds)
+        tokens_done = sum(flight.counts)
+        self.cache.report(result.landings, result.receipts, tokens_done, result.seconds)
+        self.pace.learn(tokens_done, result.seconds)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds
         self.stats.kernel_seconds += result.kernel_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 
 import numpy as np
@@ -64,6 +65,7 @@ class Worker:
                  graph_tokens: int = 0, behind: Behind | None = None) -> None:
         """`graph_tokens`: capture steps of up to that many tokens as CUDA graphs; 0 captures nothing. `behind`: where pages go
         besides the device."""
+        self.closed = False
         self.model = model
         self.layout = layout
         self.arena = Arena(layout, device)
@@ -81,9 +83,18 @@ class Worker:
             self.graphs.capture()
 
     def close(self) -> None:
-        """Ends what runs beside the steps. Nothing can be run afterwards."""
+        """Ends what runs beside the steps and gives all memory back. Nothing can be run afterwards."""
+        if self.closed:
+            return
+        self.closed = True
         if self.movers is not None:
             self.movers.close()
+        on_device = self.stream is not None
+        self.model.detach()
+        del self.model, self.builder, self.sampler, self.rows, self.arena, self.graphs, self.movers
+        if on_device:
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Executes a plan; the result is on the host."""
