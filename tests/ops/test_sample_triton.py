@@ -131,6 +131,8 @@ def _logits(kind: str, lines: int, vocab: int) -> torch.Tensor:
             return torch.full_like(x, 2.5)
         case "masked":
             return x.masked_fill(random(lines, vocab, seed=3) > -1, -torch.inf)
+        case "outliers":
+            return (x * 2).index_fill_(1, torch.arange(0, vocab, 20), -1e4)
         case "wide":
             return x.sign() * (x * 15).exp()
     raise AssertionError(kind)
@@ -138,7 +140,7 @@ def _logits(kind: str, lines: int, vocab: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "vocab"), [
     *((kind, 61) for kind in ("normal", "flat", "peaked", "equals", "same", "masked", "wide")),
-    *((kind, 9001) for kind in ("normal", "equals", "masked", "wide")), ("peaked", 4096)])
+    *((kind, 9001) for kind in ("normal", "equals", "masked", "outliers", "wide")), ("peaked", 4096)])
 def test_threshold(kind: str, vocab: int) -> None:
     """The same tokens stay, but for those that top_p has on its very border: the sum before them is top_p's to 1e-6."""
     params = [SamplingParams(**one) for one in FILTERS]

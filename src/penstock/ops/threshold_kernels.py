@@ -29,9 +29,10 @@ PIVOTS = 16
 _PIVOTS = tl.constexpr(PIVOTS)
 _BY_MASS, _BY_COUNT, _BY_PEAK, _NOT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """What cuts a line: top_p alone (and min_p), top_k first, min_p alone, nothing."""
-STATE = 8
+STATE = 8 + PIVOTS
 """Numbers of a line's state, float64: mode, peak, low, high, what is above high, what is above low, target, whether low and
-high are close enough. "What" is a number of values, or a sum of their exponentials over the peak's, by the mode."""
+high are close enough; then the pivots. "What" is a number of values, or a sum of their exponentials over the peak's, by the
+mode."""
 _STATE = tl.constexpr(STATE)
 
 
@@ -96,10 +97,20 @@ def _begin(words, partial, parts, wide: tl.constexpr):
 
 
 @triton.jit
-def _pivot(low, high, j):
-    """Pivot j of `_PIVOTS`: low itself, then values at equal distances up to high."""
-    below, above = unordered(low), unordered(high)
-    key = ordered(below + (above - below) * (j.to(tl.float32) / _PIVOTS))
+def _pivots(words, mode, low, high, opening: tl.constexpr, vocab: tl.constexpr):
+    """Keys [_PIVOTS]: low itself, so that the whole is known, and values from there up to high.
+
+    At equal distances; but in the opening pass closer to one another towards high if top_k cuts, which is mostly small. The cut
+    of top_p is not further below the peak than where the whole vocabulary would have 1 - top_p of the peak's probability.
+    """
+    j = tl.arange(0, _PIVOTS)
+    least, most = unordered(low), unordered(high)
+    part = 1.0 - tl.maximum(j - 1, 0).to(tl.float32) / (_PIVOTS - 1)
+    if opening:
+        possible = most - tl.log(vocab / (1.0 - real(tl.load(words + _TOP_P)))) - 0.01
+        least = tl.where(mode == _BY_MASS, tl.maximum(least, possible), least)
+        part = tl.where(mode == _BY_COUNT, part * part * part, part)
+    key = ordered(most - (most - least) * part)
     return tl.where(j == 0, low, tl.minimum(tl.maximum(key, low + 1), high - 1))
 
 
@@ -114,7 +125,7 @@ def _continue(words, state, tallies, tiles, room: tl.constexpr, wide: tl.constex
         tile = tl.arange(0, wide)[:, None]
         found = tl.sum(tl.load(tallies + tile * _PIVOTS + j[None, :], mask=tile < tiles, other=0.0).to(tl.float64), 0)
         target = tl.where(target < 0, tl.max(found, 0) * real(tl.load(words + _TOP_P)).to(tl.float64), target)
-        pivot = _pivot(low, high, j)
+        pivot = tl.load(state + 8 + j).to(tl.int32)
         holds = (j > 0) & (found < target)
         above = tl.max(tl.where(holds, found, above), 0)
         beyond = tl.min(tl.where(holds, float("inf"), found), 0)
@@ -145,8 +156,9 @@ def narrow(logits, stride, each, table, row, partial, before, after, tallies, op
         parts = tl.num_programs(1)
         mode, peak, low, high, above, beyond, target, close = _begin(words, partial + line * parts * 3, parts, wide)
     else:
-        mode, peak, low, high, above, beyond, target, close = _continue(words, before + line * _STATE,
-                                                                        partial + line * tiles * _PIVOTS, tiles, room, wide)
+        mode, peak, low, high, above, beyond, target, close = _continue(
+            words, before + line * _STATE, partial + line * tiles * _PIVOTS, tiles, room, wide)
+    pivot = _pivots(words, mode, low, high, opening, vocab)
     if part == 0:
         after += line * _STATE
         tl.store(after, mode.to(tl.float64))
@@ -157,17 +169,16 @@ def narrow(logits, stride, each, table, row, partial, before, after, tallies, op
         tl.store(after + 5, beyond)
         tl.store(after + 6, target)
         tl.store(after + 7, close)
+        tl.store(after + 8 + tl.arange(0, _PIVOTS), pivot.to(tl.float64))
     if (mode >= _BY_PEAK) | (close > 0):
         return
     inverse = real(tl.load(words + _INVERSE_TEMPERATURE))
     logits += line.to(tl.int64) * stride * align
-    j = tl.arange(0, _PIVOTS)
-    pivot = _pivot(low, high, j)
     for one in range(part * each, tl.minimum((part + 1) * each, tiles)):
         x = _scaled(logits, one * tile + tl.arange(0, tile), vocab, inverse)
         weight = tl.where(mode == _BY_COUNT, 1.0, tl.exp(x - peak))
         found = tl.sum(tl.where(ordered(x)[None, :] > pivot[:, None], weight[None, :], 0.0), 1)
-        tl.store(tallies + (line * tiles + one) * _PIVOTS + j, found)
+        tl.store(tallies + (line * tiles + one) * _PIVOTS + tl.arange(0, _PIVOTS), found)
 
 
 @triton.jit
@@ -249,8 +260,8 @@ def solve(logits, stride, table, row, before, tallies, counters, kept, out, room
     if (tl.load(words + _FEATURES) & _FILTER_ROW) == 0:
         return
     tiles: tl.constexpr = (vocab + tile - 1) // tile
-    mode, peak, low, high, above, beyond, target, _ = _continue(words, before + line * _STATE,
-                                                                tallies + line * tiles * _PIVOTS, tiles, room, wide)
+    mode, peak, low, high, above, beyond, target, _ = _continue(
+        words, before + line * _STATE, tallies + line * tiles * _PIVOTS, tiles, room, wide)
     if mode == _NOT:
         return
     cut = ordered(peak + real(tl.load(words + _LOG_MIN_P)))
