@@ -13,8 +13,8 @@ import pytest
 
 from penstock import LLM, BeamSearchParams, SamplingParams, models
 from penstock.core.errors import RequestError
-from penstock.core.request import TokenLogprobs
-from penstock.engine.beam import BeamSearch
+from penstock.core.request import Request, TokenLogprobs, Update
+from penstock.engine.beam import BeamSearch, BeamSearches
 from tests.data import MODELS, need
 from tests.system.served import error_of, served
 
@@ -144,6 +144,38 @@ def test_nothing_is_left_behind(llm: tuple[str, LLM]) -> None:
     assert [(update.request_id, update.finish_reason) for update in news] == [("given-up", "abort")]
     assert not engine.engine.beams.busy
     engine.engine.scheduler.check()
+
+
+def test_what_can_never_run_is_refused_at_once(llm: tuple[str, LLM]) -> None:
+    _, engine = llm
+    params = SamplingParams(beam_width=2, max_tokens=10**6, seed=0)
+    with pytest.raises(RequestError, match="max_tokens"):
+        engine.engine.submit(Request("long", [5] * 20, params))
+    engine.engine.submit(Request("twice", [5] * 20, params.replace(max_tokens=4)))
+    with pytest.raises(RequestError, match="unique"):
+        engine.engine.submit(Request("twice", [5] * 20, params.replace(max_tokens=4)))
+    wide = params.replace(beam_width=64, stop_token_ids=list(range(3, 90)), max_tokens=4)
+    if engine.info.vocab_size < 64 + 87:
+        with pytest.raises(RequestError, match="beam_width"):
+            engine.engine.submit(Request("wide", [5] * 20, wide))
+    while engine.engine.busy:
+        engine.engine.turn()
+
+
+def test_a_search_that_cannot_go_on_ends_alone() -> None:
+    added: list[Request] = []
+
+    def add(request: Request) -> None:
+        if len(added) == 3:
+            raise RequestError("no room")
+        added.append(request)
+
+    searches = BeamSearches(add, lambda ids: None)
+    searches.start(Request("r1", [5, 6], SamplingParams(beam_width=4, max_tokens=3, seed=0)), 100)
+    line = TokenLogprobs([7, 7, 8, 9, 10], [-1.0, -1.0, -2.0, -3.0, -4.0], [1, 1, 2, 3, 4])
+    [news] = searches.through([Update(added[0].id, 0, [7], "length", logprobs=[line])])
+    assert (news.request_id, news.finish_reason, news.error) == ("r1", "error", "no room")
+    assert not searches.busy
 
 
 @pytest.mark.parametrize("wrong", [{"n": 3}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"stop": ["x"]},

@@ -135,6 +135,9 @@ class BeamSearches:
 
     def start(self, request: Request, vocab_size: int) -> None:
         """Begins a search. RequestError if there are too few tokens, or the scheduler does not take the first request."""
+        if request.id in self._running:
+            raise RequestError(f"a request with id {request.id!r} is running already; ids must be unique", param="request_id",
+                               code="duplicate_request_id")
         params = request.params
         stops = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_ids)]
         running = _Running(request, BeamSearch(params, stops))
@@ -197,10 +200,19 @@ class BeamSearches:
             return
         running.search.advance([running.lines[name] for name in running.asked])
         if running.search.open:
-            self._ask(running)
+            self._go_on(running)
             return
         del self._running[running.request.id]
         self._end(running, None)
+
+    def _go_on(self, running: _Running) -> None:
+        try:
+            self._ask(running)
+        except RequestError as error:
+            # One search that cannot go on is no reason for the others to end.
+            del self._running[running.request.id]
+            self._abort(running.asked)
+            self._end(running, "error", error.message)
 
     def _end(self, running: _Running, reason: str | None, error: str | None = None) -> None:
         """The last updates of a search: its answers, or why there are none."""
