@@ -16,7 +16,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -90,11 +90,14 @@ SHAPES = [Case("head 64: b32 2k", [(2048, 1)] * 32, Geometry(32, 8, 64, 16)),
           Case("window 1k: 8k", [(8192, 8192)], Geometry(32, 8, 128, 16, 1024)),
           Case("softcap, head 256: 4k", [(4096, 4096)], Geometry(16, 8, 256, 16), 50.0)]
 
-NARROW = [(64, 4, 3), (64, 4, 4), (64, 4, 5), (32, 4, 4), (32, 2, 4), (64, 2, 3), (128, 4, 3), (128, 8, 3), (64, 8, 4)]
-"""(block of keys, warps, stages) to try at heads of 128."""
-BROAD = [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (128, 64, 4, 3),
-         (128, 128, 8, 3)]
+SWEPT = ("b1 128", "b1 400", "b1 2k", "b1 32k", "b1 128k", "b8 600", "b8 32k", "b32 600", "b40 2k", "b128 600", "b64 ragged")
+NARROW = [(64, 4, 3, 2), (64, 4, 3, 3), (64, 4, 4, 2), (64, 8, 3, 1), (128, 8, 3, 1), (128, 8, 2, 1), (128, 4, 3, 1),
+          (128, 8, 3, 2), (256, 8, 2, 1), (128, 16, 3, 1), (64, 4, 4, 4)]
+"""(block of keys, warps, stages, programs a multiprocessor) to try at heads of 128."""
+BROAD = [(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3)]
 """(rows, block of keys, warps, stages) to try at heads of 128."""
+FIXED = [(64, 4, 3, 1), (64, 4, 2, 2), (64, 4, 4, 1), (64, 4, 2, 1)]
+"""As NARROW, for the batch-invariant kernel, whose block of keys is that of its broad tiles."""
 
 
 def graph_us(calls: list[Callable[[], Any]], repeats: int = 12) -> float:
@@ -125,7 +128,7 @@ class Built:
 
     case: Case
     copies: int = 0
-    calls: list[Callable[[], torch.Tensor]] = field(default_factory=list)
+    exact: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         g, segments = self.case.geometry, self.case.segments
@@ -153,7 +156,7 @@ class Built:
                                self.context_there, g.head_size ** -0.5, g.window, self.case.softcap, work=work)
 
     def measure(self, attention: TritonAttention) -> tuple[float, float]:
-        """Microseconds and the relative error beside the reference in float32, of a few queries where there are many."""
+        """Microseconds, and the relative error beside the reference in float32, of a few queries where there are many."""
         found = attention.prepare(self.case.geometry, self.counts, self.context, len(self.counts), self.tokens)
         work = torch.from_numpy(found).cuda()
         error = self.error(self.run(attention, 0, work))
@@ -165,38 +168,37 @@ class Built:
         end = int(self.query_start[s + 1])
         count = min(64, int(self.counts[s]))
         table = self.tables[0, s:s + 1]
-        exact = AttentionOps.apply(self.q[end - count:end].float(), self.arena[:, 0], self.arena[:, 1], table,
-                                   torch.tensor([0, count]), self.context_there[s:s + 1], g.head_size ** -0.5, g.window,
-                                   self.case.softcap)
-        return float((found[end - count:end].float() - exact).norm() / exact.norm())
+        if self.exact is None:
+            self.exact = AttentionOps.apply(self.q[end - count:end].float(), self.arena[:, 0], self.arena[:, 1], table,
+                                            torch.tensor([0, count]), self.context_there[s:s + 1], g.head_size ** -0.5,
+                                            g.window, self.case.softcap)
+        return float((found[end - count:end].float() - self.exact).norm() / self.exact.norm())
 
 
 @contextmanager
-def shaped(narrow: Shape | None = None, broad: Shape | None = None, programs: int = 0, shortest: int = 0) -> Iterator[None]:
+def shaped(narrow: Shape | None = None, broad: Shape | None = None, shortest: int = 0) -> Iterator[None]:
     """Other constants than those of ops/attention_work.py, in this context."""
-    kept = attention_work.shapes, attention_work.PROGRAMS, attention_work.SHORTEST
+    kept = attention_work.shapes, attention_work.SHORTEST
 
-    def shapes(geometry: Geometry, invariant: bool) -> tuple[Shape, Shape]:
-        usual = kept[0](geometry, invariant)
+    def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, Shape]:
+        usual = kept[0](geometry, segments, invariant)
         return narrow or usual[0], broad or usual[1]
 
-    attention_work.shapes = shapes  # type: ignore[assignment]
-    attention_work.PROGRAMS, attention_work.SHORTEST = programs or kept[1], shortest or kept[2]
+    attention_work.shapes, attention_work.SHORTEST = shapes, shortest or kept[1]
     attention_work.layout.cache_clear()
     try:
         yield
     finally:
-        attention_work.shapes, attention_work.PROGRAMS, attention_work.SHORTEST = kept
+        attention_work.shapes, attention_work.SHORTEST = kept
         attention_work.layout.cache_clear()
 
 
-def narrow_of(geometry: Geometry, block: int, warps: int, stages: int) -> Shape:
-    group = geometry.heads // geometry.kv_heads
-    return Shape(16, block, 16 // group, warps, stages)
+def narrow_of(geometry: Geometry, block: int, warps: int, stages: int, resident: int, rows: int = 16) -> Shape:
+    return Shape(rows, block, 16 // (geometry.heads // geometry.kv_heads), warps, stages, resident)
 
 
 def broad_of(geometry: Geometry, rows: int, block: int, warps: int, stages: int) -> Shape:
-    return Shape(rows, block, rows // (geometry.heads // geometry.kv_heads), warps, stages)
+    return Shape(rows, block, rows // (geometry.heads // geometry.kv_heads), warps, stages, 1)
 
 
 def record_launches(attention: TritonAttention, case: Case) -> None:
@@ -261,7 +263,7 @@ def table(attention: TritonAttention, cases: list[Case], bandwidth: float) -> li
     return rows
 
 
-def sweep(cases: list[Case], variants: dict[str, Callable[[Geometry], dict[str, Any]]],
+def sweep(attention: TritonAttention, cases: list[Case], variants: dict[str, Callable[[Geometry], dict[str, Any]]],
           bandwidth: float) -> list[dict[str, Any]]:
     rows = []
     for case in cases:
@@ -270,7 +272,7 @@ def sweep(cases: list[Case], variants: dict[str, Callable[[Geometry], dict[str, 
         for name, constants in variants.items():
             try:
                 with shaped(**constants(case.geometry)):
-                    found.append({"variant": name, **row(built, *built.measure(TRITON), bandwidth)})
+                    found.append({"variant": name, **row(built, *built.measure(attention), bandwidth)})
             except triton.runtime.errors.OutOfResources:
                 continue
         found.sort(key=lambda entry: entry["us"])
@@ -299,15 +301,17 @@ def main() -> None:
     parser.add_argument("--json", default=str(Path(os.environ["OUT"]) / "gpu_attention.json") if "OUT" in os.environ else "")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    narrow = {"n{} w{} s{}".format(*one): lambda g, one=one: {"narrow": narrow_of(g, *one)} for one in NARROW}
-    split = {f"programs {p} shortest {s}": lambda g, p=p, s=s: {"programs": p, "shortest": s}
-             for p in (132, 264, 528, 1056) for s in (64, 128, 256)}
+    narrow = {"n{} w{} s{} r{}, {}".format(*one, shortest):
+              lambda g, one=one, shortest=shortest: {"narrow": narrow_of(g, *one), "shortest": shortest}
+              for one in NARROW for shortest in (256, 512)}
     broad = {"{}x{} w{} s{}".format(*one): lambda g, one=one: {"broad": broad_of(g, *one)} for one in BROAD}
+    fixed = {"n{} w{} s{} r{}".format(*one): lambda g, one=one: {"narrow": narrow_of(g, *one, rows=64)} for one in FIXED}
     plans = [(TRITON, DECODE + PROMPT + SHAPES), (INVARIANT, DECODE + PROMPT + SHAPES if arguments.invariant else [])]
     variants: list[tuple[TritonAttention, Case, dict[str, Any]]] = [(a, case, {}) for a, cases in plans for case in cases]
     if arguments.sweep:
         variants += [(TRITON, DECODE[1], make(LLAMA)) for make in narrow.values()]
         variants += [(TRITON, PROMPT[0], make(LLAMA)) for make in broad.values()]
+        variants += [(INVARIANT, DECODE[1], make(LLAMA)) for make in fixed.values()]
     compile_all(variants)
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e9:.0f} GB/s")
@@ -322,11 +326,10 @@ def main() -> None:
                           {"8k": (32, 8, 8192), "4 x 2k": (32, 8, 2048, 4), "16 x 512": (32, 8, 512, 16)}.items()}
     print("cuDNN, contiguous:", record["cudnn_us"])
     if arguments.sweep:
-        kept = [case for case in DECODE if case.geometry == LLAMA and case.name in
-                ("b1 128", "b1 400", "b1 2k", "b1 128k", "b8 600", "b8 128k", "b32 600", "b40 2k", "b256 600", "b64 ragged")]
-        record["narrow"] = sweep(kept, narrow, bandwidth)
-        record["split"] = sweep(kept, split, bandwidth)
-        record["broad"] = sweep(PROMPT, broad, bandwidth)
+        kept = [case for case in DECODE if case.geometry == LLAMA and case.name in SWEPT]
+        record["narrow"] = sweep(TRITON, kept, narrow, bandwidth)
+        record["broad"] = sweep(TRITON, PROMPT, broad, bandwidth)
+        record["fixed"] = sweep(INVARIANT, kept, fixed, bandwidth)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(record, indent=1))
 

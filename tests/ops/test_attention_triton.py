@@ -142,8 +142,11 @@ def test_a_query_in_any_company(dtype: torch.dtype, window: int) -> None:
     assert torch.equal(mixed, torch.cat([whole[329:330], whole[230:260], whole[:90]]))
 
 
-def covered(work: np.ndarray, launch: Launch, seen: np.ndarray, kv_heads: int) -> None:
-    """Adds 1 to seen[token, key] for each key that an item gives to a token, and checks the item's slots."""
+def covered(work: np.ndarray, launch: Launch, seen: np.ndarray, fixed: bool) -> None:
+    """Adds 1 to seen[token, key] for each key that an item gives to a token, and checks the items' slots.
+
+    fixed: an item has a slot for each of its units of keys, else one.
+    """
     items = work[launch.offset:launch.offset + launch.items * FIELDS].reshape(launch.items, FIELDS)
     assert not work[launch.counters:launch.end].any()
     parts_of: dict[int, list[int]] = {}
@@ -153,8 +156,7 @@ def covered(work: np.ndarray, launch: Launch, seen: np.ndarray, kv_heads: int) -
         assert queries <= launch.shape.queries and begin % launch.shape.block_n == 0 and begin < end
         seen[token:token + queries, begin:end] += 1
         if parts > 1:
-            count = -(-int(end - begin) // int(unit)) if launch.slots == min(launch.items - launch.split,
-                                                                             launch.split) * attention_work.UNITS else 1
+            count = -(-int(end - begin) // int(unit)) if fixed else 1
             parts_of.setdefault(int(first), []).extend(range(slot, slot + count))
             assert first <= slot and slot + count <= first + parts <= launch.slots
     slots = [slot for found in parts_of.values() for slot in found]
@@ -183,7 +185,7 @@ def test_items_cover_every_key_once(attention: TritonAttention) -> None:
         seen = np.zeros((tokens, int(context.max()) + 1), np.int8)
         for launch in (layout.narrow, layout.broad):
             if launch is not None:
-                covered(work, launch, seen, kv_heads)
+                covered(work, launch, seen, attention.invariant)
         token = 0
         for count, end in zip(counts, context, strict=True):
             for i in range(count):

@@ -19,14 +19,17 @@ from penstock.ops.attention import Geometry, Ints
 
 Flags = npt.NDArray[np.bool_]
 
+_LARGER = np.array([[16], [18], [20], [24], [28], [32]])
+"""Sizes of items to try, in sixteenths of the least one."""
+
 FIELDS = 10
 """int32 of an item: first token, queries (0: the item is inert), position of the first query, segment, first key, end of keys,
 unit, the slot of its first part, the slot of its tile's first part, parts of its tile (1: there is nothing to join)."""
 
-PROGRAMS = 264
-"""Programs that a split aims at: two for each of an H200's 132 multiprocessors; one waits while the other one computes."""
+MULTIPROCESSORS = 132
+"""An H200's. On another GPU work is divided as for this one, which costs a little and changes nothing else."""
 
-SHORTEST = 128
+SHORTEST = 512
 """Keys that are worth a program of their own: below, joining the parts costs more time than reading them one after another."""
 
 UNITS = 32
@@ -48,6 +51,8 @@ class Shape:
     """Most queries of a tile."""
     warps: int
     stages: int
+    resident: int
+    """Programs that a multiprocessor holds at a time; work that is split makes so many."""
 
 
 @dataclass(frozen=True)
@@ -76,41 +81,44 @@ class Layout:
     size: int
 
 
-@lru_cache(maxsize=256)
-def shapes(geometry: Geometry, invariant: bool) -> tuple[Shape, Shape]:
-    """The narrow and the broad shape."""
+def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, Shape]:
+    """The narrow and the broad shape for steps of up to so many segments."""
     group = geometry.heads // geometry.kv_heads
     rows = max(16, 1 << (group - 1).bit_length())
     assert rows <= 128, f"{group} query heads share a KV head; these kernels serve up to 128"
     wide = geometry.head_size > 128
     if geometry.itemsize == 4:
         # Products of float32 are not for the matrix unit: small tiles, so that they fit.
-        narrow, broad = Shape(rows, 32, rows // group, 4, 2), Shape(max(32, rows), 32, max(32, rows) // group, 8, 2)
+        tall = max(32, rows)
+        narrow, broad = Shape(rows, 32, rows // group, 4, 2, 2), Shape(tall, 32, tall // group, 8, 2, 1)
         return (broad, broad) if invariant else (narrow, broad)
     if invariant:
         # One shape of matrix instruction and one block of keys for all: the bits of a row are then those of any other.
+        tall = max(64, rows)
         if wide:
-            return Shape(max(64, rows), 32, max(1, 16 // group), 8, 2), Shape(max(64, rows), 32, max(64, rows) // group, 8, 2)
-        return Shape(max(64, rows), 64, max(1, 16 // group), 4, 3), Shape(128, 64, 128 // group, 8, 2)
-    return Shape(rows, 32 if wide else 64, rows // group, 4, 3), Shape(128, 32 if wide else 64, 128 // group, 8, 3)
+            return Shape(tall, 32, max(1, 16 // group), 8, 2, 2), Shape(tall, 32, tall // group, 8, 2, 2)
+        return Shape(tall, 64, max(1, 16 // group), 4, 3, 1), Shape(128, 64, 128 // group, 8, 2, 1)
+    broad = Shape(128, 32 if wide else 64, 128 // group, 8, 3, 1)
+    if segments * geometry.kv_heads <= MULTIPROCESSORS:
+        # Too little to keep the memory busy: what counts is how soon a program is through with its keys.
+        return Shape(rows, 64 if wide else 128, rows // group, 8, 3, 1), broad
+    return Shape(rows, 32 if wide else 64, rows // group, 4, 3, 2), broad
 
 
 @lru_cache(maxsize=4096)
 def layout(geometry: Geometry, segments: int, tokens: int, invariant: bool) -> Layout:
     """The array's layout. Equal arguments, equal layout: the host's array and the launches of a captured graph agree by it."""
-    narrow, broad = shapes(geometry, invariant)
+    narrow, broad = shapes(geometry, segments, invariant)
     # A step of one query a segment, or of a few drafted ones, needs no broad tiles; a larger one may have long segments.
     mixed = tokens > max(segments, 2 * narrow.queries)
-    split = max(1, PROGRAMS // geometry.kv_heads)
     pieces = segments
     if invariant:
         pieces += segments + tokens // (FIRST_UNIT * UNITS // 2)
     tiles = min(tokens, pieces if mixed else _tiles_at_most(tokens, pieces, narrow.queries))
-    first = _launch(narrow, tiles, split, 0, geometry.kv_heads, invariant)
+    first = _launch(narrow, tiles, 0, geometry.kv_heads, invariant)
     if not mixed:
         return Layout(first, None, first.end)
-    tiles = _tiles_at_most(tokens, pieces, broad.queries)
-    second = _launch(broad, tiles, max(1, split // 2), first.end, geometry.kv_heads, invariant)
+    second = _launch(broad, _tiles_at_most(tokens, pieces, broad.queries), first.end, geometry.kv_heads, invariant)
     return Layout(first, second, second.end)
 
 
@@ -119,8 +127,9 @@ def _tiles_at_most(tokens: int, pieces: int, queries: int) -> int:
     return min(tokens, (tokens + pieces * (queries - 1)) // queries)
 
 
-def _launch(shape: Shape, tiles: int, split: int, offset: int, kv_heads: int, invariant: bool) -> Launch:
-    # `_split` adds at most `split` items to the tiles: a tile in parts has at most twice as many as were added for it.
+def _launch(shape: Shape, tiles: int, offset: int, kv_heads: int, invariant: bool) -> Launch:
+    split = max(1, MULTIPROCESSORS * shape.resident // kv_heads)
+    # `_fill` adds at most `split` items to the tiles: a tile in parts has at most twice as many as were added for it.
     slots = min(tiles, split) * UNITS if invariant else 2 * split
     counters = offset + _round(tiles + split, 8) * FIELDS
     return Launch(shape, tiles + split, split, slots, offset, counters, _round(counters + slots * kv_heads, 16))
@@ -159,11 +168,9 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
     begin = np.maximum(position + (1 - geometry.window), 0) if geometry.window else np.zeros_like(end)
     unit = np.maximum(FIRST_UNIT, _power_of_two(-(-end // UNITS))) if invariant else np.full_like(end, shape.block_n)
     begin = begin // unit * unit
-    # Items of about equally many keys, a multiple of the unit; `launch.split` more of them than tiles at most.
     blocks = -(-(end - begin) // unit)
     keys = blocks * unit
-    most = max(SHORTEST, -(-int(keys.sum()) // launch.split))
-    items = -(-keys // _up(most, unit))
+    items = _items(keys, unit, launch.split)
     each = -(-blocks // items) * unit
     items = -(-keys // each)
     parts = np.where(items > 1, blocks, 1) if invariant else items
@@ -186,8 +193,15 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
     work[launch.offset:launch.offset + rows.size] = rows.ravel()
 
 
-def _up(number: int, multiple: Ints) -> Ints:
-    return -(-number // multiple) * multiple
+def _items(keys: Ints, unit: Ints, split: int) -> Ints:
+    """Items for each tile, at most `split` more than there are tiles: as many of equal size as run at once, or a few more."""
+    total = int(keys.sum())
+    least = max(SHORTEST, -(-total // split))
+    if len(keys) >= split:
+        return -(-keys // (-(-least // unit) * unit))
+    items = -(-keys // (-(-least * _LARGER // 16 // unit) * unit))
+    # Where no size has all run at once, the finest leaves least for the end.
+    return items[int((items.sum(1) <= split).argmax())]
 
 
 def _power_of_two(number: Ints) -> Ints:
