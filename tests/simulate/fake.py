@@ -1,81 +1,93 @@
 """A worker without a model: its "layers" remember tokens in pages, and the next token is a hash of what they can read.
 
-Any page that is lost, shared wrongly, written too early or read too late changes a hash and so the output.
+Any page that is lost, shared wrongly, written too early or read too late changes a hash and so the output. An exact state is a
+digest of all tokens so far, read where a segment starts and written where it ends; an entry of a draft head knows the next
+token.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
+from penstock.cache.keys import Key
+from penstock.cache.tiers import Content
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import NOT_SAMPLED, Logprobs, StepPlan, StepResult, Want
-from penstock.core.state import Window
+from penstock.core.request import TierStats
+from penstock.core.state import Retention
+from penstock.core.transfer import Landing, Receipt
 
 VOCABULARY = 31
 _PRIME = (1 << 61) - 1
 
 
-def digest(seen: list[int], group: int) -> int:
-    value = group + 1
+def digest(seen: Sequence[int], group: int, value: int | None = None) -> int:
+    value = group + 1 if value is None else value
     for token in seen:
         value = (value * 1_000_003 + token + 7) % _PRIME
     return value
 
 
-def expected(prompt: list[int], keeps: list[object], seed: int, count: int) -> list[int]:
+def pair(tokens: Sequence[int], position: int) -> int:
+    """A draft head's entry."""
+    return int(tokens[position]) * 97 + int(tokens[position + 1])
+
+
+def expected(prompt: list[int], keeps: list[Retention], seed: int, count: int) -> list[int]:
     """What a sequence must generate, computed from its tokens alone."""
     tokens = list(prompt)
     for _ in range(count):
         last = len(tokens) - 1
         parts = []
         for group, keep in enumerate(keeps):
-            first = max(0, last - keep.width + 1) if isinstance(keep, Window) else 0
-            parts.append(digest(tokens[first:last + 1], group))
+            if keep.exact:
+                parts.append(digest(tokens, group))
+            elif keep.ahead:
+                parts.append(digest([pair(tokens, p) for p in range(last)], group))
+            else:
+                parts.append(digest(tokens[keep.needed(last)[0]:], group))
         tokens.append((sum(parts) + seed) % VOCABULARY)
     return tokens[len(prompt):]
 
 
 class FakeWorker:
-    """Runs plans on pages of plain lists."""
+    """Runs plans on pages of plain numbers."""
 
-    def __init__(self, layout: CacheLayout, rows: int, length: int) -> None:
+    def __init__(self, layout: CacheLayout, rows: int, length: int, behind: FakeTiers | None = None) -> None:
         self.layout = layout
+        self.behind = behind
         self.tokens = np.zeros((rows, length + 1), np.int64)
         self.seed = np.zeros(rows, np.int64)
         self.tables = [np.full((rows, -(-length // layout.page) + 1), -1, np.int64) for _ in layout.groups]
         self.pages = [np.full((layout.slabs * g.per_slab, layout.page), -99, np.int64) for g in layout.groups]
 
     def run(self, plan: StepPlan) -> StepResult:
-        page = self.layout.page
         for enter in plan.enter:
             self.tokens[enter.row, :len(enter.tokens)] = enter.tokens
             self.seed[enter.row] = enter.seed
         for table, edits in zip(self.tables, plan.edits, strict=True):
             for row, index, page_id in edits.tolist():
                 table[row, index] = page_id
+        if self.behind is not None:
+            self.behind.save(plan, self.pages)
         for move in plan.moves:
             self.pages[move.group][move.target] = self.pages[move.group][move.source]
         segments = list(zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.wants.tolist(), strict=True))
-        written = set()
-        for row, start, count, _ in segments:
-            for position in range(start, start + count):
-                for g, table in enumerate(self.tables):
-                    slot = (g, int(table[row, position // page]), position % page)
-                    assert slot not in written, "two tokens of a step write the same slot"
-                    written.add(slot)
-                    self.pages[g][slot[1], slot[2]] = self.tokens[row, position]
+        self._write(segments)
         out = np.full(len(segments), NOT_SAMPLED, np.int32)
         scores: list[tuple[int, int]] = []
         for i, (row, start, count, want) in enumerate(segments):
             end = start + count
             if want & Want.SAMPLE:
-                total = 0
-                for g, group in enumerate(self.layout.groups):
-                    first = max(0, end - group.keep.width) if isinstance(group.keep, Window) else 0
-                    seen = [int(self.pages[g][self.tables[g][row, p // page], p % page]) for p in range(first, end)]
-                    total += digest(seen, g)
+                total = sum(self._read(g, row, end) for g in range(len(self.tables)))
                 out[i] = (total + int(self.seed[row])) % VOCABULARY
                 self.tokens[row, end] = out[i]
+            for g, group in enumerate(self.layout.groups):
+                if group.keep.ahead:
+                    self._put(g, row, end - 1, pair(self.tokens[row], end - 1))
             if want & Want.SCORE:
                 scores += [(i, p) for p in range(start + 1, end + 1)]
         result = StepResult(plan.id, out)
@@ -83,4 +95,132 @@ class FakeWorker:
             at = np.array(scores, np.int32)
             # The engine drops nothing: what is beyond the prompt is the real worker's business, so leave it out here too.
             result.scores = Logprobs(at[:, 0], at[:, 1], at[:, 1:2], at[:, 1:2].astype(np.float32), at[:, 1:2])
+        if self.behind is not None:
+            result.landings = self.behind.load_some(self.pages, wait=plan.idle)
         return result
+
+    def _at(self, g: int, row: int, position: int) -> int:
+        page = int(self.tables[g][row, position // self.layout.page])
+        assert page >= 0, "a page is missing"
+        return page
+
+    def _put(self, g: int, row: int, position: int, value: int) -> None:
+        self.pages[g][self._at(g, row, position), position % self.layout.page] = value
+
+    def _write(self, segments: list[tuple[int, int, int, int]]) -> None:
+        written = set()
+        for row, start, count, _ in segments:
+            end = start + count
+            for g, group in enumerate(self.layout.groups):
+                if group.keep.exact:
+                    before = int(self.pages[g][self._at(g, row, start - 1), 0]) if start else None
+                    target = self._at(g, row, end - 1)
+                    assert (g, target) not in written, "two rows of a step write the same state"
+                    written.add((g, target))
+                    self.pages[g][target, 0] = digest(self.tokens[row, start:end].tolist(), g, before)
+                    continue
+                for position in range(start, end):
+                    slot = (g, self._at(g, row, position), position % self.layout.page)
+                    assert slot not in written, "two tokens of a step write the same slot"
+                    written.add(slot)
+                    if not group.keep.ahead:
+                        self._put(g, row, position, int(self.tokens[row, position]))
+                    elif position < end - 1:
+                        self._put(g, row, position, pair(self.tokens[row], position))
+
+    def _read(self, g: int, row: int, end: int) -> int:
+        keep, page = self.layout.groups[g].keep, self.layout.page
+        if keep.exact:
+            return int(self.pages[g][self._at(g, row, end - 1), 0])
+        first, last = keep.needed(end - 1)[0], end - 1 if keep.ahead else end
+        return digest([int(self.pages[g][self._at(g, row, p), p % page]) for p in range(first, last)], g)
+
+
+class FakeTiers:
+    """Both halves of the tiers behind the device: a dictionary of pages, from which loads come late, fail or are refused."""
+
+    def __init__(self, rng: random.Random, through: bool) -> None:
+        self.rng = rng
+        self.through = through
+        self.known: set[tuple[int, Key]] = set()
+        self.bytes: dict[tuple[int, Key], np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+        self.loads: dict[int, list[Content]] = {}
+        self.started: list[int] = []
+        self.tickets = 0
+        self.landed = 0
+        self.failed = 0
+        self._transfers: list[object] = []
+
+    def offer(self, pages: Sequence[Content], leaving: bool) -> None:
+        if leaving or self.through:
+            for page in pages:
+                if self.rng.random() < 0.9:
+                    self.known.add((page.group, page.key))
+                    self._transfers.append(page)
+
+    def find(self, group: int, keys: Sequence[Key]) -> list[bool]:
+        return [(group, key) in self.known for key in keys]
+
+    def load(self, pages: Sequence[Content], positions: int) -> int | None:
+        assert positions > 0 and len({(page.group, page.page) for page in pages}) == len(pages)
+        if self.rng.random() < 0.1:
+            return None
+        self.tickets += 1
+        self.loads[self.tickets] = list(pages)
+        self._transfers.append(self.tickets)
+        return self.tickets
+
+    def source(self, ticket: int) -> dict[str, int]:
+        return {"host": len(self.loads[ticket])}
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._transfers)
+
+    @property
+    def writing(self) -> bool:
+        return False
+
+    def drain(self) -> Iterable[object]:
+        transfers, self._transfers = self._transfers, []
+        return transfers
+
+    def report(self, landings: Iterable[Landing], receipts: Iterable[Receipt]) -> None:
+        for landing in landings:
+            pages = self.loads.pop(landing.ticket)
+            if not landing.ok:
+                self.known -= {(page.group, page.key) for page in pages}
+
+    def computed(self, positions: int, seconds: float) -> None:
+        assert positions > 0
+
+    def stats(self) -> list[TierStats]:
+        return [TierStats("host")]
+
+    def clear(self) -> None:
+        self.known.clear()
+
+    # -- the worker's half
+
+    def save(self, plan: StepPlan, pages: list[np.ndarray[tuple[int, int], np.dtype[np.int64]]]) -> None:
+        for transfer in plan.transfers:
+            if isinstance(transfer, Content):
+                self.bytes[transfer.group, transfer.key] = pages[transfer.group][transfer.page].copy()
+            else:
+                self.started.append(transfer)
+
+    def load_now(self, ticket: int, pages: list[np.ndarray[tuple[int, int], np.dtype[np.int64]]]) -> Landing:
+        ok = self.rng.random() < 0.85
+        for content in self.loads[ticket]:
+            # A load that fails has filled some of its pages with anything.
+            pages[content.group][content.page] = self.bytes[content.group, content.key] if ok else -7
+        self.landed += ok
+        self.failed += not ok
+        return Landing(ticket, ok)
+
+    def load_some(self, pages: list[np.ndarray[tuple[int, int], np.dtype[np.int64]]], wait: bool) -> list[Landing]:
+        done = [ticket for ticket in self.started if self.rng.random() < 0.3]
+        if wait and self.started and not done:
+            done = self.started[:1]
+        self.started = [ticket for ticket in self.started if ticket not in done]
+        return [self.load_now(ticket, pages) for ticket in done]

@@ -1,33 +1,41 @@
-"""Thousands of random workloads through scheduler and cache against a fake worker, every invariant checked after every step."""
+"""Thousands of random workloads through scheduler and cache against a fake worker, every invariant checked after every step.
+
+Prompts share beginnings with each other and with what was generated before, in arenas that hold a few of them. So outputs are
+right only if hits, joins, pages cut in the middle, copies, evictions, preemptions, forks and loads from other tiers all are.
+"""
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 
 import pytest
 
+from penstock.cache.eviction import POLICIES
 from penstock.cache.manager import Cache
 from penstock.core.errors import RequestError
 from penstock.core.layout import lay_out
-from penstock.core.request import Request, Update
+from penstock.core.request import WHOLE, Request, Span, Update
 from penstock.core.sampling import SamplingParams
-from penstock.core.state import Everything, Field, Retention, StateSpec, Window
+from penstock.core.state import Ahead, Chunk, Everything, Field, Retention, Snapshot, StateSpec, Window
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.scheduler import Scheduler
-from tests.simulate.fake import VOCABULARY, FakeWorker, expected
+from tests.simulate.fake import VOCABULARY, FakeTiers, FakeWorker, expected
 
-WORKLOADS = 2400
+WORKLOADS = 1600
 SHARDS = 8
 
 
 def _states(rng: random.Random) -> list[StateSpec]:
-    """One to three kinds of layers of different sizes."""
-    keeps: list[Retention] = [Everything()] if rng.random() < 0.85 else []
-    if rng.random() < 0.6 or not keeps:
+    """One to four kinds of layers of different sizes."""
+    keeps: list[Retention] = [Everything()] if rng.random() < 0.8 else []
+    if rng.random() < 0.5 or not keeps:
         keeps.append(Window(rng.choice([1, 2, 3, 5, 8, 17])))
-    if rng.random() < 0.2:
+    if rng.random() < 0.15:
         keeps.append(Window(rng.choice([4, 30])))
+    for chance, keep in ((0.15, Chunk(rng.choice([3, 8, 16]))), (0.2, Snapshot()), (0.15, Ahead())):
+        if rng.random() < chance:
+            keeps.append(keep)
     layers = []
     for keep in keeps:
         size = rng.choice([8, 8, 16, 24])
@@ -43,13 +51,17 @@ class Run:
         states = _states(rng)
         page = rng.choice([1, 2, 3, 4, 8, 16])
         slab = lay_out(states, page, 0).slab_bytes
-        layout = lay_out(states, page, slab * rng.choice([5, 8, 12, 16, 24, 60]))
+        layout = lay_out(states, page, slab * rng.choice([5, 8, 12, 16, 24, 60, 200]))
         self.keeps = [group.keep for group in layout.groups]
         rows = rng.choice([1, 2, 3, 5, 9])
         length = rng.choice([12, 40, 80])
         self.limits = Limits(length, rows, rng.choice([rows, rows + 1, rows + 5, 64]), rng.choice([6, 1000]), VOCABULARY)
-        self.scheduler = Scheduler(Cache(layout), self.limits)
-        self.worker = FakeWorker(layout, rows, length)
+        self.tiers = FakeTiers(random.Random(seed), rng.random() < 0.5) if rng.random() < 0.3 else None
+        name = rng.choice(list(POLICIES))
+        self.cache = Cache(layout, policy=name, sharing=rng.random() < 0.9, quota=rng.choice([1.0, 1.0, 0.3]),
+                           tiers=self.tiers)
+        self.scheduler = Scheduler(self.cache, self.limits)
+        self.worker = FakeWorker(layout, rows, length, self.tiers)
         self.depth = rng.choice([1, 2, 2, 3])
         self.flying: deque[object] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}
@@ -57,15 +69,32 @@ class Run:
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.now = 1.0
+        self.documents = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, length))] for _ in range(3)]
+        self.seen: Counter[str] = Counter()
+
+    def prompt(self) -> list[int]:
+        """Something of its own, behind a document's beginning or an earlier conversation."""
+        rng, longest = self.rng, self.limits.max_model_len
+        own = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, rng.choice([3, 6, longest])))]
+        choice = rng.random()
+        if choice < 0.5:
+            shared = rng.choice(self.documents)
+            own = shared[:rng.randint(1, len(shared))] + own[:rng.randint(0, 4)]
+        elif choice < 0.8 and self.requests:
+            request = rng.choice(list(self.requests.values()))
+            own = request.prompt_ids + self.outputs.get((request.id, 0), []) + own[:rng.randint(0, 4)]
+        return own[:longest]
 
     def submit(self, number: int) -> None:
         rng = self.rng
-        prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, rng.choice([6, self.limits.max_model_len])))]
         params = SamplingParams(n=rng.choice([1, 1, 1, 2, 4]), max_tokens=rng.choice([None, 1, 2, 12, 30]),
                                 seed=rng.randrange(1000),
                                 stop_token_ids=[3] if rng.random() < 0.3 else None,
                                 prompt_logprobs=0 if rng.random() < 0.1 else None)
-        request = Request(f"r{number}", prompt, params, priority=rng.choice([0, 0, 1]))
+        tenant = rng.choice(["", "", "b"])
+        spans = [Span(rng.choice([3, 20, WHOLE]), rng.choice([10, 70, 100]), rng.choice([2.0, 50.0]))] * (rng.random() < 0.2)
+        request = Request(f"r{number}", self.prompt(), params, priority=rng.choice([0, 0, 1]), salt=tenant, tenant=tenant,
+                          retain=spans)
         try:
             self.scheduler.add(request, self.now)
         except RequestError:
@@ -89,6 +118,9 @@ class Run:
         if plan is not None:
             assert int(plan.counts.sum()) <= self.limits.max_num_batched_tokens
             assert len(set(plan.rows.tolist())) == len(plan.rows), "a row has two segments"
+            self.seen["copies"] += len(plan.moves)
+            self.seen["waits"] += any(self.cache.joining.leads(s.mark.leader) for s in self.scheduler.waiting
+                                      if s.mark is not None and s.mark.leader is not None)
             self.flying.append(self.worker.run(plan))
         else:
             assert self.flying or not self.scheduler.live, "nothing runs though there is work: a livelock"
@@ -101,6 +133,8 @@ class Run:
             key = (update.request_id, update.index)
             assert key not in self.ends, "news after the end"
             self.outputs.setdefault(key, []).extend(update.token_ids)
+            assert sum(update.cached_by_tier.values()) == update.cached_tokens < self.limits.max_model_len
+            self.seen["cached"] += update.cached_tokens * (update.index == 0)
             if update.prompt_logprobs is not None:
                 prompt = self.requests[update.request_id].prompt_ids
                 assert [line.ids[0] for line in update.prompt_logprobs][:len(prompt) - 1] == list(range(1, len(prompt)))
@@ -118,6 +152,9 @@ class Run:
                     self.turn()
             if rng.random() < 0.2:
                 self.abort()
+            if rng.random() < 0.05:
+                self.cache.reset()
+                self.scheduler.check()
         turns = 0
         while self.scheduler.busy:
             self.turn()
@@ -126,7 +163,7 @@ class Run:
         self.judge()
 
     def judge(self) -> None:
-        assert self.scheduler.cache.pools.slabs_live == 0
+        assert self.cache.pools.slabs_live == 0
         for request in self.requests.values():
             for index in range(request.params.n):
                 got, end = self.outputs.get((request.id, index), []), self.ends[(request.id, index)]
@@ -139,19 +176,29 @@ class Run:
                     assert got[-1] == 3 and request.params.stop_token_ids
                 else:
                     assert len(got) == (request.params.max_tokens or self.scheduler.admission.longest - len(request.prompt_ids))
+        self.seen["preemptions"] = self.scheduler.stats.preemptions
+        self.seen["evictions"] = sum(self.cache.evictor.evicted)
+        if self.tiers is not None:
+            self.seen["landed"], self.seen["failed"] = self.tiers.landed, self.tiers.failed
+        if not self.cache.sharing:
+            assert not self.seen["cached"] + self.seen["waits"]
+        # All that is left can go, down to the last page.
+        assert not self.cache.evictor.evict(lambda: False)
+        assert self.cache.pools.slabs_used == 0
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_workloads(shard: int) -> None:
-    preemptions = 0
+    seen: Counter[str] = Counter()
     for seed in range(shard * WORKLOADS // SHARDS, (shard + 1) * WORKLOADS // SHARDS):
         run = Run(seed)
         try:
             run.go()
         except AssertionError as error:
             raise AssertionError(f"workload {seed}: {error}") from error
-        preemptions += run.scheduler.stats.preemptions
-    assert preemptions > 100, "the workloads do not strain the cache"
+        seen += run.seen
+    for what in ("cached", "copies", "waits", "evictions", "preemptions", "landed", "failed"):
+        assert seen[what] > (0 if what in ("landed", "failed") else 50), f"the workloads do not strain the cache: {seen}"
 
 
 def test_no_row_is_lost_when_a_fork_waits_for_rows() -> None:

@@ -13,53 +13,112 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from operator import itemgetter
 
-from penstock.cache.prefix import Account, Node, Prefix
+from penstock.cache.prefix import TOKEN, Account, Node, Prefix
+from penstock.core.layout import CacheLayout
 from penstock.core.request import DEFAULT_PRIORITY
 
 
-class Policy(Protocol):
-    """An order among stretches of equal priority."""
+class Policy:
+    """An order among stretches of equal priority; this one is LRU."""
 
     def kind(self, node: Node) -> int:
-        """Candidates of one kind go in the order of their last use. Small numbers; may change only when the node is used."""
-        ...
-
-    def worth(self, kind: int, age: int) -> float:
-        """How much keeping a candidate of this kind is worth that was last used `age` ticks of the clock ago: least goes
-        first."""
-        ...
-
-
-class LeastRecent:
-    """LRU."""
-
-    def kind(self, node: Node) -> int:
+        """Candidates of one kind go in the order of their last use. May change only when the node is used or cut."""
         return 0
 
     def worth(self, kind: int, age: int) -> float:
+        """How much it is worth to keep a candidate of this kind that was last used `age` ticks of the clock ago: least goes
+        first."""
         return -age
 
+    def added(self, node: Node, first: int) -> None:
+        """Slots of a node from `first` on have been computed and are kept."""
 
-@dataclass(frozen=True)
-class TailFirst:
+    def evicted(self, node: Node) -> None:
+        """The last slot of a node is given up."""
+
+
+class TailFirst(Policy):
     """T-LRU: a conversation's last tokens go first as long as what its next turn must then compute stays within a budget.
 
     Of a context of L tokens a page may go early if the tokens before it still cover L + question - budget: then the next
     turn, a `question` longer, computes at most `budget` tokens before it answers. Both in tokens.
     """
 
-    page: int
-    budget: int = 1024
-    question: int = 256
+    def __init__(self, page: int, budget: int = 1024, question: int = 256) -> None:
+        self._page = page
+        self._slack = question - budget
 
     def kind(self, node: Node) -> int:
-        return 0 if node.end - self.page >= node.longest + self.question - self.budget else 1
+        return 0 if node.end - self._page >= node.longest + self._slack else 1
 
     def worth(self, kind: int, age: int) -> float:
         return kind * float(1 << 60) - age
+
+
+class Adaptive(Policy):
+    """Least recently used, but what has been found before counts as younger than it is, by a factor that learns.
+
+    As in ARC (Megiddo and Modha 2003), what was given up is remembered for a while, by its tokens alone: if something comes
+    back that had been found before, such things should have been kept longer and the factor grows; if something comes back
+    that had been used only once, it shrinks. At 1 this is LRU, and it never falls below. Only every fourth slot is watched.
+    """
+
+    _WATCHED = 4
+    _STEP = 5.0
+    """Doublings of the factor if all that fits came back at once."""
+    _MOST = 8.0
+
+    def __init__(self, page: int, pages: int) -> None:
+        """For an arena of so many pages."""
+        self._page = page
+        self._room = max(1, pages // self._WATCHED)
+        self.factor = 1.0
+        self._gone: OrderedDict[int, int] = OrderedDict()
+        """Fingerprint of a slot -> its kind, oldest first."""
+        self._counts = [0, 0]
+
+    def kind(self, node: Node) -> int:
+        return 1 if node.uses else 0
+
+    def worth(self, kind: int, age: int) -> float:
+        return -(age + 1) / (self.factor if kind else 1.0)
+
+    def added(self, node: Node, first: int) -> None:
+        for slot in self._watched(node, first):
+            kind = self._gone.pop(self._fingerprint(node, slot), None)
+            if kind is not None:
+                node.uses = max(node.uses, 1)
+                self._learn(kind)
+
+    def evicted(self, node: Node) -> None:
+        slot = node.slots - 1
+        if slot in self._watched(node, slot):
+            mark, kind = self._fingerprint(node, slot), self.kind(node)
+            self._counts[kind] += 1
+            before = self._gone.pop(mark, None)
+            if before is not None:
+                self._counts[before] -= 1
+            self._gone[mark] = kind
+            if len(self._gone) > self._room:
+                self._counts[self._gone.popitem(last=False)[1]] -= 1
+
+    def _learn(self, kind: int) -> None:
+        other = self._counts[1 - kind]
+        weight = max(1.0, other / max(1, self._counts[kind]))
+        self._counts[kind] -= 1
+        doublings = self._STEP * weight / self._room
+        self.factor = min(self._MOST, max(1.0, self.factor * 2 ** (doublings if kind else -doublings)))
+
+    def _watched(self, node: Node, first: int) -> range:
+        """The slots of a node from `first` on that are watched: every fourth, counted from the root."""
+        at = node.start // self._page
+        return range(first + (-(at + first)) % self._WATCHED, node.slots, self._WATCHED)
+
+    def _fingerprint(self, node: Node, slot: int) -> int:
+        width = self._page * TOKEN
+        return hash((node.start + slot * self._page, bytes(node.tokens[slot * width:(slot + 1) * width])))
 
 
 class _Candidates:
@@ -94,19 +153,20 @@ class _Candidates:
             node = heapq.heappop(self._lapsing)[2]
             if self._evictor.removable(node):
                 self.push(node)
-        for priority in sorted(self._heaps):
-            best: tuple[float, Node] | None = None
-            for kind, heap in list(self._heaps[priority].items()):
-                node_ = self._head(priority, kind, heap)
-                if node_ is None:
-                    del self._heaps[priority][kind]
-                    continue
-                worth = self._evictor.policy.worth(kind, self._evictor.index.clock - node_.used)
-                if best is None or worth < best[0]:
-                    best = worth, node_
-            if best is not None:
-                return best[1]
-            del self._heaps[priority]
+        while self._heaps:
+            priority = min(self._heaps)
+            kinds, best = self._heaps[priority], list[tuple[float, Node]]()
+            for kind in list(kinds):
+                head = self._head(priority, kind, kinds[kind])
+                if head is not None:
+                    best.append((self._evictor.policy.worth(kind, self._evictor.index.clock - head.used), head))
+            # What had changed its rank has been put where it belongs now, perhaps into a heap that was not looked at.
+            if best and min(self._heaps) == priority:
+                return min(best, key=itemgetter(0))[1]
+            for kind in [kind for kind, heap in kinds.items() if not heap]:
+                del kinds[kind]
+            if not kinds:
+                del self._heaps[priority]
         return None
 
     def _head(self, priority: int, kind: int, heap: list[tuple[int, int, Node]]) -> Node | None:
@@ -129,6 +189,7 @@ class Evictor:
         """`quota`: bytes that the contexts of one tenant may occupy after their requests have ended; None for no limit."""
         self.index = index
         self.policy = policy
+        index.added = policy.added
         self.now = 0.0
         """Seconds of `time.time()` at the plan being made."""
         self.evicted = [0] * index.groups
@@ -161,7 +222,9 @@ class Evictor:
 
     def offer(self, node: Node) -> None:
         """A node may have become a candidate: somebody let go of it, or it has lost its last child."""
-        if node.parent is not None and not node.gone and not node.children:
+        while node.gone and node.parent is not None:
+            node = node.parent
+        if node.parent is not None and not node.children:
             self._leaves.push(node)
             if self._quota is not None:
                 self._own.setdefault(id(node.label.account), _Candidates(self)).push(node)
@@ -205,6 +268,7 @@ class Evictor:
         assert parent is not None
         while True:
             last = leaf.slots - 1
+            self.policy.evicted(leaf)
             for g, ids in enumerate(leaf.pages):
                 if ids[last] >= 0:
                     self._drop(leaf, g, last)
@@ -270,3 +334,11 @@ class Evictor:
                 for page in ids:
                     if page >= 0 and self._bounded[g] and not self.index.pools.holders(g, page):
                         assert (g, page) in loose, "a page that nobody holds is not a candidate"
+
+
+POLICIES: dict[str, Callable[[CacheLayout], Policy]] = {
+    "adaptive": lambda layout: Adaptive(layout.page, layout.slabs * max(group.per_slab for group in layout.groups)),
+    "lru": lambda layout: Policy(),
+    "tail": lambda layout: TailFirst(layout.page),
+}
+"""By the name of the option."""

@@ -16,7 +16,7 @@ from enum import Enum
 import numpy as np
 
 from penstock.cache.events import Sink
-from penstock.cache.eviction import Evictor, LeastRecent, Policy
+from penstock.cache.eviction import POLICIES, Evictor
 from penstock.cache.indexing import Indexer
 from penstock.cache.joining import Joining
 from penstock.cache.loading import Loading
@@ -31,6 +31,9 @@ from penstock.core.plan import Move, StepPlan
 from penstock.core.request import TierStats
 from penstock.core.sequence import PageRun, Sequence
 from penstock.core.transfer import Landing, Receipt
+
+POLICY = "adaptive"
+"""What goes first, if nobody says (`cache/eviction.py`); chosen by bench/cache_replay.py."""
 
 _NEVER = 1 << 62
 """A number of positions that no sequence comes to."""
@@ -50,7 +53,7 @@ class Reuse(Enum):
 class Cache:
     """Pages of every live sequence, and those that are kept for later ones."""
 
-    def __init__(self, layout: CacheLayout, *, policy: Policy | None = None, sharing: bool = True, model: str = "",
+    def __init__(self, layout: CacheLayout, *, policy: str = POLICY, sharing: bool = True, model: str = "",
                  quota: float = 1.0, tiers: Tiers | None = None, sink: Sink | None = None) -> None:
         """`sharing`: whether pages are found again. `model`: what names the weights, for content keys. `quota`: the fraction of
         the arena that the contexts of one tenant may occupy once their requests have ended. `tiers`: what is behind the device.
@@ -60,7 +63,7 @@ class Cache:
         self.tiers = tiers
         self.pools = Pools(layout)
         self.index = Prefix(self.pools, model)
-        self.evictor = Evictor(self.index, policy or LeastRecent(), int(layout.nbytes * quota) if quota < 1 else None)
+        self.evictor = Evictor(self.index, POLICIES[policy](layout), int(layout.nbytes * quota) if quota < 1 else None)
         self.lookup = Lookup(self.index, layout)
         self.joining = Joining(layout.page)
         self.loading = Loading(self.lookup, self.evictor, self.pools, tiers) if tiers is not None else None
@@ -118,17 +121,20 @@ class Cache:
         if not n:
             return 0
         sequence.pages = [self._hold(g, found.places[g], n) for g in range(len(self._keeps))]
-        mark.deepest = next(node for node in found.trail.nodes if node.end >= n)
-        self.index.touch(mark.deepest, self.evictor.now)
+        mark.deepest = mark.origin = found.trail.nodes[-1]
         mark.indexed = n - n % page
-        mark.node = self.index.locate(mark.deepest, mark.indexed) if mark.indexed else None
+        if mark.indexed:
+            # What lies beyond has not been found now: it may go before what has.
+            node = self.index.locate(mark.deepest, mark.indexed)
+            mark.node = self.index.split(node, (mark.indexed - node.start) // page) if mark.indexed < node.end else node
+            self.index.touch(mark.node, self.evictor.now)
         sequence.due = mark.indexed + page
         return n
 
     def _begin(self, sequence: Sequence, reuse: Reuse = Reuse.TOKENS) -> Mark:
         """A sequence starts to have pages."""
         mark, private = mark_of(sequence), reuse is Reuse.NOTHING or not self.sharing
-        mark.node, mark.deepest, mark.indexed, mark.forked = None, None, 0, False
+        mark.node, mark.deepest, mark.origin, mark.indexed, mark.forked = None, None, None, 0, False
         mark.generation = -1 if private else self._generation
         sequence.due = _NEVER if private else self.layout.page
         return mark
@@ -255,10 +261,6 @@ class Cache:
         mark = mark_of(sequence)
         if mark.generation == self._generation:
             self.joining.lead(sequence, packed(sequence, len(sequence.tokens)))
-        node = mark.deepest
-        while node is not None:
-            node.uses += 1
-            node = node.parent
         for g, run in enumerate(sequence.pages):
             for i in range(run.first, len(run.ids)):
                 if run.ids[i] >= 0:
@@ -266,8 +268,12 @@ class Cache:
 
     def sources(self, sequence: Sequence) -> dict[str, int]:
         """Where the `planned` positions that a sequence has found came from, by tier. Asked once, when it has its first row."""
-        left, found = sequence.planned, dict[str, int]()
-        for tier, positions in mark_of(sequence).loaded.items():
+        mark, left, found = mark_of(sequence), sequence.planned, dict[str, int]()
+        node = mark.node
+        while node is not None:
+            node.uses += 1
+            node = node.parent
+        for tier, positions in mark.loaded.items():
             if left and positions:
                 found[tier] = min(left, positions)
                 left -= found[tier]
@@ -295,7 +301,7 @@ class Cache:
         child.pages = []
         parent.room = child.room = 0
         theirs, mark = mark_of(parent), self._begin(child)
-        mark.node, mark.generation = theirs.node, theirs.generation
+        mark.node, mark.origin, mark.generation = theirs.node, theirs.origin, theirs.generation
         mark.forked = theirs.forked = True
         mark.indexed = min(theirs.indexed, upto - upto % self.layout.page)
         child.due = min(parent.due, mark.indexed + self.layout.page)
@@ -326,7 +332,7 @@ class Cache:
         self._indexer.used(sequence, mark.deepest)
         if not keep:
             self._forget(mark.deepest)
-        for node in (mark.node, mark.deepest):
+        for node in (mark.node, mark.deepest, mark.origin):
             if node is not None:
                 self.evictor.offer(node)
         self.evictor.settle_quota(mark.deepest.label.account)

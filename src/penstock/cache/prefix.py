@@ -111,6 +111,8 @@ class Prefix:
         """Told of a node, a group and its slots whose pages can be found from now on."""
         self.removed: Callable[[Node, int, int], None] | None = None
         """Told of a node, a group and the slot whose page is about to go."""
+        self.added: Callable[[Node, int], None] = lambda node, first: None
+        """Told of a node and the slot from which on it is new."""
         self.accounts: dict[str, Account] = {}
         self.roots: dict[tuple[str, str], Node] = {}
         self.clock = 0
@@ -200,6 +202,7 @@ class Prefix:
         first = node.slots - len(pages[0])
         for g, ids in enumerate(pages):
             self._keep(node, g, first, ids)
+        self.added(node, first)
         return node
 
     def _add(self, parent: Node, at: int, data: bytearray, pages: list[list[int]], author: object) -> Node:
@@ -250,19 +253,19 @@ class Prefix:
             return [node.children[node.order[at - 1]]]
         return []
 
-    def rest(self, node: Node, at: int, data: bytearray, pages: list[list[int]]) -> tuple[Node, list[Node]]:
+    def rest(self, node: Node, at: int, data: bytearray, pages: list[list[int]]) -> tuple[Node | None, list[Node]]:
         """Adds a leaf of less than a page behind position `at` of `node`, a border of slots, unless the tree has these tokens
-        there already. Returns the leaf or the node, and leaves that end inside it and are now of no use."""
+        there already. Returns the leaf, if there is a new one, and leaves that end inside it and are now of no use."""
         node = self.locate(node, at)
         if at < node.end:
             first = (at - node.start) // self.page
             if node.tokens.startswith(data, first * self.width):
-                return node, []
+                return None, []
             node = self.split(node, first)
         key = bytes(data)
         place = bisect_left(node.order, key)
         if place < len(node.order) and node.order[place].startswith(key):
-            return node, []
+            return None, []
         spent = self._prefixes(node, key)
         leaf = self._add(node, at, data, pages, None)
         for g, ids in enumerate(pages):
