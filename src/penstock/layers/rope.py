@@ -175,6 +175,8 @@ class RopeSpec:
 
     def table(self, max_model_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, float32 [max_model_len, ceil(dim / 2)]."""
+        if device.type == "meta":  # torch's own way to the shapes imports its compiler, which takes seconds
+            return torch.empty(2, max_model_len, -(-self.dim // 2), device=device).unbind(0)
         frequencies = self.scaling.frequencies(self.theta, self.dim, max_model_len).to(device)
         angles = torch.arange(max_model_len, dtype=torch.float32, device=device)[:, None] * frequencies
         amplitude = self.scaling.amplitude()

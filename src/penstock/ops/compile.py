@@ -8,6 +8,7 @@ JIT asks for later, when the same launch runs on the GPU and finds the kernel in
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -19,9 +20,11 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import penstock
 from penstock.core.errors import ConfigError
 from penstock.ops import gpu
 from penstock.ops.gpu import Chip
@@ -90,8 +93,11 @@ def watch() -> bool:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "triton"
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
     from triton import knobs
+    from triton.runtime.cache import triton_key
 
     knobs.compilation.listener = _listen
+    # Hashes Triton's own files for a second, without the interpreter's lock; every look into the cache needs the result.
+    threading.Thread(target=triton_key, daemon=True).start()
     return True
 
 
@@ -153,12 +159,43 @@ def _caller() -> str:
     return ""
 
 
+class Manifest:
+    """On disk, the kernels that a rehearsal has found, so that the next start of the same need not rehearse."""
+
+    def __init__(self, *what: object) -> None:
+        """`what` is all that the kernels depend on, beside the sources of Penstock, Triton and torch."""
+        digest = hashlib.sha256(repr(what).encode())
+        digest.update(" ".join(version(name) for name in ("torch", "triton")).encode())
+        for path in sorted(Path(penstock.__file__).parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+        self._path = Path(os.environ["TRITON_CACHE_DIR"]) / "manifests" / f"{digest.hexdigest()}.json"
+
+    def jobs(self) -> list[Job] | None:
+        """What `keep` was given; None if it was not called before."""
+        try:
+            kept = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return None
+        return [Job(job["module"], job["kernel"], job["data"], Path(job["entry"]), job["caller"]) for job in kept]
+
+    def keep(self, jobs: list[Job]) -> None:
+        """Writes them down, for processes that may read it at the same time. What cannot be written is not kept."""
+        text = json.dumps([{"module": job.module, "kernel": job.kernel, "data": job.data, "entry": str(job.entry),
+                            "caller": job.caller} for job in jobs])
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part = self._path.with_suffix(f".{os.getpid()}")
+            part.write_text(text)
+            part.replace(self._path)
+
+
 class Compilation:
     """Jobs under way in processes of their own. Those that are in the cache already cost nothing."""
 
     def __init__(self, jobs: Iterable[Job], capability: tuple[int, int]) -> None:
         self._capability = capability
-        missing = [job for job in jobs if not job.entry.exists()]
+        self._all = list(jobs)
+        missing = [job for job in self._all if not job.entry.exists()]
         self.compiled = len(missing)
         """Kernels that were not in the cache."""
         self.seconds = 0.0
@@ -184,6 +221,12 @@ class Compilation:
             job, why = self._failed[0]
             raise ConfigError(_explain(f"kernel {job.module}.{job.kernel}", why, _operations(job.caller, kernels),
                                        self._capability))
+
+    def load(self) -> None:
+        """Brings all kernels from the cache to the current device, where else each first launch would."""
+        for job in self._all:
+            kernel = getattr(importlib.import_module(job.module), job.kernel).preload(job.data)
+            kernel.run  # noqa: B018  (the property loads it)
 
     def _serve(self) -> None:
         """One process and what it is given."""

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def gather(ids, table, out, width: tl.constexpr, block: tl.constexpr, linked: tl.constexpr):
+def gather(ids, table, out, width: tl.constexpr, block: tl.constexpr):
     """out [T, width] = table[ids]. A program copies a block of one row."""
-    if linked:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width

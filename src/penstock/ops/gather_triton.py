@@ -1,10 +1,11 @@
-"""Rows of a table on NVIDIA GPUs: an embedding."""
+"""Rows of a table on NVIDIA GPUs: an embedding.
+
+Never launched ahead of time: a kernel behind it may rely on everything before it having ended (ops/rope_triton.py does).
+"""
 
 from __future__ import annotations
 
 import torch
-
-from penstock.ops import gpu
 
 _BLOCK = 2048
 
@@ -18,7 +19,6 @@ def gather(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     if rows == 0:
         return out
     block = min(_BLOCK, 1 << (width - 1).bit_length())
-    linked = gpu.linked(table.device)
-    kernel[(rows, -(-width // block))](ids, table, out, width=width, block=block, linked=linked,
-                                       num_warps=max(1, min(8, block * table.element_size() // 512)), launch_pdl=linked)
+    kernel[(rows, -(-width // block))](ids, table, out, width=width, block=block,
+                                       num_warps=max(1, min(8, block * table.element_size() // 512)))
     return out

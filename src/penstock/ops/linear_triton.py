@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ops import activation_triton, gpu
+from penstock.ops.gather_triton import gather
 from penstock.ops.linear import Weight
 from penstock.ops.registry import register
 
@@ -176,7 +177,7 @@ class TritonLinear:
 
     @staticmethod
     def gather(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-        return F.embedding(ids, weight.data)
+        return gather(ids, weight.data)
 
 
 def _suits(x: torch.Tensor, weight: Weight) -> bool:

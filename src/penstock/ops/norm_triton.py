@@ -9,8 +9,8 @@ import torch
 from penstock.ops import gpu
 from penstock.ops.registry import register
 
-_VECTOR = 16
-"""Bytes that a thread loads at once."""
+_VECTOR = 16, 32
+"""Bytes of a row that a thread takes where there are few rows, and where there are many."""
 
 
 def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
@@ -23,9 +23,9 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     if rows == 0:
         return out
     block = 1 << (width - 1).bit_length()
-    # Narrow rows share a program once there are enough of them to keep the whole device busy.
-    tall = max(1, 1024 // block) if rows > 8 * gpu.multiprocessors(x.device) else 1
-    warps = min(16, max(1, tall * block * x.element_size() // (_VECTOR * 32)))
+    many = rows > 8 * gpu.multiprocessors(x.device)
+    tall = max(1, 1024 // block) if many else 1  # narrow rows share a program, if that leaves enough of them
+    warps = min(16, max(1, tall * block * x.element_size() // (_VECTOR[many] * 32)))
     stride = x.stride(0) if residual is None else residual.stride(0)
     align = math.gcd(16, x.stride(0), stride)
     linked = gpu.linked(x.device)

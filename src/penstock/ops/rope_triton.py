@@ -7,10 +7,11 @@ import torch
 from penstock.ops import gpu
 from penstock.ops.registry import register
 
-_NUMBERS = 1024
-"""Numbers a program: few enough that a single token keeps several busy."""
-
-_EARLY = False
+_NUMBERS = {64: 2048, 128: 2048, 256: 1024}
+"""Numbers a program, by the head's size rounded up: what was fastest at one token and at 8192 (bench/gpu_rows.py)."""
+_EARLY = True
+"""Read positions, slots and tables before waiting for the kernel ahead. They are older than the embedding's kernel, which is
+launched in the ordinary way, when everything before it has ended: so they are there when anything behind it begins."""
 
 
 def _power(size: int) -> int:
@@ -31,7 +32,7 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: tor
         return out
     half = 0 if cos is None else cos.shape[1]
     whole = _power(size)
-    many = max(1, min(_power(heads), _NUMBERS // whole))
+    many = max(1, min(_power(heads), _NUMBERS.get(whole, 1024) // whole))
     warps = min(8, max(1, many * whole // 512))
     linked = gpu.linked(q.device)
     kernel[(tokens, -(-heads // many) - (-kv_heads // many))](

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 
 import numpy as np
 import torch
@@ -25,35 +24,28 @@ from penstock.worker.arena import Arena
 from penstock.worker.graphs import decode_sizes, mixed_sizes
 from penstock.worker.step import Capacity
 
-LOG = logging.getLogger("penstock")
 _META = torch.device("meta")
 _INTS = torch.int32
 
 
 def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int, tokens: int, max_model_len: int, page: int,
              graph_tokens: int, chip: Chip) -> list[Job]:
-    """The kernels that steps of up to `tokens` tokens and `rows` segments launch.
-
-    Should a launch look into a tensor, which it must not, what comes after it is compiled when it is first needed.
-    """
+    """The kernels that steps of up to `tokens` tokens and `rows` segments launch. No launch may look into a tensor."""
     kernels = _without_values(kernels)
     with recording(chip) as jobs, torch.inference_mode():
-        try:
-            model, groups = _model(spec, kernels, dtype, max_model_len, page)
-            known = torch.empty(rows, max_model_len, dtype=_INTS, device=_META)
-            tables = [torch.empty(rows, -(-max_model_len // page), dtype=_INTS, device=_META)] * groups
-            for capacity in capacities(rows, tokens, graph_tokens, max_model_len):
-                _forward(model, capacity, known, tables, page, capacity.segments)
-            # Any number of segments may end in an eager step, and all tokens may be wanted of one whose prompt is scored.
-            for ends in (*_examples(1, rows), None):
-                _forward(model, Capacity(tokens, 1), known, tables, page, ends)
-            # Any number of rows may be sampled after any step.
-            for lines in _examples(1, tokens):
-                logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))
-                if lines in (1, 2, rows) and kernels.chosen["sample"].name != "reference":
-                    _sample(kernels, logits, known)
-        except Exception as error:
-            LOG.warning("not all kernels are known before they are launched: %s: %s", type(error).__name__, error)
+        model, groups = _model(spec, kernels, dtype, max_model_len, page)
+        known = torch.empty(rows, max_model_len, dtype=_INTS, device=_META)
+        tables = [torch.empty(rows, -(-max_model_len // page), dtype=_INTS, device=_META)] * groups
+        for capacity in capacities(rows, tokens, graph_tokens, max_model_len):
+            _forward(model, capacity, known, tables, page, capacity.segments)
+        # Any number of segments may end in an eager step, and all tokens may be wanted of one whose prompt is scored.
+        for ends in (*_examples(1, rows), None):
+            _forward(model, Capacity(tokens, 1), known, tables, page, ends)
+        # Any number of rows may be sampled after any step.
+        for lines in _examples(1, tokens):
+            logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))
+            if lines in (1, 2, rows) and kernels.chosen["sample"].name != "reference":
+                _sample(kernels, logits, known)
     return list(jobs.values())
 
 
