@@ -41,8 +41,8 @@ class Indexer:
         mark.indexed, mark.node, mark.deepest = upto, node, node
         for g, ids in enumerate(pages):
             self._adopt(g, sequence, first - self.shift[g], ids)
-        for leaf in spent:
-            self.forget(leaf)
+        for useless in spent:
+            self.forget(useless)
         if not self.simple and self.evictor.removable(node):
             self.evictor.offer(node)
         self.evictor.settle_quota(node.label.account)
@@ -65,6 +65,9 @@ class Indexer:
         run, shift = sequence.pages[g], self.shift[g]
         ids = [run.ids[i] if i >= run.first else -1 for i in range(max(0, first - shift), last - shift)]
         ids = [-1] * (last - first - len(ids)) + ids
+        if shift:
+            # Forks that part in the next slot may share such a page, which lies on both ways then: leave it to them.
+            ids = [-1 if page >= 0 and self.pools.shared(g, page) else page for page in ids]
         if self.keeps[g].exact:
             # Only a segment that ended on the border has left the state of the border behind.
             sealed = ids[-1] if sequence.computed % self.page == 0 else -1
@@ -92,9 +95,10 @@ class Indexer:
         pages = [[self._rest(sequence, g, slot)] for g in range(len(self.keeps))]
         if any(ids[0] >= 0 for ids in pages):
             data = packed(sequence, computed)[mark.indexed * TOKEN:computed * TOKEN]
-            mark.deepest, spent = self.index.rest(node, mark.indexed, data, pages)
-            for leaf in spent:
-                self.forget(leaf)
+            leaf, spent = self.index.rest(node, mark.indexed, data, pages)
+            mark.deepest = leaf or mark.deepest
+            for useless in spent:
+                self.forget(useless)
 
     def _rest(self, sequence: Sequence, g: int, slot: int) -> int:
         """A group's page for the last slot of a context that ends inside it; -1 if that is of no use, or others hold it too."""

@@ -88,6 +88,8 @@ class Loading:
         if upto - found.reach < page:
             return None
         wanted, held = self._divide(device, upto)
+        if not wanted:
+            return None
         for g, i in wanted:
             ticket = self._tickets.get((g, mark.keys[i + self.lookup.shift[g]]))
             if ticket is not None:

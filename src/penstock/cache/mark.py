@@ -11,8 +11,8 @@ from penstock.core.sequence import Sequence
 class Mark:
     """Kept on the sequence (`Sequence.mark`), from its first look into the cache to its end."""
 
-    __slots__ = ("asked", "deepest", "forked", "generation", "indexed", "keys", "leader", "loaded", "node", "packed", "ticket",
-                 "upto")
+    __slots__ = ("asked", "deepest", "forked", "generation", "indexed", "keys", "leader", "loaded", "node", "origin", "packed",
+                 "ticket", "upto")
 
     def __init__(self) -> None:
         self.packed = bytearray()
@@ -25,6 +25,8 @@ class Mark:
         """Positions that the tree has, a multiple of the page."""
         self.deepest: Node | None = None
         """A node in which or above which all pages lie that it holds and the tree keeps."""
+        self.origin: Node | None = None
+        """Where its match ended. A draft head's page may lie there although the sequence has gone another way."""
         self.forked = False
         """It has shared its pages with a fork: the tree may keep some of them that it did not add itself."""
         self.generation = 0

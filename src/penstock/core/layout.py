@@ -45,7 +45,10 @@ class CacheLayout:
 
     def pages_for(self, group: Group, length: int, chunk: int) -> int:
         """The most pages of `group` that a sequence of `length` positions holds at once, computed `chunk` at a time."""
-        most = min(length, length - group.keep.needed(length)[0] + chunk)
+        if group.keep.exact:
+            # The state where a segment starts, and where it ends.
+            return min(-(-length // self.page), 2)
+        most = min(length, group.keep.widest(length) + chunk)
         # A stretch that starts inside a page touches one page more.
         spill = 0 if most == length else 1
         return min(-(-length // self.page), -(-most // self.page) + spill)

@@ -35,6 +35,10 @@ class Retention(Protocol):
         """The half-open interval of positions that position n reads. Its lower end never falls as n grows."""
         ...
 
+    def widest(self, n: int) -> int:
+        """How many positions the interval has at most, for positions up to n."""
+        ...
+
     @property
     def exact(self) -> bool:
         """A page holds the state behind the last position written to it instead of an entry for each, so it serves to
@@ -49,7 +53,14 @@ class Retention(Protocol):
 
 @dataclass(frozen=True)
 class _Entries:
-    """An entry for each position, made from the tokens up to it."""
+    """An entry for each position, made from the tokens up to it and read by all that follow: what most kinds are but for one
+    thing."""
+
+    def needed(self, n: int) -> tuple[int, int]:
+        return 0, n
+
+    def widest(self, n: int) -> int:
+        return n - self.needed(n)[0]
 
     @property
     def exact(self) -> bool:
@@ -63,9 +74,6 @@ class _Entries:
 @dataclass(frozen=True)
 class Everything(_Entries):
     """Full attention: position n reads all before it."""
-
-    def needed(self, n: int) -> tuple[int, int]:
-        return 0, n
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,9 @@ class Chunk(_Entries):
     def needed(self, n: int) -> tuple[int, int]:
         return n - n % self.size, n
 
+    def widest(self, n: int) -> int:
+        return min(n, self.size - 1)
+
 
 @dataclass(frozen=True)
 class Snapshot(_Entries):
@@ -105,9 +116,6 @@ class Ahead(_Entries):
     """Full attention of a draft head: its entry at a position is made from the `tokens` that follow, too."""
 
     tokens: int = 1
-
-    def needed(self, n: int) -> tuple[int, int]:
-        return 0, n
 
     @property
     def ahead(self) -> int:
