@@ -47,6 +47,7 @@ class Engine:
         """Loads the model and plans memory. Raises ConfigError or ModelError saying what to change."""
         self.options = options
         facts = detect(options.device)
+        compiles = facts.kind == "cuda" and compile.watch()
         self.folder = models.resolve_folder(options.model, options.revision)
         checkpoint = models.read_config(self.folder)
         spec = models.describe(checkpoint)
@@ -59,8 +60,9 @@ class Engine:
             self.config = replace(self.config, graph_tokens=0)
         found = memory.occupancy(device)
         if found is not None:
+            memory.settle_allocator()
             check_room(options.gpu_memory_utilization, spec.nbytes(self.config.dtype), found)
-        compilation = _compile(self.config, spec, self.kernels, device)
+        compilation = _compile(self.config, spec, self.kernels, device) if compiles else None
         with memory.explained(device):
             model = models.load(self.folder, checkpoint, dtype=dtype, device=device, kernels=self.kernels,
                                 load_format=options.load_format, max_model_len=self.config.max_model_len, seed=options.seed,
@@ -75,10 +77,10 @@ class Engine:
             self.tiers = set_up(options, self.config, self.memory.layout, identity, self.kernels.table())
             self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device,
                                  self.config.graph_tokens, self.tiers.behind)
-        self.events = open_events(options, self.memory.layout)
+        self.events = open_events(options, self.memory.layout, self.tiers.hierarchy)
         cache = Cache(self.memory.layout, sharing=options.enable_prefix_caching, model=identity,
                       quota=options.cache_tenant_share, tiers=self.tiers.hierarchy,
-                      sink=self.events.journal if self.events is not None else None)
+                      sink=self.events.sink if self.events is not None else None)
         self.scheduler = Scheduler(cache, Limits(
             max_model_len=self.memory.max_model_len, max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
@@ -180,8 +182,6 @@ class Engine:
 def _compile(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Kernels,
              device: torch.device) -> Compilation | None:
     """Starts compiling what steps will launch, in other processes, while weights load."""
-    if device.type != "cuda" or not compile.watch():
-        return None
     chip = gpu.chip(device)
     manifest = compile.Manifest(spec, config, kernels.table(), chip)
     jobs = manifest.jobs()

@@ -58,6 +58,7 @@ class Tally:
     loaded: int = 0
     names: list[str] = field(default_factory=list)
     """Of those compiled."""
+    hashing: threading.Thread | None = None
 
 
 _tally = Tally()
@@ -87,7 +88,10 @@ def _listen(*, src: Any, cache_hit: bool, **more: Any) -> None:
 
 
 def watch() -> bool:
-    """Has Triton keep its cache where ours is, unless the user says where, and count what it compiles. False without Triton."""
+    """Has Triton keep its cache where ours is, unless the user says where, and count what it compiles. False without Triton.
+
+    The sooner it is called the better: it has something to do that others can wait for.
+    """
     if importlib.util.find_spec("triton") is None:
         return False
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "triton"
@@ -97,7 +101,8 @@ def watch() -> bool:
 
     knobs.compilation.listener = _listen
     # Hashes Triton's own files for a second, without the interpreter's lock; every look into the cache needs the result.
-    threading.Thread(target=triton_key, daemon=True).start()
+    _tally.hashing = threading.Thread(target=triton_key, daemon=True)
+    _tally.hashing.start()
     return True
 
 
@@ -224,6 +229,8 @@ class Compilation:
 
     def load(self) -> None:
         """Brings all kernels from the cache to the current device, where else each first launch would."""
+        if _tally.hashing is not None:
+            _tally.hashing.join()
         for job in self._all:
             kernel = getattr(importlib.import_module(job.module), job.kernel).preload(job.data)
             kernel.run  # noqa: B018  (the property loads it)
