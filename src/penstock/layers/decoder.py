@@ -81,7 +81,7 @@ class Decoder:
         logits = self._linear.apply(hidden, self.head_weight, self.head_bias, torch.float32)
         head = self.spec.head
         if head.divisor != 1.0:
-            logits = logits / head.divisor
+            logits.div_(head.divisor)
         if head.softcap:
-            logits = torch.tanh(logits / head.softcap) * head.softcap
+            logits.div_(head.softcap).tanh_().mul_(head.softcap)
         return logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -75,6 +76,13 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
     gc.collect()
     torch.cuda.empty_cache()
     return Working(step, graphs)
+
+
+def settle_allocator() -> None:
+    """Lets the allocator grow and shrink what it holds in place, so that steps of many sizes leave no gaps between them. To be
+    called before anything is on a GPU; what the user set in the environment stands."""
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def _free(device: torch.device) -> int:

@@ -63,6 +63,8 @@ class CompletionAnswer:
         self.echo = bool(body.echo)
         self.score_only = body.max_tokens == 0
         """Only the prompt is wanted; the one token that the engine makes all the same is not shown."""
+        self.textless = tokenizer is None
+        """There is no tokenizer: an event without text says that a token has come."""
         self.want_logprobs = body.logprobs is not None
         self.want_prompt_logprobs = body.prompt_logprobs is not None
         shown = requests[0].params.skip_special_tokens
@@ -81,7 +83,8 @@ class CompletionAnswer:
         request = self.requests[index // choices.n]
         opening = not growth.started
         growth.started = True
-        if not (delta.text or delta.finish_reason or self.want_logprobs or choices.want_ids or (opening and self.echo)):
+        if not (delta.text or delta.finish_reason or self.want_logprobs or choices.want_ids or (opening and self.echo)
+                or self.textless):
             growth.started = not opening
             return b""
         text, ids, lines = ("", [], []) if self.score_only else (delta.text, delta.token_ids, delta.logprobs or [])
