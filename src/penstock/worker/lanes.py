@@ -111,6 +111,6 @@ def pin(memory: torch.Tensor) -> None:
     torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
 
 
-def unpin(memory: torch.Tensor) -> None:
-    """Before pinned memory is freed."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+def unpin(address: int) -> None:
+    """Before memory that was pinned is freed."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

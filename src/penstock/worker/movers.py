@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,9 +58,11 @@ class Movers:
         self._arena = arena
         self._device = device
         self._host = Arena(replace(arena.layout, slabs=host_slabs), torch.device("cpu"))
-        self._pinned = device.type == "cuda" and host_slabs > 0
-        if self._pinned:
+        self._unpin: Callable[[], object] = _nothing
+        if device.type == "cuda":
             pin(self._host.whole)
+            # Also where nobody calls `close`: the next owner of the address could not pin it otherwise.
+            self._unpin = weakref.finalize(self, unpin, self._host.whole.data_ptr())
         self._bytes = memoryview(self._host.whole.numpy())
         self._stores = list(stores)
         self._version = version
@@ -135,9 +138,7 @@ class Movers:
         self._lane.close()
         for store in self._stores:
             store.close()
-        if self._pinned:
-            unpin(self._host.whole)
-            self._pinned = False
+        self._unpin()
 
     # -- in threads
 
@@ -321,6 +322,10 @@ class _Reports:
         if now - self._complained.get(tier, -60.0) >= 60.0:
             self._complained[tier] = now
             LOG.warning("the %s tier of the cache does not take pages: %s", tier, error)
+
+
+def _nothing() -> None:
+    """Where nothing was pinned."""
 
 
 def _runs(pages: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:

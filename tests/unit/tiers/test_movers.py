@@ -136,7 +136,9 @@ def test_pages_survive_on_disk(tmp_path: Path) -> None:
     again.tiers.clear()
     assert load(again, [content(0, 0)]) is None
     again.close()
-    assert not Rig(tmp_path).tiers.find(0, [content(0, 0).key])[0], "clearing deletes"
+    last = Rig(tmp_path)
+    assert not last.tiers.find(0, [content(0, 0).key])[0], "clearing deletes"
+    last.close()
 
 
 def test_what_leaves_the_host_is_written_in_time(tmp_path: Path) -> None:
