@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.data import MODELS, need
 from tests.models.families import CASES, make
 from tests.system.kv_consumer import Consumer
 
+ONE = SamplingParams(temperature=0, max_tokens=1)
 PAGE = 4
 SOCKETS = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
 
@@ -191,6 +193,57 @@ def blocks_of(llm: LLM) -> dict[int, dict[bytes, tuple[bytes | None, list[int]]]
         for child in root.children.values():
             follow(child, keys.root(llm.info.cache_identity, adapter, salt), True)
     return found
+
+
+def test_tiers_behind_the_device(tmp_path: Path) -> None:
+    """What is in host memory and on disk is told as well, also when the device has given it up."""
+    for write in ("through", "evict"):
+        rng = random.Random(8)
+        with LLM(str(need(MODELS / "babyllama-tok105")), dtype="float32", threads=1, max_num_seqs=4, max_model_len=160,
+                 block_size=8, kv_cache_memory_bytes=1 << 20, kv_events_config=SOCKETS, cache_host_bytes=2 << 20,
+                 cache_disk=str(tmp_path / write), cache_write=write, cache_load="always") as llm:
+            sources = llm.info.kv_events or {}
+            consumer = Consumer(sources["endpoint"], sources["replay_endpoint"])
+            history: list[int] = []
+            for _ in range(60):
+                output = llm.generate({"prompt_token_ids": conversation(rng, history)}, ONE, use_tqdm=False)[0]
+                history = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+                consumer.read(0.01)
+            cache, events = llm.engine.scheduler.cache, llm.engine.events
+            assert events is not None and cache.tiers is not None
+            until = time.monotonic() + 10
+            while cache.writing and time.monotonic() < until:
+                llm.engine.turn()
+            events.flush()
+            consumer.catch_up()
+            tiers: Any = cache.tiers
+            there = {("CPU", "host"): {name.key for name in tiers.host.oldest()},
+                     ("STORAGE", "disk"): {name.key for name in tiers.catalogs[0]._entries if not isinstance(name, str)}}
+            for (medium, owner), expected in there.items():
+                told = consumer.places.get((0, medium, owner), {})
+                assert set(told) == expected and len(expected) > 20, (write, owner)
+                for key, block in told.items():
+                    parent = block["parent"] or keys.root(llm.info.cache_identity)
+                    assert keys.extend(parent, block["tokens"]) == key
+            assert any(event["type"] == "BlockRemoved" and event.get("ownership") == "host" for event in consumer.seen)
+            consumer.close()
+
+
+def test_what_was_on_disk_before_is_told_once_it_is_known(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 160, "block_size": 8, "cache_load": "always",
+                               "cache_host_bytes": 8 << 20, "cache_disk": str(tmp_path), "kv_events_config": SOCKETS}
+    prompt = {"prompt_token_ids": [5 + i % 90 for i in range(81)]}
+    with LLM(str(need(MODELS / "babyllama-tok105")), **options) as llm:
+        llm.generate(prompt, ONE, use_tqdm=False)
+    with LLM(str(need(MODELS / "babyllama-tok105")), **options) as llm:
+        sources = llm.info.kv_events or {}
+        consumer = Consumer(sources["endpoint"], sources["replay_endpoint"])
+        consumer.catch_up()
+        assert not consumer.places, "names alone say nothing"
+        assert llm.generate(prompt, ONE, use_tqdm=False)[0].cached_by_tier == {"disk": 80}
+        consumer.catch_up()
+        assert len(consumer.places[0, "GPU", None]) == len(consumer.places[0, "STORAGE", "disk"]) == 10
+        consumer.close()
 
 
 def conversation(rng: random.Random, history: list[int]) -> list[int]:

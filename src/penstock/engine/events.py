@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from penstock.cache.events import SCHEMA_VERSION, Event, Group, Journal
+from penstock.cache.events import SCHEMA_VERSION, Event, Group, Journal, Sink
+from penstock.cache.tiers import Tiers
+from penstock.cache.whereabouts import Whereabouts
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
 from penstock.core.layout import CacheLayout
@@ -70,12 +72,17 @@ def read_config(given: Mapping[str, Any]) -> EventsConfig:
 class CacheEvents:
     """What becomes of an engine's cache, told to whoever has subscribed. Owned by the engine's thread."""
 
-    def __init__(self, layout: CacheLayout, config: EventsConfig) -> None:
-        """Of a cache of this layout. ConfigError if the sockets cannot be had."""
-        self.journal = Journal(layout.page, [_group(group.keep) for group in layout.groups], config.use_int_block_hashes)
-        """What the cache must tell its news to."""
+    def __init__(self, layout: CacheLayout, tiers: Tiers | None, config: EventsConfig) -> None:
+        """Of a cache of this layout, and of what is behind it. ConfigError if the sockets cannot be had."""
+        self._journal = Journal(layout.page, [_group(group.keep) for group in layout.groups], config.use_int_block_hashes)
+        self._whereabouts = Whereabouts(self._journal, tiers) if tiers is not None else None
         self._publisher = Publisher(config)
         self.flush()
+
+    @property
+    def sink(self) -> Sink:
+        """What the cache must tell its news to."""
+        return self._whereabouts or self._journal
 
     def describe(self) -> dict[str, Any]:
         """Where it is told; `Publisher.describe`."""
@@ -83,7 +90,9 @@ class CacheEvents:
 
     def flush(self) -> None:
         """Sends what has happened since the last call."""
-        events = self.journal.take()
+        if self._whereabouts is not None:
+            self._whereabouts.flush()
+        events = self._journal.take()
         if events:
             self._publisher.publish(events)
 
@@ -93,14 +102,14 @@ class CacheEvents:
         self._publisher.close()
 
 
-def open_events(options: EngineOptions, layout: CacheLayout) -> CacheEvents | None:
+def open_events(options: EngineOptions, layout: CacheLayout, tiers: Tiers | None) -> CacheEvents | None:
     """The events of an engine, if its options want them. ConfigError for options that cannot be honoured."""
     config = read_config(options.kv_events_config)
     if not config.enabled:
         return None
     if not options.enable_prefix_caching:
         raise ConfigError("kv_events_config is of no use with enable_prefix_caching off: nothing can be found; set one of them")
-    return CacheEvents(layout, config)
+    return CacheEvents(layout, tiers, config)
 
 
 def _group(keep: Retention) -> Group:

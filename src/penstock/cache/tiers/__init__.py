@@ -6,12 +6,12 @@ that is saved may be taken by a copy, a load or a sequence of the same plan, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.cache.keys import Key
 from penstock.core.request import TierStats
-from penstock.core.transfer import Landing, Receipt, Transfer
+from penstock.core.transfer import Landing, PageName, Receipt, Transfer
 
 
 class Content(NamedTuple):
@@ -26,6 +26,10 @@ class Content(NamedTuple):
     """The key of the context before these tokens."""
     tokens: tuple[int, ...]
     """The page's own tokens."""
+
+
+Listener = Callable[[str, PageName, bool], None]
+"""Told a tier, a page, and whether the page is there from now on. Called from any thread; must not ask the tiers."""
 
 
 class Tiers(Protocol):
@@ -79,6 +83,10 @@ class Tiers(Protocol):
 
     def stats(self) -> list[TierStats]:
         """Figures, nearest tier first."""
+        ...
+
+    def listen(self, listener: Listener) -> None:
+        """Tells `listener` of every page that is in a tier, at once, and from now on of every one that comes or goes."""
         ...
 
     def clear(self) -> None:

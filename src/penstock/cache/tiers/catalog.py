@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from penstock.core.transfer import PageName
 from penstock.stores import Entry, Store
@@ -35,6 +35,8 @@ class Catalog:
         self.used_bytes = 0
         self.pages = 0
         self.evicted = 0
+        self.told: Callable[[PageName, bool], None] = lambda name, there: None
+        """Told of every page that comes or goes; from any thread."""
         self._sizes = [HEADER_BYTES + size for size in page_bytes]
         self._spare = max(2 * max(self._sizes), int(_SPARE * (bound or 0)))
         self._entries: dict[PageName | str, list[float]] = {}
@@ -47,6 +49,14 @@ class Catalog:
 
     def __contains__(self, name: PageName) -> bool:
         return name in self._entries
+
+    def listen(self, told: Callable[[PageName, bool], None]) -> None:
+        """Tells of every page that is there, and from now on of every one that comes or goes."""
+        with self._lock:
+            self.told = told
+            for name in self._entries:
+                if not isinstance(name, str):
+                    told(name, True)
 
     def touch(self, names: Iterable[PageName]) -> None:
         """These pages were wanted."""
@@ -149,13 +159,17 @@ class Catalog:
                 nbytes = self._sizes[name.group] if name.group < len(self._sizes) else 0
             self._entries[name] = [nbytes, used]
             self.used_bytes += nbytes
-            self.pages += not isinstance(name, str)
+            if not isinstance(name, str):
+                self.pages += 1
+                self.told(name, True)
 
     def _remove(self, name: PageName | str) -> None:
         entry = self._entries.pop(name, None)
         if entry is not None:
             self.used_bytes -= int(entry[0])
-            self.pages -= not isinstance(name, str)
+            if not isinstance(name, str):
+                self.pages -= 1
+                self.told(name, False)
 
     def _complain(self, what: str, error: OSError) -> None:
         """Once for each time that it begins to fail."""

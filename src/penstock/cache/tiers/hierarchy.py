@@ -10,10 +10,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, islice
 
 from penstock.cache.keys import Key
-from penstock.cache.tiers import Content
+from penstock.cache.tiers import Content, Listener
 from penstock.cache.tiers.catalog import Catalog, Keeper
 from penstock.cache.tiers.cost import Costs, Source
 from penstock.cache.tiers.host import HostSlots
@@ -151,6 +152,13 @@ class Hierarchy:
         transfers, self._transfers = self._transfers, []
         self._saving.clear()
         return transfers
+
+    def listen(self, listener: Listener) -> None:
+        self.host.told = partial(listener, HOST)
+        for name in self.host.oldest():
+            listener(HOST, name, True)
+        for catalog in self.catalogs:
+            catalog.listen(partial(listener, catalog.tier))
 
     def clear(self) -> None:
         self.host.clear()

@@ -6,7 +6,7 @@ A slot is free, being read or written by a transfer (busy), or idle. Bookkeeping
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from penstock.cache.pool import Pools
@@ -20,6 +20,8 @@ class HostSlots:
     def __init__(self, layout: CacheLayout, slabs: int) -> None:
         self.layout = replace(layout, slabs=slabs)
         self.evicted = 0
+        self.told: Callable[[PageName, bool], None] = lambda name, there: None
+        """Told of every page that comes or goes."""
         self._pools = Pools(self.layout)
         self._slots: OrderedDict[PageName, int] = OrderedDict()
         """Least recently used first."""
@@ -58,6 +60,7 @@ class HostSlots:
             slots.append(slot)
         for name, slot in reversed(list(zip(names, slots, strict=False))):
             self._slots[name] = slot
+            self.told(name, True)
         return slots
 
     def hold(self, name: PageName) -> int:
@@ -79,6 +82,7 @@ class HostSlots:
             slot = self._slots.pop(name, None)
             if slot is None:
                 continue
+            self.told(name, False)
             if name in self._busy:
                 self._doomed.setdefault(name, []).append(slot)
             else:
@@ -110,6 +114,7 @@ class HostSlots:
                     continue
                 self._pools.give(name.group, [slot])
                 self.evicted += 1
+                self.told(name, False)
                 if self._pools.available(group):
                     return self._pools.take(group, 1)[0]
             return None
