@@ -12,7 +12,7 @@ import torch
 
 from penstock.ops import activation_triton, gpu
 from penstock.ops.linear import Weight
-from penstock.ops.linear_triton import Tile, TritonLinear, boxable, hasty, launch, launch_boxed
+from penstock.ops.linear_triton import Tile, TritonLinear, boxable, few_rows, launch, launch_boxed
 from penstock.ops.registry import register
 
 _MANY = (Tile(128, 128, 64, group=8), Tile(128, 64, 64, stages=5, group=8), Tile(64, 64, 128, group=8))
@@ -31,15 +31,11 @@ def choose(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool) -> Tile:
     """The tile for n output columns. It changes only where rows pass a power of two, so that few numbers of rows show all."""
     if dtype == torch.float32:
         return _EXACT
-    if rows > 64:
-        rows = 1 << (rows - 1).bit_length()
-        options = _MANY_GATED if gated else _MANY
-        return next((tile for tile in options if _programs(tile, rows, n) >= _PROGRAMS), options[-1])
-    if rows > 32 and n >= 16384 and not gated:
-        return Tile(64, 128, 64)
-    if -(-n // 64) * (2 if gated else 1) >= _PROGRAMS:
-        return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 128, swap=True, ahead=hasty(n, k))
-    return Tile(64, 32 if n >= 2048 else 16, 128, stages=8, ahead=hasty(n, k))
+    if rows <= 64:
+        return few_rows(rows, n, k, gated, divide=False)
+    rows = 1 << (rows - 1).bit_length()
+    options = _MANY_GATED if gated else _MANY
+    return next((tile for tile in options if _programs(tile, rows, n) >= _PROGRAMS), options[-1])
 
 
 def _programs(tile: Tile, rows: int, n: int) -> int:

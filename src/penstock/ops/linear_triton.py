@@ -43,34 +43,39 @@ class Tile(NamedTuple):
 def choose(rows: int, n: int, k: int, gated: bool) -> Tile | None:
     """The tile of x [rows, k] times [n, k] transposed (gated: of each half of [2 n, k]), or None if cuBLAS is to serve it."""
     if rows == 1:
-        return _one_row(n, k)
+        return one_row(n, k)
     if rows <= 64:
-        return _few_rows(rows, n, k, 2 * n if gated else n)
+        return few_rows(rows, n, k, gated, divide=True)
     return Tile(128, 128, 64, warps=8, group=8) if gated and rows <= 128 and n >= 8192 else None
 
 
-def _one_row(n: int, k: int) -> Tile:
+def one_row(n: int, k: int) -> Tile:
+    """Without the matrix unit. Where K is short, all of a program's weights are on their way before it waits."""
     if k > 1024:
         return Tile(1, 4, 1024, ahead=1 if 4096 <= k <= 8192 else 3)
-    return Tile(1, 4, 256, warps=1, stages=6, ahead=4) if n < 16384 else Tile(1, 8, 512)
+    return Tile(1, 4, 256, warps=1, stages=6, ahead=4) if n < 16384 else Tile(1, 16, 256)
 
 
-def _few_rows(rows: int, n: int, k: int, streamed: int) -> Tile:
-    """`streamed` rows of the weight are read. About 96 programs keep the memory busy, or 64 where each has little to do."""
-    ahead = hasty(n, k)
-    if rows > 32 and n >= 16384 and streamed == n:
+def few_rows(rows: int, n: int, k: int, gated: bool, divide: bool) -> Tile:
+    """For up to 64 rows. `divide`: K may be divided among programs, for which few output columns are the reason.
+
+    The fewer programs there are, the more each must have under way. Above 32 rows x is read as often as the weight if a program
+    takes 64 of its rows, so the tiles are wide where that leaves enough of them, and else narrow rather than divided.
+    """
+    if rows > 32 and n >= 8192:
         return Tile(64, 128, 64)
-    if rows > 32 and k <= 4096 and (streamed < 6144 or k <= 1024):
-        return Tile(64, 32, 128, stages=5, ahead=ahead) if n >= 2048 else Tile(64, 16, 128, 2, ahead=ahead)
+    if rows > 32 and 2048 <= n < 6144:
+        return Tile(64, 32, 128, stages=8, ahead=3)
+    programs = -(-n // 64)
+    if programs < 32 and (rows > 32 or not divide):
+        return Tile(64, 16, 128, 2 if divide else 1, stages=4 if divide else 8, ahead=3)
     split = 1
-    while -(-streamed // 64) * split < (96 if k // split > 1024 else 64) and k // split >= 512:
+    while divide and programs * split * (2 if gated else 1) < 64 and k // split >= 512:
         split *= 2
-    return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 128, split, swap=True, ahead=ahead)
-
-
-def hasty(n: int, k: int) -> int:
-    """`Tile.ahead`, for a product so short that its start is much of it."""
-    return 3 if n * k <= 1 << 22 else 0
+    programs *= split
+    stages = 8 if programs <= 64 and k >= 4096 else 6 if programs <= 132 else 4
+    return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 128, split, stages=stages, swap=True,
+                ahead=3 if programs <= 64 else 0)
 
 
 @cache
