@@ -29,6 +29,7 @@ from penstock.core.errors import ConfigError
 from penstock.ops import gpu
 from penstock.ops.gpu import Chip
 from penstock.ops.registry import Kernels
+from penstock.platform.folders import cache_folder
 
 _PROCESSES = 16
 """At most; a model has a few dozen kernels."""
@@ -94,8 +95,8 @@ def watch() -> bool:
     """
     if importlib.util.find_spec("triton") is None:
         return False
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "triton"
-    os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
+    if "TRITON_CACHE_DIR" not in os.environ:
+        os.environ["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
     from triton import knobs
     from triton.runtime.cache import triton_key
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from penstock.platform.folders import cache_folder
+
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -109,7 +111,7 @@ def build(isa: InstructionSet) -> Path:
     key = hashlib.sha256("\0".join((*options, isa.name, platform.machine(), _version(tuple(compiler)))).encode())
     for file in sorted((*files, *SOURCES.glob("*.h"))):
         key.update(file.name.encode() + b"\0" + file.read_bytes())
-    folder = _folder()
+    folder = cache_folder()
     target = folder / f"kernels-{isa.name}-{key.hexdigest()[:24]}.so"
     if target.exists():
         return target
@@ -141,23 +143,6 @@ def _run(command: list[str]) -> str:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise BuildError(f"{command[0]} failed with status {done.returncode}: {lines[0].strip() if lines else 'no message'}")
     return done.stdout
-
-
-def _folder() -> Path:
-    """Where built libraries are kept: below XDG_CACHE_HOME or ~/.cache, or for this process alone if that is not writable."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    except OSError:
-        pass
-    return _fallback_folder()
-
-
-@cache
-def _fallback_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="penstock-"))
 
 
 def _open(path: Path) -> ctypes.CDLL:
