@@ -158,7 +158,7 @@ class Bench:
         sources = list(range(0, 2 * pages, 2))
         with torch.inference_mode(), torch.cuda.stream(engine.worker.stream):
             def save() -> None:
-                movers.start(StepPlan(0, transfers=[Save(0, page, slot, True) for slot, page in enumerate(sources)]))
+                movers.start(StepPlan(0, transfers=[Save(0, page, slot) for slot, page in enumerate(sources)]))
                 movers._saved.wait()  # type: ignore[union-attr]
 
             def load() -> None:

@@ -17,13 +17,11 @@ class PageName(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Copy a page of the device to a slot of the host."""
+    """Copy a page of the device to a slot of the host, as it is before the plan's own copies, loads and step."""
 
     group: int
     page: int
     slot: int
-    leaving: bool
-    """The page may be overwritten by the plan's own moves, loads or step, instead of only by those of later plans."""
 
 
 class Store(NamedTuple):

@@ -27,6 +27,10 @@ class Mark(Protocol):
         """Returns when the lane has come this far; any thread may ask."""
         ...
 
+    def passed(self) -> bool:
+        """Whether the lane has come this far."""
+        ...
+
 
 class Lane(Protocol):
     """A queue of copies."""
@@ -63,6 +67,9 @@ class _Done:
     def wait(self) -> None:
         self._future.result()
 
+    def passed(self) -> bool:
+        return self._future.done()
+
 
 class StreamLane:
     """On a GPU. `run` and `hold_steps` are called with the steps' stream as the current one."""
@@ -93,6 +100,9 @@ class StreamMark:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def passed(self) -> bool:
+        return self._event.query()
 
 
 @torch.inference_mode()

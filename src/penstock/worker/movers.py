@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from penstock.core.plan import StepPlan
@@ -69,8 +70,8 @@ class Movers:
         self._lane: Lane = StreamLane(device) if device.type == "cuda" else ThreadLane()
         self._saved: Mark | None = None
         """The end of the saves that were started last."""
-        self._held = True
-        """Steps wait for it."""
+        self._saving: deque[tuple[Mark, set[tuple[int, int]]]] = deque()
+        """The pages (group, page) of saves that may still be under way, plan by plan."""
         self._readers = {_HOST: ThreadPoolExecutor(1, "penstock-host")}
         self._writers = {}
         for i, store in enumerate(stores):
@@ -83,18 +84,20 @@ class Movers:
     # -- in a step
 
     def start(self, plan: StepPlan) -> None:
-        """Before anything of the plan changes a page: saves what it says, and has the step wait where it must not overtake."""
-        if self._saved is not None and not self._held:
-            # Pages that were saved by the plan before may be overwritten from now on.
-            self._saved.hold_steps()
-            self._held = True
+        """Before anything of the plan changes a page: saves what it says. The plan waits for saves, these and earlier ones,
+        only if it is going to overwrite what they read."""
         saves = [transfer for transfer in plan.transfers if isinstance(transfer, Save)]
         if saves:
             self._saved = self._lane.run([(self._host.stretch(group, slot, count), self._arena.stretch(group, page, count))
-                                          for group, page, slot, count in _runs((s.group, s.page, s.slot) for s in saves)])
-            self._held = any(save.leaving for save in saves)
-            if self._held:
-                self._saved.hold_steps()
+                                          for group, page, slot, count in _runs(saves)])
+            self._saving.append((self._saved, {(save.group, save.page) for save in saves}))
+        while self._saving and self._saving[0][0].passed():
+            self._saving.popleft()
+        if self._saving:
+            doomed = set(_overwritten(plan, self._arena.layout.page))
+            for mark, pages in self._saving:
+                if not doomed.isdisjoint(pages):
+                    mark.hold_steps()
         for transfer in plan.transfers:
             if isinstance(transfer, Writing):
                 self._writers[transfer.store].submit(self._write, transfer, self._saved)
@@ -163,8 +166,9 @@ class Movers:
             if wanted():
                 if saved is not None:
                     saved.wait()
+                runs = _runs(Save(piece.name.group, piece.page, piece.slot) for piece in pieces)
                 self._to_device([(self._arena.stretch(group, page, count), self._host.stretch(group, slot, count))
-                                 for group, page, slot, count in _runs((p.name.group, p.page, p.slot) for p in pieces)], ready)
+                                 for group, page, slot, count in runs], ready)
 
     def _from_store(self, job: _Job, piece: Piece, ready: StreamMark | None) -> None:
         """One page of a load, by way of a buffer, because it is not certain to be the right one."""
@@ -328,17 +332,31 @@ def _nothing() -> None:
     """Where nothing was pinned."""
 
 
-def _runs(pages: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    """(group, page, slot) as (group, page, slot, count): pages that follow each other on both sides are copied in one piece."""
-    first: tuple[int, int, int] | None = None
+def _overwritten(plan: StepPlan, page: int) -> Iterator[tuple[int, int]]:
+    """The pages (group, page) that a plan may write to: those that its rows get for positions that are not computed yet, and
+    the targets of its copies and loads."""
+    for g, edits in enumerate(plan.edits):
+        if len(edits):
+            starts = np.zeros(1 + max(int(edits[:, 0].max()), int(plan.rows.max(initial=0))), np.int32)
+            starts[plan.rows] = plan.starts
+            fresh = edits[(edits[:, 1] + 1) * page > starts[edits[:, 0]]]
+            yield from ((g, target) for target in fresh[:, 2].tolist())
+    yield from ((move.group, move.target) for move in plan.moves)
+    for transfer in plan.transfers:
+        if isinstance(transfer, Load):
+            yield from ((piece.name.group, piece.page) for piece in transfer.pieces)
+
+
+def _runs(pairs: Iterable[Save]) -> Iterator[tuple[int, int, int, int]]:
+    """(group, page, slot, count): pages that follow each other on both sides are copied in one piece."""
+    first: Save | None = None
     count = 0
-    for group, page, slot in sorted(pages):
-        if first is not None and (group, page, slot) == (first[0], first[1] + count, first[2] + count):
+    for pair in sorted(pairs):
+        if first is not None and pair == (first.group, first.page + count, first.slot + count):
             count += 1
             continue
         if first is not None:
             yield *first, count
-        first, count = (group, page, slot), 1
+        first, count = pair, 1
     if first is not None:
         yield *first, count
-

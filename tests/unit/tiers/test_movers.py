@@ -8,16 +8,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.cache.tiers import Content
 from penstock.cache.tiers.hierarchy import Hierarchy, Policy
-from penstock.core.plan import StepPlan
-from penstock.core.transfer import PageName
+from penstock.core.plan import Move, StepPlan
+from penstock.core.transfer import Load, PageName, Piece
 from penstock.stores import Store
 from penstock.stores.disk import DiskStore, open_root
 from penstock.worker.arena import Arena
+from penstock.worker.lanes import Copy, copy_all
 from penstock.worker.movers import Behind, Movers
 from tests.unit.stores.pages import layout, version
 
@@ -54,13 +56,18 @@ class Rig:
         data = random.Random(f"{number}-{group}").randbytes(self.arena.layout.groups[group].page_bytes)
         return bytes(self.arena.stretch(group, page, 1).cpu().numpy()) == data
 
-    def step(self, during: Callable[[], None] = lambda: None) -> None:
-        """A plan with the transfers that have gathered; `during` stands for its step."""
+    def step(self, writes: Sequence[tuple[int, int, int]] = ()) -> None:
+        """A plan with the transfers that have gathered, whose step computes contexts into pages: (number, page, group)."""
         self.plans += 1
-        plan = StepPlan(self.plans, transfers=self.tiers.drain())
+        edits = [np.array([[i, 0, page] for i, (_, page, of) in enumerate(writes) if of == group], np.int32).reshape(-1, 3)
+                 for group in range(2)]
+        rows = np.arange(len(writes), dtype=np.int32)
+        plan = StepPlan(self.plans, edits=edits, rows=rows, starts=rows * 0, counts=rows * 0 + 16,
+                        transfers=self.tiers.drain())
         self.movers.start(plan)
         self.movers.load(plan)
-        during()
+        for write in writes:
+            self.fill(*write)
         landings, receipts = self.movers.arrived(wait=True)
         self.landed |= {landing.ticket: landing.ok for landing in landings}
         self.tiers.report(landings, receipts)
@@ -93,7 +100,7 @@ def load(rig: Rig, pages: Sequence[Content], positions: int = 100) -> bool | Non
 def test_leaving_pages_are_saved_before_they_are_overwritten() -> None:
     rig = Rig(None)
     rig.tiers.offer([rig.fill(i, i) for i in range(3)], leaving=True)
-    rig.step(lambda: [rig.fill(90 + i, i) for i in range(3)] and None)
+    rig.step([(90 + i, i, 0) for i in range(3)])
     assert rig.tiers.find(0, [content(i, 0).key for i in range(4)]) == [True, True, True, False]
     assert load(rig, [content(2, 0), content(0, 1), content(1, 2)])
     assert rig.holds(2, 0) and rig.holds(0, 1) and rig.holds(1, 2)
@@ -110,9 +117,7 @@ def test_written_through_and_then_leaving_within_one_plan() -> None:
     page = rig.fill(1, 0)
     rig.tiers.offer([page], leaving=False)
     rig.tiers.offer([page], leaving=True)
-    saves = rig.tiers._transfers
-    assert len(saves) == 1 and saves[0].leaving  # type: ignore[union-attr]
-    rig.step(lambda: rig.fill(9, 0) and None)
+    rig.step([(9, 0, 0)])
     assert load(rig, [content(1, 3)]) and rig.holds(1, 3)
     rig.close()
     rig = Rig(None, through=False)
@@ -263,8 +268,8 @@ def test_at_random(tmp_path: Path, through: bool, disk: bool) -> None:
                     loading[ticket] = [wanted]
                     on_device[group, page] = number
             else:
-                rig.step()
-                rig.tiers.offer([rig.fill(number, page, group)], leaving=False)
+                rig.step([(number, page, group)])
+                rig.tiers.offer([content(number, page, group)], leaving=False)
                 on_device[group, page] = number
         rig.step()
         for ticket in [ticket for ticket in loading if ticket in rig.landed]:
@@ -277,4 +282,56 @@ def test_at_random(tmp_path: Path, through: bool, disk: bool) -> None:
     assert good > 30
     for ticket in loading:
         rig.settle(ticket)
+    rig.close()
+
+
+class Reluctant:
+    """A lane that copies only when somebody waits for it: as late as is allowed."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+        self.held = 0
+
+    def run(self, copies: Sequence[Copy]) -> Reluctant:
+        self.waiting.append(lambda: copy_all(copies))
+        return self
+
+    def hold_steps(self) -> None:
+        self.held += 1
+        self.wait()
+
+    def wait(self) -> None:
+        while self.waiting:
+            self.waiting.pop(0)()
+
+    def passed(self) -> bool:
+        return not self.waiting
+
+    def close(self) -> None:
+        self.wait()
+
+
+def test_steps_wait_for_saves_only_where_they_would_spoil_them() -> None:
+    rig = Rig(None)
+    lane = rig.movers._lane = Reluctant()
+    rig.tiers.offer([rig.fill(1, 0), rig.fill(2, 1)], leaving=False)
+    rig.step([(50, 2, 0)])
+    rig.step([(51, 3, 0)])
+    assert lane.held == 0 and lane.waiting, "steps that write elsewhere go on"
+    # A row that continues from those pages holds them, and writes behind them.
+    plan = StepPlan(9, edits=[np.array([[0, 0, 0], [0, 1, 1], [0, 2, 2]], np.int32), np.zeros((0, 3), np.int32)],
+                    rows=np.array([0], np.int32), starts=np.array([32], np.int32), counts=np.array([1], np.int32))
+    rig.movers.start(plan)
+    assert lane.held == 0
+    rig.step([(52, 1, 0)])
+    assert lane.held == 1 and not lane.waiting
+    for number, page in ((1, 4), (2, 5)):
+        assert load(rig, [content(number, page)]) and rig.holds(number, page)
+    for plan in (StepPlan(10, moves=[Move(0, 5, 4)]),
+                 StepPlan(11, transfers=[Load(99, [Piece(PageName(0, b""), 4, 0, -1)], 1.0)])):
+        rig.tiers.offer([rig.fill(60 + plan.id, 4)], leaving=False)
+        rig.movers.start(StepPlan(0, transfers=rig.tiers.drain()))
+        assert lane.waiting
+        rig.movers.start(plan)
+        assert not lane.waiting, "copies and loads overwrite pages, too"
     rig.close()

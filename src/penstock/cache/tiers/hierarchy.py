@@ -72,8 +72,6 @@ class Hierarchy:
         self._keeper = Keeper(self.catalogs, refresh_seconds) if self.catalogs else None
         self._stats = {tier: TierStats(tier) for tier in self.costs.sources}
         self._transfers: list[Transfer] = []
-        self._saving: dict[tuple[int, int], int] = {}
-        """Where in `_transfers` a page of the device is being saved."""
         self._wanted: deque[PageName] = deque(maxlen=_WANTED_PAGES)
         """Pages to be written to stores as soon as there is room for them in the queue."""
         self._writing: dict[int, tuple[int, PageName, int]] = {}
@@ -86,7 +84,6 @@ class Hierarchy:
 
     def offer(self, pages: Sequence[Content], leaving: bool) -> None:
         if leaving:
-            self._hasten(pages)
             # Until now it was the device's affair how recently they were used.
             self.host.touch([PageName(content.group, content.key) for content in pages])
         elif not self.policy.through:
@@ -102,8 +99,7 @@ class Hierarchy:
             names.append(name)
         slots = self.host.add(names)
         for content, name, slot in zip(fresh, names, slots, strict=False):
-            self._saving[content.group, content.page] = len(self._transfers)
-            self._transfers.append(Save(content.group, content.page, slot, leaving))
+            self._transfers.append(Save(content.group, content.page, slot))
             self._moved(HOST, self._sizes[name.group])
         if self.catalogs:
             if self.policy.through:
@@ -150,7 +146,6 @@ class Hierarchy:
 
     def drain(self) -> list[Transfer]:
         transfers, self._transfers = self._transfers, []
-        self._saving.clear()
         return transfers
 
     def listen(self, listener: Listener) -> None:
@@ -216,15 +211,6 @@ class Hierarchy:
             catalog.store.close()
 
     # -- within
-
-    def _hasten(self, pages: Sequence[Content]) -> None:
-        """A page that is being saved by the plan being made, as it was to stay, is leaving after all."""
-        for content in pages:
-            at = self._saving.get((content.group, content.page))
-            if at is not None:
-                save = self._transfers[at]
-                assert isinstance(save, Save)
-                self._transfers[at] = save._replace(leaving=True)
 
     def _worth_saving(self, name: PageName) -> bool:
         return self.policy.always or self.costs.worth_saving(HOST, self._sizes[name.group], self.layout.page)
