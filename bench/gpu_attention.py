@@ -11,10 +11,11 @@ table; the record goes to --json or $OUT.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 import triton
 
 from penstock.ops import attention_work
-from penstock.ops.attention import AttentionOps, Geometry
+from penstock.ops.attention import AttentionOps, Geometry, Span
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
 from penstock.ops.attention_work import Shape
 from penstock.ops.compile import Compilation, recording, watch
@@ -150,17 +151,22 @@ class Built:
         self.query_start = torch.tensor(np.concatenate(([0], self.counts.cumsum())), device="cuda", dtype=torch.int32)
         self.context_there = torch.from_numpy(self.context).cuda()
 
-    def run(self, attention: AttentionOps, copy: int, work: torch.Tensor | None) -> torch.Tensor:
+    def run(self, attention: AttentionOps, copy: int, work: torch.Tensor | None, whole: Sequence[Span] = ()) -> torch.Tensor:
         g = self.case.geometry
         return attention.apply(self.q, self.arena[:, 0], self.arena[:, 1], self.tables[copy], self.query_start,
-                               self.context_there, g.head_size ** -0.5, g.window, self.case.softcap, work=work)
+                               self.context_there, g.head_size ** -0.5, g.window, self.case.softcap, work=work, whole=whole)
 
-    def measure(self, attention: TritonAttention) -> tuple[float, float]:
-        """Microseconds, and the relative error beside the reference in float32, of a few queries where there are many."""
-        found = attention.prepare(self.case.geometry, self.counts, self.context, len(self.counts), self.tokens)
+    def measure(self, attention: TritonAttention, named: bool = True) -> tuple[float, float]:
+        """Microseconds, and the relative error beside the reference in float32, of a few queries where there are many.
+
+        named: whole prompts are named, as in eager steps.
+        """
+        geometry = dataclasses.replace(self.case.geometry, plain=not self.case.softcap)
+        whole = attention.whole(geometry, self.counts, self.context) if named else []
+        found = attention.prepare(geometry, self.counts, self.context, len(self.counts), self.tokens, whole)
         work = torch.from_numpy(found).cuda()
-        error = self.error(self.run(attention, 0, work))
-        return graph_us([lambda copy=copy: self.run(attention, copy, work) for copy in range(self.copies)]), error
+        error = self.error(self.run(attention, 0, work, whole))
+        return graph_us([lambda copy=copy: self.run(attention, copy, work, whole) for copy in range(self.copies)]), error
 
     def error(self, found: torch.Tensor) -> float:
         g = self.case.geometry
@@ -210,8 +216,10 @@ def record_launches(attention: TritonAttention, case: Case) -> None:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     arena = meta(4, 2, g.kv_heads, g.page, g.head_size, dtype=torch.bfloat16)
-    attention.apply(meta(tokens, g.heads, g.head_size, dtype=torch.bfloat16), arena[:, 0], arena[:, 1], meta(segments, 4),
-                    meta(segments + 1), meta(segments), 0.1, g.window, case.softcap, work=meta(layout.size))
+    whole = [Span(0, 0, 8)] if not case.decode else []
+    for named in ([], whole):
+        attention.apply(meta(tokens, g.heads, g.head_size, dtype=torch.bfloat16), arena[:, 0], arena[:, 1], meta(segments, 4),
+                        meta(segments + 1), meta(segments), 0.1, g.window, case.softcap, work=meta(layout.size), whole=named)
 
 
 def compile_all(variants: list[tuple[TritonAttention, Case, dict[str, Any]]]) -> None:
@@ -272,7 +280,7 @@ def sweep(attention: TritonAttention, cases: list[Case], variants: dict[str, Cal
         for name, constants in variants.items():
             try:
                 with shaped(**constants(case.geometry)):
-                    found.append({"variant": name, **row(built, *built.measure(attention), bandwidth)})
+                    found.append({"variant": name, **row(built, *built.measure(attention, named=False), bandwidth)})
             except triton.runtime.errors.OutOfResources:
                 continue
         found.sort(key=lambda entry: entry["us"])

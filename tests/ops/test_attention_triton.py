@@ -11,7 +11,7 @@ import torch
 
 from tests.ops.interpreter import DEVICE, DTYPES  # isort: skip  (before Triton's kernels are imported)
 
-from penstock.ops import attention_work
+from penstock.ops import attention_triton, attention_work
 from penstock.ops.attention import Geometry
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
 from penstock.ops.attention_work import FIELDS, Launch
@@ -103,6 +103,22 @@ def test_padding_does_nothing_and_counters_end_at_zero(attention: TritonAttentio
         check(runs[0][:tokens], wanted(case))
         assert torch.equal(runs[0][:tokens], runs[1][:tokens])
         assert torch.equal(work, before)
+
+
+def test_long_prompts_by_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the host names, beside others; padded lengths, and no room behind the last token."""
+    monkeypatch.setattr(attention_triton, "_cudnn", lambda: True)
+    for segments in ([(1100, 1), (1010, 1010), (1200, 90), (1100, 1100)], [(1024, 1024)], [(1500, 1500), (64, 64)]):
+        case = built(Case(segments, heads=2, kv=1), HALF)
+        counts = np.array([count for _, count in segments], np.int32)
+        context = np.array([context for context, _ in segments], np.int32)
+        geometry = Geometry(2, 1, 64, 16)
+        spans = TRITON.whole(geometry, counts, context)
+        assert [span.segment for span in spans] == [s for s, (a, b) in enumerate(segments) if a == b in (1024, 1500)]
+        assert not INVARIANT.whole(geometry, counts, context)
+        assert not TRITON.whole(dataclasses.replace(geometry, window=64), counts, context)
+        found = TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, 0.125, whole=spans)
+        check(found, wanted(case))
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ class Attention:
     def attach(self, view: KVView) -> None:
         """Gives the layer its window into the cache."""
         self.view = view
-        self.geometry = view.geometry(self.spec.heads, self.spec.window)
+        self.geometry = view.geometry(self.spec.heads, self.spec.window, plain=not self.spec.softcap)
 
     def detach(self) -> None:
         """Lets go of the cache."""
@@ -57,6 +57,7 @@ class Attention:
         q = kernels.rope_write(q, k, v, step.positions, group.slots, view.k, view.v, self.cos, self.sin,
                                q_norm, k_norm, self.eps, self.offset)
         out = kernels.attention.apply(q, view.k, view.v, group.table, step.query_start, step.context, spec.scale, spec.window,
-                                      spec.softcap, work=step.work[self.geometry])
+                                      spec.softcap, work=step.work[self.geometry],
+                                      whole=step.whole.get(self.geometry, ()))
         out = out.view(tokens, -1)
         return self.o(out if ends is None else out.index_select(0, ends))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from penstock.ops.attention import Geometry
+from penstock.ops.attention import Geometry, Span
 
 
 @dataclass(slots=True)
@@ -36,6 +36,8 @@ class Step:
     """What `kernels.attention.prepare` gave for each geometry that the model has."""
     ends: torch.Tensor | None = None
     """[E] int32: the only tokens whose hidden states are wanted after the last layer; None: those of all."""
+    whole: dict[Geometry, list[Span]] = field(default_factory=dict)
+    """The prompts that were named to `prepare`; a geometry may be missing."""
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class KVView:
     """[pages, KV heads, page, head size], strided."""
     v: torch.Tensor
 
-    def geometry(self, heads: int, window: int) -> Geometry:
+    def geometry(self, heads: int, window: int, plain: bool = True) -> Geometry:
         """That of a layer of `heads` query heads which keeps its entries here."""
         _, kv_heads, page, size = self.k.shape
-        return Geometry(heads, kv_heads, size, page, window, self.k.element_size())
+        return Geometry(heads, kv_heads, size, page, window, self.k.element_size(), plain)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +30,33 @@ class Geometry:
     window: int = 0
     itemsize: int = 2
     """Bytes of a cached number."""
+    plain: bool = True
+    """Neither softcap nor sinks."""
+
+
+class Span(NamedTuple):
+    """A whole prompt in a step: a segment that begins at position 0, and its tokens."""
+
+    segment: int
+    first: int
+    count: int
 
 
 @register("attention", "reference", rank=0)
 class AttentionOps:
-    """The two functions of an implementation of `attention`: dividing the work of a step on the host, and doing it."""
+    """The functions of an implementation of `attention`: dividing the work of a step on the host, and doing it."""
 
     @staticmethod
-    def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int) -> Ints | None:
+    def whole(geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
+        """Prompts of a step of these segments which are served faster if the host names them to `prepare` and `apply`.
+
+        Only for steps that run eagerly: what is captured must not depend on what a step consists of.
+        """
+        return []
+
+    @staticmethod
+    def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
+                whole: Sequence[Span] = ()) -> Ints | None:
         """How the step's work is divided, for `apply`, or None if there is nothing to divide.
 
         counts and context [S] are the segments' queries and positions; `segments` >= S and `tokens` >= sum(counts) are what the
@@ -47,7 +68,7 @@ class AttentionOps:
     @staticmethod
     def apply(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, query_start: torch.Tensor,
               context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None,
-              work: torch.Tensor | None = None) -> torch.Tensor:
+              work: torch.Tensor | None = None, whole: Sequence[Span] = ()) -> torch.Tensor:
         """Causal attention: softmax(cap(q k^T * scale)) v, cap(s) = softcap * tanh(s / softcap) if softcap is not 0.
 
         q [T, H, D]; segment s owns queries query_start[s] to query_start[s + 1], the last of its context[s] positions; what
@@ -55,9 +76,10 @@ class AttentionOps:
         table [S, columns] int32: the page ids of each segment's row; position p lies in page table[s, p // page], slot
         p % page. k_cache, v_cache [pages, KV, page, D]. window w > 0: a query sees the w positions up to and with its own;
         pages wholly behind every window are not read and their table entries may be stale. sinks [H] float32: one more
-        score a head, as if of a key without value. H is a multiple of KV (grouped queries, Ainslie et al. 2023). query_start [S + 1] and
-        context [S] are int32 on q's device; `work` is what `prepare` gave, there too. Returns [T, H, D] in q's dtype; scores
-        and sums are float32, and a query's result does not depend on its neighbours.
+        score a head, as if of a key without value. H is a multiple of KV (grouped queries, Ainslie et al. 2023).
+        query_start [S + 1] and context [S] are int32 on q's device; `work` is what `prepare` gave, there too, and `whole`
+        what it was given. Returns [T, H, D] in q's dtype; scores and sums are float32, and a query's result does not depend
+        on its neighbours.
         """
         size, kv_heads = k_cache.shape[2], k_cache.shape[1]
         out = torch.empty_like(q)

@@ -185,6 +185,27 @@ def _finish(acc, peak, total, out, out_token, out_head, token, queries, sinks, g
     tl.store(out_at, result.to(out.dtype.element_ty), mask=kept)
 
 
+@triton.jit(do_not_specialize=["table", "count"])
+def gather(k_cache, v_cache, k, v, table, count, page_stride, head_stride, slot_stride, size: tl.constexpr,
+           page_size: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, linked: tl.constexpr):
+    """The first `count` keys and values of a row of the table, in order, and zeros behind them: k and v [N, KV heads, size].
+
+    Grid (KV heads, N / block_n).
+    """
+    if linked:
+        gdc_launch_dependents()
+        gdc_wait()
+    head = tl.program_id(0)
+    key, d = tl.program_id(1) * block_n + tl.arange(0, block_n), tl.arange(0, block_d)
+    page = tl.load(table + key // page_size, mask=key < count, other=0).to(tl.int64)
+    here = (page * page_stride + key % page_size * slot_stride)[:, None] + head.to(tl.int64) * head_stride + d[None]
+    there = (key.to(tl.int64) * tl.num_programs(0) + head)[:, None] * size + d[None]
+    wide = tl.broadcast_to((d < size)[None], here.shape)
+    present = wide & (key < count)[:, None]
+    tl.store(k + there, tl.load(k_cache + here, mask=present, other=0.0), mask=wide)
+    tl.store(v + there, tl.load(v_cache + here, mask=present, other=0.0), mask=wide)
+
+
 @triton.jit(do_not_specialize=["items", "counters", "table_row", "scale", "softcap", "window"])
 def attend(q, k_cache, v_cache, out, table, sinks, items, counters, parts_acc, parts_sum, scale, softcap, window,
            q_token, q_head, page_stride, head_stride, slot_stride, out_token, out_head, table_row,

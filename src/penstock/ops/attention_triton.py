@@ -1,46 +1,76 @@
 """Paged attention on NVIDIA GPUs in Triton: the two implementations of the operation and their launches.
 
-"triton" divides the keys of a step freely; "triton-invariant" at fixed places, so that the bits of a query's result do not
-depend on its company. The division is `attention_work.py`, the kernel `attention_kernel.py`.
+"triton" divides the keys of a step freely, and has cuDNN serve long prompts that it is told of; "triton-invariant" divides
+keys at fixed places, so that the bits of a query's result do not depend on its company. The division is `attention_work.py`,
+the kernels are in `attention_kernel.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from penstock.ops import attention_work, gpu
-from penstock.ops.attention import AttentionOps, Geometry, Ints
+from penstock.ops.attention import AttentionOps, Geometry, Ints, Span
 from penstock.ops.attention_work import Launch
 from penstock.ops.registry import register
 
+_LONG = 1024
+"""Tokens of a prompt from which on cuDNN serves it: 615 TFLOP/s of the causal triangle at 8,192 against 420, and 490 at 2,048
+against 330 (bench/results); at 512 what each call costs has eaten the gain."""
+
+_GRAIN = 512
+"""Prompts are padded to a multiple of this for cuDNN, which takes 30 ms to plan for a length that it has not seen."""
+
 
 class TritonAttention(AttentionOps):
-    """prepare and apply of ops/attention.py."""
+    """whole, prepare and apply of ops/attention.py."""
 
     def __init__(self, invariant: bool) -> None:
         self.invariant = invariant
 
-    def prepare(self, geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int) -> Ints:
-        return attention_work.prepare(geometry, counts, context, segments, tokens, self.invariant)
+    def whole(self, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
+        served = not self.invariant and geometry.plain and not geometry.window and geometry.itemsize == 2
+        if not served or geometry.head_size > 128 or geometry.head_size % 8 or not _cudnn():
+            return []
+        # Not those for which padding costs more than cuDNN gains.
+        padded = -(-counts // _GRAIN) * _GRAIN
+        found = np.flatnonzero((counts >= _LONG) & (counts == context) & (padded.astype(float) ** 2 < 1.25 * counts ** 2.0))
+        first = np.cumsum(counts) - counts
+        return [Span(int(s), int(first[s]), int(counts[s])) for s in found]
+
+    def prepare(self, geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
+                whole: Sequence[Span] = ()) -> Ints:
+        return attention_work.prepare(geometry, counts, context, segments, tokens, self.invariant,
+                                      [span.segment for span in whole])
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
-              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None) -> torch.Tensor:
+              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None, whole: Sequence[Span] = ()) -> torch.Tensor:
         """`work` without a value is prepared here, which waits for the device. Its counters are used and left at zero."""
         tokens, heads, size = q.shape
         _, kv_heads, page, _ = k_cache.shape
+        stride = k_cache.stride()
+        assert v_cache.stride() == stride and stride[3] == 1, "keys and values lie in the same way, each entry contiguous"
         geometry = Geometry(heads, kv_heads, size, page, window, k_cache.element_size())
         segments = context.shape[0]
+        if len(whole) == segments == 1 and whole[0].count == tokens:
+            return _long(q, k_cache, v_cache, table, scale, whole[0])
         if work is None:
-            found = self.prepare(geometry, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens)
+            found = self.prepare(geometry, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens, whole)
             work = torch.from_numpy(found).to(q.device)
         layout = attention_work.layout(geometry, segments, tokens, self.invariant)
         out = torch.empty(tokens, heads, size, dtype=q.dtype, device=q.device)
         for launch in (layout.narrow, layout.broad):
-            if launch is not None and launch.items:
+            if launch is not None and len(whole) < segments:
                 self._launch(launch, geometry, launch is layout.broad, q, k_cache, v_cache, table, scale, softcap, sinks, work,
                              out)
+        for span in whole:
+            out[span.first:span.first + span.count] = _long(q, k_cache, v_cache, table, scale, span)
         return out
 
     def _launch(self, launch: Launch, geometry: Geometry, broad: bool, q: torch.Tensor, k_cache: torch.Tensor,
@@ -51,19 +81,52 @@ class TritonAttention(AttentionOps):
         shape, size, kv_heads = launch.shape, geometry.head_size, geometry.kv_heads
         group = geometry.heads // kv_heads
         rows = shape.queries * group
-        block_d = max(16, 1 << (size - 1).bit_length())
+        block_d = _block(size)
         parts = torch.empty(launch.slots * kv_heads * rows * (block_d + 2), dtype=torch.float32, device=q.device)
         linked = gpu.linked(q.device)
-        stride = k_cache.stride()
-        assert v_cache.stride() == stride and stride[3] == 1, "keys and values lie in the same way, each entry contiguous"
         attend[(kv_heads, launch.items)](
             q, k_cache, v_cache, out, table, out if sinks is None else sinks, work[launch.offset:], work[launch.counters:],
             parts, parts[launch.slots * kv_heads * rows * block_d:], scale, softcap, geometry.window,
-            q.stride(0), q.stride(1), *stride[:3], out.stride(0), out.stride(1),
+            q.stride(0), q.stride(1), *k_cache.stride()[:3], out.stride(0), out.stride(1),
             table.stride(0), group=group, size=size, page_size=geometry.page, block_m=shape.block_m, block_n=shape.block_n,
             block_d=block_d, rows=rows, windowed=geometry.window > 0, capped=softcap != 0.0, sunk=sinks is not None,
             fixed=self.invariant, edges=broad, linked=linked, fields=attention_work.FIELDS, num_warps=shape.warps,
             num_stages=shape.stages, launch_pdl=linked)
+
+
+@cache
+def _cudnn() -> bool:
+    """Whether cuDNN's attention is there, and faster than ours: it was compared on Hopper."""
+    return torch.cuda.is_available() and torch.backends.cudnn.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def _block(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _long(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, scale: float,
+          span: Span) -> torch.Tensor:
+    """A whole prompt's attention by a library, over its keys and values gathered from their pages: [count, H, D]."""
+    from penstock.ops.attention_kernel import gather  # as above
+
+    _, kv_heads, page, size = k_cache.shape
+    length = -(-span.count // _GRAIN) * _GRAIN
+    k = torch.empty(length, kv_heads, size, dtype=k_cache.dtype, device=q.device)
+    v = torch.empty_like(k)
+    linked = gpu.linked(q.device)
+    gather[(kv_heads, length // 64)](k_cache, v_cache, k, v, table[span.segment], span.count, *k_cache.stride()[:3], size=size,
+                                     page_size=page, block_n=64, block_d=_block(size), linked=linked, num_warps=4,
+                                     launch_pdl=linked)
+    mine = q[span.first:span.first + length]
+    if len(mine) < length:
+        mine = torch.cat((mine, mine.new_zeros(length - len(mine), *mine.shape[1:])))
+    # Queries behind the prompt's last see nothing that others need, and are dropped; no other query sees their keys.
+    ready = [x.transpose(0, 1)[None] for x in (mine, k, v)]
+    if q.device.type == "cpu":
+        found = F.scaled_dot_product_attention(*ready, is_causal=True, scale=scale, enable_gqa=True)
+    else:
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(*ready, None, False, 0.0, True, False, scale=scale)[0]
+    return found[0].transpose(0, 1)[:span.count]
 
 
 TRITON = TritonAttention(invariant=False)

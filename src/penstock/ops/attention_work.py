@@ -9,6 +9,7 @@ they stand in the step's array, is its `Launch`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -139,16 +140,20 @@ def _round(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int, invariant: bool) -> Ints:
-    """The step's array: AttentionOps.prepare (ops/attention.py)."""
+def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int, invariant: bool,
+            without: Sequence[int] = ()) -> Ints:
+    """The step's array: AttentionOps.prepare (ops/attention.py), `without` some of the segments."""
     plan = layout(geometry, segments, tokens, invariant)
     work = np.zeros(plan.size, np.int32)
+    wanted = counts > 0
+    if without:
+        wanted[list(without)] = False
     if plan.broad is None:
-        _fill(work, plan.narrow, geometry, counts, context, counts > 0, invariant)
+        _fill(work, plan.narrow, geometry, counts, context, wanted, invariant)
         return work
     few = counts <= plan.narrow.shape.queries
-    _fill(work, plan.narrow, geometry, counts, context, few & (counts > 0), invariant)
-    _fill(work, plan.broad, geometry, counts, context, ~few, invariant)
+    _fill(work, plan.narrow, geometry, counts, context, wanted & few, invariant)
+    _fill(work, plan.broad, geometry, counts, context, wanted & ~few, invariant)
     return work
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Sequence
 
 import torch
 
 from penstock.core.errors import ConfigError
 from penstock.ops import native
-from penstock.ops.attention import AttentionOps
+from penstock.ops.attention import AttentionOps, Span
 from penstock.ops.linear import Weight
 from penstock.ops.registry import register
 from penstock.platform.facts import DeviceFacts
@@ -82,7 +83,8 @@ class CpuAttention(AttentionOps):
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
-              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None) -> torch.Tensor:
+              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None,
+              whole: Sequence[Span] = ()) -> torch.Tensor:
         if sinks is not None:
             return AttentionOps.apply(q, k_cache, v_cache, table, query_start, context, scale, window, softcap, sinks)
         tokens, heads, size = q.shape

@@ -38,7 +38,7 @@ class Graphs:
     def __init__(self, model: Decoder, rows: Rows, page: int, max_num_seqs: int, max_tokens: int,
                  stream: torch.cuda.Stream) -> None:
         self.model = model
-        self.builder = StepBuilder(model, rows, page)
+        self.builder = StepBuilder(model, rows, page, captured=True)
         self._columns = rows.tables[0].shape[1]
         self._longest = rows.tokens.shape[1]
         self._decode = decode_sizes(max_num_seqs)

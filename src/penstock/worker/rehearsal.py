@@ -113,16 +113,17 @@ def _forward(model: Decoder, capacity: Capacity, known: torch.Tensor, tables: li
 
     counts = np.full(segments, tokens // segments, np.int32)
     counts[0] += tokens - int(counts.sum())
-    work = {}
+    work, whole = {}, {}
     for geometry in model.geometries:
-        found = model.kernels.attention.prepare(geometry, counts, counts, segments, tokens)
+        whole[geometry] = model.kernels.attention.whole(geometry, counts, counts)
+        found = model.kernels.attention.prepare(geometry, counts, counts, segments, tokens, whole[geometry])
         work[geometry] = None if found is None else ints(len(found))
     query_start, context = ints(segments + 1), ints(segments)
     built = model.kernels.build_step(known, tables, ints(segments), ints(segments), query_start, page, tokens,
                                      tables[0].shape[1])
     groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
     wanted = None if ends is None or ends == tokens else ints(ends)
-    model.forward(Step(built.tokens, built.positions, query_start, context, groups, work, wanted))
+    model.forward(Step(built.tokens, built.positions, query_start, context, groups, work, wanted, whole))
 
 
 def _sample(kernels: Kernels, logits: torch.Tensor, known: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step
-from penstock.ops.attention import Geometry
+from penstock.ops.attention import Geometry, Span
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import Lines
 from penstock.worker.staging import Staging
@@ -50,7 +50,8 @@ class Parts:
 class StepBuilder:
     """`fill` on the host, then `step` on the device; `step` alone can be captured and run again after another `fill`."""
 
-    def __init__(self, model: Decoder, rows: Rows, page: int) -> None:
+    def __init__(self, model: Decoder, rows: Rows, page: int, captured: bool = False) -> None:
+        """captured: the steps are to be run again, so nothing in them may depend on what a plan consists of."""
         self.device = rows.device
         self._rows = rows
         self._page = page
@@ -60,6 +61,8 @@ class StepBuilder:
         self._parts: dict[Capacity, Parts] = {}
         self._staging = Staging(torch.int32, rows.device)
         self._columns = rows.tables[0].shape[1]
+        self._captured = captured
+        self._whole: dict[Geometry, list[Span]] = {}
 
     def reserve(self, size: int) -> None:
         """Room for arrays of `size` elements at one address, which captured graphs will read from."""
@@ -72,8 +75,10 @@ class StepBuilder:
     def fill(self, plan: StepPlan, capacity: Capacity) -> Parts:
         """Brings the plan's numbers to the device, in order after everything enqueued there."""
         counts, context = plan.counts, plan.starts + plan.counts
-        work = {geometry: self._attention.prepare(geometry, counts, context, capacity.segments, capacity.tokens)
-                for geometry in self._geometries}
+        if not self._captured:
+            self._whole = {geometry: self._attention.whole(geometry, counts, context) for geometry in self._geometries}
+        work = {geometry: self._attention.prepare(geometry, counts, context, capacity.segments, capacity.tokens,
+                                                  self._whole.get(geometry, ())) for geometry in self._geometries}
         parts = self._lay_out(capacity, work)
         host = self._staging.host(parts.size)
         segments, tail = len(plan.rows), capacity.segments - len(plan.rows)
@@ -144,4 +149,4 @@ class StepBuilder:
         groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
         work = {geometry: there[parts.work[geometry]] if geometry in parts.work else None for geometry in self._geometries}
         at = None if ends is None else self.heads(parts, ends)
-        return Step(built.tokens, built.positions, query_start, context, groups, work, at)
+        return Step(built.tokens, built.positions, query_start, context, groups, work, at, self._whole)
