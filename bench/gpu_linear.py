@@ -27,6 +27,7 @@ from unittest.mock import patch
 import torch
 import triton
 
+from penstock.cli.bench.environment import environment
 from penstock.ops import activation_triton, gpu
 from penstock.ops.activation import gated as gate
 from penstock.ops.linear import Weight
@@ -263,11 +264,6 @@ def chain(model: str, rows: int, bandwidth: float, layers: int = 8) -> dict[str,
     return record
 
 
-def environment() -> dict[str, Any]:
-    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-            "cuda": torch.version.cuda}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,2,8,16,32,64")
@@ -280,7 +276,8 @@ def main() -> None:
     print(f"copy {bandwidth / 1e9:.0f} GB/s")
     rows = [int(r) for r in arguments.rows.split(",")]
     shapes = [s for s in SHAPES if not arguments.shapes or any(s.name.startswith(p) for p in arguments.shapes.split(","))]
-    record = {**environment(), "copy_gb_s": bandwidth / 1e9, "products": sweep(shapes, rows, arguments.chosen, bandwidth),
+    record = {"environment": environment(), "copy_gb_s": bandwidth / 1e9,
+              "products": sweep(shapes, rows, arguments.chosen, bandwidth),
               "chains": [chain(model, r, bandwidth) for model in ("8b", "06b") for r in (1, 8, 32)]}
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(record, indent=1))
