@@ -24,7 +24,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import penstock
 from penstock.core.errors import ConfigError
 from penstock.ops import gpu
 from penstock.ops.gpu import Chip
@@ -172,7 +171,7 @@ class Manifest:
         """`what` is all that the kernels depend on, beside the sources of Penstock, Triton and torch."""
         digest = hashlib.sha256(repr(what).encode())
         digest.update(" ".join(version(name) for name in ("torch", "triton")).encode())
-        for path in sorted(Path(penstock.__file__).parent.rglob("*.py")):
+        for path in sorted(Path(__file__).parents[1].rglob("*.py")):
             digest.update(path.read_bytes())
         self._path = Path(os.environ["TRITON_CACHE_DIR"]) / "manifests" / f"{digest.hexdigest()}.json"
 
