@@ -59,7 +59,7 @@ class TritonAttention(AttentionOps):
         geometry = Geometry(heads, kv_heads, size, page, window, k_cache.element_size())
         segments = context.shape[0]
         if len(whole) == segments == 1 and whole[0].count == tokens:
-            return _long(q, k_cache, v_cache, table, scale, whole[0])
+            return _long(q, k_cache, v_cache, table, scale, whole[0]).contiguous()
         if work is None:
             found = self.prepare(geometry, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens, whole)
             work = torch.from_numpy(found).to(q.device)
