@@ -98,12 +98,13 @@ class Hierarchy:
             fresh.append(content)
             names.append(name)
         slots = self.host.add(names)
-        for content, name, slot in zip(fresh, names, slots, strict=False):
-            self._transfers.append(Save(content.group, content.page, slot))
-            self._moved(HOST, self._sizes[name.group])
+        for content, name in zip(fresh, names, strict=True):
+            if name in slots:
+                self._transfers.append(Save(content.group, content.page, slots[name]))
+                self._moved(HOST, self._sizes[name.group])
         if self.catalogs:
             if self.policy.through:
-                self._wanted.extend(names[:len(slots)])
+                self._wanted.extend(name for name in names if name in slots)
             elif self.host.used_bytes > _SPILL_SHARE * self.host.layout.nbytes:
                 self._wanted.extend(islice(self.host.oldest(), 2 * len(slots) + 1))
             self._write()

@@ -50,17 +50,21 @@ class HostSlots:
             if name in self._slots:
                 self._slots.move_to_end(name)
 
-    def add(self, names: Sequence[PageName]) -> list[int]:
+    def add(self, names: Sequence[PageName]) -> dict[PageName, int]:
         """Slots for as many of these pages, which are not here, as there is room for without touching busy ones."""
-        slots: list[int] = []
+        wanted: dict[int, list[PageName]] = {}
         for name in names:
-            slot = self._take(name.group)
-            if slot is None:
-                break
-            slots.append(slot)
-        for name, slot in reversed(list(zip(names, slots, strict=False))):
-            self._slots[name] = slot
-            self.told(name, True)
+            wanted.setdefault(name.group, []).append(name)
+        slots: dict[PageName, int] = {}
+        for group, mine in wanted.items():
+            self._make_room(group, len(mine))
+            count = min(len(mine), self._pools.available(group))
+            slots.update(zip(mine, self._pools.take(group, count), strict=False))
+        # Least recent of them is the end of the context: without it the rest is still of use.
+        for name in reversed(names):
+            if name in slots:
+                self._slots[name] = slots[name]
+                self.told(name, True)
         return slots
 
     def hold(self, name: PageName) -> int:
@@ -100,24 +104,22 @@ class HostSlots:
         """Whether a transfer uses a page's slot."""
         return name in self._busy
 
-    def _take(self, group: int) -> int | None:
-        if self._pools.available(group):
-            return self._pools.take(group, 1)[0]
-        # A slab is free for another group when all of its pages are, so several may have to go.
+    def _make_room(self, group: int, count: int) -> None:
+        """Gives up idle pages, least recent first, until `count` slots of a group are free or no more can be."""
         passed: list[PageName] = []
-        try:
-            while self._slots and len(passed) <= len(self._busy):
+        # A slab is free for another group when all of its pages are, so more may have to go than come.
+        while (missing := count - self._pools.available(group)) > 0 and len(self._slots) > len(passed):
+            gone: dict[int, list[int]] = {}
+            for _ in range(min(missing, len(self._slots) - len(passed))):
                 name, slot = self._slots.popitem(last=False)
                 if name in self._busy:
-                    self._slots[name] = slot
                     passed.append(name)
+                    self._slots[name] = slot
                     continue
-                self._pools.give(name.group, [slot])
+                gone.setdefault(name.group, []).append(slot)
                 self.evicted += 1
                 self.told(name, False)
-                if self._pools.available(group):
-                    return self._pools.take(group, 1)[0]
-            return None
-        finally:
-            for name in reversed(passed):
-                self._slots.move_to_end(name, last=False)
+            for other, slots in gone.items():
+                self._pools.give(other, slots)
+        for name in reversed(passed):
+            self._slots.move_to_end(name, last=False)
