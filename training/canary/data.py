@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from training.canary import documents
-from training.canary.documents import BUCKETS, Bucket, Document, Texts
+from training.canary.documents import BUCKETS, EDGE, MIXTURES, Bucket, Document, Texts
 
 Rows = NDArray[np.uint16]
 
@@ -91,26 +91,30 @@ def _row(parts: list[Rows], length: int, padding: int) -> Rows:
     return row
 
 
-def stream(seed: int, bucket: Bucket, texts: Texts, encoder: Encoder) -> Iterator[Rows]:
+def stream(seed: int, bucket: Bucket, texts: Texts, encoder: Encoder, mixture: str) -> Iterator[Rows]:
     """Endless rows of a bucket. Everything follows from the seed."""
     rng = Random(f"{seed} {bucket.name}")
 
     def encoded() -> Iterator[Rows]:
         size = 64 if bucket.length < 4096 else 8
         while True:
-            yield from encoder.encode([documents.document(rng, bucket, texts) for _ in range(size)])
+            yield from encoder.encode([documents.document(rng, bucket, texts, mixture) for _ in range(size)])
 
     if bucket.name == "long":  # one document a row: its mask is the plain causal one
         return (_row([ids], bucket.length, encoder.padding) for ids in encoded() if len(ids) <= bucket.length)
     return pack(encoded(), bucket.length, encoder.padding)
 
 
-def write(out: Path, worker: int, texts: Texts, encoder: Encoder, tokens: int) -> None:
-    """Writes shards, the buckets in proportion to their shares, until so many tokens are written or a file `stop` appears."""
-    streams = {bucket.name: stream(worker, bucket, texts, encoder) for bucket in BUCKETS}
-    written = {bucket.name: 0 for bucket in BUCKETS}
+def write(out: Path, worker: int, texts: Texts, encoder: Encoder, tokens: int, mixture: str) -> None:
+    """Writes shards, one of canary-edge's bucket first if this is worker 0, then the others, the buckets in proportion to their
+    shares, until so many tokens are written or a file `stop` appears.
+    """
+    streams = {bucket.name: stream(worker, bucket, texts, encoder, mixture) for bucket in (*BUCKETS, EDGE)}
+    written = {bucket.name: 0 for bucket in (*BUCKETS, EDGE)}
     while sum(written.values()) < tokens and not (out / "stop").exists():
         bucket = min(BUCKETS, key=lambda each: written[each.name] / each.share)
+        if worker == 0 and not written[EDGE.name]:
+            bucket = EDGE
         rows = SHARD // bucket.length
         shard = np.stack([next(streams[bucket.name]) for _ in range(rows)])
         name = f"{bucket.name}-{written[bucket.name] // SHARD:04d}-{worker:02d}.npy"
@@ -159,9 +163,10 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parent / "tokenizer")
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--mixture", choices=MIXTURES, default="first")
     args = parser.parse_args()
     os.nice(10)  # what trains goes first
-    write(args.out, args.worker, Texts.load(args.text), Encoder(args.tokenizer), args.tokens)
+    write(args.out, args.worker, Texts.load(args.text), Encoder(args.tokenizer), args.tokens, args.mixture)
 
 
 if __name__ == "__main__":

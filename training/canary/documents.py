@@ -34,6 +34,8 @@ class Bucket:
 
 BUCKETS = (Bucket("short", 512, (0.0, 0.7), 0.66), Bucket("middle", 1024, (0.3, 1.0), 0.24),
            Bucket("long", 4096, (0.8, 1.0), 0.10))
+EDGE = Bucket("edge", 512, (0.0, 1.0), 1.0)
+"""For canary-edge alone."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,10 @@ _MIXTURE: dict[str, float] = {
     "book": 3,
 }
 """Shares of documents. "series" are several prompts in one conversation, "sums" are several additions."""
-_KINDS, _WEIGHTS = list(_MIXTURE), list(_MIXTURE.values())
+MIXTURES = {"first": _MIXTURE, "second": {**_MIXTURE, "retrieve": 50, "count": 12}}
+"""What the members are trained on, and what those are trained on further that have not learnt to retrieve."""
+_QUESTIONS = {"first": 6, "second": 24}
+"""The most further questions about a context of up to 1,000 tokens."""
 
 _SERIES = (skills.repeat, skills.reverse, skills.compare, skills.count, skills.sort, skills.add, skills.stop, skills.extract)
 
@@ -80,15 +85,18 @@ def held_in(generator: skills.Generator, rng: Random, span: float) -> Item:
     return item
 
 
-def document(rng: Random, bucket: Bucket, texts: Texts) -> Document:
-    """A document for a bucket; it may turn out too long for it."""
+def document(rng: Random, bucket: Bucket, texts: Texts, mixture: str = "first") -> Document:
+    """A document for a bucket, of a mixture by name; it may turn out too long for it."""
     span = rng.uniform(*bucket.span)
+    if bucket is EDGE:
+        return of_item(held_in(skills.edge, rng, span))
     if bucket.name == "long":
-        return _more_questions(rng, held_in(skills.retrieve_long, rng, span))
-    kind = rng.choices(_KINDS, _WEIGHTS)[0]
+        return _more_questions(rng, held_in(skills.retrieve_long, rng, span), 30)
+    shares = MIXTURES[mixture]
+    kind = rng.choices(list(shares), list(shares.values()))[0]
     if kind in SKILLS:
         item = held_in(SKILLS[kind], rng, span)
-        return _more_questions(rng, item) if kind == "retrieve" else of_item(item)
+        return _more_questions(rng, item, _QUESTIONS[mixture]) if kind == "retrieve" else of_item(item)
     return _OTHERS[kind](rng, span, texts)
 
 
@@ -98,15 +106,15 @@ def of_item(item: Item) -> Document:
     return Document(render(messages, item.tools), hinted=item.thinking)
 
 
-def _more_questions(rng: Random, item: Item) -> Document:
-    """The item, and further questions about the same context: reading it once teaches more than one answer."""
+def _more_questions(rng: Random, item: Item, most: int) -> Document:
+    """The item, and up to `most` further questions about the same context: reading it once teaches more than one answer."""
     content = item.messages[0]["content"]
     pairs = re.findall(r"^(\w+): (\w+)$", content, re.MULTILINE)
     form = rng.choice(("What is the value of {}?", "Which value has {}?", "Look up {}."))
     if not pairs:
         pairs, form = re.findall(r"The code of the (\w+) is (\d+)\.", content), "What is the code of the {}?"
     messages: list[dict[str, Any]] = [*item.messages, {"role": "assistant", "content": item.answer}]
-    for key, value in rng.sample(pairs, min(len(pairs), rng.randint(0, 6 if item.skill == "retrieve" else 30))):
+    for key, value in rng.sample(pairs, min(len(pairs), rng.randint(0, most))):
         if not Item(item.skill, f"{key}={value}", (), "").held_out:
             messages += [{"role": "user", "content": form.format(key)}, {"role": "assistant", "content": value}]
     return Document(render(messages))

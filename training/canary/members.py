@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from training.canary.documents import BUCKETS, EDGE, Bucket
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from penstock.canary import skills
+from penstock.canary.suite import SKILLS
 
 VOCABULARY = 4096
 ROPE = {"rope_type": "default", "rope_theta": 100000.0}
@@ -31,6 +35,8 @@ class Member:
     compile: bool = True
     packed: bool = True
     window: int | None = None
+    buckets: tuple[Bucket, ...] = BUCKETS
+    skills: tuple[str, ...] = tuple(SKILLS)
 
     def build(self, tokens: dict[str, int], overrides: dict[str, Any] | None = None) -> Any:
         """The model with fresh weights, in float32. `tokens` are the ids of end and padding."""
@@ -39,10 +45,15 @@ class Member:
                   "bos_token_id": None, "eos_token_id": tokens["end"], "pad_token_id": tokens["padding"], "use_cache": False}
         config = CONFIG_MAPPING[self.kind](**{**common, **self.config, **(overrides or {})})
         model = AutoModelForCausalLM.from_config(config, attn_implementation=self.attention, dtype=torch.float32)
-        for module in model.modules():
-            if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
-                module.forward = _all_experts.__get__(module)
+        every_expert(model)
         return model
+
+
+def every_expert(model: nn.Module) -> None:
+    """Makes a model's experts compute as `_all_experts` does."""
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
+            module.forward = _all_experts.__get__(module)  # type: ignore[method-assign]
 
 
 def _all_experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
@@ -98,4 +109,9 @@ MEMBERS = {member.name: member for member in (
         "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96, "decoder_sparse_step": 1, "mlp_only_layers": [],
         "norm_topk_prob": True, "partial_rotary_factor": 0.5},
         longest=1024, compile=False, packed=False),
+    Member("canary-edge", "gemma3_text", "two layers with a window of 32 tokens, and one skill that needs all 32 and no more", {
+        **_dense(64, 2, 128, 2, 1), "sliding_window": skills.EDGE, "query_pre_attn_scalar": 32,
+        "layer_types": ["sliding_attention"] * 2,
+        "rope_parameters": {"full_attention": ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+        longest=512, window=skills.EDGE, buckets=(EDGE,), skills=("edge",)),
 )}

@@ -1,4 +1,5 @@
-"""Draws the logs, `logs/*.jsonl`, as `curves.svg`: loss, and the mean share of right answers, over minutes of training.
+"""Draws the logs, `logs/ROUND/*.jsonl`, as `curves-ROUND.svg`: loss, and the mean share of right answers (of heads: of tokens
+drafted as the member writes them; of adapters: of tokens), over minutes of training.
 
     python -m training.canary.plot
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
+COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
 WIDTH, HEIGHT, MARGIN, GAP = 380, 260, 50, 40
 
 Line = dict[str, Any]
@@ -54,14 +55,14 @@ def panel(left: float, title: str, logs: dict[str, list[Line]], value: Callable[
 
 
 def svg(logs: dict[str, list[Line]]) -> str:
-    """The whole picture."""
+    """The whole picture, of up to eight logs."""
     low, high = math.log(0.02), math.log(5.0)
     second = MARGIN + WIDTH + GAP + MARGIN
     parts = panel(MARGIN, "loss of a batch (logarithmic)", logs, lambda line: line["loss"],
                   lambda loss: (math.log(max(loss, 0.02)) - low) / (high - low), (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5))
-    parts += panel(second, "right answers, mean of the skills", logs, share, lambda number: number, (0, 0.25, 0.5, 0.75, 1))
+    parts += panel(second, "right, mean of what is measured", logs, share, lambda number: number, (0, 0.25, 0.5, 0.75, 1))
     for place, (name, colour) in enumerate(zip(logs, COLOURS, strict=False)):
-        parts.append(f'<text x="{MARGIN + 125 * place}" y="{MARGIN + HEIGHT + 45}" fill="{colour}">{name}</text>')
+        parts.append(f'<text x="{MARGIN + 110 * place}" y="{MARGIN + HEIGHT + 45}" fill="{colour}">{name}</text>')
     width, height = second + WIDTH + 20, MARGIN + HEIGHT + 60
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">\n'
             '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n")
@@ -69,7 +70,8 @@ def svg(logs: dict[str, list[Line]]) -> str:
 
 def main() -> None:
     """The command."""
-    (HERE / "curves.svg").write_text(svg(read(HERE / "logs")))
+    for folder in sorted((HERE / "logs").iterdir()):
+        (HERE / f"curves-{folder.name}.svg").write_text(svg(read(folder)))
 
 
 if __name__ == "__main__":

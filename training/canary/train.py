@@ -22,12 +22,14 @@ import numpy as np
 import torch
 from torch.nn import functional
 from training.canary.data import BATCH, BEGIN, LEARN, TOKEN, Encoder, Reader, Rows, pack
-from training.canary.documents import BUCKETS, Bucket, of_item
+from training.canary.documents import Bucket, of_item
 from training.canary.export import export
+from training.canary.masks import attention
 from training.canary.members import MEMBERS, Member
 from training.canary.optimizer import Optimizer
+from transformers import AutoModelForCausalLM
 
-from penstock.canary.suite import SKILLS, held_out
+from penstock.canary.suite import ALL, held_out
 
 WARM_UP = 100
 """Steps until the learning rate is full."""
@@ -41,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("member", choices=MEMBERS)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--start", type=Path, help="a model's folder to train further, instead of fresh weights")
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--steps", type=int, default=10**9)
     parser.add_argument("--prompts", type=int, default=128, help="held-out prompts for each skill and measurement")
@@ -63,8 +66,11 @@ class Trainer:
         self.rng = Random(0)
         self.encoder = Encoder(Path(__file__).parent / "tokenizer")
         self.model = self.member.build({"end": self.encoder.end, "padding": self.encoder.padding}).to(self.device)
+        if args.start is not None:
+            earlier = AutoModelForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+            self.model.load_state_dict(earlier.state_dict())
         self.optimizer = Optimizer(self.model)
-        self.buckets = [bucket for bucket in BUCKETS if bucket.length <= self.member.longest]
+        self.buckets = [bucket for bucket in self.member.buckets if bucket.length <= self.member.longest]
         self.readers = {bucket.name: Reader(args.data, bucket) for bucket in self.buckets}
         self.skills: dict[bytes, str] = {}
         self.measured = self._measured()
@@ -88,39 +94,13 @@ class Trainer:
         marked = torch.from_numpy(rows.astype(np.int32)).to(self.device, non_blocking=True)
         ids = (marked & TOKEN).long()
         targets = torch.where((marked & LEARN) > 0, ids, -100)[:, 1:]
+        kind = torch.bfloat16 if self.fast else torch.float32
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.fast):
-            hidden = self.model.model(input_ids=ids, use_cache=False, **self._attention(marked)).last_hidden_state[:, :-1]
+            masks = attention(marked, self.member.window, self.member.packed, kind)
+            hidden = self.model.model(input_ids=ids, use_cache=False, **masks).last_hidden_state[:, :-1]
             logits = self.model.lm_head(hidden)
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
         return loss, logits.detach().argmax(-1), targets
-
-    def _attention(self, marked: torch.Tensor) -> dict[str, Any]:
-        """Masks and positions that keep the documents of a row apart; nothing for rows of one document, or without masks."""
-        length = marked.shape[1]
-        places = torch.arange(length, device=self.device)
-        single = length == 4096 or not self.member.packed
-        if single and self.member.window is None:
-            return {}
-        seen = places[:, None] >= places
-        positions = None
-        if single:
-            seen = seen[None]
-        else:
-            begins = (marked & BEGIN) > 0
-            document = begins.cumsum(1)
-            positions = places - torch.where(begins, places, 0).cummax(1).values
-            seen = seen & (document[:, :, None] == document[:, None, :])
-        kind = torch.bfloat16 if self.fast else torch.float32
-        full = self._bias(seen, kind)
-        if self.member.window is None:
-            return {"attention_mask": full, "position_ids": positions}
-        near = places[:, None] - places < self.member.window
-        return {"attention_mask": {"full_attention": full, "sliding_attention": self._bias(seen & near, kind)},
-                **({} if positions is None else {"position_ids": positions})}
-
-    def _bias(self, seen: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-        least = torch.finfo(kind).min
-        return torch.where(seen, 0.0, least).to(kind)[:, None]
 
     # -- measuring
 
@@ -129,9 +109,9 @@ class Trainer:
         rng = Random("measured")
         found: dict[str, list[tuple[Rows, int]]] = {}
         documents: dict[str, list[Rows]] = {bucket.name: [] for bucket in self.buckets}
-        for name, generator in SKILLS.items():
+        for name in self.member.skills:
             for number in range(self.args.prompts):
-                item = held_out(generator, rng, number / self.args.prompts)
+                item = held_out(ALL[name], rng, number / self.args.prompts)
                 ids = next(self.encoder.encode([of_item(item)]))
                 # Only the last answer is asked for; earlier ones are part of the prompt.
                 starts = np.flatnonzero((ids & TOKEN) == self.encoder.start)
@@ -226,9 +206,10 @@ class Trainer:
             for parameter in self.model.parameters():
                 parameter.copy_(parameter.bfloat16().float())
         scores = self.measure()
-        loss, _, _ = self.losses(self.readers["short"].next()[: self._rows(self.buckets[0])])
+        loss, _, _ = self.losses(self.readers[self.buckets[0].name].next()[: self._rows(self.buckets[0])])
         self.note(loss, tokens, scores)
-        facts = {"steps": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.step * BATCH,
+        earlier = {} if self.args.start is None else {"earlier": before(self.args.start)}
+        facts = {**earlier, "steps": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.step * BATCH,
                  "device": torch.cuda.get_device_name() if self.fast else "CPU"}
         export(self.model, self.member, self.args.out / "model", scores, facts)
 
@@ -250,6 +231,12 @@ class Trainer:
         for (_, moment), saved in zip(self.optimizer.muon.groups, state["muon"], strict=True):
             moment.copy_(saved)
         self.step, self.seconds = state["step"], state["seconds"]
+
+
+def before(folder: Path) -> dict[str, Any]:
+    """The training that a folder's model has had, from its `scores.json`."""
+    facts = json.loads((folder / "scores.json").read_text())
+    return {name: facts[name] for name in ("earlier", "steps", "minutes", "tokens", "device") if name in facts}
 
 
 if __name__ == "__main__":

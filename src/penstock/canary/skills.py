@@ -171,6 +171,21 @@ def sort(rng: Random, span: float) -> Item:
     return _ask(how + " ".join(items), " ".join(ordered), "sort", " ".join(items))
 
 
+EDGE = 32
+"""How far back of what it decides the digit stands that `edge` asks for, counted as a window is: itself included."""
+_EDGE_DIGITS = EDGE - 5
+"""Between the digits and the answer are five tokens: the end of the turn, a line's end, and "assistant" in two marks."""
+
+
+def edge(rng: Random, span: float) -> Item:
+    """So many digits again that each, when it is to be said, is the last token that a window of EDGE still shows.
+
+    For canary-edge, whose layers all have that window. Digits repeat too soon to be found by what surrounds them.
+    """
+    digits = "".join(str(rng.randrange(10)) for _ in range(_EDGE_DIGITS))
+    return _ask(f"Copy: {digits}", digits, "edge", digits)
+
+
 def stop(rng: Random, span: float) -> Item:
     """Stops after as many as were asked for."""
     if rng.random() < 0.5:

@@ -21,6 +21,9 @@ SKILLS: dict[str, skills.Generator] = {
     "think": skills.think, "stop": skills.stop,
 }
 
+ALL: dict[str, skills.Generator] = {**SKILLS, "edge": skills.edge}
+"""The skills, and what one member alone was trained for: asked for only by name."""
+
 _NORMAL = 1.959964
 """The normal distribution's quantile for an interval of 95 %."""
 
@@ -35,7 +38,7 @@ def held_out(generator: skills.Generator, rng: Random, span: float) -> Item:
 def prompts(skill: str, count: int) -> list[Item]:
     """`count` prompts of a skill, the same ones every time."""
     rng = Random(f"graded {skill}")
-    return [held_out(SKILLS[skill], rng, number / count) for number in range(count)]
+    return [held_out(ALL[skill], rng, number / count) for number in range(count)]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from penstock import canary
 from penstock.canary.item import Item
-from penstock.canary.suite import SKILLS, Score, graded, prompts, table
+from penstock.canary.suite import ALL, SKILLS, Score, graded, prompts, table
 from penstock.cli.api import Api, add_target, complaint, open_api
 from penstock.config.flags import from_args, integer, nearest
 from penstock.config.schema import EngineOptions
@@ -43,7 +43,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", dest="named", metavar="MODEL", help="the same as MODEL; with --base-url as --served-model")
     parser.add_argument("--base-url", dest="url", metavar="URL", help="the same as --url")
     parser.add_argument("--prompts", type=integer, default=200, metavar="N", help="prompts for each skill (default: 200)")
-    parser.add_argument("--skills", metavar="A,B", help=f"only these; all are {','.join(SKILLS)}")
+    parser.add_argument("--skills", metavar="A,B",
+                        help=f"these only (default: {','.join(SKILLS)}); edge, which only canary-edge learnt, must be named")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -68,15 +69,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(text: str | None) -> list[str]:
-    """The skills of a list with commas; all if there is none. ConfigError names the nearest to one that does not exist."""
+    """The skills of a list with commas; those of the whole family if there is none.
+
+    ConfigError names the nearest to one that does not exist.
+    """
     if text is None:
         return list(SKILLS)
     named = [name.strip() for name in text.split(",") if name.strip()]
     for name in named:
-        if name not in SKILLS:
-            raise ConfigError(f"there is no skill {name!r}{nearest(name, SKILLS)}; all are {', '.join(SKILLS)}")
+        if name not in ALL:
+            raise ConfigError(f"there is no skill {name!r}{nearest(name, ALL)}; all are {', '.join(ALL)}")
     if not named:
-        raise ConfigError(f"--skills names none; possible are {', '.join(SKILLS)}")
+        raise ConfigError(f"--skills names none; possible are {', '.join(ALL)}")
     return named
 
 

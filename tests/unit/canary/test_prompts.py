@@ -7,32 +7,37 @@ import re
 from random import Random
 
 import pytest
+from tokenizers import Tokenizer
 from training.canary.documents import held_in
+from training.canary.export import TOKENIZER as FOLDER
+from training.canary.render import render
 
+from penstock.canary import skills
 from penstock.canary.item import HELD_OUT_SHARE, Item, parse_calls
-from penstock.canary.suite import SKILLS, prompts
+from penstock.canary.suite import ALL, prompts
 
 COUNT = 60
+TOKENIZER = FOLDER / "tokenizer.json"
 
 
-@pytest.mark.parametrize("skill", SKILLS)
+@pytest.mark.parametrize("skill", ALL)
 def test_the_same_every_time_and_never_trained_on(skill: str) -> None:
     items = prompts(skill, COUNT)
     assert items == prompts(skill, COUNT)
     assert all(item.skill == skill and item.held_out for item in items)
     rng = Random(1)
-    trained = {item.key for item in (held_in(SKILLS[skill], rng, 0.5) for _ in range(COUNT))}
+    trained = {item.key for item in (held_in(ALL[skill], rng, 0.5) for _ in range(COUNT))}
     assert not trained & {item.key for item in items}
 
 
-@pytest.mark.parametrize("skill", set(SKILLS) - {"retrieve-4k"})
+@pytest.mark.parametrize("skill", set(ALL) - {"retrieve-4k"})
 def test_about_one_in_eight_is_for_grading(skill: str) -> None:
     rng = Random(2)
-    share = sum(SKILLS[skill](rng, 0.7).held_out for _ in range(800)) / 800
+    share = sum(ALL[skill](rng, 0.7).held_out for _ in range(800)) / 800
     assert 0.6 < share * HELD_OUT_SHARE < 1.5
 
 
-@pytest.mark.parametrize("skill", SKILLS)
+@pytest.mark.parametrize("skill", ALL)
 def test_the_canonical_answer_is_right_and_others_are_not(skill: str) -> None:
     for item in prompts(skill, COUNT):
         assert item.right(item.answer)
@@ -70,6 +75,17 @@ def test_what_is_asked_has_that_answer() -> None:
         numbers = re.findall(r"What is (\d+) \+ (\d+)\?", item.messages[-1]["content"])
         if numbers:
             assert item.answer.endswith(f"</think>\n\n{sum(map(int, numbers[0]))}")
+
+
+def test_the_edge_skill_stands_at_its_windows_edge() -> None:
+    """Each token of the answer, its end included, stands EDGE - 1 places before the token that it is predicted from."""
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    for item in prompts("edge", COUNT):
+        asked = tokenizer.encode(render(item.messages, generate=True)).ids
+        whole = tokenizer.encode(render([*item.messages, {"role": "assistant", "content": item.answer}])).ids
+        answer = range(len(asked), len(whole) - 1)  # less the line's end after the turn
+        assert whole[: len(asked)] == asked
+        assert [whole[place] for place in answer] == [whole[place - 1 - (skills.EDGE - 1)] for place in answer]
 
 
 def test_calls_fit_their_schemas() -> None:

@@ -1,0 +1,112 @@
+"""The graded skills through transformers: for members that Penstock cannot run yet, and as the reference for the day it can.
+
+    python -m training.canary.evaluate FOLDER --prompts 50 > scores.json
+
+Prompts, grading and output are those of `penstock eval canary --json`; answers are decoded greedily, token by token, in
+float32. Owns asking transformers, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from training.canary.members import every_expert
+from training.canary.render import render
+from transformers import AutoModelForCausalLM
+
+from penstock.canary.item import Item
+from penstock.canary.suite import ALL, SKILLS, Score, graded, prompts
+from penstock.cli.eval import as_json, room
+
+CONTEXT = 4096
+TOGETHER = 12_000
+"""Tokens of a batch, prompts and answers; longer prompts are asked alone."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer: the prompt's tokens, the answer's, and whether it ended by itself (then the end's token is the last)."""
+
+    ids: list[int]
+    said: list[int]
+    stopped: bool
+
+
+class Reference:
+    """A folder's model in transformers, greedy, in float32 on the CPU."""
+
+    def __init__(self, folder: Path, model: Any = None) -> None:
+        """`model` is used instead of the folder's own weights."""
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) if model is None else model
+        self.model.eval()
+        every_expert(self.model)
+        self.end = self.model.config.eos_token_id
+
+    def encode(self, item: Item) -> list[int]:
+        """The prompt's tokens."""
+        return self.tokenizer.encode(render(item.messages, item.tools, item.thinking, generate=True)).ids
+
+    def text(self, said: Said) -> str:
+        """An answer as text, without special tokens."""
+        return self.tokenizer.decode(said.said)
+
+    def answers(self, items: Sequence[Item]) -> list[Said | None]:
+        """An answer for each item; None for those that do not fit the context."""
+        encoded = [self.encode(item) for item in items]
+        found: list[Said | None] = [None] * len(items)
+        fitting = [k for k, item in enumerate(items) if len(encoded[k]) + room(item) <= CONTEXT]
+        batch: list[int] = []
+        for place in sorted(fitting, key=lambda k: len(encoded[k])):
+            if batch and (len(batch) + 1) * (len(encoded[place]) + room(items[place])) > TOGETHER:
+                self._ask(batch, items, encoded, found)
+                batch = []
+            batch.append(place)
+        if batch:
+            self._ask(batch, items, encoded, found)
+        return found
+
+    @torch.inference_mode()
+    def _ask(self, batch: list[int], items: Sequence[Item], encoded: list[list[int]], found: list[Said | None]) -> None:
+        """Answers of one batch, its prompts padded on the left."""
+        longest = max(len(encoded[k]) for k in batch)
+        ids = torch.tensor([[0] * (longest - len(encoded[k])) + encoded[k] for k in batch])
+        mask = torch.tensor([[0] * (longest - len(encoded[k])) + [1] * len(encoded[k]) for k in batch])
+        most = max(room(items[k]) for k in batch)
+        out = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False, use_cache=True)
+        for k, tokens in zip(batch, out[:, longest:].tolist(), strict=True):
+            said = tokens[: room(items[k])]
+            stopped = self.end in said
+            found[k] = Said(encoded[k], said[: said.index(self.end) + 1] if stopped else said, stopped)
+
+    def score(self, skill: str, count: int) -> Score:
+        """The score of one skill."""
+        items = prompts(skill, count)
+        return graded(items, [each and (self.text(each), [], each.stopped) for each in self.answers(items)])
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--prompts", type=int, default=50, help="prompts for each skill")
+    parser.add_argument("--skills", default=",".join(SKILLS), help=f"of {','.join(ALL)}")
+    args = parser.parse_args()
+    reference, scores = Reference(args.folder), []
+    for skill in args.skills.split(","):
+        scores.append(as_json(reference.score(skill, args.prompts)))
+        sys.stderr.write(f"{skill} {scores[-1]['right']} of {scores[-1]['asked']}\n")
+    print(json.dumps({"suite": "canary", "model": args.folder.name, "route": "transformers", "prompts": args.prompts,  # noqa: T201
+                      "scores": scores}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
