@@ -10,14 +10,15 @@ A trace is one of
   token; sessions of all workflows run interleaved, each with its own name in its first message (--sessions, --seed);
 * a folder of ServeGen's: conversations of several turns, whose lengths are drawn from its histograms (--sessions, --seed).
 
-Capacities are pages, or fractions of the pages of the whole trace (its working set). Beside the policies stand two that no cache
-can have: Belady's, which knows the future and gives up the page that is needed again last, and one without limit.
-One request runs at a time: prompt matched, computed, output added, released. A request that does not fit is served without cache.
+Capacities are pages, or fractions of the pages of the whole trace (its working set). Beside the policies stand two that no
+cache can have: Belady's, which knows the future and gives up the page that is needed again last, and one without limit. One
+request runs at a time: prompt matched, computed, output added, released. A request that does not fit is served without cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import heapq
 import json
 import math
@@ -71,7 +72,8 @@ def read(path: Path, page: int, sessions: int, seed: int) -> Trace:
         return Trace(path.stem, BYTE_PAGE, _agents([path], sessions, random.Random(seed)))
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     blocks = "hash_ids" in lines[0]
-    turns = [Turn(line["hash_ids"] if blocks else line["tokens"], line.get("output", []), line.get("salt", "")) for line in lines]
+    field = "hash_ids" if blocks else "tokens"
+    turns = [Turn(line[field], line.get("output", []), line.get("salt", "")) for line in lines]
     return Trace(path.stem, 1 if blocks else page, turns)
 
 
@@ -100,7 +102,8 @@ def _agents(files: list[Path], sessions: int, rng: random.Random) -> list[Turn]:
 
 
 def _conversations(folder: Path, sessions: int, rng: random.Random) -> list[Turn]:
-    """Turns of conversations: each brings all that was said before, and something new. Half begin with one of 20 system prompts."""
+    """Turns of conversations: each brings all that was said before, and something new. Half begin with one of 20 system
+    prompts."""
     inputs, outputs = _histogram(folder, "input_tokens"), _histogram(folder, "output_tokens")
     systems = [[rng.randrange(1 << 16) for _ in range(rng.randint(50, 2000))] for _ in range(20)]
     queues = []
@@ -122,8 +125,8 @@ def _histogram(folder: Path, field: str) -> list[tuple[int, float]]:
     found: dict[int, float] = {}
     for file in sorted(folder.glob("*-dataset.json")):
         for window in json.loads(file.read_text()).values():
-            for length, weight in json.loads(window[field].replace("'", '"')).items() if window[field] != "{}" else ():
-                found[int(float(length))] = found.get(int(float(length)), 0.0) + float(weight)
+            for length, weight in ast.literal_eval(window[field]).items():
+                found[int(length)] = found.get(int(length), 0.0) + float(weight)
     return sorted(found.items())
 
 
@@ -261,7 +264,8 @@ def draw(table: dict[str, object]) -> str:
         return height - bottom - (height - bottom - 20) * rate / top
 
     colours = ("#1b6ca8", "#c0392b", "#1e8449", "#8e44ad", "#b9770e", "#555555")
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+             'font-size="12">',
              f'<text x="{left}" y="14">{table["trace"]}: share of prompt tokens found in the cache</text>']
     for share in shares:
         parts.append(f'<text x="{x(share):.0f}" y="{height - bottom + 18}" text-anchor="middle">{share:.3g}</text>')
@@ -278,8 +282,8 @@ def draw(table: dict[str, object]) -> str:
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
                      f'<text x="{width - 120}" y="{40 + 18 * i}" fill="{colour}">{name}</text>')
     limit = y(float(str(table["unlimited"])))
-    parts.append(f'<line x1="{left}" x2="{width - 130}" y1="{limit:.0f}" y2="{limit:.0f}" stroke="black" stroke-dasharray="4 3"/>'
-                 f'<text x="{width - 120}" y="{40 + 18 * len(series)}">unlimited</text></svg>')
+    parts.append(f'<line x1="{left}" x2="{width - 130}" y1="{limit:.0f}" y2="{limit:.0f}" stroke="black" '
+                 f'stroke-dasharray="4 3"/><text x="{width - 120}" y="{40 + 18 * len(series)}">unlimited</text></svg>')
     return "\n".join(parts) + "\n"
 
 

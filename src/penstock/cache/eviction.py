@@ -69,6 +69,8 @@ class Adaptive(Policy):
     _STEP = 5.0
     """Doublings of the factor if all that fits came back at once."""
     _MOST = 8.0
+    _GRACE = 64
+    """Ticks of the clock up to which only recency counts: an arena that holds no more than a few contexts is best with LRU."""
 
     def __init__(self, page: int, pages: int) -> None:
         """For an arena of so many pages."""
@@ -83,7 +85,7 @@ class Adaptive(Policy):
         return 1 if node.uses else 0
 
     def worth(self, kind: int, age: int) -> float:
-        return -(age + 1) / (self.factor if kind else 1.0)
+        return -age if not kind or age < self._GRACE else -(self._GRACE + (age - self._GRACE) / self.factor)
 
     def added(self, node: Node, first: int) -> None:
         for slot in self._watched(node, first):
