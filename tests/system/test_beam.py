@@ -130,6 +130,21 @@ def test_a_search_counts_as_one_request() -> None:
             assert after.steps - before.steps <= 1 + 9 * 3 + 3
 
 
+def test_the_same_beams_with_little_room_and_without_the_cache() -> None:
+    rng = random.Random(1)
+    prompts = [{"prompt_token_ids": [1, *rng.choices(range(3, 512), k=rng.randrange(20, 150))]} for _ in range(8)]
+    params = SamplingParams(temperature=0, beam_width=5, n=5, max_tokens=24, ignore_eos=True, length_penalty=0.5)
+    found, evicted = [], []
+    for options in ({}, {"kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 10}, {"enable_prefix_caching": False}):
+        with LLM(str(folder_of("stories260k")), dtype="float32", threads=1, max_model_len=256, **options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([[one.token_ids for one in output.outputs] for output in outputs])
+            evicted.append(llm.stats().tiers[0].evicted_pages)
+            llm.engine.scheduler.check()
+    assert found[0] == found[1] == found[2]
+    assert evicted[0] == 0 < evicted[1]
+
+
 def test_nothing_is_left_behind(llm: tuple[str, LLM]) -> None:
     _, engine = llm
     engine.generate([START] * 3, SamplingParams(beam_width=4, n=2, max_tokens=6), use_tqdm=False)
