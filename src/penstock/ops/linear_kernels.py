@@ -20,13 +20,17 @@ def _gate(x, z, dtype: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _fetch(at, columns, wide: tl.constexpr, threads: tl.constexpr):
-    """Asks for the first `columns` of each of `wide` rows into L2, but for a rest that is not 16 bytes a thread."""
+    """Asks for the first `columns` of each of `wide` rows into L2, but for a rest that is not 16 bytes a thread.
+
+    Rows are aligned to 16 bytes, as the instruction demands. `columns` below one are none.
+    """
     pieces: tl.constexpr = threads // wide
     piece = columns // (pieces * 8) * 8
-    at = at[:, None] + (tl.arange(0, pieces) * piece)[None, :]
-    size = tl.full((wide, pieces), 0, tl.int32) + piece * (at.dtype.element_ty.primitive_bitwidth // 8)
-    tl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at.to(tl.int64), size],
-                              dtype=tl.int32, is_pure=False, pack=1)
+    if piece > 0:
+        spread = at[:, None] + (tl.arange(0, pieces) * piece)[None, :]
+        size = tl.full((wide, pieces), 0, tl.int32) + piece * (at.dtype.element_ty.primitive_bitwidth // 8)
+        tl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+                                  [spread.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -127,7 +127,7 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
         partial = x.new_empty(count * tile.split * (2 if kind else 1) * tile.tall * tile.wide, dtype=torch.float32)
     kernels.tiles[(count, tile.split)](
         x, weight.data, bias, out, partial, tickets, rows, n, k, x.stride(0) // align, tall=tile.tall, split=tile.split,
-        swap=tile.swap, ahead=tile.ahead, align=align, group=tile.group, threads=32 * tile.warps, **shared)
+        swap=tile.swap, ahead=tile.ahead if align > 1 else 0, align=align, group=tile.group, threads=32 * tile.warps, **shared)
     return out
 
 
