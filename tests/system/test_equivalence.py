@@ -1,4 +1,4 @@
-"""Greedy output is identical whatever the route: batch size, chunk, depth, preemption, page size, fork, kernels' batch shapes.
+"""Greedy output is identical whatever the route: batch size, chunk, depth, preemption, page size, fork, what was cached.
 
 A trained model, and a random one whose layers alternate between full attention and a short sliding window.
 """
@@ -130,6 +130,75 @@ def test_trained(batch: int, depth: int, page: int) -> None:
 @pytest.mark.parametrize("batch", BATCHES)
 def test_alternating_windows(alternating: Path, batch: int, depth: int, page: int) -> None:
     _check(alternating, 160, batch, depth, page)
+
+
+def _waves(vocabulary: int) -> list[list[list[int]]]:
+    """Prompts that come one wave after another: shared beginnings that part at page borders and inside pages, and turns that go
+    on from what an earlier one was (its answer is put in when it is known)."""
+    rng = random.Random(11)
+
+    def words(count: int) -> list[int]:
+        return [rng.randrange(3, vocabulary) for _ in range(count)]
+
+    system, document = [1, *words(46)], [1, *words(63)]
+    first = [system + words(9), system + words(3), document, document[:32] + words(8), document[:37] + words(1), words(5)]
+    second = [*[list(prompt) for prompt in first], system[:21] + words(6), document + words(2)]
+    return [first, second, [list(prompt) for prompt in second[:4]]]
+
+
+def _serve(folder: Path, vocabulary: int, *, page: int, depth: int, strained: bool, cached: bool, alone: bool
+           ) -> tuple[list[list[int]], int, int]:
+    """Outputs of the waves, prompts going on from outputs; tokens found in the cache, and pages evicted."""
+    options = {"model": str(folder), "depth": depth, "block_size": page, "max_num_batched_tokens": 48, "max_num_seqs": 8,
+               "max_model_len": 128, "device": "cpu", "enable_prefix_caching": cached}
+    if strained:
+        options["kv_cache_memory_bytes"] = _tight(folder, page, 48)
+    engine = Engine(EngineOptions(**options))
+    found: list[list[int]] = []
+    earlier: list[list[int]] = []
+    for number, wave in enumerate(_waves(vocabulary)):
+        # The last wave goes on with what was answered in the one before.
+        prompts = [prompt + earlier[i] + [7] for i, prompt in enumerate(wave)] if number == 2 else wave
+        out: dict[int, list[int]] = {}
+        for batch in [[i] for i in range(len(prompts))] if alone else [range(len(prompts))]:
+            for i in batch:
+                params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=0)
+                engine.submit(Request(f"{number}-{i}", prompts[i], params))
+            while engine.busy:
+                for update in engine.turn():
+                    assert update.finish_reason in (None, "length"), update
+                    out.setdefault(int(update.request_id.split("-")[1]), []).extend(update.token_ids)
+        earlier = [out[i] for i in range(len(prompts))]
+        found += earlier
+    stats, evicted = engine.stats(), sum(engine.scheduler.cache.evictor.evicted)
+    assert stats.pages_used == 0
+    engine.scheduler.check()
+    engine.close()
+    return found, stats.cached_tokens, evicted
+
+
+def _check_cache(folder: Path, vocabulary: int, page: int, depth: int) -> None:
+    want, none, _ = _serve(folder, vocabulary, page=page, depth=1, strained=False, cached=False, alone=True)
+    assert none == 0 and len({tuple(tokens) for tokens in want}) > 8
+    for alone in (True, False):
+        roomy, hits, evicted = _serve(folder, vocabulary, page=page, depth=depth, strained=False, cached=True, alone=alone)
+        assert roomy == want and not evicted
+        # What the second and third waves share with what came before, at least.
+        assert hits > 400, hits
+        strained, hits, evicted = _serve(folder, vocabulary, page=page, depth=depth, strained=True, cached=True, alone=alone)
+        assert strained == want and hits > 50 and evicted > 0, (hits, evicted)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("page", PAGES)
+def test_cached_trained(page: int, depth: int) -> None:
+    _check_cache(need(MODELS / "stories260k"), 512, page, depth)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("page", PAGES)
+def test_cached_alternating_windows(alternating: Path, page: int, depth: int) -> None:
+    _check_cache(alternating, 160, page, depth)
 
 
 @pytest.mark.parametrize("name", ["stories260k", "babyllama-tok105", "babyllama-tok361"])
