@@ -140,9 +140,7 @@ class Loading:
             for i, target in zip(mine, self.pools.take(g, len(mine)), strict=True):
                 slot = i + shift[g]
                 pages[g][slot] = target
-                parent = mark.keys[slot - 1] if slot else self.index.root_key(self.index.top(deepest))
-                tokens = tuple(sequence.tokens[slot * page:(slot + 1) * page])
-                contents.append(Content(g, target, mark.keys[slot], parent, tokens))
+                contents.append(Content(g, target, mark.keys[slot]))
         ticket = self.tiers.load(contents, positions)
         if ticket is None:
             self._let_go(deepest, pages)

@@ -60,9 +60,7 @@ class News:
             self._sink.removed(group, "device", [self._index.key(node, slot)])
 
     def _content(self, node: Node, group: int, slot: int) -> Content:
-        index = self._index
-        return Content(group, node.pages[group][slot], index.key(node, slot), index.key(node, slot - 1),
-                       tuple(self._tokens(node, slot, slot + 1)))
+        return Content(group, node.pages[group][slot], self._index.key(node, slot))
 
     def _tokens(self, node: Node, first: int, end: int) -> list[int]:
         page = self._index.page

@@ -30,7 +30,7 @@ PLACES = (range(4), range(12, 18))
 
 
 def content(number: int, page: int, group: int = 0) -> Content:
-    return Content(group, page, number.to_bytes(32, "big"), b"", ())
+    return Content(group, page, number.to_bytes(32, "big"))
 
 
 class Rig:

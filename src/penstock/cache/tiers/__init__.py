@@ -22,10 +22,6 @@ class Content(NamedTuple):
     """The page's id on the device: the source of a save, the target of a load."""
     key: Key
     """Of the whole context up to the end of the page (`cache/keys.py`): with `group` and the layout, it names the bytes."""
-    parent: Key
-    """The key of the context before these tokens."""
-    tokens: tuple[int, ...]
-    """The page's own tokens."""
 
 
 Listener = Callable[[str, PageName, bool], None]
