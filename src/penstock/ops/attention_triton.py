@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from penstock.ops import attention_work, gpu
 from penstock.ops.attention import AttentionOps, Geometry, Ints, Span
-from penstock.ops.attention_work import Launch
+from penstock.ops.attention_work import Launch, Shape
 from penstock.ops.registry import register
 
 _LONG = 1024
@@ -25,6 +25,9 @@ against 330 (bench/results); at 512 what each call costs has eaten the gain."""
 
 _GRAIN = 512
 """Prompts are padded to a multiple of this for cuDNN, which takes 30 ms to plan for a length that it has not seen."""
+
+_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+"""KiB of shared memory that a program can have, by compute capability; elsewhere 99."""
 
 
 class TritonAttention(AttentionOps):
@@ -91,13 +94,19 @@ class TritonAttention(AttentionOps):
             table.stride(0), group=group, size=size, page_size=geometry.page, block_m=shape.block_m, block_n=shape.block_n,
             block_d=block_d, rows=rows, windowed=geometry.window > 0, capped=softcap != 0.0, sunk=sinks is not None,
             fixed=self.invariant, edges=broad, linked=linked, fields=attention_work.FIELDS, num_warps=shape.warps,
-            num_stages=shape.stages, launch_pdl=linked)
+            num_stages=_stages(shape, block_d, geometry.itemsize, gpu.capability(q.device)), launch_pdl=linked)
 
 
 @cache
 def _cudnn() -> bool:
     """Whether cuDNN's attention is there, and faster than ours: it was compared on Hopper."""
     return torch.cuda.is_available() and torch.backends.cudnn.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def _stages(shape: Shape, block_d: int, itemsize: int, capability: tuple[int, int]) -> int:
+    """As many stages as the shape has, or as fit: a stage is a block of keys and one of values."""
+    room = _SHARED.get(capability, 99) * 1024 - shape.block_m * block_d * itemsize
+    return max(1, min(shape.stages, room // (2 * shape.block_n * block_d * itemsize)))
 
 
 def _block(size: int) -> int:
