@@ -97,8 +97,8 @@ def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, S
         # One shape of matrix instruction and one block of keys for all: the bits of a row are then those of any other.
         tall = max(64, rows)
         if wide:
-            return Shape(tall, 32, max(1, 16 // group), 8, 2, 2), Shape(tall, 32, tall // group, 8, 2, 2)
-        return Shape(tall, 64, max(1, 16 // group), 4, 3, 1), Shape(128, 64, 128 // group, 8, 2, 1)
+            return Shape(tall, 32, max(1, 16 // group), 8, 3, 1), Shape(tall, 32, tall // group, 8, 3, 1)
+        return Shape(tall, 64, max(1, 16 // group), 4, 2, 2), Shape(128, 64, 128 // group, 8, 3, 1)
     broad = Shape(128, 32 if wide else 64, 128 // group, 8, 3, 1)
     if segments * geometry.kv_heads <= MULTIPROCESSORS:
         # Too little to keep the memory busy: what counts is how soon a program is through with its keys.
