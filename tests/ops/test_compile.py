@@ -83,6 +83,26 @@ for graph_tokens in (0, 256):
 print(json.dumps(found))
 """
 
+ORDER = PRELUDE + """
+import os
+from penstock.ops.sample import WIDTH
+from penstock.ops.sample_triton import TritonSample
+
+def empty(*shape, dtype=torch.int32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+ops, logits = TritonSample(), empty(3, 1000, dtype=torch.float32)
+calls = [lambda: ops.choose(logits, empty(9, WIDTH), empty(9, 50), empty(3), empty(3)), launch,
+         lambda: ops.threshold(logits, empty(9, WIDTH), empty(3)),
+         lambda: ops.edit(logits, empty(9, WIDTH), empty(99), empty(9, 50), empty(3), empty(3), empty(3)),
+         lambda: ops.penalize(logits, empty(9, WIDTH), empty(9, 50), empty(3), empty(3), empty(3)),
+         lambda: ops.score(logits, empty(3), 5)]
+with compile.recording(CHIP) as jobs:
+    for call in calls[::int(os.environ["ORDER"])]:
+        call()
+print(json.dumps({f"{job.kernel} {job.data}": job.entry.parent.name for job in jobs.values()}))
+"""
+
 QUICK = PRELUDE + """
 from penstock import models
 from penstock.worker import rehearsal
@@ -138,6 +158,12 @@ def test_steps_of_any_size_launch_what_was_rehearsed(tmp_path: Path) -> None:
             assert modules == []
         else:
             assert {"norm_kernel", "rope_kernel", "step_kernel", "linear_kernels", "attention_kernel"} <= set(modules), route
+
+
+def test_keys_do_not_depend_on_what_came_first(tmp_path: Path) -> None:
+    """Compilers meet kernels in another order than the process that launches them."""
+    forth, back = (python(ORDER, tmp_path, ORDER=order)[0] for order in ("1", "-1"))
+    assert len(forth) > 10 and forth == back
 
 
 def test_manifest_is_of_one_model(tmp_path: Path) -> None:

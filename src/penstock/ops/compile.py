@@ -8,7 +8,6 @@ JIT asks for later, when the same launch runs on the GPU and finds the kernel in
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import json
 import os
@@ -115,7 +114,7 @@ def recording(chip: Chip) -> Iterator[dict[str, Job]]:
     from triton import knobs
     from triton.runtime.driver import driver
 
-    from penstock.ops.compile_worker import Target
+    from penstock.ops.compile_worker import Target, settle
 
     jobs: dict[str, Job] = {}
     target = Target(10 * chip.capability[0] + chip.capability[1])
@@ -124,6 +123,7 @@ def recording(chip: Chip) -> Iterator[dict[str, Job]]:
         data = compile["specialization_data"]
         name = f"{fn.module}.{fn.name} {data}"
         if name not in jobs:
+            settle(fn.module)
             entry = _entry(fn.jit_function, compile, json.loads(data)["options"], target.get_current_target())
             jobs[name] = Job(fn.module, fn.name, data, entry, _caller())
         return True  # nothing is compiled, nothing is launched
@@ -229,10 +229,14 @@ class Compilation:
 
     def load(self) -> None:
         """Brings all kernels from the cache to the current device, where else each first launch would."""
+        if not self._all:
+            return
+        from penstock.ops.compile_worker import settle
+
         if _tally.hashing is not None:
             _tally.hashing.join()
         for job in self._all:
-            kernel = getattr(importlib.import_module(job.module), job.kernel).preload(job.data)
+            kernel = getattr(settle(job.module), job.kernel).preload(job.data)
             kernel.run  # noqa: B018  (the property loads it)
 
     def _serve(self) -> None:

@@ -11,11 +11,14 @@ import os
 import sys
 import time
 from contextlib import suppress
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITCallable
 
 
 class Target:
@@ -35,6 +38,22 @@ class Target:
         return 0
 
 
+@cache
+def settle(name: str) -> ModuleType:
+    """Imports a module of kernels and has Triton compute all of its functions' keys in the order of their definition.
+
+    Otherwise a kernel's key depends on whether the functions that it calls had theirs before, so on what was launched first: Triton
+    3.6 merges the constants that a function uses into its caller's key, but knows them only once the function has a key.
+    """
+    module = importlib.import_module(name)
+    for found in list(vars(module).values()):
+        if isinstance(found, JITCallable):
+            if found.fn.__module__ != name:
+                settle(found.fn.__module__)
+            found.cache_key  # noqa: B018  (computed when it is read)
+    return module
+
+
 UTILITIES = "utilities"
 """The job of building what Triton itself needs beside kernels."""
 
@@ -46,7 +65,7 @@ def compile_one(job: dict[str, Any]) -> None:
         with suppress(AssertionError):
             CudaUtils()
         return
-    kernel = getattr(importlib.import_module(job["module"]), job["kernel"]).preload(job["data"])
+    kernel = getattr(settle(job["module"]), job["kernel"]).preload(job["data"])
     with suppress(AssertionError):
         CudaLauncher(kernel.src, kernel.metadata)
 
