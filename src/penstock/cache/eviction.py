@@ -62,13 +62,14 @@ class Adaptive(Policy):
 
     As in ARC (Megiddo and Modha 2003), what was given up is remembered for a while, by its tokens alone: if something comes
     back that had been found before, such things should have been kept longer and the factor grows; if something comes back
-    that had been used only once, it shrinks. At 1 this is LRU, and it never falls below. Only every fourth slot is watched.
+    that had been used only once, it shrinks. It counts from `_ENOUGH` on; until then this is LRU. Only every fourth slot is
+    watched.
     """
 
     _WATCHED = 4
-    _STEP = 5.0
+    _STEP = 2.0
     """Doublings of the factor if all that fits came back at once."""
-    _MOST = 8.0
+    _LEAST, _ENOUGH, _MOST = 0.25, 2.0, 8.0
     _GRACE = 64
     """Ticks of the clock up to which only recency counts: an arena that holds no more than a few contexts is best with LRU."""
 
@@ -85,7 +86,9 @@ class Adaptive(Policy):
         return 1 if node.uses else 0
 
     def worth(self, kind: int, age: int) -> float:
-        return -age if not kind or age < self._GRACE else -(self._GRACE + (age - self._GRACE) / self.factor)
+        if not kind or age < self._GRACE or self.factor < self._ENOUGH:
+            return -age
+        return -(self._GRACE + (age - self._GRACE) / self.factor)
 
     def added(self, node: Node, first: int) -> None:
         for slot in self._watched(node, first):
@@ -111,7 +114,7 @@ class Adaptive(Policy):
         weight = max(1.0, other / max(1, self._counts[kind]))
         self._counts[kind] -= 1
         doublings = self._STEP * weight / self._room
-        self.factor = min(self._MOST, max(1.0, self.factor * 2 ** (doublings if kind else -doublings)))
+        self.factor = min(self._MOST, max(self._LEAST, self.factor * 2 ** (doublings if kind else -doublings)))
 
     def _watched(self, node: Node, first: int) -> range:
         """The slots of a node from `first` on that are watched: every fourth, counted from the root."""
