@@ -42,8 +42,8 @@ class Target:
 def settle(name: str) -> ModuleType:
     """Imports a module of kernels and has Triton compute all of its functions' keys in the order of their definition.
 
-    Otherwise a kernel's key depends on whether the functions that it calls had theirs before, so on what was launched first: Triton
-    3.6 merges the constants that a function uses into its caller's key, but knows them only once the function has a key.
+    Otherwise a kernel's key depends on whether the functions that it calls had theirs before, so on what was launched first:
+    Triton 3.6 merges the constants that a function uses into its caller's key, but knows them only once the function has one.
     """
     module = importlib.import_module(name)
     for found in list(vars(module).values()):
