@@ -195,6 +195,26 @@ def test_failure_names_kernel_and_way_out(tmp_path: Path) -> None:
         assert part in message, message
 
 
+LATE = PRELUDE + """
+from triton.runtime.errors import OutOfResources
+
+said = []
+for error in (OutOfResources(200_000, 99_000, "shared memory"), ValueError("not Triton's")):
+    try:
+        with compile.explained((8, 6)):
+            raise error
+    except Exception as found:
+        said.append([type(found).__name__, str(found)])
+print(json.dumps(said))
+"""
+
+
+def test_failure_at_the_first_launch_is_explained(tmp_path: Path) -> None:
+    (kind, message), other = python(LATE, tmp_path)[0]
+    assert kind == "ConfigError" and "99000" in message and "8.6" in message and "--kernels *=reference" in message
+    assert other == ["ValueError", "not Triton's"]
+
+
 def test_dead_compiler_is_noticed(tmp_path: Path) -> None:
     """A process that cannot even start (here: Triton's own folder is unreadable to it) is an error, not a wait."""
     broken = tmp_path / "triton.py"

@@ -70,7 +70,7 @@ class Engine:
         if compilation is not None:
             compilation.finish(self.kernels)
             with torch.cuda.device(device):
-                compilation.load()
+                compilation.load(self.kernels)
         with compile.explained(facts.capability), memory.explained(device):
             self.memory = _plan_memory(options, self.config, model, device, facts, found)
             identity = models.fingerprint(self.folder, checkpoint, options.load_format, options.seed)

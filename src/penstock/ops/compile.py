@@ -223,12 +223,10 @@ class Compilation:
         if self._threads:
             self.seconds = time.perf_counter() - self._began
         if self._failed:
-            job, why = self._failed[0]
-            raise ConfigError(_explain(f"kernel {job.module}.{job.kernel}", why, _operations(job.caller, kernels),
-                                       self._capability))
+            raise self._refusal(*self._failed[0], kernels)
 
-    def load(self) -> None:
-        """Brings all kernels from the cache to the current device, where else each first launch would."""
+    def load(self, kernels: Kernels) -> None:
+        """Brings all kernels from the cache to the current device, where else each first launch would. Raises as `finish`."""
         if not self._all:
             return
         from penstock.ops.compile_worker import settle
@@ -236,8 +234,15 @@ class Compilation:
         if _tally.hashing is not None:
             _tally.hashing.join()
         for job in self._all:
-            kernel = getattr(settle(job.module), job.kernel).preload(job.data)
-            kernel.run  # noqa: B018  (the property loads it)
+            try:
+                kernel = getattr(settle(job.module), job.kernel).preload(job.data)
+                kernel.run  # noqa: B018  (the property loads it)
+            except Exception as error:
+                raise self._refusal(job, f"{type(error).__name__}: {error}", kernels) from error
+
+    def _refusal(self, job: Job, why: str, kernels: Kernels) -> ConfigError:
+        return ConfigError(_explain(f"kernel {job.module}.{job.kernel}", why, _operations(job.caller, kernels),
+                                    self._capability))
 
     def _serve(self) -> None:
         """One process and what it is given."""
@@ -287,7 +292,7 @@ def _explain(what: str, why: str, operations: list[str], capability: tuple[int, 
     lines = [line.strip() for line in why.splitlines() if line.strip()]
     short = " / ".join(lines[:1] + lines[-2:] if len(lines) > 3 else lines)
     instead = " ".join(f"--kernels {op}=reference" for op in operations or ["*"])
-    return (f"{what} cannot be compiled for compute capability {'.'.join(map(str, capability))}: {short[:600]}. "
+    return (f"{what} does not work on compute capability {'.'.join(map(str, capability))}: {short[:600]}. "
             f"Use another version of Triton or of the driver, or do without it, slower: {instead}")
 
 
