@@ -5,6 +5,7 @@ Everything runs in processes of its own, as Triton's interpreter may rule in thi
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton is not installed")
+# Not imported here: once it is, it is too late for other tests to choose the interpreter.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 PRELUDE = """
 import json, sys
