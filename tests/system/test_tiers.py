@@ -139,7 +139,7 @@ def test_disk_and_restart(tmp_path: Path, write: str, depth: int) -> None:
     again = start("stories260k", **options)
     assert talk(again) == reference("stories260k")
     disk = figures(again)["disk"]
-    assert disk.hit_tokens > 300 and disk.failures == 0
+    assert disk.hit_tokens > 150 and disk.failures == 0
     again.close()
     assert main(["cache", "verify", str(tmp_path)]) == 0
 
@@ -219,6 +219,71 @@ def flush(engine: Engine) -> None:
         engine.turn()
 
 
+def test_preempted_requests_come_back_from_the_host() -> None:
+    """More is running than the device holds: what a preempted request loses there it loads again instead of computing it."""
+    rng = random.Random(3)
+    asked = [[rng.randrange(3, 500) for _ in range(190)] for _ in range(5)]
+
+    def generate(**options: Any) -> tuple[list[list[int]], Any, Any]:
+        engine = start("stories260k", cache_load="always", **options)
+        for i, prompt in enumerate(asked):
+            engine.submit(Request(str(i), prompt, SamplingParams(temperature=0, max_tokens=110, ignore_eos=True, seed=0)))
+        out: dict[str, list[int]] = {}
+        while engine.busy:
+            for update in engine.turn():
+                out.setdefault(update.request_id, []).extend(update.token_ids)
+            engine.scheduler.check()
+        found = [out[str(i)] for i in range(len(asked))], engine.stats(), figures(engine)
+        engine.close()
+        return found
+
+    want, stats, _ = generate(kv_cache_memory_bytes=64 * slab_bytes("stories260k")[1])
+    assert stats.preemptions == 0
+    found, stats, tiers = generate(kv_cache_memory_bytes=2 * slab_bytes("stories260k")[1], host_slabs=200)
+    assert found == want
+    assert stats.preemptions > 0 and tiers["host"].hit_tokens > 0
+
+
+class Slow:
+    """A store that takes half a second to read a page."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
+        time.sleep(0.5)
+        return self._store.read(name, parts)
+
+
+def test_who_waits_for_pages_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = list(range(100, 250))
+    options = {"host_slabs": 12, "cache_disk": str(tmp_path), "cache_load": "always"}
+    engine = start("stories260k", **options)
+    want = run(engine, [prefix])
+    engine.close()
+    monkeypatch.setattr(tiers, "open_stores", lambda *arguments: [Slow(store) for store in open_stores(*arguments)])
+    engine = start("stories260k", **options)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=0)
+    engine.submit(Request("waits", prefix, params))
+    engine.turn()
+    ends: dict[str, float] = {}
+    began = time.monotonic()
+    engine.submit(Request("passes", list(range(3, 90)), params))
+    out: list[int] = []
+    while engine.busy:
+        for update in engine.turn():
+            if update.request_id == "waits":
+                out += update.token_ids
+            if update.finish_reason:
+                ends[update.request_id] = time.monotonic() - began
+    assert ends["passes"] < 0.4 < ends["waits"] and out == want[0]
+    assert figures(engine)["disk"].hit_tokens > 100
+    engine.close()
+
+
 class Faulty:
     """A store in which things go wrong, at random, as they do with disks."""
 
@@ -258,6 +323,9 @@ class Faulty:
             whole = b"".join(parts)
             parts = [memoryview(whole[:self._rng.randrange(len(whole))])]
         self._store.write(name, parts)
+
+    def touch(self, name: PageName) -> None:
+        self._store.touch(name)
 
     def delete(self, name: PageName | str) -> None:
         self._store.delete(name)

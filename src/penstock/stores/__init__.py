@@ -37,6 +37,10 @@ class Store(Protocol):
         """Fills the parts, one after the other, as far as there are bytes; how many there were. FileNotFoundError if none."""
         ...
 
+    def touch(self, name: PageName) -> None:
+        """Notes that a page was used now, if the store keeps to an order of use."""
+        ...
+
     def delete(self, name: PageName | str) -> None:
         """Nothing is there afterwards, nor need anything have been before."""
         ...

@@ -75,6 +75,9 @@ class ObjectStore:
             done += len(piece)
         return done
 
+    def touch(self, name: PageName) -> None:
+        """Buckets know no order of use."""
+
     def delete(self, name: PageName | str) -> None:
         path = name if isinstance(name, str) else self._path(name)
         try:

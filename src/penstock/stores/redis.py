@@ -58,6 +58,9 @@ class RedisStore:
             raise FileNotFoundError(name)
         return done
 
+    def touch(self, name: PageName) -> None:
+        """Reading was it."""
+
     def delete(self, name: PageName | str) -> None:
         with self._connection() as connection:
             connection.ask(b"DEL", name.encode("latin-1") if isinstance(name, str) else self._key(name))

@@ -33,10 +33,14 @@ LOG = logging.getLogger("penstock")
 
 _READERS = max(4, min(16, (os.cpu_count() or 1) - 2))
 """Threads that read from one store: disks and networks want several questions at once, and each checks what it read."""
+_BUFFER_BYTES = 8 << 20
+"""A reader's buffer, if a page is not larger. Larger ones save switches between threads, smaller ones begin to copy sooner."""
 _WRITERS = 2
 """Writing is never urgent."""
 _IDLE_SECONDS = 0.005
 """For how long a step with nothing to compute waits for a load; new requests wait as long."""
+_SILENT_SECONDS = 10.0
+"""Between two lines of log about failures."""
 _HOST = -1
 """In place of a store's number."""
 
@@ -77,6 +81,10 @@ class Movers:
         for i, store in enumerate(stores):
             self._readers[i] = ThreadPoolExecutor(_READERS, f"penstock-read-{store.tier}")
             self._writers[i] = ThreadPoolExecutor(_WRITERS, f"penstock-write-{store.tier}")
+        largest = max(group.page_bytes for group in arena.layout.groups)
+        self._batch = max(1, _BUFFER_BYTES // largest)
+        """How many pages a reader reads before it copies them to the device."""
+        self._buffer_bytes = self._batch * largest
         self._own = threading.local()
         self._reports = _Reports()
         self._open: dict[int, _Job] = {}
@@ -112,12 +120,20 @@ class Movers:
         for load in loads:
             job = self._open[load.ticket] = _Job(load, self._reports)
             slots = [piece for piece in load.pieces if piece.store < 0]
-            job.expect(len(load.pieces) - len(slots) + bool(slots))
+            parts = list(self._divide([piece for piece in load.pieces if piece.store >= 0]))
+            job.expect(len(parts) + bool(slots))
             if slots:
                 self._readers[_HOST].submit(self._from_host, job, slots, ready, self._saved)
-            for piece in load.pieces:
-                if piece.store >= 0:
-                    self._readers[piece.store].submit(self._from_store, job, piece, ready)
+            for part in parts:
+                self._readers[part[0].store].submit(self._from_store, job, part, ready)
+
+    def _divide(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
+        """Pages of stores in parts for the readers: of one store each, no more than a buffer holds, and enough parts that all
+        readers have work."""
+        most = min(-(-len(pieces) // (2 * _READERS)), self._batch)
+        for store in sorted({piece.store for piece in pieces}):
+            mine = [piece for piece in pieces if piece.store == store]
+            yield from (mine[at:at + most] for at in range(0, len(mine), most))
 
     def arrived(self, wait: bool = False) -> tuple[list[Landing], list[Receipt]]:
         """What has ended since the last call. With `wait`, and loads under way, it may wait a moment for one."""
@@ -156,7 +172,7 @@ class Movers:
             store.write(writing.name, [memoryview(record.header(self._version, writing.name, page)), page])
             ok = True
         except OSError as error:
-            self._reports.complain(store.tier, error)
+            self._reports.complain(f"the {store.tier} tier of the cache does not take pages: {error}")
         finally:
             self._reports.receipts.append(Receipt(writing.id, ok, time.perf_counter() - began))
 
@@ -170,19 +186,24 @@ class Movers:
                 self._to_device([(self._arena.stretch(group, page, count), self._host.stretch(group, slot, count))
                                  for group, page, slot, count in runs], ready)
 
-    def _from_store(self, job: _Job, piece: Piece, ready: StreamMark | None) -> None:
-        """One page of a load, by way of a buffer, because it is not certain to be the right one."""
-        with job.part(piece.store) as wanted:
-            if job.given_up:
-                return
-            page = self._arena.stretch(piece.name.group, piece.page, 1)
-            buffer = self._buffer()[:page.nbytes]
-            why = self._fetch(self._stores[piece.store], piece.name, memoryview(buffer.numpy()))
-            if why is not None:
-                job.lose(piece.name)
-                LOG.warning("a page of the %s tier is dropped, as %s", self._stores[piece.store].tier, why)
-            elif wanted():
-                self._to_device([(page, buffer)], ready)
+    def _from_store(self, job: _Job, pieces: list[Piece], ready: StreamMark | None) -> None:
+        """Some pages of a load, by way of a buffer, because they are not certain to be the right ones."""
+        store, copies, at = self._stores[pieces[0].store], list[Copy](), 0
+        with job.part(pieces[0].store) as wanted:
+            for piece in pieces:
+                if job.given_up:
+                    return
+                page = self._arena.stretch(piece.name.group, piece.page, 1)
+                buffer = self._buffer()[at:at + page.nbytes]
+                why = self._fetch(store, piece.name, memoryview(buffer.numpy()))
+                if why is not None:
+                    job.lose(piece.name)
+                    self._reports.complain(f"a page of the {store.tier} tier of the cache is computed again: {why}")
+                    return
+                copies.append((page, buffer))
+                at += page.nbytes
+            if wanted():
+                self._to_device(copies, ready)
 
     def _fetch(self, store: Store, name: PageName, page: memoryview) -> str | None:
         """Reads a page and checks it; what is wrong with it, None if nothing is. What is broken is deleted."""
@@ -214,10 +235,9 @@ class Movers:
             StreamMark().wait()
 
     def _buffer(self) -> torch.Tensor:
-        """This thread's own memory for one page of any group."""
+        """This thread's own memory, for `_batch` pages of any group."""
         if not hasattr(self._own, "buffer"):
-            largest = max(group.page_bytes for group in self._arena.layout.groups)
-            self._own.buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._own.buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         buffer: torch.Tensor = self._own.buffer
         return buffer
 
@@ -300,7 +320,7 @@ class _Reports:
         self._ends: dict[int, float] = {}
         """When the last load from each place ended."""
         self._some = threading.Condition()
-        self._complained: dict[str, float] = {}
+        self._complained = -_SILENT_SECONDS
 
     def land(self, ticket: int, ok: bool, began: float, furthest: int, lost: tuple[PageName, ...]) -> None:
         now = time.perf_counter()
@@ -320,12 +340,12 @@ class _Reports:
             landings, self._landings = self._landings, []
         return landings, [self.receipts.popleft() for _ in range(len(self.receipts))]
 
-    def complain(self, tier: str, error: OSError) -> None:
-        """Logs a failure to write, of each tier at most once a minute."""
+    def complain(self, what: str) -> None:
+        """Logs a failure, at most one in a while: a disk that fails does so often."""
         now = time.monotonic()
-        if now - self._complained.get(tier, -60.0) >= 60.0:
-            self._complained[tier] = now
-            LOG.warning("the %s tier of the cache does not take pages: %s", tier, error)
+        if now - self._complained >= _SILENT_SECONDS:
+            self._complained = now
+            LOG.warning("%s (others like this in the next %.0f s are not told)", what, _SILENT_SECONDS)
 
 
 def _nothing() -> None:

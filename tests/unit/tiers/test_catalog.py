@@ -121,3 +121,14 @@ def test_a_keeper_deletes_in_the_background(tmp_path: Path) -> None:
         time.sleep(0.01)
     keeper.close()
     assert size_of(tmp_path) == SIZE + HEADER_BYTES and name(2) in one and name(1) not in one
+
+
+def test_what_is_used_is_told_to_the_store(tmp_path: Path) -> None:
+    one = catalog(tmp_path)
+    put(one.store, version(), 1)  # type: ignore[arg-type]
+    path = one.store.path(name(1))  # type: ignore[attr-defined]
+    os.utime(path, (1, 1))
+    keeper = Keeper([one], 60)
+    one.touch([name(1), name(2)])
+    keeper.close()
+    assert time.time() - path.stat().st_mtime < 60

@@ -41,6 +41,8 @@ class Catalog:
         self._spare = max(2 * max(self._sizes), int(_SPARE * (bound or 0)))
         self._entries: dict[PageName | str, list[float]] = {}
         """Bytes and last use of everything there."""
+        self._touched: dict[PageName, None] = {}
+        """What the store has not been told yet; not in order."""
         self._pending: dict[PageName, int] = {}
         self._pending_bytes = 0
         self._paused_until = 0.0
@@ -65,6 +67,7 @@ class Catalog:
             entry = self._entries.get(name)
             if entry is not None:
                 entry[1] = now
+                self._touched[name] = None
 
     @property
     def crowded(self) -> bool:
@@ -125,6 +128,14 @@ class Catalog:
         with self._lock:
             for name in went:
                 self._remove(name)
+
+    def tell(self) -> None:
+        """Tells the store what was used, because others go by that, too. Not for the engine's thread."""
+        try:
+            while self._touched:
+                self.store.touch(self._touched.popitem()[0])
+        except OSError as error:
+            self._complain("cannot be told what is used", error)
 
     def shrink(self) -> None:
         """Deletes what was used longest ago, if the store is nearly full. Not for the engine's thread."""
@@ -218,6 +229,8 @@ class Keeper:
                 for name in names:
                     if name not in catalog:
                         catalog.delete(name)
+            for catalog in self._catalogs:
+                catalog.tell()
             if self._closed:
                 return
             began = time.monotonic()
