@@ -4,7 +4,7 @@ usage: gpu_sampler.py [--lines 1,8,32,128,256] [--scale 1] [--json FILE]
 
 Times are medians over CUDA graphs of several runs each. Logits are normal, times --scale: at 1 they are flatter than of models
 (top_p 0.9 keeps 40 % of the vocabulary), at 4 more like those. The floor is the bytes of the logits over the bandwidth of a
-device-to-device copy, taken first; reading alone can be somewhat faster. In brackets, what the host needs for `Sampler.launch`,
+kernel that reads and writes as much, taken first. In brackets, what the host needs for `Sampler.launch`,
 eagerly. Prints a table; the record goes to --json or $OUT.
 """
 
@@ -60,10 +60,10 @@ def graphed(call: Callable[[], object], repeat: int) -> float:
 
 
 def bandwidth() -> float:
-    """Bytes a second of a copy, read and written."""
-    source = torch.empty(2**29, dtype=torch.int32, device="cuda")
+    """Bytes a second, read and written, of a kernel that does nothing else."""
+    source = torch.zeros(2**29, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / graphed(lambda: target.copy_(source), 3) * 1e6
+    return 2 * source.nbytes / graphed(lambda: torch.neg(source, out=target), 3) * 1e6
 
 
 def rows_of(kind: dict[str, Any], lines: int) -> tuple[Rows, Lines]:
