@@ -17,16 +17,24 @@ class Pace:
         self._most = most
         self._each = 0.0
         """Seconds a token, as a running mean; 0 before anything is known."""
+        self._known = False
+        """Whether that is of mixed steps, whose tokens take longer than those of prompts alone."""
 
-    def tokens(self) -> int:
-        """The most tokens of a step in which some sequences take their next token and others read their prompts."""
-        if self._target is None or not self._each:
+    def tokens(self, decoding: int, reading: int) -> int:
+        """The most tokens of a step in which `decoding` sequences take their next token, while `reading` ones, those that wait
+        included, have their prompts to read.
+
+        As long as most are reading, the step is whole: a long step keeps only the few waiting, and saves the many a turn.
+        """
+        if self._target is None or not self._each or decoding <= reading:
             return self._most
         return max(min(_LEAST, self._most), min(self._most, int(self._target / self._each)))
 
-    def learn(self, tokens: int, seconds: float) -> None:
+    def learn(self, tokens: int, seconds: float, mixed: bool) -> None:
         """A step of so many tokens took so long. Small ones say nothing: their time is that of reading the weights."""
-        if self._target is None or tokens < _LEAST or seconds <= 0:
+        if self._target is None or tokens < _LEAST or seconds <= 0 or (self._known and not mixed):
             return
         each = seconds / tokens
-        self._each = each if not self._each else self._each + _WEIGHT * (each - self._each)
+        fresh = not self._each or mixed and not self._known
+        self._each = each if fresh else self._each + _WEIGHT * (each - self._each)
+        self._known = mixed

@@ -161,10 +161,9 @@ class Scheduler:
 
     def _budget(self) -> int:
         """Tokens of this step: less than the most if running sequences would wait too long for their next one."""
-        most = self.limits.max_num_batched_tokens
-        if any(sequence.work == 1 for sequence in self.running):
-            return min(most, max(self.pace.tokens(), len(self.running)))
-        return most
+        running = len(self.running)
+        decoding = sum(sequence.work <= 1 for sequence in self.running) if self.limits.step_target else 0
+        return max(running, self.pace.tokens(decoding, running - decoding + len(self.waiting)))
 
     def _admit(self, flight: _Flight, budget: int, now: float) -> None:
         """Waiting sequences take rows in the policy's order; what has no room may be passed (`scheduler/admission.py`)."""
@@ -317,7 +316,7 @@ class Scheduler:
                 self._take_token(sequence, tokens[i], logprobs.get(i), now)
         tokens_done = sum(flight.counts)
         self.cache.report(result.landings, result.receipts, tokens_done, result.seconds)
-        self.pace.learn(tokens_done, result.seconds)
+        self.pace.learn(tokens_done, result.seconds, 1 in flight.counts)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds
         self.stats.kernel_seconds += result.kernel_seconds

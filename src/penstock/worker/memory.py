@@ -82,7 +82,7 @@ def settle_allocator() -> None:
     """Lets the allocator grow and shrink what it holds in place, so that steps of many sizes leave no gaps between them. To be
     called before anything is on a GPU; what the user set in the environment stands."""
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _free(device: torch.device) -> int:
