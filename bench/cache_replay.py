@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from penstock.cache import keys
 from penstock.cache.eviction import POLICIES
-from penstock.cache.manager import Cache
+from penstock.cache.manager import Cache, Reuse
 from penstock.core.layout import lay_out
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
@@ -165,12 +165,15 @@ def replay(trace: Trace, capacity: int, policy: str) -> int:
         cache.evictor.now = float(number)
         sequence.row = 0
         sequence.planned = sequence.computed = hit = min(cache.match(sequence), len(turn.prompt))
+        if hit < length and not cache.grow(sequence, length):
+            # The page that a match cuts and copies is one too many.
+            cache.release(sequence)
+            sequence.planned = sequence.computed = hit = min(cache.match(sequence, Reuse.PAGES), len(turn.prompt))
+            assert cache.grow(sequence, length), "alone, a request that fits has room"
         found += hit
         sequence.tokens[-1:] = turn.output
         if sequence.mark is not None:
             del sequence.mark.packed[4 * len(turn.prompt):]
-        if hit < length:
-            assert cache.grow(sequence, length), "alone, a request that fits has room"
         cache.sources(sequence)
         cache.enter(sequence)
         sequence.planned = sequence.computed = length

@@ -91,6 +91,8 @@ class Adaptive(Policy):
         return -(self._GRACE + (age - self._GRACE) / self.factor)
 
     def added(self, node: Node, first: int) -> None:
+        if not self._gone:
+            return
         for slot in self._watched(node, first):
             kind = self._gone.pop(self._fingerprint(node, slot), None)
             if kind is not None:
@@ -204,7 +206,7 @@ class Evictor:
         self._own: dict[int, _Candidates] = {}
         """With a quota, for each account by its identity."""
         self._keeps = [group.keep for group in index.pools.layout.groups]
-        self._bounded = [keep.needed(1 << 30)[0] > 0 for keep in self._keeps]
+        self.bounded = [keep.needed(1 << 30)[0] > 0 for keep in self._keeps]
         """Whether losing a page of a group strands no other, because it does not need everything."""
         self._loose: OrderedDict[tuple[int, int], tuple[int, Node]] = OrderedDict()
         """Pages of such groups that nobody holds, by (group, page), in the order in which they were let go: the slot counted
@@ -235,14 +237,15 @@ class Evictor:
                 self._own.setdefault(id(node.label.account), _Candidates(self)).push(node)
 
     def loosen(self, group: int, places: list[tuple[int, int]], node: Node) -> None:
-        """Nobody holds these kept pages any more, given as (slot from the root, page); `node` is one in or below which they
-        lie."""
-        if self._bounded[group]:
-            for slot, page in places:
-                self._loose[group, page] = slot, node
-                self._loose.move_to_end((group, page))
-            if self.removable(node):
-                self.offer(node)
+        """Nobody holds these kept pages of a `bounded` group any more, given as (slot from the root, page); `node` is one in
+        or below which they lie."""
+        for slot, page in places:
+            self._loose[group, page] = slot, node
+            self._loose.move_to_end((group, page))
+        while node.gone and node.parent is not None:
+            node = node.parent
+        if self.removable(node):
+            self.offer(node)
 
     def evict(self, enough: Callable[[], bool]) -> bool:
         """Gives up pages until it is enough; False if nothing is left that could go."""
@@ -337,7 +340,7 @@ class Evictor:
             assert not self.removable(node) or id(node) in listed, "a leaf that nobody holds is not a candidate"
             for g, ids in enumerate(node.pages):
                 for page in ids:
-                    if page >= 0 and self._bounded[g] and not self.index.pools.holders(g, page):
+                    if page >= 0 and self.bounded[g] and not self.index.pools.holders(g, page):
                         assert (g, page) in loose, "a page that nobody holds is not a candidate"
 
 

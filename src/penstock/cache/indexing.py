@@ -63,7 +63,7 @@ class Indexer:
     def _whole(self, sequence: Sequence, g: int, first: int, last: int) -> list[int]:
         """A group's pages for slots [first, last) of the tree, as far as the sequence holds them and they are whole."""
         run, shift = sequence.pages[g], self.shift[g]
-        ids = [run.ids[i] if i >= run.first else -1 for i in range(max(0, first - shift), last - shift)]
+        ids = run.ids[max(run.first, first - shift):last - shift]
         ids = [-1] * (last - first - len(ids)) + ids
         if shift:
             # Forks that part in the next slot may share such a page, which lies on both ways then: leave it to them.
@@ -77,6 +77,8 @@ class Indexer:
     def _adopt(self, g: int, sequence: Sequence, first: int, ids: list[int]) -> None:
         """The sequence's pages from index `first` on become `ids`, where they differ."""
         run = sequence.pages[g]
+        if first >= 0 and run.ids[first:first + len(ids)] == ids:
+            return
         for i, page in enumerate(ids, first):
             if page >= 0 and i >= run.first and page != run.ids[i] and run.ids[i] >= 0:
                 self.pools.share(g, [page])

@@ -163,7 +163,7 @@ class Loading:
         """Lets go of all pages of a load; those that the index keeps lie in or above `deepest`."""
         for g, ids in enumerate(pages):
             idle = set(self.pools.give(g, [page for page in ids if page >= 0]))
-            if idle:
+            if idle and self.evictor.bounded[g]:
                 self.evictor.loosen(g, [(slot, page) for slot, page in enumerate(ids) if page in idle], deepest)
         # What lay below the held pages may have been evicted meanwhile.
         while deepest.gone and deepest.parent is not None:

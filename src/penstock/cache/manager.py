@@ -84,7 +84,13 @@ class Cache:
         or pages of it are being loaded."""
         if not self.sharing or sequence.scoring or sequence.pages or len(sequence.tokens) <= self.layout.page:
             return False
-        return self._follows(sequence) or (self.loading is not None and self.loading.ask(sequence))
+        return self._follows(sequence) or (self.loading is not None and self._loads(sequence, self.loading))
+
+    def _loads(self, sequence: Sequence, loading: Loading) -> bool:
+        """Whether it waits for pages to be loaded. It does not ask for any before there is room for it: what the device has of
+        it now may be gone by then."""
+        asks = mark_of(sequence).ticket is not None or not self.pools.slabs_live or self.has_room(sequence, sequence.goal)
+        return asks and loading.ask(sequence)
 
     def _follows(self, sequence: Sequence) -> bool:
         mark = mark_of(sequence)
@@ -220,10 +226,12 @@ class Cache:
     def _give(self, g: int, sequence: Sequence, first: int, end: int) -> None:
         """Lets go of the pages with these indices; those that the index keeps become candidates for eviction."""
         ids = sequence.pages[g].ids
-        idle = set(self.pools.give(g, [page for page in ids[first:end] if page >= 0]))
+        idle = self.pools.give(g, [page for page in ids[first:end] if page >= 0])
         if idle:
-            shift, deepest = self.lookup.shift[g], self._deepest(sequence)
-            self.evictor.loosen(g, [(i + shift, ids[i]) for i in range(first, end) if ids[i] in idle], deepest)
+            deepest = self._deepest(sequence)
+            if self.evictor.bounded[g]:
+                at, shift = set(idle), self.lookup.shift[g]
+                self.evictor.loosen(g, [(i + shift, ids[i]) for i in range(first, end) if ids[i] in at], deepest)
 
     def _deepest(self, sequence: Sequence) -> Node:
         """A node in which or above which all kept pages of a sequence lie; it has some."""

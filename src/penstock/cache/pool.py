@@ -32,11 +32,13 @@ class Pools:
         self._held_view: list[npt.NDArray[np.int32]] = [np.frombuffer(holders, np.int32) for holders in self._holders]
         """The same memory as `_holders`: to count many pages at once."""
         self._kept = [bytearray(size) for size in sizes]
+        self._kept_view: list[npt.NDArray[np.uint8]] = [np.frombuffer(kept, np.uint8) for kept in self._kept]
         """1 for pages that the index keeps."""
         self.kept_pages = [0] * len(layout.groups)
         """How many those are."""
-        self._live = [0] * layout.slabs
+        self._live = array("i", bytes(4 * layout.slabs))
         """For each slab: pages with a holder."""
+        self._live_view: npt.NDArray[np.int32] = np.frombuffer(self._live, np.int32)
         self.slabs_live = 0
         """Slabs with a page that somebody holds."""
 
@@ -82,22 +84,32 @@ class Pools:
     def share(self, group: int, pages: Sequence[int]) -> None:
         """One more holder of each of these pages, which are held or kept; no page twice."""
         if len(pages) > _MANY:
-            many = np.array(pages, np.int32)
-            view = self._held_view[group]
+            many, view = np.array(pages, np.int32), self._held_view[group]
             view[many] += 1
-            fresh = many[view[many] == 1].tolist()
-        else:
-            holders, fresh = self._holders[group], []
-            for page in pages:
-                holders[page] += 1
-                if holders[page] == 1:
-                    fresh.append(page)
-        per_slab, live = self.layout.groups[group].per_slab, self._live
-        for page in fresh:
-            slab = page // per_slab
-            if not live[slab]:
-                self.slabs_live += 1
-            live[slab] += 1
+            self._count_live(group, many[view[many] == 1], 1)
+            return
+        holders, per_slab, live = self._holders[group], self.layout.groups[group].per_slab, self._live
+        for page in pages:
+            holders[page] += 1
+            if holders[page] == 1:
+                slab = page // per_slab
+                if not live[slab]:
+                    self.slabs_live += 1
+                live[slab] += 1
+
+    def _count_live(self, group: int, pages: npt.NDArray[np.int32], change: int) -> None:
+        """Pages have got their first holder (1) or lost their last (-1)."""
+        per_slab = self.layout.groups[group].per_slab
+        if per_slab == 1:
+            self._live_view[pages] += change
+            self.slabs_live += change * len(pages)
+            return
+        slabs = pages // per_slab
+        np.add.at(self._live_view, slabs, change)
+        touched, counts = np.unique(slabs, return_counts=True)
+        # Those that were or are without any other page that is held.
+        alone = self._live_view[touched] == (counts if change > 0 else 0)
+        self.slabs_live += change * int(np.count_nonzero(alone))
 
     def shared(self, group: int, page: int) -> bool:
         """Whether a held page must not be written: it has other holders, or the index keeps it."""
@@ -115,20 +127,23 @@ class Pools:
         """One holder less of each. Returns those that have none left but are kept; what is not kept is free at once: plans
         run in order, so plans in flight are not disturbed."""
         if len(pages) > _MANY:
-            many = np.array(pages, np.int32)
-            view = self._held_view[group]
+            many, view = np.array(pages, np.int32), self._held_view[group]
             view[many] -= 1
-            gone = many[view[many] == 0].tolist()
             assert int(view[many].min()) >= 0
-        else:
-            holders, gone = self._holders[group], []
-            for page in pages:
-                holders[page] -= 1
-                assert holders[page] >= 0, (group, page)
-                if not holders[page]:
-                    gone.append(page)
-        per_slab, live, kept, idle = self.layout.groups[group].per_slab, self._live, self._kept[group], []
-        for page in gone:
+            gone = many[view[many] == 0]
+            self._count_live(group, gone, -1)
+            kept_ = self._kept_view[group][gone] == 1
+            for page in gone[~kept_].tolist():
+                self._free(group, page)
+            idle: list[int] = gone[kept_].tolist()
+            return idle
+        holders, per_slab, live, kept = self._holders[group], self.layout.groups[group].per_slab, self._live, self._kept[group]
+        idle = []
+        for page in pages:
+            holders[page] -= 1
+            assert holders[page] >= 0, (group, page)
+            if holders[page]:
+                continue
             slab = page // per_slab
             live[slab] -= 1
             if not live[slab]:
@@ -141,10 +156,15 @@ class Pools:
 
     def keep(self, group: int, pages: Sequence[int]) -> None:
         """The index keeps these pages, which are held."""
-        kept, holders = self._kept[group], self._holders[group]
-        for page in pages:
-            assert holders[page] > 0 and not kept[page], (group, page)
-            kept[page] = 1
+        if len(pages) > _MANY:
+            many, view = np.array(pages, np.int32), self._kept_view[group]
+            assert (self._held_view[group][many] > 0).all() and not view[many].any()
+            view[many] = 1
+        else:
+            kept, holders = self._kept[group], self._holders[group]
+            for page in pages:
+                assert holders[page] > 0 and not kept[page], (group, page)
+                kept[page] = 1
         self.kept_pages[group] += len(pages)
 
     def drop(self, group: int, page: int) -> None:
@@ -187,6 +207,6 @@ class Pools:
             assert len(set(free)) == len(free) == self._spare[group] and owned.isdisjoint(free), "a page is free and not free"
             assert len(free) + len(owned) == len(mine) * layout.per_slab, "a page is lost"
             assert {page // layout.per_slab for page in free} == set(self._partial[group])
-        assert live == self._live and sum(map(bool, live)) == self.slabs_live
+        assert live == self._live.tolist() and sum(map(bool, live)) == self.slabs_live
         assert lent.isdisjoint(self._slabs) and len(lent) + len(self._slabs) == self.layout.slabs, "a slab is lost"
         assert len(set(self._slabs)) == len(self._slabs)

@@ -229,7 +229,7 @@ class Prefix:
 
     def _keep(self, node: Node, group: int, first: int, ids: list[int]) -> None:
         """Marks pages that were put into slots from `first` on."""
-        pages = [page for page in ids if page >= 0]
+        pages = [page for page in ids if page >= 0] if -1 in ids else ids
         if pages:
             self.pools.keep(group, pages)
             self.kept += len(pages)

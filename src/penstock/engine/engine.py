@@ -78,7 +78,7 @@ class Engine:
             self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device,
                                  self.config.graph_tokens, self.tiers.behind)
         self.events = open_events(options, self.memory.layout, self.tiers.hierarchy)
-        cache = Cache(self.memory.layout, sharing=options.enable_prefix_caching, model=identity,
+        cache = Cache(self.memory.layout, policy=options.cache_policy, sharing=options.enable_prefix_caching, model=identity,
                       quota=options.cache_tenant_share, tiers=self.tiers.hierarchy,
                       sink=self.events.sink if self.events is not None else None)
         self.scheduler = Scheduler(cache, Limits(
