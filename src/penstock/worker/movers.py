@@ -31,8 +31,9 @@ from penstock.worker.lanes import Copy, Lane, Mark, StreamLane, StreamMark, Thre
 
 LOG = logging.getLogger("penstock")
 
-_READERS = max(4, min(16, (os.cpu_count() or 1) - 2))
-"""Threads that read from one store: disks and networks want several questions at once, and each checks what it read."""
+_READERS = {"disk": max(2, min(8, (os.cpu_count() or 1) - 2)), "remote": 16}
+"""Threads that read from a store of each tier. A disk's are busy with checking what they read, and more than these only contend
+(bench/notes.md, "Tiers"); a network's wait."""
 _BUFFER_BYTES = 8 << 20
 """A reader's buffer, if a page is not larger. Larger ones save switches between threads, smaller ones begin to copy sooner."""
 _WRITERS = 2
@@ -79,7 +80,7 @@ class Movers:
         self._readers = {_HOST: ThreadPoolExecutor(1, "penstock-host")}
         self._writers = {}
         for i, store in enumerate(stores):
-            self._readers[i] = ThreadPoolExecutor(_READERS, f"penstock-read-{store.tier}")
+            self._readers[i] = ThreadPoolExecutor(_READERS[store.tier], f"penstock-read-{store.tier}")
             self._writers[i] = ThreadPoolExecutor(_WRITERS, f"penstock-write-{store.tier}")
         largest = max(group.page_bytes for group in arena.layout.groups)
         self._batch = max(1, _BUFFER_BYTES // largest)
@@ -130,9 +131,9 @@ class Movers:
     def _divide(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
         """Pages of stores in parts for the readers: of one store each, no more than a buffer holds, and enough parts that all
         readers have work."""
-        most = min(-(-len(pieces) // (2 * _READERS)), self._batch)
         for store in sorted({piece.store for piece in pieces}):
             mine = [piece for piece in pieces if piece.store == store]
+            most = min(-(-len(mine) // (2 * _READERS[self._stores[store].tier])), self._batch)
             yield from (mine[at:at + most] for at in range(0, len(mine), most))
 
     def arrived(self, wait: bool = False) -> tuple[list[Landing], list[Receipt]]:
