@@ -33,6 +33,7 @@ from typing import NamedTuple
 from penstock.cache import keys
 from penstock.cache.eviction import POLICIES
 from penstock.cache.manager import Cache, Reuse
+from penstock.cli.bench.environment import environment
 from penstock.core.layout import lay_out
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
@@ -244,7 +245,7 @@ def measure(trace: Trace, capacities: list[str], policies: list[str]) -> dict[st
     longest = max(len(turn.prompt) + len(turn.output) for turn in trace.turns)
     unlimited = replay(trace, working_set + len(trace.turns) + longest, policies[0]) / asked
     print(f"unlimited {unlimited:.4f}", flush=True)
-    return {"trace": trace.name, "requests": len(trace.turns), "prompt_tokens": asked, "page": trace.page,
+    return {"environment": environment(), "trace": trace.name, "requests": len(trace.turns), "prompt_tokens": asked, "page": trace.page,
             "working_set_pages": working_set, "unlimited": round(unlimited, 4), "rows": rows}
 
 
