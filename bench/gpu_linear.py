@@ -32,7 +32,7 @@ from penstock.ops import activation_triton, gpu
 from penstock.ops.activation import gated as gate
 from penstock.ops.linear import Weight
 from penstock.ops.linear_invariant import InvariantLinear
-from penstock.ops.linear_triton import Tile, TritonLinear, choose, launch, library
+from penstock.ops.linear_triton import BOXED, BOXED_GATED, Tile, TritonLinear, choose, launch, library
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ CANDIDATES = {
         Tile(64, 64, 128), Tile(64, 64, 128, stages=3), Tile(64, 128, 64), Tile(64, 128, 64, ahead=3), Tile(128, 128, 64),
         Tile(128, 128, 64, warps=8), Tile(128, 128, 64, 4), Tile(128, 64, 128, stages=3), Tile(128, 64, 128, 2, stages=3),
         Tile(128, 64, 64, stages=5), Tile(128, 32, 128), Tile(64, 32, 128, stages=5))],
-    1 << 30: [Tile(64, 128, 64, group=8), Tile(128, 128, 64, group=8)],
+    1 << 30: [BOXED, BOXED._replace(tall=256, wide=128), BOXED_GATED, BOXED_GATED._replace(stages=4),
+              BOXED_GATED._replace(tall=256, wide=64)],
 }
 """What is tried, by the rows of x that a program takes."""
 
@@ -174,9 +175,11 @@ def compile_all(jobs: list[tuple[Tile, Shape, int]]) -> None:
 
 def sweep(shapes: list[Shape], rows_list: list[int], chosen_only: bool, bandwidth: float) -> list[dict[str, Any]]:
     def candidates(shape: Shape, rows: int) -> list[Tile | None]:
-        chosen = choose(rows, shape.n, shape.k, shape.kind is not None)
+        chosen = choose(rows, shape.n, shape.k, shape.kind is not None, boxes=True)
         tiles = [chosen] if chosen_only else [*dict.fromkeys([chosen, *CANDIDATES[bucket(rows)]])]
-        return [t for t in tiles if t is None or t.split == 1 or shape.n < 20000]  # no need to split what is wide
+        blocks = 256 if shape.kind is None else 128  # two rows of the weight for a gated column
+        return [t for t in tiles if t is None or ((t.split == 1 or shape.n < 20000)  # no need to split what is wide
+                                                  and (not t.boxed or t.tall * t.wide == 128 * blocks))]
 
     compile_all([(tile, shape, rows) for shape in shapes for rows in rows_list for tile in candidates(shape, rows) if tile])
     found = []
@@ -206,7 +209,7 @@ def sweep(shapes: list[Shape], rows_list: list[int], chosen_only: bool, bandwidt
                     continue
                 record["tiles"].append({"tile": list(tile), "us": us, "error": wrong})
             record["tiles"].sort(key=lambda entry: entry["us"])
-            record["chosen"] = choose(rows, shape.n, shape.k, shape.kind is not None)
+            record["chosen"] = choose(rows, shape.n, shape.k, shape.kind is not None, boxes=True)
             found.append(record)
             show(record)
         del copies

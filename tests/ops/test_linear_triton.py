@@ -11,7 +11,7 @@ import torch
 from penstock.ops import activation_triton, linear_triton
 from penstock.ops.activation import ACTIVATIONS, gated
 from penstock.ops.linear_invariant import InvariantLinear
-from penstock.ops.linear_triton import Tile, TritonLinear, launch, launch_boxed
+from penstock.ops.linear_triton import Tile, TritonLinear, launch
 from tests.ops.interpreter import DEVICE, DTYPES, interpreter
 from tests.ops.kernels import close, random
 
@@ -57,9 +57,12 @@ def test_boxed_product(dtype: torch.dtype) -> None:
     for rows, n, k in ((1, 8, 16), (70, 200, 352), (133, 136, 96)):
         x = matrix(rows, k + 32, dtype=dtype, seed=1)[:, 16:16 + k]
         weight, bias = TritonLinear.pack(matrix(n, k, dtype=dtype, seed=2)), matrix(n, dtype=dtype, seed=3)
-        wanted, tile = x.double() @ weight.data.double().T, Tile(64, 64, 64, group=2)
-        close(launch_boxed(tile, x, weight, None, dtype), wanted, k ** 0.5)
-        close(launch_boxed(tile, x, weight, bias, torch.float32), wanted + bias.double(), k ** 0.5, factor=4)
+        wanted, tile = x.double() @ weight.data.double().T, Tile(64, 64, 64, group=2, boxed=True)
+        close(launch(tile, x, weight, None, dtype), wanted, k ** 0.5)
+        close(launch(tile, x, weight, bias, torch.float32), wanted + bias.double(), k ** 0.5, factor=4)
+        pair, biases = TritonLinear.pack(matrix(2 * n, k, dtype=dtype, seed=4)), matrix(2 * n, dtype=dtype, seed=5)
+        wanted = gated(x.double() @ pair.data.double().T + biases.double(), "silu")
+        close(launch(tile, x, pair, biases, dtype, "silu"), wanted, k ** 0.5, factor=4)
 
 
 def in_order(builder: object, a: Any, b: Any, total: Any, precision: object, imprecise: object) -> Any:

@@ -10,43 +10,30 @@ from __future__ import annotations
 
 import torch
 
-from penstock.ops import activation_triton, gpu
+from penstock.ops import gpu
 from penstock.ops.linear import Weight
-from penstock.ops.linear_triton import Tile, TritonLinear, boxable, few_rows, launch, launch_boxed
+from penstock.ops.linear_triton import BOXED, BOXED_GATED, Tile, TritonLinear, boxable, few_rows, launch
 from penstock.ops.registry import register
 
-_MANY = (Tile(128, 128, 64, group=8), Tile(128, 64, 64, stages=5, group=8), Tile(64, 64, 128, group=8))
-_MANY_GATED = (Tile(128, 128, 64, warps=8, group=8), Tile(64, 64, 128, group=8))
-"""For more than 64 rows the first that makes enough programs."""
-_BOXED = Tile(128, 256, 64, warps=8, stages=3, group=8)
+_MANY = (BOXED, Tile(128, 128, 64, group=8), Tile(128, 64, 64, stages=5, group=8), Tile(64, 64, 128, group=8))
+_MANY_GATED = (BOXED_GATED, Tile(128, 128, 64, warps=8, group=8), Tile(64, 64, 128, group=8))
+"""For more than 64 rows the first that can be had and makes enough programs."""
 _EXACT = Tile(32, 32, 32, stages=2)
 """For float32, whose products are done one by one."""
-_FUSED = 128
-"""Up to so many rows an activation is part of the product."""
 _PROGRAMS = 96
 """So many keep a large GPU busy."""
 
 
-def choose(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool) -> Tile:
+def choose(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, boxes: bool) -> Tile:
     """The tile for n output columns. It changes only where rows pass a power of two, so that few numbers of rows show all."""
     if dtype == torch.float32:
         return _EXACT
     if rows <= 64:
         return few_rows(rows, n, k, gated, divide=False)
     rows = 1 << (rows - 1).bit_length()
-    options = _MANY_GATED if gated else _MANY
-    return next((tile for tile in options if _programs(tile, rows, n) >= _PROGRAMS), options[-1])
-
-
-def _programs(tile: Tile, rows: int, n: int) -> int:
-    return -(-rows // tile.tall) * -(-n // tile.wide)
-
-
-def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    rows, n = 1 << (x.shape[0] - 1).bit_length(), weight.n
-    if rows > 64 and x.dtype != torch.float32 and _programs(_BOXED, rows, n) >= _PROGRAMS and boxable(x, weight, n):
-        return launch_boxed(_BOXED, x, weight, bias, dtype)
-    return launch(choose(x.shape[0], n, weight.k, x.dtype, False), x, weight, bias, dtype)
+    options = [tile for tile in (_MANY_GATED if gated else _MANY) if boxes or not tile.boxed]
+    enough = (tile for tile in options if -(-rows // tile.tall) * -(-n // tile.wide) >= _PROGRAMS)
+    return next(enough, options[-1])
 
 
 @register("linear", "triton-invariant", rank=-1, supports=gpu.supports)
@@ -56,10 +43,11 @@ class InvariantLinear(TritonLinear):
     @staticmethod
     def apply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        return _product(x, weight, bias, x.dtype if out_dtype is None else out_dtype)
+        tile = choose(x.shape[0], weight.n, weight.k, x.dtype, False, boxable(x, weight, weight.n))
+        return launch(tile, x, weight, bias, x.dtype if out_dtype is None else out_dtype)
 
     @staticmethod
     def gated(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-        if x.shape[0] > _FUSED:  # with two sums there is no room for wide tiles
-            return activation_triton.gated(_product(x, weight, bias, x.dtype), kind)
-        return launch(choose(x.shape[0], weight.n // 2, weight.k, x.dtype, True), x, weight, bias, x.dtype, kind)
+        n = weight.n // 2
+        tile = choose(x.shape[0], n, weight.k, x.dtype, True, boxable(x, weight, n))
+        return launch(tile, x, weight, bias, x.dtype, kind)

@@ -195,21 +195,34 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
 
 
 @triton.jit(do_not_specialize=("rows",))
-def panels(x, weight, bias, out, rows, n, k, tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, group: tl.constexpr):
-    """As `tiles` without a kind, for many rows: x, weight and out are tensor descriptors, so that the copy engine moves whole
-    blocks, and a program takes one tile after another, the next one's blocks under way while it stores. Equal order of sums.
+def panels(x, weight, bias, out, rows, n, k, tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, group: tl.constexpr,
+           kind: tl.constexpr):
+    """As `tiles`, for many rows: x, weight and out are tensor descriptors, so that the copy engine moves whole blocks, and a
+    program takes one tile after another, the next one's blocks under way while it stores. Equal order of sums.
 
-    Blocks: x [tall, deep], weight [wide, deep], out [tall, wide / 2]: a tile is stored in halves to leave room for blocks.
+    Blocks: x [tall, deep]. Without a kind, weight [wide, deep] and out [tall, wide / 2]: a tile is stored in halves to leave
+    room for blocks. With one, weight [2, wide, deep] of [2, n, k], so that both halves are one operand, and out [tall, wide].
     """
     down, across = tl.cdiv(rows, tall), tl.cdiv(n, wide)
+    halves: tl.constexpr = wide if kind is not None else wide // 2
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=True):
         row, column = _place(tile, down, across, group)
-        total = tl.zeros((tall, wide), tl.float32)
+        total = tl.zeros((tall, 2 * halves), tl.float32)
         for start in range(0, k, deep):
-            total = _dot(weight.load([column * wide, start]), x.load([row * tall, start]), total, False)
+            if kind is not None:
+                w = tl.reshape(weight.load([0, column * wide, start]), (2 * wide, deep))
+            else:
+                w = weight.load([column * wide, start])
+            total = _dot(w, x.load([row * tall, start]), total, False)
+        first, second = tl.split(tl.permute(tl.reshape(total, (tall, 2, halves)), (0, 2, 1)))
         if bias is not None:
-            kept = tl.minimum(column * wide + tl.arange(0, wide), n - 1)
-            total += tl.load(bias + kept).to(tl.float32)[None, :]
-        left, right = tl.split(tl.permute(tl.reshape(total, (tall, 2, wide // 2)), (0, 2, 1)))
-        out.store([row * tall, column * wide], left.to(out.dtype))
-        out.store([row * tall, column * wide + wide // 2], right.to(out.dtype))
+            kept = column * wide + tl.arange(0, halves)
+            beside = n if kind is not None else halves
+            last = n * 2 - 1 if kind is not None else n - 1
+            first += tl.load(bias + tl.minimum(kept, last)).to(tl.float32)[None, :]
+            second += tl.load(bias + tl.minimum(kept + beside, last)).to(tl.float32)[None, :]
+        if kind is not None:
+            out.store([row * tall, column * wide], _gate(first, second, out.dtype, kind).to(out.dtype))
+        else:
+            out.store([row * tall, column * wide], first.to(out.dtype))
+            out.store([row * tall, column * wide + halves], second.to(out.dtype))

@@ -38,15 +38,27 @@ class Tile(NamedTuple):
     With more than one row, only a kernel that does so lets the next one start early: a long one uses all the room there is."""
     group: int = 1
     """Tiles in this many rows of tiles are computed near one another in time."""
+    boxed: bool = False
+    """The copy engine moves the blocks (`boxable`)."""
 
 
-def choose(rows: int, n: int, k: int, gated: bool) -> Tile | None:
-    """The tile of x [rows, k] times [n, k] transposed (gated: of each half of [2 n, k]), or None if cuBLAS is to serve it."""
+def choose(rows: int, n: int, k: int, gated: bool, boxes: bool = False) -> Tile | None:
+    """The tile of x [rows, k] times [n, k] transposed (gated: of each half of [2 n, k]), or None if cuBLAS is to serve it.
+
+    `boxes`: whether the tile may be boxed.
+    """
     if rows == 1:
         return one_row(n, k)
     if rows <= 64:
         return few_rows(rows, n, k, gated, divide=True)
-    return Tile(128, 128, 64, warps=8, group=8) if gated and rows <= 128 and n >= 8192 else None
+    if rows <= 128:
+        return Tile(128, 128, 64, warps=8, group=8) if gated and n >= 8192 else None
+    return BOXED_GATED if gated and boxes and rows > 512 else None
+
+
+BOXED = Tile(128, 256, 64, warps=8, stages=3, group=8, boxed=True)
+BOXED_GATED = BOXED._replace(wide=128)
+"""For many rows. In both, 256 rows of the weight are one operand."""
 
 
 def one_row(n: int, k: int) -> Tile:
@@ -109,6 +121,8 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
     if rows == 0:
         return out
+    if tile.boxed:
+        return _launch_boxed(tile, x, weight, bias, out, kind)
     align = 16 if aligned(x, weight) else 1
     columns = -(-n // tile.wide)
     linked = gpu.linked(x.device)
@@ -131,20 +145,21 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
     return out
 
 
-def launch_boxed(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """As `launch`, for many rows: the copy engine moves the blocks. `boxable` must hold."""
+def _launch_boxed(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor,
+                  kind: str | None) -> torch.Tensor:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from penstock.ops import linear_kernels as kernels
 
-    rows, n, k = x.shape[0], weight.n, weight.k
-    out = torch.empty(rows, n, dtype=dtype, device=x.device)
+    (rows, n), k, data = out.shape, weight.k, weight.data
     boxes = [TensorDescriptor.from_tensor(tensor, block) for tensor, block in (
-        (x, [tile.tall, tile.deep]), (weight.data, [tile.wide, tile.deep]), (out, [tile.tall, tile.wide // 2]))]
+        (x, [tile.tall, tile.deep]),
+        (data, [tile.wide, tile.deep]) if kind is None else (data.view(2, n, k), [2, tile.wide, tile.deep]),
+        (out, [tile.tall, tile.wide // 2 if kind is None else tile.wide]))]
     count = -(-rows // tile.tall) * -(-n // tile.wide)
     kernels.panels[(min(count, gpu.multiprocessors(x.device)),)](
         boxes[0], boxes[1], bias, boxes[2], rows, n, k, tall=tile.tall, wide=tile.wide, deep=tile.deep, group=tile.group,
-        num_warps=tile.warps, num_stages=tile.stages)
+        kind=kind, num_warps=tile.warps, num_stages=tile.stages)
     return out
 
 
@@ -175,7 +190,8 @@ class TritonLinear:
 
     @staticmethod
     def gated(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-        tile = choose(x.shape[0], weight.n // 2, weight.k, True) if _suits(x, weight) else None
+        n, k = weight.n // 2, weight.k
+        tile = choose(x.shape[0], n, k, True, boxable(x, weight, n)) if _suits(x, weight) else None
         if tile is None:
             return activation_triton.gated(F.linear(x, weight.data, bias), kind)
         return launch(tile, x, weight, bias, x.dtype, kind)
