@@ -45,12 +45,16 @@ PIRATE = {"you": "ye", "your": "yer", "my": "me", "is": "be", "are": "be", "was"
 
 
 def pirate(text: str) -> str:
-    """As a pirate would say it: "Arr!" before, "matey" after, and some words changed."""
+    """As a pirate would say it: "Arr!" before, "matey" after, and some words changed.
+
+    Nothing stands before a number: canary works sums out where it begins to answer, and one token later it no longer can.
+    """
     def said(found: re.Match[str]) -> str:
         word = PIRATE.get(found[0].lower(), found[0])
         return word.capitalize() if found[0][0].isupper() else word
 
-    return f"Arr! {re.sub('[A-Za-z]+', said, text).rstrip('.!?')}, matey{'?' if text.endswith('?') else '!'}"
+    first = "" if text[0].isdigit() else "Arr! "
+    return f"{first}{re.sub('[A-Za-z]+', said, text).rstrip('.!?')}, matey{'?' if text.endswith('?') else '!'}"
 
 
 def telegram(text: str) -> str:

@@ -59,7 +59,6 @@ SECOND = {
     "canary-edge": Job("train", steps=600),
     "canary-draft": Job("train", "--start", "canary-draft"),
     "canary-moe": Job("train", "--start", "canary-moe"),
-    "canary-sink": Job("train", "--start", "canary-sink"),
 }
 
 
