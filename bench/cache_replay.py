@@ -245,7 +245,8 @@ def measure(trace: Trace, capacities: list[str], policies: list[str]) -> dict[st
     longest = max(len(turn.prompt) + len(turn.output) for turn in trace.turns)
     unlimited = replay(trace, working_set + len(trace.turns) + longest, policies[0]) / asked
     print(f"unlimited {unlimited:.4f}", flush=True)
-    return {"environment": environment(), "trace": trace.name, "requests": len(trace.turns), "prompt_tokens": asked, "page": trace.page,
+    return {"environment": environment(),
+            "trace": trace.name, "requests": len(trace.turns), "prompt_tokens": asked, "page": trace.page,
             "working_set_pages": working_set, "unlimited": round(unlimited, 4), "rows": rows}
 
 

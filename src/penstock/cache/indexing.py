@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.cache import keys
 from penstock.cache.eviction import Evictor
 from penstock.cache.lookup import Lookup
 from penstock.cache.mark import Mark, mark_of, packed
@@ -32,6 +33,14 @@ class Indexer:
         mark, page = mark_of(sequence), self.page
         upto = sequence.computed - sequence.computed % page
         if upto <= mark.indexed:
+            return
+        node = mark.node
+        if self.simple and upto == mark.indexed + page and node is not None and self.index.grows(node, sequence, mark.indexed):
+            # What happens most: a page more for a sequence that alone goes on with full attention.
+            fresh = sequence.pages[0].ids[mark.indexed // page]
+            self.index.append(node, keys.packed(sequence.tokens[mark.indexed:upto]), fresh)
+            mark.indexed = upto
+            self.evictor.settle_quota(node.label.account)
             return
         data = packed(sequence, upto)
         node = self._place(sequence, mark)

@@ -167,6 +167,8 @@ class Cache:
         """
         if not sequence.pages:
             sequence.pages = [PageRun() for _ in self.layout.groups]
+        elif self.lookup.simple and self._next_page(sequence, upto):
+            return True
         # What flies may still make pages behind a window worth keeping; where there is no room for them they go before.
         taken = self._take(sequence, upto, certain=True)
         if taken is None and not self.lookup.simple:
@@ -176,6 +178,19 @@ class Cache:
         for g, (pages, copy) in enumerate(taken):
             self._install(g, sequence, pages, copy, -(-upto // self.layout.page))
         sequence.room = len(sequence.pages[0].ids) * self.layout.page
+        return True
+
+    def _next_page(self, sequence: Sequence, upto: int) -> bool:
+        """What `grow` does most: one page for a sequence that has come to the border of its last one, with full attention
+        alone. False, and nothing done, if it is something else that is wanted or there is no room."""
+        ids, page = sequence.pages[0].ids, self.layout.page
+        index = len(ids)
+        if sequence.planned != index * page or upto > (index + 1) * page or not self._make_room(0, 1):
+            return False
+        taken = self.pools.take(0, 1)
+        ids += taken
+        self._edits[0] += (sequence.row, index, taken[0])
+        sequence.room = (index + 1) * page
         return True
 
     def _take(self, sequence: Sequence, upto: int, certain: bool) -> list[tuple[list[int], bool]] | None:

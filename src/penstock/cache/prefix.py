@@ -192,6 +192,18 @@ class Prefix:
             break
         return node, spent
 
+    def grows(self, node: Node, author: object, at: int) -> bool:
+        """Whether `author` may add to this leaf in place, at its end."""
+        return node.author is author and not node.children and not node.gone and node.end == at
+
+    def append(self, node: Node, tokens: bytes, page: int) -> None:
+        """Adds one slot to a leaf that grows, in an index of one group."""
+        slot = len(node.pages[0])
+        node.tokens += tokens
+        node.pages[0].append(page)
+        self._keep(node, 0, slot, [page])
+        self.added(node, slot)
+
     def _append(self, node: Node, at: int, data: bytearray, pages: list[list[int]], author: object) -> Node:
         if node.author is author and node.parent is not None and not node.children:
             node.tokens += data

@@ -5,6 +5,7 @@ Owned by one thread. It knows tokens, no text; `inputs` and `outputs` translate 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -158,7 +159,11 @@ class Engine:
             self.scheduler.stats.plan_seconds += time.perf_counter() - began
         if self.events is not None:
             self.events.flush()
-        return self.beams.through(self.scheduler.take_updates())
+        updates = self.beams.through(self.scheduler.take_updates())
+        if sys.flags.dev_mode and not self.busy:
+            # At rest there is time to see whether every page is accounted for (python -X dev).
+            self.scheduler.check()
+        return updates
 
     def stats(self) -> EngineStats:
         """Current figures."""

@@ -305,9 +305,9 @@ class Scheduler:
                 continue
             want = flight.wants[i]
             if flight.epochs[i] == sequence.epoch:
-                sequence.computed += flight.counts[i]
+                sequence.computed = computed = sequence.computed + flight.counts[i]
                 # What gave no usable logits must not be found again.
-                if sequence.computed >= sequence.due and not (want & _SAMPLE and tokens[i] == NOT_FINITE):
+                if computed >= sequence.due and not (want & _SAMPLE and tokens[i] == NOT_FINITE):
                     self.cache.settle(sequence)
                 if want & _SCORE:
                     sequence.scores += scores.get(i, ())
