@@ -77,7 +77,7 @@ def few_rows(rows: int, n: int, k: int, gated: bool, divide: bool) -> Tile:
     if rows > 32 and n >= 8192:
         return Tile(64, 128, 64)
     if rows > 32 and 2048 <= n < 6144:
-        return Tile(64, 32, 128, stages=8, ahead=3)
+        return Tile(64, 32, 128, stages=8 if k >= 4096 else 5, ahead=3)
     programs = -(-n // 64)
     if programs < 32 and (rows > 32 or not divide):
         return Tile(64, 16, 128, 2 if divide else 1, stages=4 if divide else 8, ahead=3)
