@@ -175,7 +175,7 @@ def replay(trace: Trace, capacity: int, policy: str) -> int:
         sequence.tokens[-1:] = turn.output
         if sequence.mark is not None:
             del sequence.mark.packed[4 * len(turn.prompt):]
-        cache.sources(sequence)
+        cache.count_hit(sequence)
         cache.enter(sequence)
         sequence.planned = sequence.computed = length
         if sequence.computed >= sequence.due:

@@ -57,6 +57,31 @@ class TailFirst(Policy):
         return kind * float(1 << 60) - age
 
 
+class CostAware(Policy):
+    """What it would take to compute a page again, as often as it was asked for, over what it occupies and for how long.
+
+    A position costs the products with the weights, the same for all, and attention to all before it; `_EVEN` is the position at
+    which both cost the same (of an 8B model about 32k). A page's bytes are those of the groups that still have it.
+    """
+
+    _EVEN = 32_768
+    _KINDS = 4
+    """Uses beyond this count as this many, and depths are told apart by the power of two."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._weights = [group.stride for group in layout.groups]
+
+    def kind(self, node: Node) -> int:
+        nbytes = sum(weight for weight, ids in zip(self._weights, node.pages, strict=True) if ids[-1] >= 0)
+        share = 8 * nbytes // sum(self._weights)
+        return (node.end.bit_length() * 9 + share) * self._KINDS + min(node.uses, self._KINDS - 1)
+
+    def worth(self, kind: int, age: int) -> float:
+        rest, uses = divmod(kind, self._KINDS)
+        depth, share = divmod(rest, 9)
+        return (1 + uses) * (1 + (1 << depth) / self._EVEN) / (max(1, share) * (age + 1))
+
+
 class Adaptive(Policy):
     """Least recently used, but what has been found before counts as younger than it is, by a factor that learns.
 
@@ -346,6 +371,7 @@ class Evictor:
 
 POLICIES: dict[str, Callable[[CacheLayout], Policy]] = {
     "adaptive": lambda layout: Adaptive(layout.page, layout.slabs * max(group.per_slab for group in layout.groups)),
+    "cost": CostAware,
     "lru": lambda layout: Policy(),
     "tail": lambda layout: TailFirst(layout.page),
 }

@@ -289,8 +289,9 @@ class Cache:
                 if run.ids[i] >= 0:
                     self._edits[g] += (sequence.row, i, run.ids[i])
 
-    def sources(self, sequence: Sequence) -> dict[str, int]:
-        """Where the `planned` positions that a sequence has found came from, by tier. Asked once, when it has its first row."""
+    def count_hit(self, sequence: Sequence) -> dict[str, int]:
+        """Called once, when a sequence has its first row: what it has found counts as used once more. Returns where its
+        `planned` positions came from, by tier."""
         mark, left, found = mark_of(sequence), sequence.planned, dict[str, int]()
         node = mark.node
         while node is not None:

@@ -42,8 +42,8 @@ class EngineOptions:
     kv_cache_memory_bytes: int | None = option(None, "size of the KV cache; by default what memory allows")
     enable_prefix_caching: bool = option(True, "find what earlier requests computed")
     cache_policy: str = option("adaptive", "what leaves the device first among pages of equal priority: the least recently "
-                               "used (lru), conversations' last tokens (tail), or what is found again least (adaptive)",
-                               ("adaptive", "lru", "tail"))
+                               "used (lru), what is cheap to compute again (cost), conversations' last tokens (tail), or what "
+                               "is found again least (adaptive)", ("adaptive", "cost", "lru", "tail"))
     cache_tenant_share: float = option(1.0, "the largest fraction of the device's cache that one tenant's pages may occupy")
     cache_host_bytes: int | None = option(None, "host memory for pages that leave the device, pinned on a GPU; by default "
                                                 "none, or 1G as the way to a disk or a remote store")

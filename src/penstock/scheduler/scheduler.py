@@ -230,7 +230,7 @@ class Scheduler:
         if not sequence.timings.first_scheduled:
             sequence.timings.first_scheduled = now
             if not sequence.request.part:
-                sequence.cached, sequence.cached_by_tier = sequence.planned, self.cache.sources(sequence)
+                sequence.cached, sequence.cached_by_tier = sequence.planned, self.cache.count_hit(sequence)
                 self.stats.prompt_tokens += sequence.prompt_len
                 self.stats.cached_tokens += sequence.cached
 

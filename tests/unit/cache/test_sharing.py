@@ -34,6 +34,7 @@ def _compute(cache: Cache, tokens: list[int], **more: object) -> tuple[int, list
     sequence = _sequence(tokens, **more)
     found = sequence.planned = sequence.computed = cache.match(sequence)
     assert cache.grow(sequence, len(tokens))
+    cache.count_hit(sequence)
     cache.enter(sequence)
     plan = StepPlan(0)
     cache.drain(plan)
