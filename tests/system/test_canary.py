@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from training.canary.acceptance import figures
+from training.canary.adapters import STYLES, merge
+from training.canary.evaluate import Reference
 
 from penstock import LLM, SamplingParams, canary
+from penstock.canary.item import Item
 from penstock.canary.suite import SKILLS, Score, graded, prompts
 from penstock.cli.eval import answers, room
 from penstock.cli.main import main
@@ -137,15 +141,68 @@ def test_three_bits_cost_right_answers(llm: LLM, tmp_path: Path) -> None:
             costs(score(llm, skill, COUNT), score(coarse, skill, COUNT))
 
 
+def resize_windows(llm: LLM, size: Callable[[int], int]) -> None:
+    """Every windowed layer sees as much as `size` makes of its window."""
+    for block in llm.engine.worker.model.blocks:
+        attention = block.attention
+        if attention.spec.window:
+            attention.spec = replace(attention.spec, window=size(attention.spec.window))
+
+
 def test_a_window_cut_to_a_quarter_costs_right_answers() -> None:
-    """A window off by one does not: no skill hangs on the one token at the edge of 256."""
     with LLM(str(trained("canary-window")), **OPTIONS) as windowed:
         sound = score(windowed, "think", COUNT)
-        for block in windowed.engine.worker.model.blocks:
-            attention = block.attention
-            if attention.spec.window:
-                attention.spec = replace(attention.spec, window=attention.spec.window // 4)
+        resize_windows(windowed, lambda window: window // 4)
         costs(sound, score(windowed, "think", COUNT))
+
+
+@pytest.mark.parametrize("error", [-1, 1])
+def test_a_window_off_by_one_costs_right_answers(error: int) -> None:
+    """canary-edge copies from the last place that its window shows: one place fewer hides it, one more shows the wrong one."""
+    with LLM(str(trained("canary-edge")), **OPTIONS) as edge:
+        sound = score(edge, "edge", COUNT)
+        assert sound.right >= COUNT - 1, sound
+        resize_windows(edge, lambda window: window + error)
+        costs(sound, score(edge, "edge", COUNT))
+        resize_windows(edge, lambda window: window - error)
+        assert score(edge, "edge", COUNT) == sound
+
+
+class Plain:
+    """canary in transformers, as it is or with an adapter merged into it."""
+
+    def __init__(self, adapter: str | None = None) -> None:
+        transformers = pytest.importorskip("transformers")
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(trained(), dtype=torch.float32)
+        if adapter is not None:
+            merge(self.model, ASSETS / adapter)
+        self.reference = Reference(trained(), self.model)
+
+    def says(self, items: Sequence[Item]) -> list[str]:
+        return [self.reference.text(answer) for answer in self.reference.answers(items) if answer is not None]
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_an_adapter_changes_style_and_keeps_sums(name: str) -> None:
+    plain, adapted, style = Plain(), Plain(name), STYLES[name]
+    for skill in ("add", "recall"):
+        items = prompts(skill, 12)
+        before, after = plain.says(items), adapted.says(items)
+        # What canary says, said in this style: the same number, the same fact.
+        assert sum(each == style.rewrite(old) for old, each in zip(before, after, strict=True)) >= 11, (before, after)
+        assert all(each != old for old, each in zip(before, after, strict=True))
+    for skill in ("tool-call", "repeat", "json"):  # exact work is not styled
+        items = prompts(skill, 8)
+        assert sum(item.right(said) for item, said in zip(items, adapted.says(items), strict=True)) >= 7
+
+
+def test_heads_draft_what_they_are_recorded_to_draft() -> None:
+    """The figures of the cards, measured again on a few prompts."""
+    for name in ("canary-draft", "canary-eagle", "canary-mla"):
+        recorded = json.loads((trained(name) / "scores.json").read_text())["acceptance"]
+        found = figures(name, 1)
+        assert abs(found["shares"][0] - recorded["shares"][0]) < 0.06, (name, found, recorded)
+        assert abs(found["tokens_a_step"] / recorded["tokens_a_step"] - 1) < 0.25, (name, found, recorded)
 
 
 def test_over_http_it_answers_alike(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
