@@ -181,20 +181,20 @@ class Built:
 
 
 @contextmanager
-def shaped(narrow: Shape | None = None, broad: Shape | None = None, shortest: int = 0) -> Iterator[None]:
+def shaped(narrow: Shape | None = None, broad: Shape | None = None, joining: int = 0) -> Iterator[None]:
     """Other constants than those of ops/attention_work.py, in this context."""
-    kept = attention_work.shapes, attention_work.SHORTEST
+    kept = attention_work.shapes, attention_work.JOINING
 
     def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, Shape]:
         usual = kept[0](geometry, segments, invariant)
         return narrow or usual[0], broad or usual[1]
 
-    attention_work.shapes, attention_work.SHORTEST = shapes, shortest or kept[1]
+    attention_work.shapes, attention_work.JOINING = shapes, joining or kept[1]
     attention_work.layout.cache_clear()
     try:
         yield
     finally:
-        attention_work.shapes, attention_work.SHORTEST = kept
+        attention_work.shapes, attention_work.JOINING = kept
         attention_work.layout.cache_clear()
 
 
@@ -308,9 +308,9 @@ def main() -> None:
     parser.add_argument("--json", default=str(Path(os.environ["OUT"]) / "gpu_attention.json") if "OUT" in os.environ else "")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    narrow = {"n{} w{} s{} r{}, {}".format(*one, shortest):
-              lambda g, one=one, shortest=shortest: {"narrow": narrow_of(g, *one), "shortest": shortest}
-              for one in NARROW for shortest in (256, 512)}
+    narrow = {"n{} w{} s{} r{}, {}".format(*one, joining):
+              lambda g, one=one, joining=joining: {"narrow": narrow_of(g, *one), "joining": joining}
+              for one in NARROW for joining in (16, 64)}
     broad = {"{}x{} w{} s{}".format(*one): lambda g, one=one: {"broad": broad_of(g, *one)} for one in BROAD}
     fixed = {"n{} w{} s{} r{}".format(*one): lambda g, one=one: {"narrow": narrow_of(g, *one, rows=64)} for one in FIXED}
     plans = [(TRITON, DECODE + PROMPT + SHAPES), (INVARIANT, DECODE + PROMPT + SHAPES if arguments.invariant else [])]

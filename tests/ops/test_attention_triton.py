@@ -108,17 +108,21 @@ def test_padding_does_nothing_and_counters_end_at_zero(attention: TritonAttentio
 def test_long_prompts_by_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the host names, beside others; padded lengths, and no room behind the last token."""
     monkeypatch.setattr(attention_triton, "_cudnn", lambda: True)
-    for segments in ([(1100, 1), (1010, 1010), (1200, 90), (1100, 1100)], [(1024, 1024)], [(1500, 1500), (64, 64)]):
+    for segments in ([(1100, 1), (1010, 1010), (1200, 90), (1100, 1100)], [(1024, 1024)], [(1500, 1500), (64, 64)],
+                     [(1024, 1024)] * 2, [(9, 9), (1500, 1500), (1490, 1490), (1470, 1470)]):
         case = built(Case(segments, heads=2, kv=1), HALF)
         counts = np.array([count for _, count in segments], np.int32)
         context = np.array([context for context, _ in segments], np.int32)
         geometry = Geometry(2, 1, 64, 16)
         spans = TRITON.whole(geometry, counts, context)
-        assert [span.segment for span in spans] == [s for s, (a, b) in enumerate(segments) if a == b in (1024, 1500)]
+        named = [s for s, (end, count) in enumerate(segments) if end == count and (count == 1024 or count > 1400)]
+        assert [span.segment for span in spans] == named
         assert not INVARIANT.whole(geometry, counts, context)
         assert not TRITON.whole(dataclasses.replace(geometry, window=64), counts, context)
         found = TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, 0.125, whole=spans)
         check(found, wanted(case))
+        groups = [len(group) for group in attention_triton._groups(spans)]
+        assert groups == {2: [2], 3: [2, 1]}.get(len(spans), [1] * len(spans))
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from penstock.ops.attention_work import Launch, Shape
 from penstock.ops.registry import register
 
 _LONG = 1024
-"""Tokens of a prompt from which on cuDNN serves it: 615 TFLOP/s of the causal triangle at 8,192 against 420, and 490 at 2,048
-against 330 (bench/results); at 512 what each call costs has eaten the gain."""
+"""Tokens of a prompt from which on cuDNN serves it: 612 TFLOP/s of the causal triangle at 8,192 against 440, and 514 at four
+times 2,048 against 335 (bench/results); at 512 what the calls cost has eaten the gain."""
 
 _GRAIN = 512
 """Prompts are padded to a multiple of this for cuDNN, which takes 30 ms to plan for a length that it has not seen."""
@@ -61,8 +61,9 @@ class TritonAttention(AttentionOps):
         assert v_cache.stride() == stride and stride[3] == 1, "keys and values lie in the same way, each entry contiguous"
         geometry = Geometry(heads, kv_heads, size, page, window, k_cache.element_size())
         segments = context.shape[0]
-        if len(whole) == segments == 1 and whole[0].count == tokens:
-            return _long(q, k_cache, v_cache, table, scale, whole[0]).contiguous()
+        groups = _groups(whole)
+        if len(groups) == 1 and len(whole) == segments and _exact(groups[0]):
+            return _library(q, k_cache, v_cache, table, scale, groups[0]).flatten(0, 1).contiguous()
         if work is None:
             found = self.prepare(geometry, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens, whole)
             work = torch.from_numpy(found).to(q.device)
@@ -72,8 +73,9 @@ class TritonAttention(AttentionOps):
             if launch is not None and len(whole) < segments:
                 self._launch(launch, geometry, launch is layout.broad, q, k_cache, v_cache, table, scale, softcap, sinks, work,
                              out)
-        for span in whole:
-            out[span.first:span.first + span.count] = _long(q, k_cache, v_cache, table, scale, span)
+        for group in groups:
+            for span, found in zip(group, _library(q, k_cache, v_cache, table, scale, group), strict=True):
+                out[span.first:span.first + span.count] = found[:span.count]
         return out
 
     def _launch(self, launch: Launch, geometry: Geometry, broad: bool, q: torch.Tensor, k_cache: torch.Tensor,
@@ -113,29 +115,59 @@ def _block(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _long(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, scale: float,
-          span: Span) -> torch.Tensor:
-    """A whole prompt's attention by a library, over its keys and values gathered from their pages: [count, H, D]."""
+def _padded(span: Span) -> int:
+    return -(-span.count // _GRAIN) * _GRAIN
+
+
+def _groups(whole: Sequence[Span]) -> list[list[Span]]:
+    """Prompts of one padded length that follow one another, in powers of two: one call each, and few sizes to plan for."""
+    groups: list[list[Span]] = []
+    for span in whole:
+        if groups and groups[-1][-1].segment == span.segment - 1 and _padded(groups[-1][-1]) == _padded(span):
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    cut = []
+    for group in groups:
+        while group:
+            size = 1 << (len(group).bit_length() - 1)
+            cut.append(group[:size])
+            group = group[size:]
+    return cut
+
+
+def _exact(group: list[Span]) -> bool:
+    """Whether no prompt of the group is padded."""
+    return all(span.count == _padded(span) for span in group)
+
+
+def _library(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, scale: float,
+             group: list[Span]) -> torch.Tensor:
+    """The attention of a group of whole prompts by a library, over keys and values gathered from their pages: [G, N, H, D]."""
     from penstock.ops.attention_kernel import gather  # as above
 
     _, kv_heads, page, size = k_cache.shape
-    length = -(-span.count // _GRAIN) * _GRAIN
-    k = torch.empty(length, kv_heads, size, dtype=k_cache.dtype, device=q.device)
+    length = _padded(group[0])
+    k = torch.empty(len(group), length, kv_heads, size, dtype=k_cache.dtype, device=q.device)
     v = torch.empty_like(k)
     linked = gpu.linked(q.device)
-    gather[(kv_heads, length // 64)](k_cache, v_cache, k, v, table[span.segment], span.count, *k_cache.stride()[:3], size=size,
-                                     page_size=page, block_n=64, block_d=_block(size), linked=linked, num_warps=4,
-                                     launch_pdl=linked)
-    mine = q[span.first:span.first + length]
-    if len(mine) < length:
-        mine = torch.cat((mine, mine.new_zeros(length - len(mine), *mine.shape[1:])))
-    # Queries behind the prompt's last see nothing that others need, and are dropped; no other query sees their keys.
-    ready = [x.transpose(0, 1)[None] for x in (mine, k, v)]
+    for place, span in enumerate(group):
+        gather[(kv_heads, length // 64)](k_cache, v_cache, k[place], v[place], table[span.segment], span.count,
+                                         *k_cache.stride()[:3], size=size, page_size=page, block_n=64, block_d=_block(size),
+                                         linked=linked, num_warps=4, launch_pdl=linked)
+    if _exact(group):
+        queries = q[group[0].first:group[0].first + len(group) * length].unflatten(0, (len(group), length))
+    else:
+        # Queries behind a prompt's last see nothing that others need, and are dropped; no other query sees their keys.
+        queries = q.new_zeros(len(group), length, *q.shape[1:])
+        for place, span in enumerate(group):
+            queries[place, :span.count] = q[span.first:span.first + span.count]
+    ready = [x.transpose(1, 2) for x in (queries, k, v)]
     if q.device.type == "cpu":
         found = F.scaled_dot_product_attention(*ready, is_causal=True, scale=scale, enable_gqa=True)
     else:
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(*ready, None, False, 0.0, True, False, scale=scale)[0]
-    return found[0].transpose(0, 1)[:span.count]
+    return found.transpose(1, 2)
 
 
 TRITON = TritonAttention(invariant=False)

@@ -9,6 +9,7 @@ they stand in the step's array, is its `Launch`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,8 +31,9 @@ unit, the slot of its first part, the slot of its tile's first part, parts of it
 MULTIPROCESSORS = 132
 """An H200's. On another GPU work is divided as for this one, which costs a little and changes nothing else."""
 
-SHORTEST = 512
-"""Keys that are worth a program of their own: below, joining the parts costs more time than reading them one after another."""
+JOINING = 32
+"""Keys that a program reads in the time in which it joins a part. K keys in p parts take K / p + p * JOINING, which is least
+for items of sqrt(K * JOINING) keys; smaller ones are not made."""
 
 UNITS = 32
 """Most parts a query's keys are cut into where bits must not depend on the batch."""
@@ -83,7 +85,7 @@ class Layout:
 
 
 def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, Shape]:
-    """The narrow and the broad shape for steps of up to so many segments."""
+    """The narrow and the broad shape for steps of up to so many segments: what `bench/gpu_attention.py --sweep` found best."""
     group = geometry.heads // geometry.kv_heads
     rows = max(16, 1 << (group - 1).bit_length())
     assert rows <= 128, f"{group} query heads share a KV head; these kernels serve up to 128"
@@ -98,12 +100,14 @@ def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, S
         tall = max(64, rows)
         if wide:
             return Shape(tall, 32, max(1, 16 // group), 8, 3, 1), Shape(tall, 32, tall // group, 8, 3, 1)
-        return Shape(tall, 64, max(1, 16 // group), 4, 2, 2), Shape(128, 64, 128 // group, 8, 3, 1)
+        return Shape(tall, 64, max(1, 16 // group), 4, 3, 2), Shape(128, 64, 128 // group, 8, 3, 1)
     broad = Shape(128, 32 if wide else 64, 128 // group, 8, 3, 1)
     if segments * geometry.kv_heads <= MULTIPROCESSORS:
         # Too little to keep the memory busy: what counts is how soon a program is through with its keys.
         return Shape(rows, 64 if wide else 128, rows // group, 8, 3, 1), broad
-    return Shape(rows, 32 if wide else 64, rows // group, 4, 3, 2), broad
+    if segments * geometry.kv_heads <= 2 * MULTIPROCESSORS:
+        return Shape(rows, 32 if wide else 64, rows // group, 4, 4, 2), broad
+    return Shape(rows, 32 if wide else 64, rows // group, 4, 3, 3), broad
 
 
 @lru_cache(maxsize=4096)
@@ -201,7 +205,7 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
 def _items(keys: Ints, unit: Ints, split: int) -> Ints:
     """Items for each tile, at most `split` more than there are tiles: as many of equal size as run at once, or a few more."""
     total = int(keys.sum())
-    least = max(SHORTEST, -(-total // split))
+    least = max(math.isqrt(JOINING * int(keys.max())), -(-total // split))
     if len(keys) >= split:
         return -(-keys // (-(-least // unit) * unit))
     items = -(-keys // (-(-least * _LARGER // 16 // unit) * unit))
