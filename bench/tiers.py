@@ -159,7 +159,7 @@ class Bench:
         with torch.inference_mode(), torch.cuda.stream(engine.worker.stream):
             def save() -> None:
                 movers.start(StepPlan(0, transfers=[Save(0, page, slot) for slot, page in enumerate(sources)]))
-                movers._saved.wait()  # type: ignore[union-attr]
+                movers._saved.wait()
 
             def load() -> None:
                 pieces = [Piece(PageName(0, b""), page, slot, -1) for slot, page in enumerate(sources)]

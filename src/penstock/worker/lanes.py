@@ -1,14 +1,13 @@
-"""Copies between the device and the host beside the steps: a queue of them on a GPU is a stream, on a CPU a thread.
+"""Copies between the device and the host beside the steps: threads that start them, on a GPU in streams of their own.
 
-A lane carries out what it is given in order. On a GPU the host's memory must be pinned, or copies would wait for each other
-and for the steps.
+On a GPU the host's memory must be pinned, or copies would wait for each other and for the steps.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 
@@ -16,111 +15,88 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 """(to, from): bytes of equal length."""
 
 
-class Mark(Protocol):
-    """A moment in a lane."""
+class Mark:
+    """The end of some copies, or of what a stream had been told when it was made. Any thread may ask."""
 
-    def hold_steps(self) -> None:
-        """Steps launched from now on begin after it. On a GPU the caller does not wait."""
-        ...
+    def __init__(self, future: Future[torch.cuda.Event | None]) -> None:
+        """The future gives the event behind what was enqueued; None if it is done, as on a CPU."""
+        self._future = future
+
+    def hold(self) -> None:
+        """What the current stream is told from now on begins after it. The caller waits until everything is enqueued; on a CPU,
+        until it is done."""
+        event = self._future.result()
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
 
     def wait(self) -> None:
-        """Returns when the lane has come this far; any thread may ask."""
-        ...
+        """Returns when it is done."""
+        event = self._future.result()
+        if event is not None:
+            event.synchronize()
 
     def passed(self) -> bool:
-        """Whether the lane has come this far."""
-        ...
+        """Whether it is done."""
+        if not self._future.done():
+            return False
+        event = self._future.result()
+        return event is None or event.query()
 
 
-class Lane(Protocol):
-    """A queue of copies."""
+def moment(device: torch.device) -> Mark:
+    """What the current stream has been told so far; on a CPU that is done."""
+    future: Future[torch.cuda.Event | None] = Future()
+    future.set_result(_event() if device.type == "cuda" else None)
+    return Mark(future)
 
-    def run(self, copies: Sequence[Copy]) -> Mark:
-        """Does these copies after all that was given to the lane and to the device's steps before; the mark is at their end."""
-        ...
+
+def _event() -> torch.cuda.Event:
+    # Waiting threads sleep: spinning ones would take a core from the engine.
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    return event
+
+
+class Lane:
+    """Carries out copies in order. Starting one costs some 10 us of a thread, which is why it is not the engine's."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(self, copies: Iterable[Copy], after: Sequence[Mark]) -> Mark:
+        """Does these copies behind those that it was given before, and behind these marks."""
+        return Mark(self._thread.submit(self._run, copies, after))
+
+    @torch.inference_mode()
+    def _run(self, copies: Iterable[Copy], after: Sequence[Mark]) -> torch.cuda.Event | None:
+        with torch.cuda.stream(self._stream):
+            for mark in after:
+                mark.hold()
+            for to, source in copies:
+                to.copy_(source, non_blocking=True)
+            return _event() if self._stream is not None else None
 
     def close(self) -> None:
         """Finishes what was given to it."""
-        ...
-
-
-class ThreadLane:
-    """On a CPU: what steps do is done when `run` is called."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "penstock-saves")
-
-    def run(self, copies: Sequence[Copy]) -> Mark:
-        return _Done(self._thread.submit(copy_all, copies))
-
-    def close(self) -> None:
         self._thread.shutdown()
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
-class _Done:
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def hold_steps(self) -> None:
-        self._future.result()
-
-    def wait(self) -> None:
-        self._future.result()
-
-    def passed(self) -> bool:
-        return self._future.done()
-
-
-class StreamLane:
-    """On a GPU. `run` and `hold_steps` are called with the steps' stream as the current one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def run(self, copies: Sequence[Copy]) -> Mark:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            copy_all(copies)
-            return StreamMark()
-
-    def close(self) -> None:
-        self._stream.synchronize()
-
-
-class StreamMark:
-    """The moment that the current stream has come to when it is made."""
-
-    def __init__(self) -> None:
-        # Waiting threads sleep: spinning ones would take a core from the engine.
-        self._event = torch.cuda.Event(blocking=True)
-        self._event.record()
-
-    def hold_steps(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-    def passed(self) -> bool:
-        return self._event.query()
-
-
-@torch.inference_mode()
-def copy_all(copies: Iterable[Copy]) -> None:
-    """Copies in order; on a GPU, enqueues them in the current stream."""
-    for to, source in copies:
-        to.copy_(source, non_blocking=True)
-
-
-def pin(memory: torch.Tensor) -> None:
-    """Makes a GPU able to read and write host memory at full speed and unattended.
+class Pinned:
+    """Host memory that a GPU reads and writes at full speed and unattended, as long as this lives.
 
     Registered in place: torch's own pinned allocations are rounded up to a power of two.
     """
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        torch.cuda.check_error(code)
+        # Also where nobody calls `release`: the next owner of the address could not pin it otherwise.
+        self.release = weakref.finalize(self, _unregister, memory.data_ptr())
 
 
-def unpin(address: int) -> None:
-    """Before memory that was pinned is freed."""
+def _unregister(address: int) -> None:
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.core.transfer import PageName
@@ -39,10 +40,10 @@ class Catalog:
         """Told of every page that comes or goes; from any thread."""
         self._sizes = [HEADER_BYTES + size for size in page_bytes]
         self._spare = max(2 * max(self._sizes), int(_SPARE * (bound or 0)))
-        self._entries: dict[PageName | str, list[float]] = {}
-        """Bytes and last use of everything there."""
-        self._touched: dict[PageName, None] = {}
-        """What the store has not been told yet; not in order."""
+        self._entries: OrderedDict[PageName | str, int] = OrderedDict()
+        """Bytes of everything there, least recently used first."""
+        self._touched: OrderedDict[PageName, None] = OrderedDict()
+        """What the store has not been told yet."""
         self._pending: dict[PageName, int] = {}
         self._pending_bytes = 0
         self._paused_until = 0.0
@@ -60,14 +61,13 @@ class Catalog:
                 if not isinstance(name, str):
                     told(name, True)
 
-    def touch(self, names: Iterable[PageName]) -> None:
-        """These pages were wanted."""
-        now = time.time()
-        for name in names:
-            entry = self._entries.get(name)
-            if entry is not None:
-                entry[1] = now
-                self._touched[name] = None
+    def touch(self, names: Sequence[PageName]) -> None:
+        """These pages, in the order of their context, were wanted. Its end is to go first: it is of no use alone."""
+        with self._lock:
+            for name in reversed(names):
+                if name in self._entries:
+                    self._entries.move_to_end(name)
+                    self._touched[name] = None
 
     @property
     def crowded(self) -> bool:
@@ -123,7 +123,7 @@ class Catalog:
             self._complain("cannot be listed", error)
             return
         self._failing = False
-        for entry in came:
+        for entry in sorted(came, key=lambda entry: entry.used):
             self._add(entry)
         with self._lock:
             for name in went:
@@ -133,7 +133,7 @@ class Catalog:
         """Tells the store what was used, because others go by that, too. Not for the engine's thread."""
         try:
             while self._touched:
-                self.store.touch(self._touched.popitem()[0])
+                self.store.touch(self._touched.popitem(last=False)[0])
         except OSError as error:
             self._complain("cannot be told what is used", error)
 
@@ -141,12 +141,10 @@ class Catalog:
         """Deletes what was used longest ago, if the store is nearly full. Not for the engine's thread."""
         if self.bound is None or not self.crowded:
             return
-        with self._lock:
-            oldest = sorted(self._entries.items(), key=lambda item: item[1][1])
-        for name, _ in oldest:
-            if self.used_bytes + self._pending_bytes <= self.bound - 2 * self._spare:
-                return
-            if not self.delete(name):
+        while self.used_bytes + self._pending_bytes > self.bound - 2 * self._spare:
+            with self._lock:
+                oldest = next(iter(self._entries), None)
+            if oldest is None or not self.delete(oldest):
                 return
             self.evicted += 1
 
@@ -162,22 +160,22 @@ class Catalog:
         return True
 
     def _add(self, entry: Entry) -> None:
-        name, nbytes, used = entry
+        name, nbytes, _ = entry
         with self._lock:
             if name in self._entries:
                 return
             if not nbytes and not isinstance(name, str):
                 nbytes = self._sizes[name.group] if name.group < len(self._sizes) else 0
-            self._entries[name] = [nbytes, used]
+            self._entries[name] = nbytes
             self.used_bytes += nbytes
             if not isinstance(name, str):
                 self.pages += 1
                 self.told(name, True)
 
     def _remove(self, name: PageName | str) -> None:
-        entry = self._entries.pop(name, None)
-        if entry is not None:
-            self.used_bytes -= int(entry[0])
+        nbytes = self._entries.pop(name, None)
+        if nbytes is not None:
+            self.used_bytes -= nbytes
             if not isinstance(name, str):
                 self.pages -= 1
                 self.told(name, False)
@@ -236,8 +234,8 @@ class Keeper:
             began = time.monotonic()
             if began >= due:
                 self._look()
-                # At most a fiftieth of a core goes into looking.
-                due = time.monotonic() + max(self._seconds, 50 * (time.monotonic() - began))
+                # At most a hundredth of a core goes into looking.
+                due = time.monotonic() + max(self._seconds, 100 * (time.monotonic() - began))
             for catalog in self._catalogs:
                 catalog.shrink()
 

@@ -1,0 +1,107 @@
+"""Loads under way and what threads have to tell of their ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+from penstock.core.transfer import Landing, Load, PageName, Receipt
+
+LOG = logging.getLogger("penstock")
+
+_SILENT_SECONDS = 10.0
+"""Between two lines of log about failures."""
+
+
+class Reports:
+    """What threads have to tell."""
+
+    def __init__(self) -> None:
+        self.receipts: deque[Receipt] = deque()
+        self._landings: list[Landing] = []
+        self._ends: dict[int, float] = {}
+        """When the last load from each place ended."""
+        self._some = threading.Condition()
+        self._complained = -_SILENT_SECONDS
+
+    def land(self, ticket: int, ok: bool, began: float, furthest: int, lost: tuple[PageName, ...]) -> None:
+        """A load has ended that began then and whose furthest place was this."""
+        now = time.perf_counter()
+        with self._some:
+            since = max(began or now, self._ends.get(furthest, 0.0))
+            self._ends[furthest] = now
+            self._landings.append(Landing(ticket, ok, now - since, lost))
+            self._some.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Returns when there is a landing, or after so long."""
+        with self._some:
+            self._some.wait_for(lambda: bool(self._landings), seconds)
+
+    def take(self) -> tuple[list[Landing], list[Receipt]]:
+        """What there is since the last call."""
+        with self._some:
+            landings, self._landings = self._landings, []
+        return landings, [self.receipts.popleft() for _ in range(len(self.receipts))]
+
+    def complain(self, what: str) -> None:
+        """Logs a failure, at most one in a while: a disk that fails does so often."""
+        now = time.monotonic()
+        if now - self._complained >= _SILENT_SECONDS:
+            self._complained = now
+            LOG.warning("%s (others like this in the next %.0f s are not told)", what, _SILENT_SECONDS)
+
+
+class Job:
+    """A load under way, in parts that threads do. It lands when all are done, or when it is given up and no thread is between
+    `wanted` and the end of its part, as only there pages of the device are written."""
+
+    def __init__(self, load: Load, parts: int, reports: Reports) -> None:
+        self.ticket = load.ticket
+        self.deadline = time.perf_counter() + load.patience
+        self.given_up = False
+        self._reports = reports
+        self._left = parts
+        self._writing = 0
+        self._landed = False
+        self._lost: list[PageName] = []
+        self._began = 0.0
+        self._furthest = -1
+        self._lock = threading.Lock()
+
+    def begin(self, place: int) -> None:
+        """A part begins that comes from `place`: larger numbers are further away."""
+        with self._lock:
+            self._began = self._began or time.perf_counter()
+            self._furthest = max(self._furthest, place)
+
+    def wanted(self) -> bool:
+        """Whether a part should write its pages; if so, `end` says when it has."""
+        with self._lock:
+            self._writing += not self.given_up
+            return not self.given_up
+
+    def end(self, wrote: bool) -> None:
+        """A part has ended, and was `wanted` or not."""
+        with self._lock:
+            self._left -= 1
+            self._writing -= wrote
+            self._land_if_over()
+
+    def lose(self, name: PageName) -> None:
+        """A page is not to be had, so there is no use in the others."""
+        self._lost.append(name)
+        self.given_up = True
+
+    def give_up(self) -> None:
+        """It is no longer wanted, or takes too long."""
+        with self._lock:
+            self.given_up = True
+            self._land_if_over()
+
+    def _land_if_over(self) -> None:
+        if not self._landed and not self._writing and (self.given_up or not self._left):
+            self._landed = True
+            self._reports.land(self.ticket, not self.given_up, self._began, self._furthest, tuple(self._lost))
