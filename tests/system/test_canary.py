@@ -6,6 +6,7 @@ A fault that leaves logits plausible (a page of someone else's, positions off by
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from training.canary.adapters import STYLES, merge
 from training.canary.evaluate import Reference
 
 from penstock import LLM, SamplingParams, canary
-from penstock.canary.item import Item
+from penstock.canary.item import Item, parse_calls
 from penstock.canary.suite import SKILLS, Score, graded, prompts
 from penstock.cli.eval import answers, room
 from penstock.cli.main import main
@@ -28,6 +29,7 @@ from penstock.layers.step import Step
 from tests.system.served import served
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
+README = ASSETS.parents[1] / "README.md"
 COUNT = 24
 """Prompts for each skill."""
 GATE = {**dict.fromkeys(SKILLS, 22), "count": 7}
@@ -113,6 +115,27 @@ def test_short_version_of_the_suite(llm: LLM) -> None:
     low = {skill: f"{each.right} of {each.asked}, at least {GATE[skill]}" for skill, each in found.items()
            if each.right < GATE[skill]}
     assert not low, low
+
+
+def test_the_readmes_exchange_is_what_canary_says(llm: LLM) -> None:
+    """The conversation shown there, turn by turn, and the tool call with the answer from its result."""
+    text = README.read_text()
+    greedy = SamplingParams(temperature=0, max_tokens=100)
+    turns = re.findall(r"^> (.+)\n(.+)$", text, re.MULTILINE)
+    assert len(turns) >= 3
+    messages: list[dict[str, object]] = []
+    for question, answer in turns:
+        messages.append({"role": "user", "content": question})
+        assert llm.chat(messages, greedy, use_tqdm=False)[0].outputs[0].text == answer
+        messages.append({"role": "assistant", "content": answer})
+    request = next(json.loads(each) for each in re.findall(r"-d '(\{.*?\})'\n", text, re.DOTALL) if '"tools"' in each)
+    said = llm.chat(request["messages"], greedy, tools=request["tools"], use_tqdm=False)[0].outputs[0].text
+    call, = parse_calls(said)
+    assert call == {"name": "get_weather", "arguments": {"city": "Lima"}}
+    function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+    told = [*request["messages"], {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function",
+            "function": function}]}, {"role": "tool", "tool_call_id": "1", "content": '{"temperature": 19}'}]
+    assert llm.chat(told, greedy, tools=request["tools"], use_tqdm=False)[0].outputs[0].text == "It is 19 degrees in Lima."
 
 
 def costs(sound: Score, faulty: Score) -> None:
