@@ -48,6 +48,8 @@ class Case:
     segments: list[tuple[int, int]]
     geometry: Geometry = LLAMA
     softcap: float = 0.0
+    shared: int = 0
+    """Positions whose pages all segments share: those come from L2."""
 
     @property
     def decode(self) -> bool:
@@ -77,6 +79,7 @@ DECODE = [Case("b1 128", [(128, 1)]), Case("b1 400", [(400, 1)]), Case("b1 400 q
           Case("b8 600", [(600, 1)] * 8), Case("b8 600 qwen", [(600, 1)] * 8, QWEN), Case("b8 32k", [(32768, 1)] * 8),
           Case("b8 128k", [(131072, 1)] * 8), Case("b32 600", [(600, 1)] * 32), Case("b40 2k", [(2048, 1)] * 40),
           Case("b128 600", [(600, 1)] * 128), Case("b256 600", [(600, 1)] * 256), Case("b64 ragged", ragged(64)),
+          Case("b64 4k shared qwen", [(4256, 1)] * 64, QWEN, shared=4096), Case("b64 4k shared", [(4256, 1)] * 64, shared=4096),
           Case("b63 600 and one of 128k", [(600, 1)] * 63 + [(131072, 1)])]
 PROMPT = [Case("8k", [(8192, 8192)]), Case("4 x 2k", [(2048, 2048)] * 4), Case("16 x 512", [(512, 512)] * 16),
           Case("2k after 6k", [(8192, 2048)]), Case("512 after 32k", [(33280, 512)]), Case("100 after 32k", [(32868, 100)])]
@@ -91,7 +94,7 @@ SHAPES = [Case("head 64: b32 2k", [(2048, 1)] * 32, Geometry(32, 8, 64, 16)),
           Case("window 1k: 8k", [(8192, 8192)], Geometry(32, 8, 128, 16, 1024)),
           Case("softcap, head 256: 4k", [(4096, 4096)], Geometry(16, 8, 256, 16), 50.0)]
 
-SWEPT = ("b1 128", "b1 400", "b1 2k", "b1 128k", "b8 600", "b32 600", "b64 ragged")
+SWEPT = ("b1 128", "b1 400", "b1 2k", "b1 128k", "b8 600", "b32 600", "b64 ragged", "b64 4k shared qwen")
 NARROW = [(64, 4, 3, 2), (64, 4, 4, 2), (64, 8, 4, 1), (128, 8, 3, 1), (128, 8, 2, 1), (128, 4, 3, 1), (256, 8, 2, 1)]
 """(block of keys, warps, stages, programs a multiprocessor) to try at heads of 128."""
 BROAD = [(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3)]
@@ -143,6 +146,8 @@ class Built:
         for s, count in enumerate(used):
             self.tables[:, s, :count] = order[:, at:at + count]
             at += count
+        shared = self.case.shared // g.page
+        self.tables[:, :, :shared] = self.tables[:, :1, :shared]
         self.counts = np.array([count for _, count in segments], np.int32)
         self.context = np.array([context for context, _ in segments], np.int32)
         self.tokens = int(self.counts.sum())
@@ -320,7 +325,8 @@ def main() -> None:
     swept = [name for name in arguments.sweep.split(",") if name]
     for name in swept:
         attention, cases, constants = sweeps[name]
-        variants += [(attention, cases[0], make(LLAMA)) for make in constants.values()]
+        examples = {case.geometry: case for case in cases}
+        variants += [(attention, case, make(g)) for g, case in examples.items() for make in constants.values()]
     compile_all(variants)
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e9:.0f} GB/s")
