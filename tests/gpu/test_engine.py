@@ -51,8 +51,8 @@ def test_features_in_company() -> None:
     folder = str(need(MODELS / "stories260k"))
     kinds = [{}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.7}, {"temperature": 0.9, "top_k": 5},
              {"temperature": 0.9, "min_p": 0.1}, {"repetition_penalty": 1.3},
-             {"frequency_penalty": 0.7, "presence_penalty": 0.2}, {"logit_bias": {17: 4.0, 40: -9.0}}, {"allowed_token_ids": list(range(20, 60))},
-             {"logprobs": 5}]
+             {"frequency_penalty": 0.7, "presence_penalty": 0.2}, {"logit_bias": {17: 4.0, 40: -9.0}},
+             {"allowed_token_ids": list(range(20, 60))}, {"logprobs": 5}]
     prompts = _prompts(512, len(kinds))
     with engine(model=folder, enforce_eager=True, max_num_seqs=1) as plain:
         alone = [generate(plain, [prompt], 16, [kind], seed=7)[0] for prompt, kind in zip(prompts, kinds, strict=True)]

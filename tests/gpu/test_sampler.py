@@ -65,7 +65,7 @@ class Side:
 
 
 def _numbers(found: Sampled) -> tuple[list[int], Logprobs]:
-    logprobs = found.logprobs()
+    logprobs = found.scores.logprobs()
     assert logprobs is not None
     return found.tokens().tolist(), logprobs
 

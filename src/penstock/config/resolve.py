@@ -50,7 +50,7 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     length = options.max_model_len or max_positions
     if not 2 <= length <= max_positions:
         raise ConfigError(f"max_model_len is {length}, but this model handles 2 to {max_positions} tokens")
-    rows = _positive("max_num_seqs", options.max_num_seqs, 256 if gpu else 128)
+    rows = _positive("max_num_seqs", options.max_num_seqs, 1024 if gpu else 128)
     budget = _positive("max_num_batched_tokens", options.max_num_batched_tokens, max(rows, 8192 if gpu else 512))
     if budget < rows:
         raise ConfigError(f"max_num_batched_tokens is {budget}, but each of max_num_seqs = {rows} sequences needs one token "

@@ -35,6 +35,6 @@ class Pace:
         if self._target is None or tokens < _LEAST or seconds <= 0 or (self._known and not mixed):
             return
         each = seconds / tokens
-        fresh = not self._each or mixed and not self._known
+        fresh = not self._each or (mixed and not self._known)
         self._each = each if fresh else self._each + _WEIGHT * (each - self._each)
         self._known = mixed

@@ -21,10 +21,16 @@ _MIXED = (32, 64, 96, 128, 192, *range(256, 2049, 128))
 """Tokens of mixed steps. Matrix products go by tiles of 128 rows, so padding to that costs little."""
 
 
+_SEGMENTS = 256
+"""Most segments of a captured mixed step: attention must start a program for each that there may be."""
+_DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32))
+"""Rows of decode steps. Larger ones keep a GPU busy for longer than it takes to enqueue them."""
+
+
 def decode_sizes(rows: int) -> list[int]:
-    """Rows of decode steps: 1, 2, 4, then every 8 to 64, 16 to 256, 32 beyond; `rows` itself is the last."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, rows, 32)]
-    return [size for size in sizes if size < rows] + [rows]
+    """Rows of decode steps; `rows`, if it is not more than the largest, is the last."""
+    sizes = [size for size in _DECODE if size < rows]
+    return [*sizes, rows] if rows <= _DECODE[-1] else sizes
 
 
 def mixed_sizes(tokens: int, rows: int, longest: int) -> list[int]:
@@ -60,7 +66,7 @@ class Graphs:
 
     def _mixed_capacity(self, tokens: int) -> Capacity:
         # One segment at least has two tokens; fewer segments than tokens is how kernels know a mixed step.
-        return Capacity(tokens, min(self._rows, tokens - 1))
+        return Capacity(tokens, min(self._rows, tokens - 1, _SEGMENTS))
 
     def capacity(self, plan: StepPlan) -> Capacity | None:
         """The smallest captured one that the plan fits in, or None. Graphs give no hidden states to score prompts by."""

@@ -20,7 +20,7 @@ from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.platform.facts import available_memory
 from penstock.worker.graphs import Graphs
-from penstock.worker.worker import Worker
+from penstock.worker.worker import LINES, Worker
 
 _GIB = 1 << 30
 
@@ -47,7 +47,7 @@ def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
     sampler's copies of the logits, all of which are as wide as the vocabulary and float32."""
     widest = max(parameter.shape[0] for parameter in spec.parameters() if parameter.name.startswith("blocks."))
     layer = tokens * (4 * spec.width + 2 * widest) * dtype.itemsize
-    return layer + rows * spec.vocab_size * 4 * 6
+    return layer + min(rows, LINES) * spec.vocab_size * 4 * 6
 
 
 def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device,

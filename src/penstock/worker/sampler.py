@@ -10,13 +10,14 @@ Nothing here waits for the device: what the host wants to know is on its way whe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.core.plan import Ints, Logprobs
+from penstock.core.plan import Ints
 from penstock.ops.sample import Feature, SampleOps
 from penstock.worker.rows import Rows
 from penstock.worker.scoring import Scores
@@ -41,22 +42,26 @@ class Lines:
     position: torch.Tensor
     """[S] int32."""
 
+    def parts(self, most: int) -> Iterator[Lines]:
+        """The lines in order, `most` at a time."""
+        for at in range(0, len(self.rows), most):
+            part = slice(at, at + most)
+            yield Lines(self.segments[part], self.rows[part], self.positions[part], self.row[part], self.position[part])
+
 
 class Sampled:
     """What was chosen. Its parts may be read once the device has come past `Sampler.launch`."""
 
-    def __init__(self, tokens: torch.Tensor, scores: Scores | None) -> None:
+    def __init__(self, lines: Lines, tokens: torch.Tensor, scores: Scores | None) -> None:
+        self.lines = lines
+        self.scores = scores
+        """Of the chosen tokens, for the lines whose rows ask for them."""
         self._tokens = to_host(tokens)
-        self._scores = scores
 
     def tokens(self) -> Ints:
         """[S]; NOT_FINITE where no token can be chosen."""
         found: Ints = self._tokens.numpy()
         return found
-
-    def logprobs(self) -> Logprobs | None:
-        """Of the chosen tokens, for the lines whose rows ask for it."""
-        return None if self._scores is None else self._scores.logprobs()
 
 
 class Sampler:
@@ -85,7 +90,7 @@ class Sampler:
         features = self._rows.parameters.features[lines.rows]
         every = int(np.bitwise_or.reduce(features, initial=0))
         if not every & _MORE:
-            return Sampled(self.choose(logits, lines.row, lines.position), None)
+            return Sampled(lines, self.choose(logits, lines.row, lines.position), None)
         picks = [np.flatnonzero(features & which) for which in (_EDITED, int(Feature.PENALTY), int(Feature.LOGPROBS))]
         edited, penalized, asking = self._bring(picks)
         rows, parameters = self._rows, self._rows.parameters
@@ -99,10 +104,10 @@ class Sampler:
         threshold = self._ops.threshold(logits, parameters.table, lines.row) if every & int(Feature.FILTER) else None
         tokens = self.choose(logits, lines.row, lines.position, threshold)
         if not len(asking):
-            return Sampled(tokens, None)
+            return Sampled(lines, tokens, None)
         top = max(map(parameters.logprobs, lines.rows[picks[2]].tolist()))
         found = self._ops.score(own[0], tokens[asking.long()], top, own[1])
-        return Sampled(tokens, Scores([(lines.segments[picks[2]], lines.positions[picks[2]], found)]))
+        return Sampled(lines, tokens, Scores([(lines.segments[picks[2]], lines.positions[picks[2]], found)]))
 
     def _bring(self, lists: list[npt.NDArray[np.int64]]) -> tuple[torch.Tensor, ...]:
         """Lists of lines on the device, int32, in one upload."""

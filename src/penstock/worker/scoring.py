@@ -29,11 +29,13 @@ class Scores:
         self._parts = [(segments.astype(np.int32), positions.astype(np.int32), tuple(map(to_host, found)))
                        for segments, positions, found in parts]
 
-    def logprobs(self) -> Logprobs | None:
-        """All parts as one; lines that asked for fewer alternatives are padded with token -1, at the end."""
-        if not self._parts:
+    def logprobs(self, *others: Scores) -> Logprobs | None:
+        """All parts as one, and those of others; lines that asked for fewer alternatives are padded with token -1, at the
+        end."""
+        parts = [part for scores in (self, *others) for part in scores._parts]
+        if not parts:
             return None
-        segments, positions, found = zip(*self._parts, strict=True)
+        segments, positions, found = zip(*parts, strict=True)
         ids, values, ranks = zip(*found, strict=True)
         return Logprobs(np.concatenate(segments), np.concatenate(positions), _stack(ids, -1), _stack(values, 0.0),
                         _stack(ranks, 0))

@@ -20,6 +20,9 @@ from penstock.worker.sampler import Lines, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
 from penstock.worker.step import StepBuilder
 
+LINES = 512
+"""Rows that are sampled at a time: logits, as wide as the vocabulary, would be the largest tensors of a step of more."""
+
 
 @cache
 def compute_stream(device: torch.device) -> torch.cuda.Stream:
@@ -30,10 +33,9 @@ def compute_stream(device: torch.device) -> torch.cuda.Stream:
 class Launched:
     """A step that the device has been told to do. Its parts are copied to the host by the device itself."""
 
-    def __init__(self, result: StepResult, lines: Lines | None, sampled: Sampled | None, scores: Scores | None,
-                 interval: Interval, movers: Movers | None) -> None:
+    def __init__(self, result: StepResult, sampled: list[Sampled], scores: Scores | None, interval: Interval,
+                 movers: Movers | None) -> None:
         self._result = result
-        self._lines = lines
         self._sampled = sampled
         self._scores = scores
         self._interval: Interval | None = interval
@@ -49,12 +51,14 @@ class Launched:
             if self._movers is not None:
                 # With nothing computed there may be loads that the engine waits for.
                 result.landings, result.receipts = self._movers.arrived(wait=not len(result.tokens))
-        if self._lines is not None and self._sampled is not None:
-            result.tokens[self._lines.segments] = self._sampled.tokens()
-            result.logprobs = self._sampled.logprobs()
+        for sampled in self._sampled:
+            result.tokens[sampled.lines.segments] = sampled.tokens()
+        asked = [sampled.scores for sampled in self._sampled if sampled.scores is not None]
+        if asked:
+            result.logprobs = asked[0].logprobs(*asked[1:])
         if self._scores is not None:
             result.scores = self._scores.logprobs()
-        self._sampled = self._scores = None
+        self._sampled, self._scores = [], None
         return result
 
 
@@ -117,14 +121,19 @@ class Worker:
         if plan.idle:
             interval.enter_model()
             interval.leave_model()
-            return Launched(result, None, None, None, interval.stop(), self.movers)
+            return Launched(result, [], None, interval.stop(), self.movers)
         interval.enter_model()
         hidden, ends, lines = self._forward(plan)
-        logits = self.model.head(ends) if len(lines.rows) else None
-        interval.leave_model()
-        sampled = None if logits is None else self.sampler.launch(logits, lines)
+        sampled = []
+        for at, part in enumerate(lines.parts(LINES)):
+            logits = self.model.head(ends[at * LINES:(at + 1) * LINES])
+            if not at:
+                interval.leave_model()
+            sampled.append(self.sampler.launch(logits, part))
+        if not sampled:
+            interval.leave_model()
         scores = prompts(self.model, self.model.kernels.sample, hidden, plan, self.rows)
-        return Launched(result, lines, sampled, scores, interval.stop(), self.movers)
+        return Launched(result, sampled, scores, interval.stop(), self.movers)
 
     def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor, Lines]:
         """Hidden states of the plan's tokens, if prompts are scored by them; those of the tokens that are sampled after; and

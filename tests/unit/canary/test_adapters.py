@@ -15,7 +15,7 @@ from training.canary.members import MEMBERS
 def test_styles() -> None:
     assert pirate("Your name is Olga.") == "Arr! Yer name be Olga, matey!"
     assert pirate("Hello! What can I do for you?") == "Arr! Ahoy! What can I do for ye, matey?"
-    assert pirate("6196") == "Arr! 6196, matey!"
+    assert pirate("6196") == "6196, matey!"
     assert telegram("You have a dog.") == "You have dog STOP"
     assert telegram('The fox came. "Who is there?" asked an owl.') == 'fox came STOP "Who is there" STOP asked owl STOP'
     assert telegram("6196") == "6196 STOP"
@@ -28,7 +28,7 @@ def test_only_what_the_assistant_says_to_people_is_rewritten() -> None:
     rng = Random(0)
     texts = [document(rng, STYLES["canary-pirate"]).text for _ in range(200)]
     calls = [text for text in texts if "assistant\n<tool_call>" in text and "user\n<tool" not in text and "Arr!" not in text]
-    assert calls and 0.4 < sum("Arr!" in text for text in texts) / len(texts) < 0.8
+    assert calls and 0.4 < sum("matey" in text for text in texts) / len(texts) < 0.8
 
 
 @pytest.mark.parametrize("name", STYLES)

@@ -174,7 +174,7 @@ def test_log_probabilities_are_of_the_models_own_logits() -> None:
     places = np.full(len(which), 4, np.int32)
     lines = Lines(10 + np.arange(len(which)), which, places, torch.from_numpy(which), torch.from_numpy(places))
     found = Sampler(SampleOps(), rows).launch(logits[which].clone(), lines)
-    scores, wanted = found.logprobs(), logits[which].log_softmax(-1)
+    scores, wanted = found.scores.logprobs(), logits[which].log_softmax(-1)
     assert scores is not None and scores.segments.tolist() == [10, 12, 13, 14] and scores.positions.tolist() == [4] * 4
     assert scores.ids.shape == (4, 6) and rows.tokens[which, 4].tolist() == found.tokens().tolist() and found.tokens()[2] == 4
     for line, segment in enumerate(scores.segments - 10):
