@@ -21,7 +21,6 @@ import argparse
 import ast
 import heapq
 import json
-import math
 import random
 import sys
 import time
@@ -33,6 +32,7 @@ from typing import NamedTuple
 from penstock.cache import keys
 from penstock.cache.eviction import POLICIES
 from penstock.cache.manager import Cache, Reuse
+from penstock.cli.bench.drawing import COLOURS, Axis, Box, Line, legend, panel, picture
 from penstock.cli.bench.environment import environment
 from penstock.core.layout import lay_out
 from penstock.core.request import Request
@@ -256,40 +256,19 @@ def measure(trace: Trace, capacities: list[str], policies: list[str]) -> dict[st
 def draw(table: dict[str, object]) -> str:
     """The table as an SVG: hit rate over the share of the working set that fits, on a logarithmic axis."""
     rows: list[dict[str, float]] = table["rows"]  # type: ignore[assignment]
-    width, height, left, bottom = 640, 400, 60, 50
+    unlimited = float(str(table["unlimited"]))
     shares = [row["share"] for row in rows]
-    top = max(float(str(table["unlimited"])), 0.01) * 1.05
-    least, most = min(shares), max(shares)
-
-    def x(share: float) -> float:
-        span = math.log2(most) - math.log2(least) or 1.0
-        return left + (width - left - 130) * (math.log2(share) - math.log2(least)) / span
-
-    def y(rate: float) -> float:
-        return height - bottom - (height - bottom - 20) * rate / top
-
-    colours = ("#1b6ca8", "#c0392b", "#1e8449", "#8e44ad", "#b9770e", "#555555")
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-             'font-size="12">',
-             f'<text x="{left}" y="14">{table["trace"]}: share of prompt tokens found in the cache</text>']
-    for share in shares:
-        parts.append(f'<text x="{x(share):.0f}" y="{height - bottom + 18}" text-anchor="middle">{share:.3g}</text>')
-    for tick in range(6):
-        rate = top * tick / 5
-        parts.append(f'<line x1="{left}" x2="{width - 130}" y1="{y(rate):.0f}" y2="{y(rate):.0f}" stroke="#dddddd"/>'
-                     f'<text x="{left - 6}" y="{y(rate) + 4:.0f}" text-anchor="end">{rate:.2f}</text>')
-    parts.append(f'<text x="{left}" y="{height - 12}">capacity as a share of the working set '
-                 f'({table["working_set_pages"]} pages)</text>')
+    top = max(unlimited, 0.01) * 1.05
     series = [name for name in rows[0] if name not in ("capacity", "share")]
-    for i, name in enumerate(series):
-        points = " ".join(f"{x(row['share']):.1f},{y(row[name]):.1f}" for row in rows)
-        colour = colours[i % len(colours)]
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
-                     f'<text x="{width - 120}" y="{40 + 18 * i}" fill="{colour}">{name}</text>')
-    limit = y(float(str(table["unlimited"])))
-    parts.append(f'<line x1="{left}" x2="{width - 130}" y1="{limit:.0f}" y2="{limit:.0f}" stroke="black" '
-                 f'stroke-dasharray="4 3"/><text x="{width - 120}" y="{40 + 18 * len(series)}">unlimited</text></svg>')
-    return "\n".join(parts) + "\n"
+    lines = [Line(name, [(row["share"], row[name]) for row in rows], colour)
+             for name, colour in zip(series, COLOURS, strict=False)]
+    lines.append(Line("unlimited", [(min(shares), unlimited), (max(shares), unlimited)], "black", dashed=True))
+    box = Box(60, 30, 450, 310)
+    parts = panel(box, f"{table['trace']}: share of prompt tokens found in the cache",
+                  Axis(shares, logarithmic=True, label="{:.3g}".format),
+                  Axis([top * tick / 5 for tick in range(6)], label="{:.2f}".format), lines,
+                  below=f"capacity as a share of the working set ({table['working_set_pages']} pages)")
+    return picture(640, 400, parts + legend(box.left + box.width + 12, 40, lines))
 
 
 def main() -> None:

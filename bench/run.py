@@ -9,10 +9,7 @@ output, bench/results/<shape>.jsonl unless told otherwise. A table is printed as
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from shapes import SHAPES, write
+
+from penstock.cli.bench.over_http import server
 
 PENSTOCK = [sys.executable, "-m", "penstock"]
 RESULTS = Path(__file__).parent / "results"
@@ -36,22 +35,6 @@ def measure(*words: object) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@contextlib.contextmanager
-def server(model: Path, flags: list[str]) -> Iterator[str]:
-    """A server over the shape; yields its address."""
-    command = [*PENSTOCK, "serve", str(model), "--port", "0", "--load-format", "dummy", "--skip-tokenizer-init", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        address = next((found[1] for line in process.stdout if (found := re.search(r"ready at (\S+)", line))), None)
-        if address is None:
-            sys.exit("the server ended before it was ready")
-        yield address
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-
-
 def records(model: Path, vocab: int, quick: bool, flags: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, record) of every measurement."""
     out, repeats = (16, 2) if quick else (64, 5)
@@ -61,7 +44,7 @@ def records(model: Path, vocab: int, quick: bool, flags: list[str]) -> Iterator[
             "--num-iters-warmup", 1)
     yield "prefill 512", offline("throughput", model, flags, "--num-prompts", 2 if quick else 8,
                                  "--random-input-len", 512, "--random-output-len", 1)
-    with server(model, flags) as address:
+    with server(model, flags) as (address, _):
         for streams in (8,) if quick else (1, 16, 64):
             yield f"http {streams} streams", measure(
                 "bench", "serve", "--url", address, "--num-prompts", streams * (1 if quick else 3),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.bench.fixed import SHAPES as FIXED
+from penstock.cli.bench import fixed
 
 
 def _llama(**sizes: Any) -> dict[str, Any]:
@@ -20,14 +19,11 @@ SHAPES: dict[str, dict[str, Any]] = {
                        num_key_value_heads=6, vocab_size=32000, max_position_embeddings=2048, tie_word_embeddings=True),
     "llama1b": _llama(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
                       num_key_value_heads=4, vocab_size=32000, max_position_embeddings=4096),
-    **FIXED,
+    **fixed.SHAPES,
 }
 """config.json of each."""
 
 
 def write(name: str, folder: Path) -> Path:
-    """A model folder of that shape: config.json alone, for load_format dummy and skip_tokenizer_init."""
-    target = folder / name
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(json.dumps(SHAPES[name], indent=2))
-    return target
+    """A model folder of that shape."""
+    return fixed.write(SHAPES[name], folder / name)

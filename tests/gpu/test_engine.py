@@ -13,6 +13,7 @@ from penstock.ops import registry
 from penstock.platform.facts import detect
 from tests.data import MODELS, TRAINED, need
 from tests.gpu.conftest import engine, generate
+from tests.system.test_tiers import slab_bytes
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -35,13 +36,16 @@ def _prompts(vocabulary: int, count: int, longest: int = 90) -> list[list[int]]:
 @pytest.mark.parametrize("chunk", [32, 2048])
 @pytest.mark.parametrize("eager", [False, True])
 def test_routes(depth: int, chunk: int, eager: bool) -> None:
-    """Batches, chunks, overlap, graphs and preemption: float32, so that no rounding hides behind a tie."""
+    """Batches, chunks, overlap, graphs and preemption: float32, so that no rounding hides behind a tie.
+
+    The arena holds 24 pages of 16 tokens; the twelve requests need some 60 at once.
+    """
     folder = str(need(MODELS / "stories260k"))
     prompts = _prompts(512, 12)
     with engine(model=folder, depth=1, max_num_seqs=1, enforce_eager=True) as plain:
         want = generate(plain, prompts, 24)
     with engine(model=folder, depth=depth, max_num_batched_tokens=chunk, max_num_seqs=12, max_model_len=128,
-                enforce_eager=eager, kv_cache_memory_bytes=24 * 16 * 5 * 2 * 4 * 8 * 4) as strained:
+                enforce_eager=eager, kv_cache_memory_bytes=24 * slab_bytes("stories260k")[0]) as strained:
         assert generate(strained, prompts, 24) == want
         assert strained.stats().preemptions > 0
 

@@ -3,69 +3,49 @@ drafted as the member writes them; of adapters: of tokens), over minutes of trai
 
     python -m training.canary.plot
 
-Owns the picture; no plotting library, since two panels of lines need none.
+Owns what the picture shows; how lines become SVG is in `penstock.cli.bench.drawing`.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.bench.drawing import COLOURS, Axis, Box, Line, legend, panel, picture
+
 HERE = Path(__file__).parent
-COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
-WIDTH, HEIGHT, MARGIN, GAP = 380, 260, 50, 40
+LOSS = Axis((0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5), logarithmic=True)
+SHARE = Axis((0, 0.25, 0.5, 0.75, 1))
 
-Line = dict[str, Any]
-Scale = Callable[[float], float]
+Entry = dict[str, Any]
+"""A line of a log: one measurement."""
 
 
-def read(folder: Path) -> dict[str, list[Line]]:
+def read(folder: Path) -> dict[str, list[Entry]]:
     """The measurements of each member, by name, in order."""
     return {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("*.jsonl"))}
 
 
-def share(line: Line) -> float:
+def share(entry: Entry) -> float:
     """The mean of a measurement's scores, from 0 to 1."""
-    return sum(line["scores"].values()) / len(line["scores"])
+    return sum(entry["scores"].values()) / len(entry["scores"])
 
 
-def panel(left: float, title: str, logs: dict[str, list[Line]], value: Callable[[Line], float], place: Scale,
-          marks: Sequence[float]) -> list[str]:
-    """SVG elements of one panel. `place` maps values to 0 (bottom) to 1 (top); `marks` are the values with grid lines."""
-    longest = max(line["seconds"] for lines in logs.values() for line in lines)
-
-    def x(line: Line) -> float:
-        return left + WIDTH * line["seconds"] / longest
-
-    def y(number: float) -> float:
-        return MARGIN + HEIGHT * (1 - min(1.0, max(0.0, place(number))))
-
-    parts = [f'<text x="{left}" y="{MARGIN - 12}">{title}</text>',
-             f'<text x="{left + WIDTH}" y="{MARGIN + HEIGHT + 18}" text-anchor="end">{longest / 60:.0f} minutes</text>']
-    for mark in marks:
-        parts += [f'<path d="M{left} {y(mark):.1f}h{WIDTH}" stroke="#ddd"/>',
-                  f'<text x="{left - 6}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:g}</text>']
-    for colour, lines in zip(COLOURS, logs.values(), strict=False):
-        points = " ".join(f"{x(line):.1f},{y(value(line)):.1f}" for line in lines)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-    return parts
-
-
-def svg(logs: dict[str, list[Line]]) -> str:
+def svg(logs: dict[str, list[Entry]]) -> str:
     """The whole picture, of up to eight logs."""
-    low, high = math.log(0.02), math.log(5.0)
-    second = MARGIN + WIDTH + GAP + MARGIN
-    parts = panel(MARGIN, "loss of a batch (logarithmic)", logs, lambda line: line["loss"],
-                  lambda loss: (math.log(max(loss, 0.02)) - low) / (high - low), (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5))
-    parts += panel(second, "right, mean of what is measured", logs, share, lambda number: number, (0, 0.25, 0.5, 0.75, 1))
-    for place, (name, colour) in enumerate(zip(logs, COLOURS, strict=False)):
-        parts.append(f'<text x="{MARGIN + 110 * place}" y="{MARGIN + HEIGHT + 45}" fill="{colour}">{name}</text>')
-    width, height = second + WIDTH + 20, MARGIN + HEIGHT + 60
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">\n'
-            '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n")
+    def lines(value: Callable[[Entry], float]) -> list[Line]:
+        return [Line(name, [(entry["seconds"], value(entry)) for entry in entries], colour)
+                for colour, (name, entries) in zip(COLOURS, logs.items(), strict=False)]
+
+    longest = max(entry["seconds"] for entries in logs.values() for entry in entries)
+    time = Axis((0, longest), label=lambda seconds: f"{seconds / 60:.0f} minutes" if seconds else "")
+    first, second = Box(50, 50, 380, 260), Box(520, 50, 380, 260)
+    losses = lines(lambda entry: entry["loss"])
+    parts = panel(first, "loss of a batch (logarithmic)", time, LOSS, losses)
+    parts += panel(second, "right, mean of what is measured", time, SHARE, lines(share))
+    return picture(920, 370, parts + legend(first.left, first.top + first.height + 45, losses, across=110, down=0))
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_latency(kinds.add_parser("latency", help="seconds for one batch, offline"))
     _add_throughput(kinds.add_parser("throughput", help="tokens per second over many requests, offline"))
     _add_serve(kinds.add_parser("serve", help="TTFT, ITL, TPOT, E2E and goodput of a server"))
-    _add_gpu(kinds.add_parser("gpu", help="the fixed GPU workloads beside floor, target and peer"))
+    _add_gpu(kinds.add_parser("gpu", help="what one GPU does, beside floor, target and peer"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,24 +102,37 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=integer, default=128, metavar="N", help="output tokens (default: 128)")
     parser.add_argument("--num-iters", type=integer, default=10, metavar="N", help="measured repetitions (default: 10)")
     parser.add_argument("--num-iters-warmup", type=integer, default=2, metavar="N", help="repetitions before (default: 2)")
+    _add_profile(parser)
 
 
 def _add_throughput(parser: argparse.ArgumentParser) -> None:
     _add_engine(parser)
     _add_common(parser)
     _add_workload(parser, 100)
+    _add_profile(parser)
 
 
 def _add_gpu(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     add_flags(parser, EngineOptions, skip=("model", "seed"))
     parser.set_defaults(load_format="dummy", gpu_memory_utilization=0.85)
-    parser.add_argument("--shape", nargs="+", default=["llama8b", "qwen06b"], metavar="NAME", help="(default: llama8b qwen06b)")
-    parser.add_argument("--workload", nargs="+", default=[], metavar="NAME", help="(default: all)")
-    parser.add_argument("--repeats", type=integer, default=3, metavar="N", help="runs after the one that warms up (default: 3)")
-    parser.add_argument("--curve", action="store_true", help="also decode steps over batch sizes")
-    parser.add_argument("--long", action="store_true", help="also decode steps at contexts of 32k and 128k")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write Chrome traces of decoding there")
+    group = parser.add_argument_group("Tables")
+    group.add_argument("--tables", nargs="+", default=["workloads"], metavar="NAME",
+                       help="workloads, long, curve, invariant, memory, soak, start, http, or all (default: workloads)")
+    group.add_argument("--shape", nargs="+", default=["llama8b", "qwen06b"], metavar="NAME", help="(default: llama8b qwen06b)")
+    group.add_argument("--workload", nargs="+", default=[], metavar="NAME", help="only these of the workloads")
+    group.add_argument("--repeats", type=integer, default=3, metavar="N", help="runs after the one that warms up (default: 3)")
+    group.add_argument("--soak", type=number, default=60.0, metavar="SECONDS", help="length of the soak (default: 60)")
+    group.add_argument("--concurrency", type=integer, nargs="+", default=[1, 32, 256], metavar="N",
+                       help="requests at once over HTTP (default: 1 32 256)")
+    group.add_argument("--client", type=Path, metavar="FILE",
+                       help="script that loads the server instead of `penstock bench serve` (cli/bench/over_http.py)")
+    group.add_argument("--draw", type=Path, metavar="FOLDER", help="draw the curve, and the gaps of --profile, as SVG there")
+    _add_profile(group)
+
+
+def _add_profile(parser: Any) -> None:
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="also write Chrome traces of runs of their own there")
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:

@@ -51,10 +51,17 @@ def _cpu_name() -> str:
 
 
 def _gpu() -> dict[str, Any]:
-    """The GPUs and their driver, as nvidia-smi names them."""
-    answer = _say("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    rows = [row.split(", ") for row in (answer or "").splitlines() if ", " in row]
-    return {"gpu": [row[0] for row in rows] or None, "driver": rows[0][1] if rows else None}
+    """The GPUs, their driver, and their clocks now and at most in MHz, as nvidia-smi names them."""
+    names = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem")
+    answer = _say("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
+    rows = [row.split(", ") for row in (answer or "").splitlines() if row.count(", ") == len(names) - 1]
+    return {"gpu": [row[0] for row in rows] or None, "driver": rows[0][1] if rows else None,
+            "clocks": [dict(zip(("sm", "sm_most", "memory", "memory_most"), map(_number, row[2:]), strict=True))
+                       for row in rows] or None}
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
 
 
 def _commit() -> str | None:

@@ -5,10 +5,12 @@ Weights and tokens are random and outputs have set lengths, so that nothing but 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 _COMMON = {"head_dim": 128, "num_key_value_heads": 8, "hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False}
 
@@ -41,6 +43,40 @@ TARGET: dict[str, dict[str, float]] = {
                 "prefill_8k": 0.030, "prefill_16x2k": 0.083, "offline_mix1000": 7.5, "prefix_64x4k": 0.35},
 }
 """What Penstock is out to reach on the same card."""
+
+
+
+class Answers(NamedTuple):
+    """A server's figures under a closed loop; times in milliseconds. None: not asked for."""
+
+    tokens_per_second: float | None = None
+    ttft_p50: float | None = None
+    itl_p50: float | None = None
+    itl_p99: float | None = None
+
+
+LOAD = (512, 128)
+"""Tokens in and out of every request over HTTP."""
+
+HTTP_PEER: dict[str, dict[int, Answers]] = {
+    "llama8b": {1: Answers(199.6, 17.78, 4.91, 5.86), 32: Answers(3647.7, 340.23, 5.81, 13.68),
+                256: Answers(6786.7, 792.49, 13.97, 201.55)},
+    "qwen06b": {1: Answers(583.0, 10.71, 1.6, 3.07), 32: Answers(11224.5, 79.96, 2.11, 7.32),
+                256: Answers(19632.3, 294.14, 9.09, 28.44)},
+}
+"""vLLM 0.25.1's server on the same card and day, by requests at once."""
+
+HTTP_TARGET: dict[str, dict[int, Answers]] = {
+    "llama8b": {1: Answers(ttft_p50=15.0, itl_p50=4.2), 32: Answers(4000, itl_p99=10.0), 256: Answers(7400, itl_p99=60.0)},
+    "qwen06b": {1: Answers(1050), 32: Answers(16000), 256: Answers(27000)},
+}
+
+READY_PEER = {"llama8b": 80.6, "qwen06b": 78.5}
+READY_TARGET = 12.0
+"""Seconds from exec until the server is ready, its kernels in the cache."""
+
+FIRST_TOKEN_TARGET = {"empty": 20.0, "filled": 10.0}
+"""Seconds from exec to the first token of an offline engine with random weights, by what is in the kernel cache."""
 
 COPY, PRODUCT, ATTENTION = 4247e9, 800e12, 667e12
 """An H200's ceilings as measured: bytes/s of a copy, FLOP/s of a bf16 product, FLOP/s of causal attention by cuDNN."""
@@ -79,24 +115,59 @@ def workloads(shape: str) -> Iterator[tuple[str, list[Ask]]]:
     yield "prefix_64x4k", [Ask(shared + tokens(128), 64) for _ in range(64)]
 
 
+class Sizes(NamedTuple):
+    """What counts of a shape for its floors."""
+
+    layers: int
+    layer: int
+    """Weights of a layer."""
+    weights: int
+    """All that a step reads: the layers' and the head's."""
+    queries: int
+    """Width of all query heads."""
+    entry: int
+    """Bytes of a position in the cache, in bf16."""
+
+
+def sizes(config: dict[str, Any]) -> Sizes:
+    """Of a llama-like config.json."""
+    width, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    queries, keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    layer = width * (queries + 2 * keys) + queries * width + 3 * width * inner
+    return Sizes(layers, layer, layers * layer + config["vocab_size"] * width, queries, 2 * keys * 2 * layers)
+
+
 def floor(shape: str, asks: list[Ask], rows: int) -> float:
     """Seconds that no engine can beat on this card: for all requests together, products at the product's rate, attention at its
     own; and at every step of decoding, all weights and the cache of all running requests at the copy's rate."""
-    config = SHAPES[shape]
-    width, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    queries, keys = config["num_attention_heads"] * 128, config["num_key_value_heads"] * 128
-    per_layer = width * (queries + 2 * keys) + queries * width + 3 * width * inner
-    weights = layers * per_layer + config["vocab_size"] * width
-    entry = 2 * keys * 2 * layers
+    size = sizes(SHAPES[shape])
     # What all prompts begin with is in the cache from the run before, and read once for all of a step's rows.
     shared = _shared([ask.prompt for ask in asks])
-    prefill = sum(2 * layers * per_layer * (len(ask.prompt) - shared) / PRODUCT
-                  + 2 * (len(ask.prompt) ** 2 - shared ** 2) * queries * layers / ATTENTION for ask in asks)
+    prefill = sum(2 * size.layers * size.layer * (len(ask.prompt) - shared) / PRODUCT
+                  + 2 * (len(ask.prompt) ** 2 - shared ** 2) * size.queries * size.layers / ATTENTION for ask in asks)
     steps = max(max(ask.output for ask in asks) - 1, sum(ask.output - 1 for ask in asks) / rows)
-    cache = sum((ask.output - 1) * (len(ask.prompt) - shared + ask.output / 2) * entry for ask in asks) + steps * shared * entry
-    reading = (steps * weights * 2 + cache) / COPY
-    computing = sum(2 * weights * (ask.output - 1) for ask in asks) / PRODUCT
+    cache = sum((ask.output - 1) * (len(ask.prompt) - shared + ask.output / 2) for ask in asks) + steps * shared
+    reading = (steps * size.weights * 2 + cache * size.entry) / COPY
+    computing = sum(2 * size.weights * (ask.output - 1) for ask in asks) / PRODUCT
     return prefill + max(reading, computing)
+
+
+def step_bytes(shape: str, batch: int, context: int) -> int:
+    """What a step of `batch` rows with so many positions each must read: weights and cache."""
+    size = sizes(SHAPES[shape])
+    return size.weights * 2 + batch * context * size.entry
+
+
+def step_floor(shape: str, batch: int, context: int) -> float:
+    """Seconds that no decode step can beat on this card, as in `floor`."""
+    return max(step_bytes(shape, batch, context) / COPY, 2 * sizes(SHAPES[shape]).weights * batch / PRODUCT)
+
+
+def write(config: dict[str, Any], folder: Path) -> Path:
+    """A model folder of a shape: config.json alone, for load_format dummy and skip_tokenizer_init."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
 
 
 def _shared(prompts: list[list[int]]) -> int:

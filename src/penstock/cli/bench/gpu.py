@@ -1,84 +1,164 @@
-"""The fixed GPU workloads, offline: seconds, beside the floor, the target and the peer; long contexts; traces.
+"""The tables of what one GPU does, each beside its floor, target and peer: `penstock bench gpu` is the record behind them.
 
-Each shape runs in this process, one after another: `penstock bench gpu` is the record behind every GPU figure in the docs.
+Every table has an engine of its own, one after another in this process; starts and servers are processes of their own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.bench.fixed import COPY, PEER, SHAPES, TARGET, Ask, floor, workloads
+from penstock.cli.bench import curves, timeline
+from penstock.cli.bench.fixed import COPY, PEER, SHAPES, TARGET, Ask, floor, step_bytes, step_floor, workloads, write
 from penstock.config.flags import from_args
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
 from penstock.core.sampling import SamplingParams
 
+TABLES = {
+    "workloads": "the fixed workloads: seconds, floor, target, peer",
+    "long": "decode steps at contexts of 32k and 128k, as a part of the copy's rate",
+    "curve": "decode steps over batch sizes and contexts, with their floors",
+    "invariant": "what the batch-invariant mode costs on the workloads",
+    "memory": "memory predicted and measured, eleven configurations",
+    "soak": "random lengths at the defaults until --soak seconds are over",
+    "start": "seconds from exec to the first token, and what is compiled after ready",
+    "http": "closed loops over HTTP, and seconds from exec to ready",
+}
 LONG = ((32768, 1), (32768, 8), (131000, 1), (131000, 8))
 """(context, batch) of the long-context decodes."""
-CURVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Batch sizes of the decode curve."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXTS = (512, 2048, 8192, 32768)
+"""Of the curve, as far as they are no more than `_MOST` tokens together: the prompts of a point must be computed once."""
+_MOST = 1 << 18
+_STEPS = 32
+"""Decode steps that a point of a curve is the mean of."""
+_USUAL_LENGTH = 16384
+"""The context that the peer was run with; a longer one only for the tables that need it."""
 
 
 def measure_gpu(args: argparse.Namespace) -> dict[str, Any]:
-    """All that was asked for; a table goes to the standard error as it grows."""
-    unknown = [name for name in args.shape if name not in SHAPES]
-    if unknown:
-        raise ConfigError(f"shape {unknown[0]!r} is not known; possible are {', '.join(SHAPES)}")
-    names = [name for name, _ in workloads("qwen06b")]
-    unknown = [name for name in args.workload if name not in names]
-    if unknown:
-        raise ConfigError(f"workload {unknown[0]!r} is not known; possible are {', '.join(names)}")
-    return {"shapes": {name: _Shape(name, args).measure() for name in args.shape}}
+    """The tables that were asked for; they go to the standard error as they grow."""
+    known = [name for name, _ in workloads(next(iter(SHAPES)))]
+    for what, asked, possible in (("shape", args.shape, list(SHAPES)), ("workload", args.workload, known),
+                                  ("table", args.tables, [*TABLES, "all"])):
+        unknown = [name for name in asked if name not in possible]
+        if unknown:
+            raise ConfigError(f"{what} {unknown[0]!r} is not known; possible are {', '.join(possible)}")
+    wanted = set(TABLES) if "all" in args.tables else set(args.tables)
+    result: dict[str, Any] = {"shapes": {name: _shape(name, wanted, args) for name in args.shape}}
+    # Late: these import what `penstock bench --help` need not.
+    if wanted & {"memory", "soak"}:
+        from penstock.cli.bench import memory
+
+        if "memory" in wanted:
+            result["memory"] = memory.table(_say)
+        if "soak" in wanted:
+            result["soak"] = memory.soaked(args.soak, args.seed, _say)
+    if "start" in wanted:
+        from penstock.cli.bench.starts import starts
+
+        result["start"] = [one for name in args.shape for one in starts(name, _say)]
+    if "http" in wanted:
+        from penstock.cli.bench.over_http import over_http
+
+        result["http"] = [one for name in args.shape for one in over_http(name, args.concurrency, args.client, _say)]
+    return result
 
 
-class _Shape:
+def _shape(name: str, wanted: set[str], args: argparse.Namespace) -> dict[str, Any]:
+    """The tables of one shape that are made offline."""
+    result: dict[str, Any] = {}
+    if wanted & {"workloads", "invariant"} or args.profile:
+        with _bench(name, args) as bench:
+            result |= bench.facts()
+            if wanted & {"workloads", "invariant"}:
+                result["workloads"] = bench.workloads()
+            if args.profile:
+                result["profile"] = bench.profile(args.profile)
+    if "invariant" in wanted:
+        with _bench(name, args, batch_invariant=True) as bench:
+            result["invariant"] = bench.workloads(result["workloads"])
+    if wanted & {"long", "curve"}:
+        with _bench(name, args, longest=True) as bench:
+            if "long" in wanted:
+                result["long"] = bench.steps(LONG)
+            if "curve" in wanted:
+                result["curve"] = bench.steps([(context, batch) for context in CONTEXTS for batch in BATCHES
+                                               if context * batch <= _MOST])
+                if args.draw:
+                    args.draw.mkdir(parents=True, exist_ok=True)
+                    (args.draw / f"gpu_curve_{name}.svg").write_text(curves.draw(name, result["curve"]))
+    return result
+
+
+@contextmanager
+def _bench(name: str, args: argparse.Namespace, longest: bool = False, **changes: Any) -> Iterator[_Bench]:
+    """An engine for as long as the block lasts. longest: with the shape's whole context, if the user does not say."""
+    from penstock.engine.llm import LLM  # brings torch, which `penstock bench --help` must not
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = write(SHAPES[name], Path(folder) / name)
+        options = asdict(from_args(args, EngineOptions, model=str(model), skip_tokenizer_init=True))
+        if options["max_model_len"] is None and not longest:
+            options["max_model_len"] = min(_USUAL_LENGTH, SHAPES[name]["max_position_embeddings"])
+        start = time.perf_counter()
+        with LLM(**options | changes) as llm:
+            yield _Bench(name, args, llm, time.perf_counter() - start)
+
+
+class _Bench:
     """One shape's engine and what is measured on it."""
 
-    def __init__(self, name: str, args: argparse.Namespace) -> None:
-        from penstock.engine.llm import LLM  # brings torch, which `penstock bench --help` must not
+    def __init__(self, name: str, args: argparse.Namespace, llm: Any, start_seconds: float) -> None:
+        self.name, self.args, self.llm = name, args, llm
+        self.start_seconds = start_seconds
 
-        self.name, self.args = name, args
-        folder = Path(tempfile.gettempdir()) / "penstock-shapes" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(SHAPES[name]))
-        options = asdict(from_args(args, EngineOptions, model=str(folder), skip_tokenizer_init=True))
-        # As the peer was run; a longer context only for the measurements that need it.
-        options["max_model_len"] = options["max_model_len"] or (None if args.long else 16384)
-        start = time.perf_counter()
-        self.llm = LLM(**options)
-        self.start_seconds = time.perf_counter() - start
-
-    def measure(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         info = self.llm.info
-        result: dict[str, Any] = {"start_seconds": round(self.start_seconds, 2), "kv_tokens": info.kv_tokens,
-                                  "memory": {"weights": info.weight_bytes, "step": info.step_bytes, "graphs": info.graph_bytes,
-                                             "kv": info.kv_bytes},
-                                  "graphs": info.graphs, "kernels": dict(info.kernels), "workloads": {}}
         _say(f"{self.name}: ready in {self.start_seconds:.1f} s, {info.kv_tokens:,} KV tokens, {info.graphs} graphs")
-        _say(f"  {'workload':16} {'seconds':>8} {'floor':>8} {'target':>8} {'peer':>8}   of peer")
+        return {"start_seconds": round(self.start_seconds, 2), "kv_tokens": info.kv_tokens,
+                "memory": {"weights": info.weight_bytes, "step": info.step_bytes, "graphs": info.graph_bytes,
+                           "kv": info.kv_bytes},
+                "graphs": info.graphs, "kernels": dict(info.kernels)}
+
+    def workloads(self, usual: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Each workload's seconds; beside the `usual` ones, if they are given, as a share of throughput that is lost."""
+        _say(f"  {'workload':16} {'seconds':>8} " + ("usual     cost" if usual else "   floor   target     peer   of peer"))
+        found = {}
         for name, asks in workloads(self.name):
-            if not self.args.workload or name in self.args.workload:
-                result["workloads"][name] = self._workload(name, asks)
-        if self.args.curve:
-            result["curve"] = [self._decode(512, batch) for batch in CURVE]
-        if self.args.long:
-            longest = info.max_model_len - 40
-            result["long"] = [self._decode(min(context, longest), batch) for context, batch in LONG
-                              if min(context, longest) * batch < info.kv_tokens]
-        if self.args.profile:
-            result["profile"] = self._profile(self.args.profile)
-        self.llm.close()
-        return result
+            if self.args.workload and name not in self.args.workload:
+                continue
+            seconds = self._seconds(name, asks)
+            median = statistics.median(seconds)
+            found[name] = entry = {"seconds": median, "all": seconds}
+            if usual is not None:
+                entry["cost"] = 1 - usual[name]["seconds"] / median
+                _say(f"  {name:16} {median:8.4f} {usual[name]['seconds']:8.4f} {entry['cost']:6.1%}")
+                continue
+            target, peer = TARGET[self.name][name], PEER[self.name][name]
+            entry |= {"floor": floor(self.name, asks, self.llm.info.max_num_seqs), "target": target, "peer": peer}
+            mark = "" if median <= target else "  over the target"
+            _say(f"  {name:16} {median:8.4f} {entry['floor']:8.4f} {target:8.3f} {peer:8.4f}   {median / peer:6.3f}{mark}")
+        return found
+
+    def _seconds(self, name: str, asks: list[Ask]) -> list[float]:
+        """Of one run after a short one for the long workload, else of `repeats` runs after one that warms up."""
+        if name.startswith("offline"):
+            self._run(asks[:32])
+            return [self._run(asks)]
+        return [self._run(asks, fresh=not name.startswith("prefix")) for _ in range(self.args.repeats + 1)][1:]
 
     def _run(self, asks: list[Ask], fresh: bool = True) -> float:
+        """Seconds until all are answered in full; fresh: nothing is found that was computed before."""
         prompts: list[Any] = [{"prompt_token_ids": ask.prompt} for ask in asks]
         params = [SamplingParams(temperature=0, max_tokens=ask.output, ignore_eos=True, detokenize=False) for ask in asks]
         if fresh:
@@ -86,52 +166,53 @@ class _Shape:
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         elapsed = time.perf_counter() - start
-        assert all(len(output.outputs[0].token_ids) == ask.output for output, ask in zip(outputs, asks, strict=True))
+        for output, ask in zip(outputs, asks, strict=True):
+            found = output.outputs[0]
+            if len(found.token_ids) != ask.output:
+                raise ConfigError(f"a request of {len(ask.prompt)} + {ask.output} tokens ended after {len(found.token_ids)} "
+                                  f"({found.finish_reason}): the figures would mean nothing")
         return elapsed
 
-    def _workload(self, name: str, asks: list[Ask]) -> dict[str, Any]:
-        """Median seconds: of one run after a short one for the long workload, else of `repeats` after one that warms up."""
-        keeps_prefix = name.startswith("prefix")
-        if name.startswith("offline"):
-            self._run(asks[:32])
-            seconds = [self._run(asks)]
-        else:
-            seconds = [self._run(asks, not keeps_prefix) for _ in range(self.args.repeats + 1)][1:]
-        median = statistics.median(seconds)
-        least = floor(self.name, asks, self.llm.info.max_num_seqs)
-        target, peer = TARGET[self.name][name], PEER[self.name][name]
-        mark = "" if median <= target else "  over the target"
-        _say(f"  {name:16} {median:8.4f} {least:8.4f} {target:8.3f} {peer:8.4f}   {median / peer:6.3f}{mark}")
-        return {"seconds": median, "all": seconds, "floor": least, "target": target, "peer": peer}
+    def steps(self, points: Any) -> list[dict[str, Any]]:
+        """Decode steps at (context, batch) points, as far as context and cache have room."""
+        longest = self.llm.info.max_model_len - _STEPS - 8
+        places = [(min(context, longest), batch) for context, batch in points
+                  if min(context, longest) * batch < self.llm.info.kv_tokens - batch * (_STEPS + self.llm.info.page_size)]
+        return [self._step(context, batch) for context, batch in dict.fromkeys(places)]
 
-    def _decode(self, context: int, batch: int) -> dict[str, Any]:
-        """Milliseconds of a decode step at a context length, from two runs of different output lengths."""
+    def _step(self, context: int, batch: int) -> dict[str, Any]:
+        """A decode step at a context length: the difference of two runs that differ by `_STEPS` steps."""
         vocab = SHAPES[self.name]["vocab_size"]
-        # Equal prompts but for a first token each: what is computed once serves the second run.
-        asks = [[Ask([100 + row, *((i * 7919) % (vocab - 1200) + 100 for i in range(context - 1))], output)
-                 for row in range(batch)] for output in (2, 34)]
+        low = min(100, vocab // 4)
+        # Equal prompts but for a first token each: what is computed once serves the other runs.
+        asks = [[Ask([(low + row) % vocab, *(low + i * 7919 % (vocab - low) for i in range(context - 1))], output)
+                 for row in range(batch)] for output in (2, 2 + _STEPS)]
         self._run(asks[0])
         short, long = (min(self._run(each, fresh=False) for _ in range(2)) for each in asks)
-        step = (long - short) / 32
-        entry = 4 * 128 * SHAPES[self.name]["num_key_value_heads"] * SHAPES[self.name]["num_hidden_layers"]
-        moved = self.llm.info.weight_bytes + batch * (context + 17) * entry
-        _say(f"  decode at {context:7,} x {batch:3}: {step * 1e3:8.3f} ms, {moved / step / 1e9:6.0f} GB/s, "
-             f"{moved / step / COPY:5.1%} of the copy's rate")
-        return {"context": context, "batch": batch, "milliseconds": step * 1e3, "bytes": moved, "of_copy": moved / step / COPY}
+        seconds = (long - short) / _STEPS
+        middle = context + 1 + _STEPS // 2
+        moved, least = step_bytes(self.name, batch, middle), step_floor(self.name, batch, middle)
+        _say(f"  decode at {context:7,} x {batch:3}: {seconds * 1e3:8.3f} ms (floor {least * 1e3:.3f}), "
+             f"{batch / seconds:9,.0f} tokens/s, {moved / seconds / COPY:5.1%} of the copy's rate")
+        return {"context": context, "batch": batch, "milliseconds": seconds * 1e3, "floor_milliseconds": least * 1e3,
+                "tokens_per_second": batch / seconds, "bytes": moved, "of_copy": moved / seconds / COPY}
 
-    def _profile(self, folder: Path) -> dict[str, Any]:
-        """Chrome traces of decoding at batch 1 and 32, and the share of time in which the GPU had nothing to do."""
-        from penstock.cli.bench.profile import idle_share, traced
-
+    def profile(self, folder: Path) -> dict[str, Any]:
+        """Chrome traces of decoding at batch 1 and 32, and what they say of the GPU's idle time."""
         folder.mkdir(parents=True, exist_ok=True)
         found = {}
         for batch in (1, 32):
             asks = [Ask([100 + i, *range(200, 327)], 40) for i in range(batch)]
             self._run(asks)
             trace = folder / f"{self.name}-decode-{batch}.json"
-            traced(lambda asks=asks: self._run(asks), trace)
-            found[f"decode_b{batch}"] = share = idle_share(trace)
-            _say(f"  profile of decoding at batch {batch}: GPU idle {share:.1%} of the time between the first and last kernel")
+            timeline.traced(lambda asks=asks: self._run(asks), trace)
+            found[f"decode_b{batch}"] = shown = timeline.timeline(trace)
+            between = f", {shown['between_share']:.1%} between steps" if shown["steps"] else ""
+            _say(f"  profile of decoding at batch {batch}: GPU idle {shown['idle_share']:.1%} of the time{between}")
+            if self.args.draw and "gaps" in shown:
+                self.args.draw.mkdir(parents=True, exist_ok=True)
+                picture = timeline.draw(shown, f"{self.name}, decoding at batch {batch}")
+                (self.args.draw / f"gpu_gaps_{self.name}_b{batch}.svg").write_text(picture)
         return found
 
 

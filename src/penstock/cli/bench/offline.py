@@ -10,11 +10,13 @@ import argparse
 import statistics
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from penstock.cli.bench.figures import percentile
+from penstock.cli.bench.timeline import traced
 from penstock.cli.bench.workload import Item, make_workload
 from penstock.config.flags import from_args
 from penstock.config.schema import EngineOptions
@@ -44,9 +46,12 @@ def measure_latency(args: argparse.Namespace) -> dict[str, Any]:
             seconds.append(elapsed)
     ordered = sorted(seconds)
     mean = statistics.fmean(seconds)
+    report = run.report()
+    shape.seed += 1
+    run.profile(args.profile, "latency", make_workload(shape, run.vocab_size).items)
     return {"batch_size": args.batch_size, "input_len": args.input_len, "output_len": args.output_len, "avg_latency": mean,
             "latencies": seconds, "percentiles": {str(p): percentile(ordered, p) for p in PERCENTILES},
-            "output_tokens_per_second": args.batch_size * args.output_len / mean, **run.report()}
+            "output_tokens_per_second": args.batch_size * args.output_len / mean, **report}
 
 
 def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
@@ -56,11 +61,13 @@ def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
     run.generate([Item(0.0, [3, 4, 5], 3, 4)])  # the first step pays for pages and threads that the others find ready
     run.begin()
     elapsed = run.generate(workload.items)
+    report = run.report()
+    run.profile(args.profile, "throughput", workload.items)
     n_in, n_out = sum(item.input_len for item in workload.items), sum(item.output_len for item in workload.items)
     return {"elapsed_time": elapsed, "num_requests": len(workload.items), "total_num_tokens": n_in + n_out,
             "requests_per_second": len(workload.items) / elapsed, "tokens_per_second": (n_in + n_out) / elapsed,
             "total_input_tokens": n_in, "total_output_tokens": n_out, "output_tokens_per_second": n_out / elapsed,
-            "clipped_inputs": workload.clipped_inputs, "clipped_outputs": workload.clipped_outputs, **run.report()}
+            "clipped_inputs": workload.clipped_inputs, "clipped_outputs": workload.clipped_outputs, **report}
 
 
 class _Run:
@@ -95,6 +102,13 @@ class _Run:
                                   f"{len(answer.token_ids)} ({answer.finish_reason}); the context is "
                                   f"{self.llm.info.max_model_len} tokens")
         return elapsed
+
+    def profile(self, folder: Path | None, name: str, items: list[Item]) -> None:
+        """Writes a Chrome trace of answering these, if there is a folder for it."""
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.llm.reset_prefix_cache()
+            traced(lambda: self.generate(items), folder / f"{name}.json")
 
     def report(self) -> dict[str, Any]:
         """What the engine is, and what it counted since `begin`; milliseconds per step."""
