@@ -14,11 +14,9 @@ import argparse
 import dataclasses
 import json
 import os
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
+from gpu_time import copy_bandwidth, graph_us
 
+from penstock.cli.bench.environment import environment
 from penstock.ops import attention_work
 from penstock.ops.attention import AttentionOps, Geometry, Span
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
@@ -101,28 +101,6 @@ BROAD = [(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3)]
 """(rows, block of keys, warps, stages) to try at heads of 128."""
 FIXED = [(64, 4, 3, 1), (64, 4, 2, 2), (64, 4, 4, 1), (64, 4, 2, 1)]
 """As NARROW, for the batch-invariant kernel, whose block of keys is that of its broad tiles."""
-
-
-def graph_us(calls: list[Callable[[], Any]], repeats: int = 12) -> float:
-    """Microseconds a call, median over replays of a graph of all calls in order."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        for call in calls:
-            call()
-        graph.capture_end()
-        for _ in range(2):
-            graph.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        stream.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3 / len(calls)
 
 
 @dataclass
@@ -244,18 +222,6 @@ def compile_all(variants: list[tuple[TritonAttention, Case, dict[str, Any]]]) ->
     print(f"{len(jobs)} kernels, {compilation.compiled} compiled")
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a large device-to-device copy."""
-    a = torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda")
-    b = torch.empty_like(a)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(11)]
-    for event in events:
-        b.copy_(a)
-        event.record()
-    torch.cuda.synchronize()
-    return 2 * a.nbytes / statistics.median(x.elapsed_time(y) for x, y in pairwise(events)) * 1e3
-
-
 def row(built: Built, us: float, error: float, bandwidth: float) -> dict[str, Any]:
     case = built.case
     rate = case.bytes() / us * 1e6 if case.decode else case.operations() / us * 1e6
@@ -330,8 +296,7 @@ def main() -> None:
     compile_all(variants)
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e9:.0f} GB/s")
-    record: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-                              "cuda": torch.version.cuda, "copy_gb_s": bandwidth / 1e9}
+    record: dict[str, Any] = {"environment": environment(), "copy_gb_s": bandwidth / 1e9}
     for attention, cases in plans:
         if cases:
             name = "invariant" if attention.invariant else "triton"

@@ -13,19 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import triton
+from gpu_time import copy_bandwidth, graph_us
 
 from penstock.cli.bench.environment import environment
 from penstock.ops import activation_triton, gpu
@@ -89,40 +88,6 @@ PEAK = 800e12
 
 def bucket(rows: int) -> int:
     return next(tall for tall in CANDIDATES if rows <= tall)
-
-
-def graph_us(calls: list[Callable[[], Any]], repeats: int = 15) -> float:
-    """Microseconds a call, median over replays of a graph of all calls in order."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        for call in calls:
-            call()
-        graph.capture_end()
-        for _ in range(3):
-            graph.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        stream.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3 / len(calls)
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a large device-to-device copy."""
-    a = torch.randn(1 << 31, dtype=torch.bfloat16, device="cuda")
-    b = torch.empty_like(a)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(11)]
-    for event in events:
-        b.copy_(a)
-        event.record()
-    torch.cuda.synchronize()
-    return 2 * a.nbytes / statistics.median(x.elapsed_time(y) for x, y in pairwise(events)) * 1e3
 
 
 def weights(shape: Shape, total: int = 320 << 20) -> list[Weight]:

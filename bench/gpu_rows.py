@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_time import copy_bandwidth, graph_us
 
 from penstock.cli.bench.environment import environment
 from penstock.ops import (
@@ -39,29 +38,6 @@ from penstock.ops import (
 Call = Callable[[], Any]
 FEW, MANY = (1, 32, 256), 8192
 BF16 = torch.bfloat16
-
-
-def graph_us(calls: list[Call], repeats: int = 9) -> float:
-    """Microseconds a call, median over replays of a graph of all calls in order."""
-    torch.cuda.synchronize()  # the inputs were made on another stream
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), torch.inference_mode():
-        for call in calls[:2]:
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        for call in calls:
-            call()
-        graph.capture_end()
-        graph.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        stream.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e3 / len(calls)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -165,13 +141,6 @@ def measure(make: Any, module: Any, arguments: tuple[Any, ...]) -> dict[str, flo
     return found
 
 
-def copy_gb_s() -> float:
-    """Of a kernel that reads and writes; what a graph calls a copy is done by slower engines."""
-    a = torch.zeros(1 << 28, dtype=BF16, device="cuda")
-    b = torch.empty_like(a)
-    return 2 * a.nbytes / graph_us([lambda: torch.neg(a, out=b)] * 5) / 1e3
-
-
 def show(name: str, what: str, found: dict[str, float]) -> None:
     figures = " ".join(f"{key.removeprefix('us_')}:{value:8.2f}" for key, value in found.items())
     print(f"{name:24} {what:16} {figures}", flush=True)
@@ -183,7 +152,7 @@ def main() -> None:
     parser.add_argument("--json", default=str(Path(os.environ["OUT"]) / "gpu_rows.json") if "OUT" in os.environ else "")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    record: dict[str, Any] = {"environment": environment(), "copy_gb_s": copy_gb_s(), "cases": []}
+    record: dict[str, Any] = {"environment": environment(), "copy_gb_s": copy_bandwidth() / 1e9, "cases": []}
     print(f"copy {record['copy_gb_s']:.0f} GB/s")
     for name, make, ours, plain, sizes in CASES:
         entry: dict[str, Any] = {"case": name, "triton": measure(make, ours, sizes), "tried": []}

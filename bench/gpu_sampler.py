@@ -4,8 +4,8 @@ usage: gpu_sampler.py [--lines 1,8,32,128,256] [--scale 1] [--json FILE]
 
 Times are medians over CUDA graphs of several runs each. Logits are normal, times --scale: at 1 they are flatter than of models
 (top_p 0.9 keeps 40 % of the vocabulary), at 4 more like those. The floor is the bytes of the logits over the bandwidth of a
-kernel that reads and writes as much, taken first. In brackets, what the host needs for `Sampler.launch`,
-eagerly. Prints a table; the record goes to --json or $OUT.
+device-to-device copy, taken first. In brackets, what the host needs for `Sampler.launch`, eagerly. Prints a table; the record
+goes to --json or $OUT.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from gpu_time import copy_bandwidth, graph_us
 
+from penstock.cli.bench.environment import environment
 from penstock.core.plan import Enter, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.ops.sample import Feature
@@ -37,33 +38,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs 20": {"temperature": 0.0, "logprobs": 20},
 }
 KNOWN = 1024
-
-
-def graphed(call: Callable[[], object], repeat: int) -> float:
-    """Microseconds of one call within a graph of several."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeat):
-            call()
-    graph.replay()
-    found = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) * 1000 / repeat)
-    return statistics.median(found)
-
-
-def bandwidth() -> float:
-    """Bytes a second, read and written, of a kernel that does nothing else."""
-    source = torch.zeros(2**29, dtype=torch.float32, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / graphed(lambda: torch.neg(source, out=target), 3) * 1e6
 
 
 def rows_of(kind: dict[str, Any], lines: int) -> tuple[Rows, Lines]:
@@ -100,7 +74,7 @@ def measure(kind: dict[str, Any], lines: int, vocab: int, scale: float) -> dict[
         sampler.launch(logits, their)
         enqueued.append((time.perf_counter() - began) * 1e6)
         torch.cuda.synchronize()
-    return {"us": graphed(step, 10 if lines < 64 else 3), "enqueue_us": statistics.median(enqueued)}
+    return {"us": graph_us([step] * (10 if lines < 64 else 3)), "enqueue_us": statistics.median(enqueued)}
 
 
 def peer(kind: dict[str, Any], lines: int, vocab: int) -> float | None:
@@ -124,7 +98,7 @@ def peer(kind: dict[str, Any], lines: int, vocab: int) -> float | None:
             return order.gather(1, (x.softmax(-1) / noise.exponential_()).argmax(-1, keepdim=True))
         return (x.softmax(-1) / noise.exponential_()).argmax(-1)
 
-    return graphed(drawn if temperature else greedy, 3)
+    return graph_us([drawn if temperature else greedy] * 3)
 
 
 def main() -> None:
@@ -133,10 +107,8 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--json", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu_sampler.json")
     arguments = parser.parse_args()
-    speed = bandwidth()
-    record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_bytes_s": speed,
-                              "scale": arguments.scale,
-                              "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), "microseconds": []}
+    speed = copy_bandwidth()
+    record: dict[str, Any] = {"environment": environment(), "copy_bytes_s": speed, "scale": arguments.scale, "microseconds": []}
     counts = [int(one) for one in arguments.lines.split(",")]
     for name, vocab in VOCABULARIES.items():
         print(f"{name}: vocabulary {vocab}; microseconds, (PyTorch's), [host]")

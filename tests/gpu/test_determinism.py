@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock import canary
+from penstock.core.request import Update
 from tests.gpu.conftest import engine, updates
 
 Lines = list[tuple[int, float]]
@@ -18,7 +19,12 @@ def _lines(prompts: list[list[int]], output: int, **options: Any) -> tuple[list[
     with engine(model=canary.NAME, batch_invariant=True, **options) as made:
         found = updates(made, prompts, output, logprobs=0)
         preemptions = made.stats().preemptions
-    return [[(update.token_ids[0], update.logprobs[0].logprobs[0]) for update in mine] for mine in found], preemptions
+    return [_scored(mine) for mine in found], preemptions
+
+
+def _scored(mine: list[Update]) -> Lines:
+    assert all(update.logprobs is not None for update in mine)
+    return [(update.token_ids[0], update.logprobs[0].logprobs[0]) for update in mine if update.logprobs]
 
 
 @pytest.fixture(scope="module")
@@ -57,4 +63,4 @@ def test_a_cached_prefix(prompts: list[list[int]], alone: list[Lines]) -> None:
         updates(made, prompts[:12], 24)
         found = updates(made, prompts[:12], 24, logprobs=0)
         assert made.stats().cached_tokens > 0
-    assert [[(u.token_ids[0], u.logprobs[0].logprobs[0]) for u in mine] for mine in found] == alone
+    assert [_scored(mine) for mine in found] == alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -53,10 +54,10 @@ def test_routes(depth: int, chunk: int, eager: bool) -> None:
 def test_features_in_company() -> None:
     """Rows with every kind of sampling in one batch give what they give alone."""
     folder = str(need(MODELS / "stories260k"))
-    kinds = [{}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.7}, {"temperature": 0.9, "top_k": 5},
-             {"temperature": 0.9, "min_p": 0.1}, {"repetition_penalty": 1.3},
-             {"frequency_penalty": 0.7, "presence_penalty": 0.2}, {"logit_bias": {17: 4.0, 40: -9.0}},
-             {"allowed_token_ids": list(range(20, 60))}, {"logprobs": 5}]
+    kinds: list[dict[str, Any]] = [
+        {}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.7}, {"temperature": 0.9, "top_k": 5},
+        {"temperature": 0.9, "min_p": 0.1}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.7, "presence_penalty": 0.2},
+        {"logit_bias": {17: 4.0, 40: -9.0}}, {"allowed_token_ids": list(range(20, 60))}, {"logprobs": 5}]
     prompts = _prompts(512, len(kinds))
     with engine(model=folder, enforce_eager=True, max_num_seqs=1) as plain:
         alone = [generate(plain, [prompt], 16, [kind], seed=7)[0] for prompt, kind in zip(prompts, kinds, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ def _theirs(prompts: list[list[int]], dtype: torch.dtype) -> list[torch.Tensor]:
     """Log probabilities that transformers gives the prompts' own tokens."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(canary.MODEL, dtype=dtype).cuda().eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(canary.MODEL, dtype=dtype).cuda().eval()
     found = []
     with torch.inference_mode():
         for prompt in prompts:
@@ -28,7 +29,7 @@ def _theirs(prompts: list[list[int]], dtype: torch.dtype) -> list[torch.Tensor]:
 def _ours(prompts: list[list[int]], dtype: str) -> list[torch.Tensor]:
     with engine(model=canary.NAME, dtype=dtype) as made:
         found = updates(made, prompts, 1, prompt_logprobs=0)
-    return [torch.tensor([line.logprobs[0] for line in mine[0].prompt_logprobs]) for mine in found]
+    return [torch.tensor([line.logprobs[0] for line in mine[0].prompt_logprobs or ()]) for mine in found]
 
 
 @pytest.fixture(scope="module")

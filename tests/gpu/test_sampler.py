@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from penstock.worker.sampler import Lines, Sampled, Sampler
 from tests.unit.worker.test_sampler import CASES
 
 LENGTH = 300
-MORE = [{"bad_words_token_ids": [[4], [1, 2], [5, 6, 7]]}, {"min_tokens": 290, "max_tokens": 300}, {"temperature": 0.0},
-        {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 3}, {"logprobs": 0}, {"top_p": 0.9, "logprobs": 20}]
+MORE: list[dict[str, Any]] = [
+    {"bad_words_token_ids": [[4], [1, 2], [5, 6, 7]]}, {"min_tokens": 290, "max_tokens": 300}, {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 3}, {"logprobs": 0}, {"top_p": 0.9, "logprobs": 20}]
 
 
 @contextmanager
@@ -65,6 +67,7 @@ class Side:
 
 
 def _numbers(found: Sampled) -> tuple[list[int], Logprobs]:
+    assert found.scores is not None
     logprobs = found.scores.logprobs()
     assert logprobs is not None
     return found.tokens().tolist(), logprobs
@@ -150,7 +153,7 @@ def test_choosing_can_be_captured() -> None:
 
 
 @pytest.mark.parametrize("case", [{}, {"top_k": 12}, {"top_p": 0.8, "temperature": 1.4}], ids=str)
-def test_the_distribution_drawn(case: dict[str, float]) -> None:
+def test_the_distribution_drawn(case: dict[str, Any]) -> None:
     vocab, draws = 4099, 100_000
     logits = torch.randn(vocab, device="cuda", generator=torch.Generator("cuda").manual_seed(5)) * 2
     side = Side([SamplingParams(**{"temperature": 1.0, **case})], vocab, "cuda", TritonSample())

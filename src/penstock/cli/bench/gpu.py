@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ class _Bench:
             asks = [Ask([100 + i, *range(200, 327)], 40) for i in range(batch)]
             self._run(asks)
             trace = folder / f"{self.name}-decode-{batch}.json"
-            timeline.traced(lambda asks=asks: self._run(asks), trace)
+            timeline.traced(partial(self._run, asks), trace)
             found[f"decode_b{batch}"] = shown = timeline.timeline(trace)
             between = f", {shown['between_share']:.1%} between steps" if shown["steps"] else ""
             _say(f"  profile of decoding at batch {batch}: GPU idle {shown['idle_share']:.1%} of the time{between}")
