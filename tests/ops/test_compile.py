@@ -68,19 +68,20 @@ from penstock.worker import rehearsal
 from penstock.worker.step import Capacity
 
 spec = models.describe(models.read_config(models.resolve_folder("canary", None)))
-options = dict(dtype=torch.bfloat16, rows=16, tokens=2048, max_model_len=640, page=16, chip=CHIP)
+options = dict(dtype=torch.bfloat16, tokens=2048, max_model_len=640, page=16, chip=CHIP)
+steps = [(1, 1), (2, 1), (7, 7), (16, 16), (33, 5), (300, 3), (777, 16), (999, 1), (1500, 11), (2047, 16)]
+many = [(513, 513), (700, 300), (800, 799), (801, 801), (1024, 1024), (2000, 1000), (2048, 257)]
 found = {}
-for graph_tokens in (0, 256):
+for rows, graph_tokens in ((16, 0), (16, 256), (1024, 2048)):
     for prefer in ({}, {"linear": "triton-invariant", "attention": "triton-invariant"}, {"*": "reference"}):
         kernels = registry.bind(FACTS, torch.bfloat16, prefer)
-        jobs = rehearsal.rehearse(spec, kernels, graph_tokens=graph_tokens, **options)
+        jobs = rehearsal.rehearse(spec, kernels, rows=rows, graph_tokens=graph_tokens, **options)
         plain, rehearsal.capacities = rehearsal.capacities, lambda *sizes: [
-            Capacity(t, s) for t, s in ((1, 1), (7, 7), (16, 16), (300, 3), (777, 16), (999, 1), (1500, 11), (2047, 16))
-            if graph_tokens == 0 or t > graph_tokens or t in (1, 16)]
-        odd = rehearsal.rehearse(spec, kernels, graph_tokens=graph_tokens, **options)
+            Capacity(tokens, segments) for tokens, segments in (steps + many if rows > 16 else steps)]
+        odd = rehearsal.rehearse(spec, kernels, rows=rows, graph_tokens=graph_tokens, **options)
         rehearsal.capacities = plain
         new = {(job.kernel, job.data) for job in odd} - {(job.kernel, job.data) for job in jobs}
-        found[f"{graph_tokens} {prefer.get('*', prefer.get('linear', 'triton'))}"] = [
+        found[f"{rows} {graph_tokens} {prefer.get('*', prefer.get('linear', 'triton'))}"] = [
             sorted({job.module.rpartition(".")[2] for job in jobs}), sorted({name for name, _ in new})]
 print(json.dumps(found))
 """

@@ -38,6 +38,19 @@ def mixed_sizes(tokens: int, rows: int, longest: int) -> list[int]:
     return [size for size in _MIXED if size <= min(tokens, rows * (longest - 1))]
 
 
+def mixed_capacity(tokens: int, rows: int) -> Capacity:
+    """What mixed steps of up to `tokens` tokens are padded to."""
+    # One segment at least has two tokens; fewer segments than tokens is how kernels know a mixed step.
+    return Capacity(tokens, min(rows, tokens - 1, _SEGMENTS))
+
+
+def capacities(tokens: int, rows: int, longest: int) -> list[Capacity]:
+    """All that are captured, the largest first: later graphs fit into the memory of the first."""
+    mixed = [mixed_capacity(size, rows) for size in mixed_sizes(tokens, rows, longest)]
+    decode = [Capacity(size, size) for size in decode_sizes(rows)]
+    return sorted([*mixed, *decode], key=lambda capacity: -capacity.tokens)
+
+
 class Graphs:
     """`capture` once, when the cache's bytes and the rows are at their places; then `forward`."""
 
@@ -49,7 +62,7 @@ class Graphs:
         self._longest = rows.tokens.shape[1]
         self._decode = decode_sizes(max_num_seqs)
         self._mixed = mixed_sizes(max_tokens, max_num_seqs, self._longest)
-        self._rows = max_num_seqs
+        self._rows, self._tokens = max_num_seqs, max_tokens
         self._stream = stream
         self._captured: dict[Capacity, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.seconds = 0.0
@@ -57,16 +70,6 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._captured)
-
-    def capacities(self) -> list[Capacity]:
-        """All that are captured, the largest first: later graphs fit into the memory of the first."""
-        mixed = [self._mixed_capacity(size) for size in self._mixed]
-        decode = [Capacity(size, size) for size in self._decode]
-        return sorted([*mixed, *decode], key=lambda capacity: -capacity.tokens)
-
-    def _mixed_capacity(self, tokens: int) -> Capacity:
-        # One segment at least has two tokens; fewer segments than tokens is how kernels know a mixed step.
-        return Capacity(tokens, min(self._rows, tokens - 1, _SEGMENTS))
 
     def capacity(self, plan: StepPlan) -> Capacity | None:
         """The smallest captured one that the plan fits in, or None. Graphs give no hidden states to score prompts by."""
@@ -79,7 +82,7 @@ class Graphs:
             return None
         if tokens == segments:
             return Capacity(sizes[at], sizes[at])
-        found = self._mixed_capacity(sizes[at])
+        found = mixed_capacity(sizes[at], self._rows)
         return found if segments <= found.segments else None
 
     @torch.inference_mode()
@@ -88,7 +91,8 @@ class Graphs:
         began = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
-            plans = [(capacity, _example(capacity, self._longest)) for capacity in self.capacities()]
+            plans = [(capacity, _example(capacity, self._longest))
+                     for capacity in capacities(self._tokens, self._rows, self._longest)]
             # All arrays once before anything is captured, so that the buffer they share is in its place.
             self.builder.reserve(max(self.builder.fill(plan, capacity).size for capacity, plan in plans))
             for capacity, plan in plans:

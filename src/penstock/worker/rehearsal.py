@@ -21,7 +21,7 @@ from penstock.ops.gpu import Chip
 from penstock.ops.registry import Kernels
 from penstock.ops.sample import WIDTH
 from penstock.worker.arena import Arena
-from penstock.worker.graphs import decode_sizes, mixed_sizes
+from penstock.worker.graphs import capacities as captured
 from penstock.worker.step import Capacity
 
 _META = torch.device("meta")
@@ -68,13 +68,11 @@ def _without_values(kernels: Kernels) -> Kernels:
 
 
 def capacities(rows: int, tokens: int, graph_tokens: int, max_model_len: int) -> list[Capacity]:
-    """Those of captured steps, and examples of those that run eagerly."""
-    eager = _examples(graph_tokens + 1, tokens)
-    decode = {*(decode_sizes(rows) if graph_tokens else ()), *(size for size in eager if size <= rows)}
-    mixed = {*mixed_sizes(graph_tokens, rows, max_model_len), *eager}
-    return [*(Capacity(size, size) for size in sorted(decode)),
-            *(Capacity(size, segments) for size in sorted(mixed) for segments in sorted({1, min(rows, size - 1)})
-              if 0 < segments < size)]
+    """Those of captured steps, and examples of those that run eagerly: steps of any size may, for want of a large enough
+    graph or because prompts are scored in them."""
+    eager = {Capacity(size, segments) for size in _examples(1, tokens) for segments in (1, min(rows, size))}
+    padded = captured(graph_tokens, rows, max_model_len) if graph_tokens else []
+    return sorted(eager.union(padded), key=lambda capacity: (capacity.tokens, capacity.segments))
 
 
 def _examples(least: int, most: int) -> list[int]:
