@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -12,13 +13,21 @@ from penstock.core.state import StateSpec
 from penstock.layers.step import KVView
 
 
+def own_pages(size: int) -> torch.Tensor:
+    """So many bytes of host memory that share no page of the system with anything else. To be pinned they must: of two tensors
+    side by side on a heap, the second one's first page is the first one's last, and cannot be registered twice."""
+    pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=max(1, size))[:size]
+
+
 class Arena:
     """Allocated once. Pages are addressed by (group, page id) as the layout says."""
 
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:
         self.layout = layout
         # Empty, not zero: on a CPU only the pages that are used become resident.
-        self._bytes = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        self._bytes = own_pages(layout.nbytes) if device.type == "cpu" else torch.empty(
+            layout.nbytes, dtype=torch.uint8, device=device)
         self._pages = [self._bytes.as_strided((layout.slabs * group.per_slab, group.page_bytes), (group.stride, 1))
                        for group in layout.groups]
 

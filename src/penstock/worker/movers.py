@@ -24,7 +24,7 @@ from penstock.core.plan import StepPlan
 from penstock.core.transfer import Landing, Load, PageName, Piece, Receipt, Save
 from penstock.core.transfer import Store as Writing
 from penstock.stores import Store, record
-from penstock.worker.arena import Arena
+from penstock.worker.arena import Arena, own_pages
 from penstock.worker.jobs import Job, Reports
 from penstock.worker.lanes import Copy, Lane, Mark, Pinned, moment
 
@@ -79,7 +79,7 @@ class Movers:
         self._batch = max(1, _BUFFER_BYTES // largest)
         """How many pages are read into a buffer."""
         count = sum(_READERS[store.tier] for store in self._stores) + _SPARE_BUFFERS if self._stores else 0
-        buffers = torch.empty((count, self._batch * largest), dtype=torch.uint8)
+        buffers = own_pages(count * self._batch * largest).view(count, self._batch * largest)
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in buffers:
             self._buffers.put(buffer)
