@@ -98,8 +98,7 @@ class Engine:
             graph_bytes=self.memory.graph_bytes, graphs=len(self.worker.graphs or ()),
             prefix_caching=cache.sharing, cache_identity=identity,
             kv_events=self.events.describe() if self.events is not None else None,
-            kernels=self.kernels.table(), notes=_notes(
-                self.config, self.memory, self.kernels.looking() if facts.kind != "cpu" else []))
+            kernels=self.kernels.table(), notes=_notes(self.config, self.memory, self.kernels, facts))
 
     def submit(self, request: Request) -> None:
         """Takes a request in. Raises RequestError if its parameters mean nothing, if it can never run, or if too many wait."""
@@ -202,10 +201,13 @@ def _compile(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Ker
     return Compilation(jobs, chip.capability)
 
 
-def _notes(config: EngineConfig, plan: MemoryPlan, looking: list[str]) -> list[str]:
+def _notes(config: EngineConfig, plan: MemoryPlan, kernels: registry.Kernels, facts: DeviceFacts) -> list[str]:
     notes = []
+    looking = kernels.looking() if facts.kind != "cpu" else []
     if looking:
-        notes.append(f"no CUDA graphs: plain PyTorch serves {', '.join(looking)} and waits for the device; decoding is slow")
+        why = dict.fromkeys(f"{name}: {reason}" for op in looking for name, reason in kernels.refused.get(op, []))
+        notes.append(f"no CUDA graphs: plain PyTorch serves {', '.join(looking)} and waits for the device; decoding is slow"
+                     + (f" ({'; '.join(why)})" if why else ""))
     if plan.max_model_len < config.max_model_len:
         notes.append(f"max_model_len is {plan.max_model_len} instead of the model's {config.max_model_len}: "
                      "the KV cache holds no more")

@@ -241,8 +241,8 @@ class Compilation:
                 raise self._refusal(job, f"{type(error).__name__}: {error}", kernels) from error
 
     def _refusal(self, job: Job, why: str, kernels: Kernels) -> ConfigError:
-        return ConfigError(_explain(f"kernel {job.module}.{job.kernel}", why, _operations(job.caller, kernels),
-                                    self._capability))
+        what = f"kernel {job.module}.{job.kernel}" if job.module else "what Triton builds to launch kernels"
+        return ConfigError(_explain(what, why, _operations(job.caller, kernels), self._capability))
 
     def _serve(self) -> None:
         """One process and what it is given."""

@@ -107,13 +107,21 @@ def probe(worker: Worker, segments: int, count: int) -> StepPlan:
 
 
 def occupancy(device: torch.device) -> Occupancy | None:
-    """What a GPU's memory is like now; None of a CPU, whose pages can be taken from others."""
-    return Occupancy(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
+    """What a GPU's memory is like now; None of a CPU, whose pages can be taken from others. ConfigError if the GPU takes nobody
+    in: it is full, in exclusive mode, or broken."""
+    if device.type != "cuda":
+        return None
+    try:
+        return Occupancy(*torch.cuda.mem_get_info(device))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{device} cannot be used now: {_first_line(error)}. nvidia-smi shows who uses it, and whether it is in exclusive "
+            "mode or broken; stop that, choose another (--device cuda:N), or use --device cpu") from error
 
 
 @contextmanager
 def explained(device: torch.device) -> Iterator[None]:
-    """Running out of a GPU's memory raises ConfigError saying who has it and what to do."""
+    """Running out of a GPU's memory raises ConfigError saying who has it and what to do; so does what else a GPU reports."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -123,6 +131,15 @@ def explained(device: torch.device) -> Iterator[None]:
             f"the GPU's memory ran out at start: of {total / _GIB:.1f} GiB this process has {own / _GIB:.1f}, others "
             f"{(total - free - own) / _GIB:.1f}, and {free / _GIB:.1f} are free. Stop what else uses the GPU, or lower "
             "--max-num-batched-tokens, --max-num-seqs or --gpu-memory-utilization") from error
+    except torch.AcceleratorError as error:
+        raise ConfigError(
+            f"the GPU failed at start: {_first_line(error)}. If it does with --enforce-eager and --kernels '*=reference', too, "
+            "the driver or the GPU is at fault (dmesg, nvidia-smi -q); else a kernel is, and CUDA_LAUNCH_BLOCKING=1 shows which"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def free_bytes(device: torch.device, utilization: float) -> int:
@@ -130,5 +147,6 @@ def free_bytes(device: torch.device, utilization: float) -> int:
     if device.type == "cpu":
         return available_memory()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, free - int(total * (1 - utilization)))
+    found = occupancy(device)
+    assert found is not None
+    return max(0, found.free - int(found.total * (1 - utilization)))

@@ -1,0 +1,139 @@
+"""GPUs that cannot serve, each by a false torch: one message with what was found and what to do."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.config.resolve import EngineConfig, MemoryPlan, Occupancy, plan_memory, resolve
+from penstock.config.schema import EngineOptions
+from penstock.core.device import DeviceFacts
+from penstock.core.errors import ConfigError
+from penstock.core.layout import lay_out
+from penstock.core.state import Everything, Field, StateSpec
+from penstock.engine import engine
+from penstock.ops import compile, gpu, registry
+from penstock.worker import memory
+
+GIB = 1 << 30
+CUDA = torch.device("cuda")
+
+
+def gpu_facts(capability: tuple[int, int]) -> DeviceFacts:
+    return DeviceFacts("cuda", "a GPU", 80 * GIB, 8, frozenset(), capability)
+
+
+def config(**options: Any) -> EngineConfig:
+    return resolve(EngineOptions(**options), 1 << 20, "bfloat16", gpu_facts((9, 0)))
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def call(*arguments: Any, **more: Any) -> Any:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("said", ["CUDA error: CUDA-capable device(s) is/are busy or unavailable", "CUDA error: out of memory"])
+def test_nobody_is_let_in(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In exclusive mode, or so full that not even a context fits."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", failing(torch.AcceleratorError(f"{said}\nSearch for it in the manual.\n")))
+    for ask in (lambda: memory.occupancy(CUDA), lambda: memory.free_bytes(CUDA, 0.9)):
+        with pytest.raises(ConfigError) as raised:
+            ask()
+        message = str(raised.value)
+        assert message.startswith(f"cuda cannot be used now: {said}. nvidia-smi shows who") and "\n" not in message
+        assert "--device cuda:N" in message and "--device cpu" in message
+
+
+def test_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))
+    assert memory.occupancy(CUDA) == Occupancy(30 * GIB, 80 * GIB) and memory.occupancy(torch.device("cpu")) is None
+    assert memory.free_bytes(CUDA, 0.75) == 10 * GIB and memory.free_bytes(CUDA, 0.5) == 0
+
+
+def test_memory_runs_out_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 18 * GIB)
+    with pytest.raises(ConfigError) as raised, memory.explained(CUDA):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    message = str(raised.value)
+    assert "of 80.0 GiB this process has 18.0, others 60.0, and 2.0 are free" in message
+    assert "--max-num-batched-tokens" in message and "--gpu-memory-utilization" in message
+
+
+def test_the_gpu_fails_at_start() -> None:
+    with pytest.raises(ConfigError) as raised, memory.explained(CUDA):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+    message = str(raised.value)
+    assert "the GPU failed at start: CUDA error: an illegal memory access was encountered. If" in message
+    assert "--enforce-eager" in message and "\n" not in message
+    with pytest.raises(ValueError, match="another"), memory.explained(CUDA):
+        raise ValueError("another")
+
+
+def test_a_context_that_does_not_fit_beside_others() -> None:
+    """The message names who has the memory and the longest context that fits."""
+    states = [StateSpec((Field("k", (8, 128), "bfloat16"), Field("v", (8, 128), "bfloat16")), Everything())]
+    options = EngineOptions(max_model_len=1 << 20, gpu_memory_utilization=0.5)
+    wanted = config(max_model_len=1 << 20)
+    room = 100 * lay_out(states, wanted.page, 0).slab_bytes
+    with pytest.raises(ConfigError) as raised:
+        plan_memory(options, wanted, states, GIB, GIB, room, occupancy=Occupancy(45 * GIB, 80 * GIB))
+    message = str(raised.value)
+    assert "at gpu_memory_utilization 0.5 (35.0 GiB of the GPU's 80.0 are in use already)" in message
+    assert "the longest that fits is" in message and "--max-model-len" in message
+
+
+# -- kernels that cannot serve
+
+
+@pytest.mark.parametrize(("capability", "triton", "reason"), [
+    ((7, 5), True, "needs compute capability 8.0, a GPU has 7.5"), ((9, 0), False, "Triton is not installed")])
+def test_plain_pytorch_serves_and_says_why(capability: tuple[int, int], triton: bool, reason: str,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine falls back; whoever asks why it is slow is told."""
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: object() if triton else None)
+    facts = gpu_facts(capability)
+    kernels = registry.bind(facts, torch.bfloat16)
+    assert {name for _, name in kernels.table()} == {"reference"}
+    plan = MemoryPlan(0, 0, lay_out([StateSpec((Field("k", (1, 8), "float32"),), Everything())], 16, 0), 0, 1 << 20)
+    [note] = engine._notes(config(), plan, kernels, facts)
+    assert note.startswith("no CUDA graphs: plain PyTorch serves attention, rope_write, build_step") and reason in note
+    assert engine._notes(config(), plan, kernels, DeviceFacts("cpu", "", 0, 1)) == []
+    with pytest.raises(ConfigError, match=f"kernel 'triton' cannot serve attention: {reason}"):
+        registry.bind(facts, torch.bfloat16, {"attention": "triton"})
+
+
+def test_a_rehearsal_that_fails_costs_time_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(engine.gpu, "chip", lambda device: gpu.Chip((9, 0), 132))
+    monkeypatch.setattr(engine, "rehearse", failing(RuntimeError("a launch looked into a tensor")))
+    monkeypatch.setattr(compile, "version", lambda name: "1.0")
+    kernels = registry.bind(gpu_facts((9, 0)), torch.bfloat16, {"*": "reference"})
+    spec: Any = SimpleNamespace()
+    with caplog.at_level(logging.WARNING, "penstock"):
+        assert engine._compile(config(), spec, kernels, CUDA) is None
+    assert "compiled one by one as they are needed: RuntimeError: a launch looked into a tensor" in caplog.text
+    assert not list(tmp_path.rglob("*.json")), "what was not rehearsed to the end is not kept"
+
+
+def test_a_compiler_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its process answers nothing; the start stops with a message instead of waiting."""
+    worker = tmp_path / "compiler"
+    worker.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
+    worker.chmod(0o755)
+    monkeypatch.setattr(compile, "_PATIENCE", 0.3)
+    monkeypatch.setattr(compile.sys, "executable", str(worker))
+    job = compile.Job("penstock.ops.norm_kernel", "normalise", "{}", tmp_path / "nowhere", "penstock.ops.norm_triton")
+    kernels = registry.bind(gpu_facts((7, 0)), torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"launch kernels does not work on compute capability 9\.0: .* ended with status -9"):
+        compile.Compilation([job], (9, 0)).finish(kernels)
