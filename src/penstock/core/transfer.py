@@ -17,7 +17,8 @@ class PageName(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Copy a page of the device to a slot of the host, as it is before the plan's own copies, loads and step."""
+    """Copy a page of the device to a slot of the host, as it is before the plan's own copies, loads and step. The slots of a
+    plan's saves share no byte, so these may be carried out in any order."""
 
     group: int
     page: int

@@ -126,6 +126,31 @@ def test_written_through_and_then_leaving_within_one_plan() -> None:
     rig.close()
 
 
+def test_a_slot_given_up_within_one_plan_holds_what_came_last() -> None:
+    """The host has one slab: what comes to it later in a plan takes the place of what came before, whatever their numbers."""
+    for first, second in ((3, 1), (1, 3)):
+        rig = Rig(None, slabs=1)
+        rig.tiers.offer([rig.fill(1, first)], leaving=False)
+        rig.tiers.offer([rig.fill(2, second)], leaving=False)
+        rig.step()
+        assert load(rig, [content(1, 4)]) is None
+        assert load(rig, [content(2, 4)]) and rig.holds(2, 4)
+        rig.close()
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_slab_given_to_another_group_within_one_plan_holds_what_came_last(last: int) -> None:
+    rig = Rig(None, slabs=1)
+    pages = {0: [rig.fill(1, 2)], 1: [rig.fill(i, 12 + i, 1) for i in range(3)]}
+    rig.tiers.offer(pages[1 - last], leaving=False)
+    rig.tiers.offer(pages[last], leaving=False)
+    rig.step()
+    wanted = [content(1, 4)] if last == 0 else [content(i, 15 + i, 1) for i in range(3)]
+    assert load(rig, wanted)
+    assert all(rig.holds(int.from_bytes(one.key, "big"), one.page, one.group) for one in wanted)
+    rig.close()
+
+
 def test_pages_survive_on_disk(tmp_path: Path) -> None:
     rig = Rig(tmp_path, slabs=5)
     rig.tiers.offer([rig.fill(i, i) for i in range(4)] + [rig.fill(i, i + 12, 1) for i in range(3)], leaving=False)

@@ -71,7 +71,10 @@ class Hierarchy:
         self.costs = Costs({tier: Source() for tier in (HOST, *(catalog.tier for catalog in self.catalogs))})
         self._keeper = Keeper(self.catalogs, refresh_seconds) if self.catalogs else None
         self._stats = {tier: TierStats(tier) for tier in self.costs.sources}
+        self._saves: dict[tuple[int, int], tuple[PageName, Save]] = {}
+        """By group and slot."""
         self._transfers: list[Transfer] = []
+        """Loads and Stores."""
         self._wanted: deque[PageName] = deque(maxlen=_WANTED_PAGES)
         """Pages to be written to stores as soon as there is room for them in the queue."""
         self._writing: dict[int, tuple[int, PageName, int]] = {}
@@ -100,8 +103,8 @@ class Hierarchy:
         slots = self.host.add(names)
         for content, name in zip(fresh, names, strict=True):
             if name in slots:
-                self._transfers.append(Save(content.group, content.page, slots[name]))
-                self._moved(HOST, self._sizes[name.group])
+                slot = slots[name]
+                self._saves[name.group, slot] = name, Save(name.group, content.page, slot)
         if self.catalogs:
             if self.policy.through:
                 self._wanted.extend(name for name in names if name in slots)
@@ -146,8 +149,13 @@ class Hierarchy:
         return self._loading[ticket].pages
 
     def drain(self) -> list[Transfer]:
+        saves, self._saves = self._saves, {}
         transfers, self._transfers = self._transfers, []
-        return transfers
+        # Where much comes at once, the host has given up some of it since, and the slot, or the whole slab, to another page.
+        left = [save for name, save in saves.values() if self.host.uses(name, save.slot)]
+        for save in left:
+            self._moved(HOST, self._sizes[save.group])
+        return [*left, *transfers]
 
     def listen(self, listener: Listener) -> None:
         self.host.told = partial(listener, HOST)
@@ -186,7 +194,7 @@ class Hierarchy:
 
     @property
     def pending(self) -> bool:
-        return bool(self._transfers)
+        return bool(self._saves or self._transfers)
 
     @property
     def writing(self) -> bool:

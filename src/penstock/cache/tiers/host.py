@@ -44,6 +44,10 @@ class HostSlots:
         """Where a page is, if it is here."""
         return self._slots.get(name)
 
+    def uses(self, name: PageName, slot: int) -> bool:
+        """Whether a page still is in this slot; forgotten, it is until the transfers that use it have ended."""
+        return self._slots.get(name) == slot or slot in self._doomed.get(name, ())
+
     def touch(self, names: Sequence[PageName]) -> None:
         """These pages, in the order of their context, have been used. Its end is forgotten first: it is of no use alone."""
         for name in reversed(names):
