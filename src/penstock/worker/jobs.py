@@ -80,20 +80,23 @@ class Job:
     def wanted(self) -> bool:
         """Whether a part should write its pages; if so, `end` says when it has."""
         with self._lock:
-            self._writing += not self.given_up
-            return not self.given_up
+            wanted = not self.given_up
+            self._writing += wanted
+            return wanted
 
-    def end(self, wrote: bool) -> None:
-        """A part has ended, and was `wanted` or not."""
+    def end(self, wrote: bool, failed: bool = False) -> None:
+        """A part has ended, and was `wanted` or not. With `failed` there is no use in the others."""
         with self._lock:
+            self.given_up |= failed
             self._left -= 1
             self._writing -= wrote
             self._land_if_over()
 
     def lose(self, name: PageName) -> None:
         """A page is not to be had, so there is no use in the others."""
-        self._lost.append(name)
-        self.given_up = True
+        with self._lock:
+            self._lost.append(name)
+            self.given_up = True
 
     def give_up(self) -> None:
         """It is no longer wanted, or takes too long."""

@@ -185,17 +185,17 @@ class Movers:
     def _read(self, job: Job, pieces: list[Piece], ready: Mark) -> None:
         """Some pages of a load, by way of a buffer, because they are not certain to be the right ones."""
         job.begin(pieces[0].store)
-        buffer = self._buffers.get()
+        buffer, failed = self._buffers.get(), False
         try:
             copies = self._fill(job, pieces, buffer)
         except Exception:
             LOG.exception("a page of the cache could not be read")
-            copies, job.given_up = [], True
+            copies, failed = [], True
         if copies and job.wanted():
             self._finish(job, copies, [ready], buffer)
         else:
             self._buffers.put(buffer)
-            job.end(False)
+            job.end(False, failed)
 
     def _fill(self, job: Job, pieces: list[Piece], buffer: torch.Tensor) -> list[Copy]:
         """Reads pages, one behind the other; gives the copies that are left to be made, none if a page is not good."""
@@ -236,14 +236,15 @@ class Movers:
         mark = self._loads.run(copies, after)
 
         def end() -> None:
+            failed = False
             try:
                 mark.wait()
             except Exception:
                 LOG.exception("a page of the cache could not be copied to the device")
-                job.given_up = True
+                failed = True
             if buffer is not None:
                 self._buffers.put(buffer)
-            job.end(True)
+            job.end(True, failed)
 
         self._ends.submit(end)
 
