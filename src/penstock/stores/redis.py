@@ -11,9 +11,10 @@ import io
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from urllib.parse import unquote, urlsplit
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from penstock.core.errors import ConfigError
 from penstock.core.transfer import PageName
@@ -26,6 +27,7 @@ _SCAN_COUNT = 1000
 _KEY_BYTES = 32
 
 Reply = bytes | int | list["Reply"] | None
+Result = TypeVar("Result")
 
 
 class RedisStore:
@@ -41,19 +43,16 @@ class RedisStore:
         self._lock = threading.Lock()
         self._listing = Listing()
         try:
-            with self._connection() as connection:
-                connection.ask(b"PING")
+            self._call(lambda connection: connection.ask(b"PING"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"cache_remote is {self._url.scheme}://{self._url.hostname}, which does not answer as Redis "
                               f"does: {error}") from None
 
     def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
-        with self._connection() as connection:
-            connection.ask(b"SET", self._key(name), parts)
+        self._call(lambda connection: connection.ask(b"SET", self._key(name), parts))
 
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
-        with self._connection() as connection:
-            done = connection.fetch(self._key(name), parts)
+        done = self._call(lambda connection: connection.fetch(self._key(name), parts))
         if done is None:
             raise FileNotFoundError(name)
         return done
@@ -62,12 +61,12 @@ class RedisStore:
         """Reading was it."""
 
     def delete(self, name: PageName | str) -> None:
-        with self._connection() as connection:
-            connection.ask(b"DEL", name.encode("latin-1") if isinstance(name, str) else self._key(name))
+        key = name.encode("latin-1") if isinstance(name, str) else self._key(name)
+        self._call(lambda connection: connection.ask(b"DEL", key))
 
     def changes(self) -> tuple[list[Entry], list[PageName | str]]:
         now = time.time()
-        return self._listing.compare(Entry(self._parse(key), 0, now) for key in self._keys())
+        return self._listing.compare(Entry(self._parse(key), 0, now) for key in self._call(self._keys))
 
     def close(self) -> None:
         with self._lock:
@@ -75,19 +74,18 @@ class RedisStore:
                 connection.close()
             self._idle.clear()
 
-    def _keys(self) -> Iterator[bytes]:
+    def _keys(self, connection: _Connection) -> list[bytes]:
         pattern = b"".join(b"\\" + bytes([byte]) for byte in self._prefix) + b"*"
-        cursor: Reply = b"0"
-        with self._connection() as connection:
-            while True:
-                assert isinstance(cursor, bytes)
-                reply = connection.ask(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", str(_SCAN_COUNT).encode())
-                assert isinstance(reply, list)
-                cursor, keys = reply
-                assert isinstance(keys, list)
-                yield from (key for key in keys if isinstance(key, bytes))
-                if cursor == b"0":
-                    return
+        cursor, found = b"0", list[bytes]()
+        while True:
+            reply = connection.ask(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", str(_SCAN_COUNT).encode())
+            match reply:
+                case [bytes(cursor), list(keys)]:
+                    found += [key for key in keys if isinstance(key, bytes)]
+                case _:
+                    raise OSError(f"the server answered {reply!r:.100} to SCAN")
+            if cursor == b"0":
+                return found
 
     def _key(self, name: PageName) -> bytes:
         return self._prefix + name[0].to_bytes(1, "little") + name[1]
@@ -96,34 +94,46 @@ class RedisStore:
         rest = key[len(self._prefix):]
         return PageName(rest[0], rest[1:]) if len(rest) == 1 + _KEY_BYTES else key.decode("latin-1")
 
-    @contextmanager
-    def _connection(self) -> Iterator[_Connection]:
-        """One of our own while in use. After an error it is in no known state, so it is closed."""
+    def _call(self, operation: Callable[[_Connection], Result]) -> Result:
+        """Runs an operation, which may be repeated, on a connection that is its own meanwhile. That the server has closed one
+        while it was idle, as servers do, is no error."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
-        connection = connection or _Connection(self._url.hostname or "127.0.0.1", self._url.port or 6379,
-                                               unquote(self._url.username or ""), unquote(self._url.password or ""),
-                                               self._url.path.strip("/"))
+        if connection is not None:
+            with suppress(ConnectionError):
+                return self._on(connection, operation)
+        return self._on(_Connection(self._url), operation)
+
+    def _on(self, connection: _Connection, operation: Callable[[_Connection], Result]) -> Result:
+        """After an error a connection is in no known state, so it is closed."""
         try:
-            yield connection
+            result = operation(connection)
+        except ValueError as error:
+            connection.close()
+            raise OSError(f"the server's answer is not of the Redis protocol: {error}") from None
         except BaseException:
             connection.close()
             raise
         with self._lock:
             self._idle.append(connection)
+        return result
 
 
 class _Connection:
     """A conversation with the server, one command at a time."""
 
-    def __init__(self, host: str, port: int, user: str, password: str, database: str) -> None:
-        self._socket = socket.create_connection((host, port), _TIMEOUT_SECONDS)
+    def __init__(self, url: SplitResult) -> None:
+        self._socket = socket.create_connection((url.hostname or "127.0.0.1", url.port or 6379), _TIMEOUT_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = io.BufferedReader(socket.SocketIO(self._socket, "r"), 1 << 16)
-        if password:
-            self.ask(b"AUTH", *[part.encode() for part in (user, password) if part])
-        if database:
-            self.ask(b"SELECT", database.encode())
+        try:
+            if url.password:
+                self.ask(b"AUTH", *[unquote(part).encode() for part in (url.username, url.password) if part])
+            if url.path.strip("/"):
+                self.ask(b"SELECT", url.path.strip("/").encode())
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, *words: bytes | Sequence[memoryview]) -> Reply:
         """Sends a command and reads its answer. A word may come in parts. OSError for an error of the server's."""

@@ -99,7 +99,7 @@ class Movers:
         while self._saving and self._saving[0][0].passed():
             self._saving.popleft()
         if self._saving:
-            doomed = set(_overwritten(plan, self._arena.layout.page))
+            doomed = {place for page in _overwritten(plan, self._arena.layout.page) for place in self._overlaps(*page)}
             for mark, pages in self._saving:
                 if not doomed.isdisjoint(pages):
                     mark.hold()
@@ -188,6 +188,9 @@ class Movers:
         buffer, failed = self._buffers.get(), False
         try:
             copies = self._fill(job, pieces, buffer)
+        except (ConnectionError, TimeoutError) as error:
+            self._reports.complain(f"the {self._stores[pieces[0].store].tier} tier of the cache does not answer: {error}")
+            copies, failed = [], True
         except Exception:
             LOG.exception("a page of the cache could not be read")
             copies, failed = [], True
@@ -215,21 +218,17 @@ class Movers:
         return copies
 
     def _fetch(self, store: Store, name: PageName, page: memoryview) -> str | None:
-        """Reads a page and checks it; what is wrong with it, None if nothing is. What is broken is deleted."""
+        """Reads a page and checks it; what is wrong with it, None if nothing is. A store that does not answer is an error."""
         head = memoryview(bytearray(record.HEADER_BYTES))
         try:
             nbytes = store.read(name, [head, page])
-            if nbytes < len(head) + len(page):
-                why = f"it ends after {nbytes} bytes of {len(head) + len(page)}"
-            else:
-                fault = record.fault(self._version, name, head, page)
-                if fault is None:
-                    return None
-                why = fault
-            store.delete(name)
+        except (ConnectionError, TimeoutError):
+            raise
         except OSError as error:
             return str(error) or type(error).__name__
-        return why
+        if nbytes < len(head) + len(page):
+            return f"it ends after {nbytes} bytes of {len(head) + len(page)}"
+        return record.fault(self._version, name, head, page)
 
     def _finish(self, job: Job, copies: Iterable[Copy], after: list[Mark], buffer: torch.Tensor | None) -> None:
         """Has pages copied to the device; that ends a part of a load, and its buffer is free again."""
@@ -247,6 +246,15 @@ class Movers:
             job.end(True, failed)
 
         self._ends.submit(end)
+
+    def _overlaps(self, group: int, page: int) -> Iterator[tuple[int, int]]:
+        """The pages (group, page) that share bytes with this one: itself, and those of other groups that its slab has been, or
+        will be, lent to."""
+        groups = self._arena.layout.groups
+        slab = page // groups[group].per_slab
+        for g, cut in enumerate(groups):
+            first = slab * cut.per_slab
+            yield from ((g, other) for other in ((page,) if g == group else range(first, first + cut.per_slab)))
 
     def _slot(self, group: int, slot: int) -> memoryview:
         cut = self._host.layout.groups[group]

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -154,15 +155,45 @@ def test_refused_passwords_are_told(redis: str) -> None:
         RedisStore(redis.replace("p%20w", "guess"), version())
 
 
-def test_a_server_that_goes_away_is_an_oserror(redis: str) -> None:
+def test_connections_that_were_closed_while_idle_are_no_error(redis: str) -> None:
+    """As a server's option `timeout` does, and its restart."""
     store = RedisStore(redis, version())
+    put(store, version(), 1)
     for connection in store._idle:
         connection._socket.shutdown(socket.SHUT_RDWR)
-    with pytest.raises(OSError):
-        put(store, version(), 1)
-    put(store, version(), 1)
     assert get(store, version(), 1) == page(1)
+    for connection in store._idle:
+        connection._socket.shutdown(socket.SHUT_RDWR)
+    put(store, version(), 2)
+    assert get(store, version(), 2) == page(2) and len(store._idle) == 1
     store.close()
+
+
+@pytest.mark.parametrize("answer", [b"", b"+PONG\r\n", b"$many\r\n", b"$100\r\nshort", b"*1\r\n:5\r\n", b"-LOADING\r\n",
+                                    b"?\r\n"])
+def test_a_server_that_answers_nonsense_is_an_oserror(answer: bytes) -> None:
+    """It accepts every connection, answers one PING and then only `answer`, and closes."""
+    def serve() -> None:
+        for first in (b"+PONG\r\n", *[b""] * 6):
+            connection, _ = listening.accept()
+            with connection:
+                for reply in (first, answer):
+                    if reply:
+                        connection.recv(10_000)
+                        connection.sendall(reply)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        store = RedisStore(f"redis://127.0.0.1:{listening.getsockname()[1]}", version())
+        for operation in (lambda: get(store, version(), 1), store.changes):
+            with pytest.raises(OSError):
+                operation()
+        store.close()
+        for _ in range(7):
+            with suppress(OSError), socket.create_connection(listening.getsockname(), 1) as connection:
+                connection.shutdown(socket.SHUT_WR)
+        thread.join(5)
 
 
 def test_roots_are_made(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_what_was_kept_is_known_again(tmp_path: Path) -> None:
     Keeper([other], 60).close()
     assert all(name(i) in other for i in range(5)) and other.pages == 5
     assert other.used_bytes >= 5 * (SIZE + HEADER_BYTES)
-    other.lost([name(2)])
+    other.doom([name(2)])
     assert name(2) not in other and other.pages == 4
 
 
@@ -43,9 +43,56 @@ def test_reserved_pages_are_written_once(tmp_path: Path) -> None:
     assert one.reserve(name(2), 0.0) and one.settle(name(2), False, 10.0)
     assert not one.reserve(name(2), 11.0), "a store that failed is left alone for a while"
     assert one.reserve(name(2), 20.0)
-    assert set(one.forget()) == {name(1)} and name(1) not in one
-    assert not one.settle(name(2), True, 20.0), "written after all was forgotten: to be deleted"
-    assert one.used_bytes == 0
+    assert one.used_bytes == SIZE + HEADER_BYTES
+
+
+def test_what_is_doomed_is_not_found_again(tmp_path: Path) -> None:
+    """Nor when a look at the store sees it before it is deleted, or when it was being written all the while."""
+    one, other = catalog(tmp_path), catalog(tmp_path)
+    for i in range(2):
+        assert one.reserve(name(i), 0.0)
+    put(one.store, version(), 0)  # type: ignore[arg-type]
+    assert one.settle(name(0), True, 0.0)
+    one.doom_all()
+    put(one.store, version(), 1)  # type: ignore[arg-type]
+    one.refresh()
+    assert name(0) not in one and name(1) not in one and not one.reserve(name(0), 0.0)
+    one.bury()
+    other.refresh()
+    assert name(0) not in other and name(1) in other, "what is being written is not deleted before it has been"
+    assert not one.settle(name(1), True, 0.0) and name(1) not in one
+    one.bury()
+    other.refresh()
+    assert not other.pages and one.used_bytes == other.used_bytes == 0
+    assert one.reserve(name(0), 0.0) and one.reserve(name(1), 0.0), "they may come anew"
+
+
+def test_what_cannot_be_deleted_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = catalog(tmp_path)
+    put(one.store, version(), 1)  # type: ignore[arg-type]
+    one.refresh()
+    one.doom([name(1)])
+
+    def refuse(found: object) -> None:
+        raise OSError("read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.store, "delete", refuse)
+        one.bury()
+    one.refresh()
+    assert name(1) not in one and size_of(tmp_path)
+    one.bury()
+    assert not size_of(tmp_path)
+
+
+def test_what_was_being_written_when_all_ended_is_deleted(tmp_path: Path) -> None:
+    one = catalog(tmp_path)
+    keeper = Keeper([one], 60)
+    assert one.reserve(name(1), 0.0)
+    one.doom_all()
+    put(one.store, version(), 1)  # type: ignore[arg-type]
+    keeper.close()
+    assert not size_of(tmp_path)
 
 
 def test_bounds_hold_and_the_least_used_goes(tmp_path: Path) -> None:
@@ -114,7 +161,9 @@ def test_a_keeper_deletes_in_the_background(tmp_path: Path) -> None:
     one = catalog(tmp_path)
     put(one.store, version(), 1)  # type: ignore[arg-type]
     keeper = Keeper([one], 0.01)
-    keeper.delete(one, one.forget())
+    one.doom_all()
+    one.doom([name(1)])
+    keeper.wake()
     put(one.store, version(), 2)  # type: ignore[arg-type]
     until = time.monotonic() + 5
     while (size_of(tmp_path) > SIZE + HEADER_BYTES or name(2) not in one) and time.monotonic() < until:

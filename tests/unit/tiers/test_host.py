@@ -95,3 +95,13 @@ def test_a_source_follows_the_truth() -> None:
     for i in range(60):
         source.learn(1000, 0.1 if i < 30 else 1.0, now=float(i))
     assert source.rate == pytest.approx(1000, rel=0.01)
+
+
+def test_a_load_that_fails_at_once_is_no_sign_of_speed() -> None:
+    source = Source()
+    for _ in range(3):
+        source.learn(1000, 0.1, now=0.0)
+    source.learn(1000, 1e-6, now=0.0, whole=False)
+    assert source.rate == pytest.approx(10_000)
+    source.learn(1000, 10.0, now=0.0, whole=False)
+    assert source.rate < 500

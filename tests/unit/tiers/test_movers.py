@@ -200,9 +200,51 @@ def test_broken_pages_are_told_and_dropped(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         assert load(again, [content(0, 0), content(number, 1)]) is False
         assert again.tiers.find(0, [content(number, 0).key]) == [False]
-        assert not disk.path(PageName(0, content(number, 0).key)).exists()
     assert load(again, [content(0, 4)]) and again.holds(0, 4)
     assert {tier.name: tier.failures for tier in again.tiers.stats()} == {"host": 0, "disk": 3}
+    again.close()
+    assert [disk.path(PageName(0, content(i, 0).key)).exists() for i in range(4)] == [True, False, False, False]
+
+
+class Deaf:
+    """A store that fails to read."""
+
+    error: OSError | None = None
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
+        if Deaf.error is not None:
+            raise Deaf.error
+        return self._store.read(name, parts)
+
+
+@pytest.mark.parametrize(("error", "kept"), [(OSError(5, "Input/output error"), False), (ConnectionResetError(), True),
+                                             (TimeoutError(), True)])
+def test_unreadable_pages_make_way_and_silent_stores_are_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                    error: OSError, kept: bool) -> None:
+    rig = Rig(tmp_path)
+    rig.tiers.offer([rig.fill(0, 0)], leaving=False)
+    rig.step()
+    rig.stored()
+    rig.close()
+    again = Rig(tmp_path, wrap=Deaf)  # type: ignore[arg-type]
+    monkeypatch.setattr(Deaf, "error", error)
+    assert load(again, [content(0, 1)]) is False
+    assert again.tiers.find(0, [content(0, 0).key]) == [kept]
+    monkeypatch.setattr(Deaf, "error", None)
+    if not kept:
+        until = time.monotonic() + 5
+        while again.tiers.catalogs[0]._doomed and time.monotonic() < until:
+            time.sleep(0.01)
+        again.tiers.offer([again.fill(0, 0)], leaving=False)
+        again.step()
+        again.stored()
+    assert load(again, [content(0, 2)]) and again.holds(0, 2)
     again.close()
 
 

@@ -45,7 +45,10 @@ class Catalog:
         self._touched: OrderedDict[PageName, None] = OrderedDict()
         """What the store has not been told yet."""
         self._pending: dict[PageName, int] = {}
+        """Bytes of what is being written."""
         self._pending_bytes = 0
+        self._doomed: set[PageName] = set()
+        """What must not be found any more, whatever a look at the store says, until it has been deleted."""
         self._paused_until = 0.0
         self._failing = False
         self._lock = threading.Lock()
@@ -76,7 +79,7 @@ class Catalog:
 
     def reserve(self, name: PageName, now: float) -> bool:
         """Whether a page should be written now: it is not there nor on its way, there is room, and the store takes pages."""
-        if name in self._entries or name in self._pending or now < self._paused_until:
+        if name in self._entries or name in self._pending or name in self._doomed or now < self._paused_until:
             return False
         size = self._sizes[name.group]
         if self.bound is not None and self.used_bytes + self._pending_bytes + size > self.bound:
@@ -86,34 +89,36 @@ class Catalog:
         return True
 
     def settle(self, name: PageName, ok: bool, now: float) -> bool:
-        """A reserved page has been written, or could not be. False if it is to be deleted, as it was forgotten meanwhile."""
-        size = self._pending.pop(name, None)
-        if size is None:
-            return not ok
+        """A reserved page has been written, or could not be. False if it was doomed meanwhile: it can be deleted now."""
+        size = self._pending.pop(name)
         self._pending_bytes -= size
-        if ok:
-            self._add(Entry(name, size, time.time()))
-        else:
+        if not ok:
             self._paused_until = now + _PAUSE_SECONDS
-        return True
+        elif name not in self._doomed:
+            self._add(Entry(name, size, time.time()))
+        return name not in self._doomed
 
-    def lost(self, names: Iterable[PageName]) -> None:
-        """These pages are not there any more, or are to be deleted."""
+    def doom(self, names: Iterable[PageName]) -> None:
+        """These pages are broken or not wanted any more: nobody finds them from now on, and `bury` deletes them."""
         with self._lock:
             for name in names:
+                self._doomed.add(name)
                 self._remove(name)
-                # If it is being written, `settle` says that it is to be deleted.
-                self._pending_bytes -= self._pending.pop(name, 0)
 
-    def forget(self) -> list[PageName]:
-        """Knows nothing any more; returns the pages that should be deleted for it to be true."""
+    def doom_all(self) -> None:
+        """Dooms whatever is there or on its way."""
         with self._lock:
             names = [name for name in self._entries if not isinstance(name, str)]
-            for name in names:
-                self._remove(name)
-        self._pending.clear()
-        self._pending_bytes = 0
-        return names
+        self.doom([*names, *self._pending])
+
+    def bury(self, last: bool = False) -> None:
+        """Deletes what is doomed. What is still being written has to wait, unless this is the `last` call, before which all has
+        been written. Not for the engine's thread."""
+        for name in list(self._doomed):
+            if last or name not in self._pending:
+                if not self.delete(name):
+                    return
+                self._doomed.discard(name)
 
     def refresh(self) -> None:
         """Looks at the store. May take long; not for the engine's thread."""
@@ -162,7 +167,7 @@ class Catalog:
     def _add(self, entry: Entry) -> None:
         name, nbytes, _ = entry
         with self._lock:
-            if name in self._entries:
+            if name in self._entries or name in self._doomed:
                 return
             if not nbytes and not isinstance(name, str):
                 nbytes = self._sizes[name.group] if name.group < len(self._sizes) else 0
@@ -195,24 +200,18 @@ class Keeper:
         looking takes long."""
         self._catalogs = list(catalogs)
         self._seconds = seconds
-        self._doomed: list[tuple[Catalog, list[PageName]]] = []
         self._wake = threading.Event()
         self._closed = False
         self._look()
         self._thread = threading.Thread(target=self._run, name="penstock-tiers", daemon=True)
         self._thread.start()
 
-    def delete(self, catalog: Catalog, names: list[PageName]) -> None:
-        """Has pages deleted soon."""
-        self._doomed.append((catalog, names))
-        self._wake.set()
-
     def wake(self) -> None:
-        """Has stores shrunk soon."""
+        """Has doomed pages deleted and stores shrunk soon."""
         self._wake.set()
 
     def close(self) -> None:
-        """Finishes what it is doing."""
+        """Finishes what it is doing. Nothing may be being written any more."""
         self._closed = True
         self._wake.set()
         self._thread.join()
@@ -222,14 +221,11 @@ class Keeper:
         while True:
             self._wake.wait(max(0.0, due - time.monotonic()))
             self._wake.clear()
-            while self._doomed:
-                catalog, names = self._doomed.pop()
-                for name in names:
-                    if name not in catalog:
-                        catalog.delete(name)
+            last = self._closed
             for catalog in self._catalogs:
+                catalog.bury(last)
                 catalog.tell()
-            if self._closed:
+            if last:
                 return
             began = time.monotonic()
             if began >= due:

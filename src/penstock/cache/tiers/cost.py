@@ -64,11 +64,14 @@ class Source:
         self.owed = 0
         """Bytes of loads that are under way."""
 
-    def learn(self, nbytes: int, seconds: float, now: float) -> None:
-        """The tier gave so many bytes, and was busy with it for so long."""
+    def learn(self, nbytes: int, seconds: float, now: float, whole: bool = True) -> None:
+        """The tier gave so many bytes, and was busy with it for so long. If it has not given the `whole` of them, that can only
+        tell that it is slower than was thought."""
         if nbytes <= 0 or seconds <= 0:
             return
         rate = nbytes / seconds
+        if not whole and rate > self.rate > 0:
+            return
         # The first is not typical: buffers are made, files are opened, clocks wake up.
         stale = self._samples < _WARM_UP or now - self._measured > _STALE_SECONDS
         self._samples += 1

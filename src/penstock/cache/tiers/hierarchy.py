@@ -116,9 +116,8 @@ class Hierarchy:
         names = [PageName(content.group, content.key) for content in pages]
         self.host.forget(names)
         for catalog in self.catalogs:
-            catalog.lost(names)
-            if self._keeper is not None:
-                self._keeper.delete(catalog, names)
+            catalog.doom(names)
+        self._tidy()
 
     def find(self, group: int, keys: Sequence[Key]) -> list[bool]:
         names = [PageName(group, key) for key in keys]
@@ -168,9 +167,8 @@ class Hierarchy:
         self.host.clear()
         self._wanted.clear()
         for catalog in self.catalogs:
-            names = catalog.forget()
-            if self._keeper is not None:
-                self._keeper.delete(catalog, names)
+            catalog.doom_all()
+        self._tidy()
 
     def report(self, landings: Iterable[Landing], receipts: Iterable[Receipt]) -> None:
         now = time.monotonic()
@@ -180,14 +178,14 @@ class Hierarchy:
             which, name, size = self._writing.pop(receipt.id)
             catalog = self.catalogs[which]
             self.host.let_go(name)
-            if not catalog.settle(name, receipt.ok, now) and self._keeper is not None:
-                self._keeper.delete(catalog, [name])
+            if not catalog.settle(name, receipt.ok, now):
+                self._tidy()
             if receipt.ok:
                 self._moved(catalog.tier, size)
         if self._wanted:
             self._write()
-        if self._keeper is not None and any(catalog.crowded for catalog in self.catalogs):
-            self._keeper.wake()
+        if any(catalog.crowded for catalog in self.catalogs):
+            self._tidy()
 
     def computed(self, positions: int, seconds: float) -> None:
         self.costs.steps.learn(positions, seconds)
@@ -220,6 +218,11 @@ class Hierarchy:
             catalog.store.close()
 
     # -- within
+
+    def _tidy(self) -> None:
+        """Has doomed pages deleted and full stores shrunk."""
+        if self._keeper is not None:
+            self._keeper.wake()
 
     def _worth_saving(self, name: PageName) -> bool:
         return self.policy.always or self.costs.worth_saving(HOST, self._sizes[name.group], self.layout.page)
@@ -264,12 +267,12 @@ class Hierarchy:
             if landing.ok:
                 self._stats[tier].bytes_out += size
                 self._stats[tier].hit_tokens += self._positions(load, tier)
-        self.costs.sources[furthest].learn(load.nbytes[furthest], landing.seconds, now)
+        self.costs.sources[furthest].learn(load.nbytes[furthest], landing.seconds, now, landing.ok)
         for piece in load.pieces:
             if piece.name in landing.lost:
                 self._stats[self._tier(piece)].failures += 1
-        for catalog in self.catalogs:
-            catalog.lost(landing.lost)
+                self.catalogs[piece.store].doom([piece.name])
+                self._tidy()
 
     def _positions(self, load: _Loading, tier: str) -> int:
         """Positions of context that a load got from a tier: of the cache group that got most."""
