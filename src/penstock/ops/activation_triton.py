@@ -24,8 +24,8 @@ def _launch(x: torch.Tensor, kind: str, gated: bool) -> torch.Tensor:
     pieces = -(-width // _BLOCK)
     # Programs that wait take the place of some that work, where there are many.
     linked = gpu.linked(x.device) and rows * pieces <= 8 * gpu.multiprocessors(x.device)
-    apply[(rows, pieces)](flat, out, flat.stride(0) // align, width=width, block=_BLOCK, align=align, kind=kind,
-                                       gated=gated, linked=linked, num_warps=4, launch_pdl=linked)
+    apply[(rows, pieces)](flat, out, flat.stride(0) // align, width=width, block=_BLOCK, align=align, kind=kind, gated=gated,
+                          linked=linked, num_warps=4, launch_pdl=linked)
     return out
 
 

@@ -26,9 +26,6 @@ times 2,048 against 335 (bench/results); at 512 what the calls cost has eaten th
 _GRAIN = 512
 """Prompts are padded to a multiple of this for cuDNN, which takes 30 ms to plan for a length that it has not seen."""
 
-_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
-"""KiB of shared memory that a program can have, by compute capability; elsewhere 99."""
-
 
 class TritonAttention(AttentionOps):
     """whole, prepare and apply of ops/attention.py."""
@@ -96,7 +93,7 @@ class TritonAttention(AttentionOps):
             table.stride(0), group=group, size=size, page_size=geometry.page, block_m=shape.block_m, block_n=shape.block_n,
             block_d=block_d, rows=rows, windowed=geometry.window > 0, capped=softcap != 0.0, sunk=sinks is not None,
             fixed=self.invariant, edges=broad, linked=linked, fields=attention_work.FIELDS, num_warps=shape.warps,
-            num_stages=_stages(shape, block_d, geometry.itemsize, gpu.capability(q.device)), launch_pdl=linked)
+            num_stages=_stages(shape, block_d, geometry.itemsize, q.device), launch_pdl=linked)
 
 
 @cache
@@ -105,14 +102,14 @@ def _cudnn() -> bool:
     return torch.cuda.is_available() and torch.backends.cudnn.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def _stages(shape: Shape, block_d: int, itemsize: int, capability: tuple[int, int]) -> int:
+def _stages(shape: Shape, block_d: int, itemsize: int, device: torch.device) -> int:
     """As many stages as the shape has, or as fit: a stage is a block of keys and one of values."""
-    room = _SHARED.get(capability, 99) * 1024 - shape.block_m * block_d * itemsize
+    room = gpu.shared_bytes(device) - shape.block_m * block_d * itemsize
     return max(1, min(shape.stages, room // (2 * shape.block_n * block_d * itemsize)))
 
 
 def _block(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, gpu.covering(size))
 
 
 def _padded(span: Span) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.ops.attention import Geometry, Ints
+from penstock.ops.gpu import covering
 
 Flags = npt.NDArray[np.bool_]
 
@@ -87,7 +88,7 @@ class Layout:
 def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, Shape]:
     """The narrow and the broad shape for steps of up to so many segments: what `bench/gpu_attention.py --sweep` found best."""
     group = geometry.heads // geometry.kv_heads
-    rows = max(16, 1 << (group - 1).bit_length())
+    rows = max(16, covering(group))
     assert rows <= 128, f"{group} query heads share a KV head; these kernels serve up to 128"
     wide = geometry.head_size > 128
     if geometry.itemsize == 4:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from penstock.ops.gpu import covering
+
 _BLOCK = 2048
 
 
@@ -18,7 +20,7 @@ def gather(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows, width, dtype=table.dtype, device=table.device)
     if rows == 0:
         return out
-    block = min(_BLOCK, 1 << (width - 1).bit_length())
+    block = min(_BLOCK, covering(width))
     kernel[(rows, -(-width // block))](ids, table, out, width=width, block=block,
                                        num_warps=max(1, min(8, block * table.element_size() // 512)))
     return out

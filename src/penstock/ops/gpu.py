@@ -68,6 +68,19 @@ def linked(device: torch.device) -> bool:
     return capability(device) >= (9, 0)
 
 
+_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program can have (CUDA C++ programming guide, specifications by compute capability)."""
+    return _SHARED.get(capability(device), 99) << 10
+
+
+def covering(count: int) -> int:
+    """The least power of two, at least 1, that is not below: blocks of Triton's kernels have such sizes."""
+    return 1 << max(0, count - 1).bit_length()
+
+
 def supports(facts: DeviceFacts, dtype: torch.dtype) -> str | None:
     """The reason why Triton's kernels cannot serve here, if there is one."""
     if facts.kind != "cuda":

@@ -30,7 +30,7 @@ def choose(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, boxes: bo
         return _EXACT
     if rows <= 64:
         return few_rows(rows, n, k, gated, divide=False)
-    rows = 1 << (rows - 1).bit_length()
+    rows = gpu.covering(rows)
     options = [tile for tile in (_MANY_GATED if gated else _MANY) if boxes or not tile.boxed]
     enough = (tile for tile in options if -(-rows // tile.tall) * -(-n // tile.wide) >= _PROGRAMS)
     return next(enough, options[-1])

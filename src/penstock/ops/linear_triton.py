@@ -107,9 +107,8 @@ def boxable(x: torch.Tensor, weight: Weight, n: int) -> bool:
 
 
 def _stages(tile: Tile, row: int, device: torch.device, gated: bool) -> int:
-    """The tile's stages, of rows of `row` bytes, or as many as fit into shared memory (KB by capability: CUDA C++ guide)."""
-    shared = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(gpu.capability(device), 99)
-    return max(1, min(tile.stages, (shared << 10) // ((tile.tall + tile.wide * (2 if gated else 1)) * row)))
+    """The tile's stages, of rows of `row` bytes, or as many as fit into shared memory."""
+    return max(1, min(tile.stages, gpu.shared_bytes(device) // ((tile.tall + tile.wide * (2 if gated else 1)) * row)))
 
 
 def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype,

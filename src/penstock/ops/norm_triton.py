@@ -22,7 +22,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    block = 1 << (width - 1).bit_length()
+    block = gpu.covering(width)
     many = rows > 8 * gpu.multiprocessors(x.device)
     tall = max(1, 1024 // block) if many else 1  # narrow rows share a program, if that leaves enough of them
     warps = min(16, max(1, tall * block * x.element_size() // (_VECTOR[many] * 32)))

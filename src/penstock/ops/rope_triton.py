@@ -14,10 +14,6 @@ _EARLY = True
 launched in the ordinary way, when everything before it has ended: so they are there when anything behind it begins."""
 
 
-def _power(size: int) -> int:
-    return 1 << (size - 1).bit_length() if size > 0 else 1
-
-
 @register("rope_write", "triton", rank=10, supports=gpu.supports)
 def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
@@ -31,14 +27,14 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: tor
     if tokens == 0:
         return out
     half = 0 if cos is None else cos.shape[1]
-    whole = _power(size)
-    many = max(1, min(_power(heads), _NUMBERS.get(whole, 1024) // whole))
+    whole = gpu.covering(size)
+    many = max(1, min(gpu.covering(heads), _NUMBERS.get(whole, 1024) // whole))
     warps = min(8, max(1, many * whole // 512))
     linked = gpu.linked(q.device)
     kernel[(tokens, -(-heads // many) - (-kv_heads // many))](
         q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_norm, out, float(eps), float(offset),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *k_cache.stride()[:3], *v_cache.stride()[:3], heads=heads, kv_heads=kv_heads, size=size, page=k_cache.shape[2],
-        half=half, near=_power(half), far=_power(size - 2 * half), whole=whole, many=many, linked=linked, early=_EARLY,
-        num_warps=warps, launch_pdl=linked)
+        half=half, near=gpu.covering(half), far=gpu.covering(size - 2 * half), whole=whole, many=many, linked=linked,
+        early=_EARLY, num_warps=warps, launch_pdl=linked)
     return out

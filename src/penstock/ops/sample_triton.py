@@ -21,10 +21,6 @@ _GROUP = 32
 """Lines whose tokens are counted at a time, which bounds the memory of penalties."""
 
 
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def _strided(logits: torch.Tensor) -> tuple[int, dict[str, int]]:
     """The distance of two lines, and what compilation must know of it and of their length, to load many elements at a time."""
     stride = logits.stride(0)
@@ -57,7 +53,7 @@ class TritonSample(SampleOps):
         out = torch.empty(lines, dtype=torch.int32, device=device)
         kernels.race[(lines, parts)](logits, stride, each, table, row, position, threshold, values, places, tile=_RACE,
                                      fast=device.type != "cpu", num_warps=4, **shape, **link)
-        kernels.settle[(lines,)](values, places, parts, row, position, tokens, tokens.shape[1], out, wide=_power(tiles),
+        kernels.settle[(lines,)](values, places, parts, row, position, tokens, tokens.shape[1], out, wide=gpu.covering(tiles),
                                  num_warps=1, **link)
         return out
 
@@ -79,7 +75,7 @@ class TritonSample(SampleOps):
         grid, shared = (lines, parts), (logits, stride, each, table, row)
         how = {**shape, **_linked(device), "tile": _TILE, "num_warps": 8}
         kernels.extremes[grid](*shared, partial, counters, **how)
-        how |= {"wide": _power(tiles), "room": _TILE}
+        how |= {"wide": gpu.covering(tiles), "room": _TILE}
         kernels.narrow[grid](*shared, partial, first, first, tallies, opening=True, **how)
         kernels.narrow[grid](*shared, tallies, first, second, finer, opening=False, **how)
         kernels.gather[grid](*shared, second, finer, counters, kept, **how)
@@ -130,7 +126,7 @@ class TritonSample(SampleOps):
         ids, values, ranks = (empty(count, 1 + top, dtype=dtype) for dtype in (torch.int32, torch.float32, torch.int32))
         kernels.survey[(count, parts)](logits, stride, lines, tokens, top, *found, tile=_TILE, slots=_SLOTS, num_warps=8,
                                        **shape, **link)
-        kernels.score[(count,)](logits, stride, parts, lines, tokens, top, *found, ids, values, ranks, wide=_power(parts),
+        kernels.score[(count,)](logits, stride, parts, lines, tokens, top, *found, ids, values, ranks, wide=gpu.covering(parts),
                                 slots=_SLOTS, align=shape["align"], num_warps=8, **link)
         return ids, values, ranks
 

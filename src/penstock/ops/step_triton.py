@@ -29,7 +29,7 @@ def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tenso
     stride = tables[0].stride(0)
     assert all(table.stride() == (stride, 1) for table in tables), "tables of one shape, rows contiguous"
     # By the longest context that there can be, not by this step's: else every length would be a kernel of its own.
-    wide = max(128, 1 << (-(-tables[0].shape[1] // _PIECES) - 1).bit_length())
+    wide = max(128, gpu.covering(-(-tables[0].shape[1] // _PIECES)))
     pieces = -(-columns // wide)
     linked = gpu.linked(device)
     kernel[(-(-tokens // _BLOCK) + segments * pieces,)](

@@ -66,7 +66,7 @@ class Parameters:
             changed |= self._place(blocks)
         if self.table.is_cuda:
             rows = np.fromiter(changed, np.int32, len(changed))
-            host = self._lines.host(len(rows) * (1 + WIDTH)).reshape(-1)
+            host = self._lines.host(len(rows) * (1 + WIDTH))
             host[:len(rows)] = rows
             host[len(rows):len(rows) * (1 + WIDTH)] = self._host[rows].ravel()
             self._lines.send(len(rows) * (1 + WIDTH))

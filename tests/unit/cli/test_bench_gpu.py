@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.bench import curves, fixed, gpu, memory, over_http, starts, timeline
+from penstock.cli.bench import curves, fixed, gpu, memory, offline, over_http, starts, timeline
 from penstock.cli.bench.environment import environment
 from penstock.cli.main import main
 from penstock.core.errors import ConfigError
@@ -55,7 +55,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        for module in (gpu, offline):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
 
 class FalseLLM:
@@ -160,7 +161,7 @@ def test_answers_that_are_too_short(false_engine: type[FalseLLM], capsys: pytest
                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FalseLLM, "short", 1)
     assert main(["bench", "gpu", "--shape", "tiny"]) == 1
-    assert "ended after 3 (length): the figures would mean nothing" in capsys.readouterr().err
+    assert "a request of 3 + 4 tokens ended after 3 (length), so its time would mean nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "message"), [

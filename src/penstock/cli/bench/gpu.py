@@ -19,10 +19,10 @@ from typing import Any
 
 from penstock.cli.bench import curves, timeline
 from penstock.cli.bench.fixed import COPY, PEER, SHAPES, TARGET, Ask, floor, step_bytes, step_floor, workloads, write
+from penstock.cli.bench.offline import seconds_for
 from penstock.config.flags import from_args
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
-from penstock.core.sampling import SamplingParams
 
 TABLES = {
     "workloads": "the fixed workloads: seconds, floor, target, peer",
@@ -160,19 +160,9 @@ class _Bench:
 
     def _run(self, asks: list[Ask], fresh: bool = True) -> float:
         """Seconds until all are answered in full; fresh: nothing is found that was computed before."""
-        prompts: list[Any] = [{"prompt_token_ids": ask.prompt} for ask in asks]
-        params = [SamplingParams(temperature=0, max_tokens=ask.output, ignore_eos=True, detokenize=False) for ask in asks]
         if fresh:
             self.llm.reset_prefix_cache()
-        start = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        elapsed = time.perf_counter() - start
-        for output, ask in zip(outputs, asks, strict=True):
-            found = output.outputs[0]
-            if len(found.token_ids) != ask.output:
-                raise ConfigError(f"a request of {len(ask.prompt)} + {ask.output} tokens ended after {len(found.token_ids)} "
-                                  f"({found.finish_reason}): the figures would mean nothing")
-        return elapsed
+        return seconds_for(self.llm, [(ask.prompt, ask.output) for ask in asks])
 
     def steps(self, points: Any) -> list[dict[str, Any]]:
         """Decode steps at (context, batch) points, as far as context and cache have room."""

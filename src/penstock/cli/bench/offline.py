@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,22 @@ def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
             "clipped_inputs": workload.clipped_inputs, "clipped_outputs": workload.clipped_outputs, **report}
 
 
+def seconds_for(llm: Any, requests: Sequence[tuple[list[int], int]]) -> float:
+    """Seconds until all of (prompt, tokens of output), asked at once, are answered in full; ConfigError if one is not."""
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+    params = [SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False) for _, output in requests]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    elapsed = time.perf_counter() - start
+    for output, (prompt, length) in zip(outputs, requests, strict=True):
+        answer = output.outputs[0]
+        if len(answer.token_ids) != length:
+            raise ConfigError(f"a request of {len(prompt)} + {length} tokens ended after {len(answer.token_ids)} "
+                              f"({answer.finish_reason}), so its time would mean nothing; the context is "
+                              f"{llm.info.max_model_len} tokens")
+    return elapsed
+
+
 class _Run:
     """A loaded model and what its engine counts between `begin` and `report`."""
 
@@ -89,19 +106,7 @@ class _Run:
 
     def generate(self, items: list[Item]) -> float:
         """Seconds until all are answered in full length."""
-        prompts: list[Any] = [{"prompt_token_ids": item.prompt} for item in items]
-        params = [SamplingParams(temperature=0, max_tokens=item.output_len, ignore_eos=True, detokenize=False)
-                  for item in items]
-        start = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        elapsed = time.perf_counter() - start
-        for output, item in zip(outputs, items, strict=True):
-            answer = output.outputs[0]
-            if len(answer.token_ids) != item.output_len:
-                raise ConfigError(f"a request of {item.input_len} + {item.output_len} tokens ended after "
-                                  f"{len(answer.token_ids)} ({answer.finish_reason}); the context is "
-                                  f"{self.llm.info.max_model_len} tokens")
-        return elapsed
+        return seconds_for(self.llm, [(item.prompt, item.output_len) for item in items])
 
     def profile(self, folder: Path | None, name: str, items: list[Item]) -> None:
         """Writes a Chrome trace of answering these, if there is a folder for it."""
