@@ -141,6 +141,27 @@ except Exception as error:
 """
 
 
+ONES = PRELUDE + """
+from penstock.ops import linear_invariant, linear_triton
+from penstock.ops.linear import Weight
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+with compile.recording(CHIP) as jobs:
+    one = Weight(empty(1, 64), 1, 64, torch.bfloat16)
+    for rows in (1, 5):
+        linear_triton.TritonLinear.apply(empty(rows, 64), one)
+    linear_invariant.InvariantLinear.apply(empty(5, 1), Weight(empty(1, 1), 1, 1, torch.bfloat16))
+    cache = empty(9, 2, 1, 1, 1)
+    rope_triton.rope_write(*(empty(3, 1, 1) for _ in range(3)), empty(3, dtype=torch.int32), empty(3, dtype=torch.int64),
+                           cache[:, 0], cache[:, 1])
+work = compile.Compilation(jobs.values(), CHIP.capability)
+work.finish(registry.bind(FACTS, torch.bfloat16))
+print(json.dumps(sorted(job.kernel for job in jobs.values())))
+"""
+
+
 def python(script: str, cache: Path, **more: str) -> tuple[Any, str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240,
@@ -157,6 +178,12 @@ def test_compiled_once_and_found(tmp_path: Path) -> None:
     then, _ = python(LAUNCH, tmp_path)
     assert then["known"] == [0, 2], "any number of rows launches the two kernels that are in the cache"
     assert then["other"] == 1 and then["names"] == ["normalise"], "a width that was not recorded is noticed"
+
+
+def test_sizes_of_one_compile(tmp_path: Path) -> None:
+    """Triton makes constants of arguments that are 1, which the interpreter does not: a single output, head, number, slot."""
+    found, _ = python(ONES, tmp_path)
+    assert found == ["matvec", "rope_write", "tiles", "tiles"]
 
 
 def test_steps_of_any_size_launch_what_was_rehearsed(tmp_path: Path) -> None:

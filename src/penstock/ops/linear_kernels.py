@@ -45,7 +45,7 @@ def matvec(x, weight, bias, out, n, k, wide: tl.constexpr, deep: tl.constexpr, s
     columns = tl.arange(0, deep)
     kept = tl.minimum(rows, n - 1)
     at = weight + kept.to(tl.int64)[:, None] * k + columns[None, :]
-    beside = at + n.to(tl.int64) * k
+    beside = at + tl.cast(n, tl.int64) * k  # a 1 is no tensor: Triton has made it a constant
     if linked:
         gdc_launch_dependents()
     first = ()
@@ -138,7 +138,7 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
     share = tl.cdiv(k, deep * split) * deep
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, k)
-    beside = n.to(tl.int64) * k
+    beside = tl.cast(n, tl.int64) * k
     if linked:
         if ahead > 0:
             columns = tl.minimum(end - begin, ahead * deep)

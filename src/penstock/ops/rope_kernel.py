@@ -70,8 +70,8 @@ def rope_write(q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_
         head = (block - (heads + many - 1) // many) * many + tl.arange(0, many)[:, None]
         kept = head < kv_heads
         written = kept & (slot >= 0)
-        to_k = slot // page * k_page + slot % page * k_slot + head * k_row.to(tl.int64)
-        to_v = slot // page * v_page + slot % page * v_slot + head * v_row.to(tl.int64)
+        to_k = slot // page * k_page + slot % page * k_slot + head * tl.cast(k_row, tl.int64)
+        to_v = slot // page * v_page + slot % page * v_slot + head * tl.cast(v_row, tl.int64)
         _turn(k + token * k_token + head * k_head, k_cache + to_k, k_norm, c, s, kept, written, eps, offset, size, half, near,
               far)
         d = tl.arange(0, whole)[None, :]

@@ -135,5 +135,5 @@ def test_a_compiler_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(compile.sys, "executable", str(worker))
     job = compile.Job("penstock.ops.norm_kernel", "normalise", "{}", tmp_path / "nowhere", "penstock.ops.norm_triton")
     kernels = registry.bind(gpu_facts((7, 0)), torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"launch kernels does not work on compute capability 9\.0: .* ended with status -9"):
+    with pytest.raises(ConfigError, match=r"does not work on compute capability 9\.0: the compiler's process ended"):
         compile.Compilation([job], (9, 0)).finish(kernels)
