@@ -65,7 +65,7 @@ class Request(msgspec.Struct, array_like=True):
     refused because too many wait."""
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Log probabilities at one position: the token there first, then the most likely ones in order."""
 
     ids: list[int]
@@ -74,7 +74,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     """1 is the most likely token."""
 
 
-class Timings(msgspec.Struct, array_like=True):
+class Timings(msgspec.Struct, array_like=True, gc=False):
     """When things happened to one sequence, time.time() in seconds; 0.0 where it did not happen."""
 
     arrival: float = 0.0
@@ -84,7 +84,7 @@ class Timings(msgspec.Struct, array_like=True):
     preemptions: int = 0
 
 
-class Update(msgspec.Struct, array_like=True):
+class Update(msgspec.Struct, array_like=True, gc=False):
     """News of one sequence of a request: the tokens since the last update, and perhaps its end."""
 
     request_id: str

@@ -6,15 +6,15 @@ from penstock.core.request import Request, Timings, TokenLogprobs
 
 
 class Sequence:
-    """Counts of positions: computed <= planned <= known + promised.
+    """Counts of positions: computed <= planned <= goal.
 
-    `known` tokens are on the host (`tokens`); `promised` ones will be sampled by plans in flight; `planned` positions are in
-    plans already made; `computed` positions are done. Owned by the scheduler; nobody else writes.
+    `known` tokens are on the host (`tokens`); `planned` positions are in plans already made; `computed` positions are done.
+    Owned by the scheduler; nobody else writes.
     """
 
-    __slots__ = ("cached", "cached_by_tier", "children", "computed", "done", "due", "epoch", "flying", "index", "limit", "mark",
-                 "pages", "passed", "planned", "promised", "prompt_len", "request", "room", "row", "scores", "scoring", "seed",
-                 "stops", "timings", "tokens")
+    __slots__ = ("cached", "cached_by_tier", "children", "computed", "done", "due", "epoch", "goal", "index", "limit", "mark",
+                 "pages", "passed", "planned", "prompt_len", "request", "room", "row", "scores", "scoring", "seed", "stops",
+                 "timings", "tokens")
 
     def __init__(self, request: Request, index: int, seed: int, limit: int) -> None:
         self.request = request
@@ -24,13 +24,13 @@ class Sequence:
         """Most tokens that may become known: prompt plus output."""
         self.tokens: list[int] = list(request.prompt_ids)
         self.prompt_len = len(self.tokens)
-        self.promised = 0
+        self.goal = self.prompt_len
+        """Positions that should be computed so far: of known tokens and of those that plans in flight will sample, but never
+        that of the last token of all, which is not fed back."""
         self.planned = 0
         self.computed = 0
-        self.flying = 0
-        """Plans in flight with a segment of this sequence."""
         self.epoch = 0
-        """Grows on preemption: what an older plan computed no longer counts, though the token it sampled does."""
+        """Grows on preemption."""
         self.row = -1
         self.done = False
         self.cached = 0
@@ -60,16 +60,6 @@ class Sequence:
     @property
     def known(self) -> int:
         return len(self.tokens)
-
-    @property
-    def goal(self) -> int:
-        """Positions that should be computed so far. The last token of all is never fed back."""
-        return min(len(self.tokens) + self.promised, self.limit - 1)
-
-    @property
-    def work(self) -> int:
-        """Positions that could be planned now."""
-        return self.goal - self.planned
 
     def restart(self) -> None:
         """Forgets what was computed, as preemption does. Known tokens stay; what flies may still add one."""

@@ -163,6 +163,8 @@ class BeamSearches:
 
     def through(self, updates: list[Update]) -> list[Update]:
         """The updates that are for callers: those of other requests as they are, and the answers of searches that ended."""
+        if not self.busy:
+            return [update for update in updates if SEPARATOR not in update.request_id]
         passed, self._news = self._news, []
         for update in updates:
             name, separator, _ = update.request_id.rpartition(SEPARATOR)

@@ -16,7 +16,7 @@ from penstock.core.request import Request, Timings, TokenLogprobs, Update
 from penstock.text import Detokenizer, StopStrings, Tokenizer
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     """What is new of one sequence. The last one of a sequence has a finish_reason."""
 
     request_id: str

@@ -31,15 +31,14 @@ _NOT_FINITE_ERROR = ("the model gave no usable next-token scores for this reques
 
 @dataclass(slots=True)
 class _Flight:
-    """A plan being made or handed out: its segments, column by column, whose they are, and the epoch they were planned in."""
+    """A plan being made or handed out: whose segments they are, how long, and what is wanted of them."""
 
     id: int
     sequences: list[Sequence] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     wants: list[int] = field(default_factory=list)
+    lost: set[Sequence] = field(default_factory=set)
+    """Those preempted since: what it computes for them no longer counts, though the tokens that it samples do."""
 
 
 class Scheduler:
@@ -114,10 +113,7 @@ class Scheduler:
             budget = self.limits.max_num_batched_tokens
         if budget is not None:
             self._admit(flight, budget, now)
-        # Forks wait for the next plan: this one is only about to write the pages that they share.
-        for sequence in flight.sequences:
-            if sequence.children and sequence.planned >= sequence.prompt_len:
-                self._fork(sequence)
+        rows, starts = self._hand_out(flight)
         # A plan without segments only moves pages; if nothing else flies, its result says what has come of that.
         if not flight.sequences and (self.flights or not self.cache.writing):
             return None
@@ -125,7 +121,7 @@ class Scheduler:
         enter, self._enter = self._enter, []
         leave, self._leave = self._leave, []
         self.flights.append(flight)
-        plan = StepPlan(flight.id, enter, leave, rows=np.array(flight.rows, np.int32), starts=np.array(flight.starts, np.int32),
+        plan = StepPlan(flight.id, enter, leave, rows=np.array(rows, np.int32), starts=np.array(starts, np.int32),
                         counts=np.array(flight.counts, np.int32), wants=np.array(flight.wants, np.int32))
         self.cache.drain(plan)
         return plan
@@ -138,11 +134,12 @@ class Scheduler:
         running, budget, at, preempted = self.running, self._budget(), 0, False
         while at < len(running):
             sequence = running[at]
-            work = sequence.work
-            if work <= 0:
+            count = sequence.goal - sequence.planned
+            if not count:
                 at += 1
                 continue
-            count = work if work == 1 else self._chunk(sequence, max(1, min(work, budget - (len(running) - at - 1))))
+            if count > 1:
+                count = self._chunk(sequence, max(1, min(count, budget - (len(running) - at - 1))))
             upto = sequence.planned + count
             while upto > sequence.room and not self.cache.grow(sequence, upto):
                 preempted = True
@@ -154,7 +151,8 @@ class Scheduler:
                     self._cornered = None if running else sequence
                     break
             else:
-                self._segment(flight, sequence, count)
+                flight.sequences.append(sequence)
+                flight.counts.append(count)
                 budget -= count
                 at += 1
         return None if preempted else budget
@@ -162,7 +160,7 @@ class Scheduler:
     def _budget(self) -> int:
         """Tokens of this step: less than the most if running sequences would wait too long for their next one."""
         running = len(self.running)
-        decoding = sum(sequence.work <= 1 for sequence in self.running) if self.limits.step_target else 0
+        decoding = sum(s.goal - s.planned <= 1 for s in self.running) if self.limits.step_target else 0
         return max(running, self.pace.tokens(decoding, running - decoding + len(self.waiting)))
 
     def _admit(self, flight: _Flight, budget: int, now: float) -> None:
@@ -171,7 +169,8 @@ class Scheduler:
         while at < len(self.waiting) and self._rows and budget > 0:
             sequence = self.waiting[at]
             # Preempted with a token still to come: the worker must be told all tokens when it enters again.
-            if sequence.flying or self._cornered not in (None, sequence) or self.cache.must_wait(sequence):
+            lost = any(sequence in flown.lost for flown in self.flights)
+            if lost or self._cornered not in (None, sequence) or self.cache.must_wait(sequence):
                 at += 1
                 continue
             count = self._find_room(sequence, budget)
@@ -184,7 +183,8 @@ class Scheduler:
             self.admission.passed(blocked)
             del self.waiting[at]
             self._enter_row(sequence, now)
-            self._segment(flight, sequence, count)
+            flight.sequences.append(sequence)
+            flight.counts.append(count)
             budget -= count
 
     def _find_room(self, sequence: Sequence, budget: int) -> int:
@@ -211,7 +211,7 @@ class Scheduler:
         """A row and the pages of the first segment; returns its length, 0 if there is no room."""
         sequence.planned = sequence.computed = self.cache.match(sequence, reuse)
         sequence.row = self._rows[-1]
-        count = self._chunk(sequence, min(sequence.work, budget))
+        count = self._chunk(sequence, min(sequence.goal - sequence.planned, budget))
         room = not self.running or self.cache.has_room(sequence, sequence.goal)
         if room and self.cache.grow(sequence, sequence.planned + count):
             return count
@@ -238,21 +238,24 @@ class Scheduler:
         """How many of the next `count` positions make a good segment."""
         return self.cache.border(sequence.planned, sequence.planned + count) - sequence.planned
 
-    def _segment(self, flight: _Flight, sequence: Sequence, count: int) -> None:
-        start, want = sequence.planned, 0
-        sequence.planned = end = start + count
-        if end == len(sequence.tokens) + sequence.promised:
-            want = _SAMPLE
-            sequence.promised += 1
-        if sequence.scoring and start < sequence.prompt_len:
-            want |= _SCORE
-        sequence.flying += 1
-        flight.sequences.append(sequence)
-        flight.epochs.append(sequence.epoch)
-        flight.rows.append(sequence.row)
-        flight.starts.append(start)
-        flight.counts.append(count)
-        flight.wants.append(want)
+    def _hand_out(self, flight: _Flight) -> tuple[list[int], list[int]]:
+        """Moves the sequences of a plan on by its segments. Returns the segments' rows and starts."""
+        sequences, starts, wants = flight.sequences, [], flight.wants
+        for sequence, count in zip(sequences, flight.counts, strict=True):
+            start, want = sequence.planned, 0
+            sequence.planned = end = start + count
+            if end == sequence.goal:
+                want = _SAMPLE
+                if end < sequence.limit - 1:
+                    sequence.goal = end + 1
+            if sequence.scoring and start < sequence.prompt_len:
+                want |= _SCORE
+            starts.append(start)
+            wants.append(want)
+            # Forks wait for the next plan: this one is only about to write the pages that they share.
+            if sequence.children and end >= sequence.prompt_len:
+                self._fork(sequence)
+        return [sequence.row for sequence in sequences], starts
 
     def _fork(self, parent: Sequence) -> None:
         """The request's other sequences share the pages of its prompt, and compute only the prompt's last position again."""
@@ -266,6 +269,9 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=self.policy)
 
     def _preempt(self, victim: Sequence) -> None:
+        for flight in self.flights:
+            if victim in flight.sequences:
+                flight.lost.add(victim)
         self.running.remove(victim)
         self._give_row(victim)
         self.cache.release(victim)
@@ -295,25 +301,22 @@ class Scheduler:
         """Takes in the result of the oldest plan in flight; the news for its sequences wait in `take_updates`."""
         flight = self.flights.popleft()
         assert flight.id == result.id, (flight.id, result.id)
-        tokens = result.tokens.tolist()
-        params = [sequence.request.params for sequence in flight.sequences]
-        logprobs = _lines_by_segment(result.logprobs, [p.logprobs for p in params])
-        scores = _lines_by_segment(result.scores, [p.prompt_logprobs for p in params])
-        for i, sequence in enumerate(flight.sequences):
-            sequence.flying -= 1
+        logprobs = _lines_by_segment(result.logprobs, flight.sequences, "logprobs")
+        scores = _lines_by_segment(result.scores, flight.sequences, "prompt_logprobs")
+        settle, lost = self.cache.settle, flight.lost
+        segments = zip(flight.sequences, flight.counts, flight.wants, result.tokens.tolist(), strict=True)
+        for i, (sequence, count, want, token) in enumerate(segments):
             if sequence.done:
                 continue
-            want = flight.wants[i]
-            if flight.epochs[i] == sequence.epoch:
-                sequence.computed = computed = sequence.computed + flight.counts[i]
+            if not lost or sequence not in lost:
+                sequence.computed = computed = sequence.computed + count
                 # What gave no usable logits must not be found again.
-                if computed >= sequence.due and not (want & _SAMPLE and tokens[i] == NOT_FINITE):
-                    self.cache.settle(sequence)
+                if computed >= sequence.due and not (want & _SAMPLE and token == NOT_FINITE):
+                    settle(sequence)
                 if want & _SCORE:
                     sequence.scores += scores.get(i, ())
             if want & _SAMPLE:
-                sequence.promised -= 1
-                self._take_token(sequence, tokens[i], logprobs.get(i), now)
+                self._take_token(sequence, token, logprobs.get(i), now)
         tokens_done = sum(flight.counts)
         self.cache.report(result.landings, result.receipts, tokens_done, result.seconds)
         self.pace.learn(tokens_done, result.seconds, 1 in flight.counts)
@@ -390,18 +393,22 @@ class Scheduler:
         assert sorted(rows + self._rows) == list(range(self.limits.max_num_seqs)), "a row is lost or owned twice"
         assert len(self.running) + len(self.waiting) + sum(len(s.children) for s in live) == len(live), "a sequence is lost"
         for sequence in live:
-            assert sequence.computed <= sequence.planned <= sequence.known + sequence.promised
+            promised = sum(want & _SAMPLE for flight in self.flights for owner, want in
+                           zip(flight.sequences, flight.wants, strict=True) if owner is sequence)
+            assert sequence.computed <= sequence.planned <= sequence.goal
+            assert sequence.goal == min(sequence.known + promised, sequence.limit - 1)
             assert sequence.known <= sequence.limit
             assert (sequence.row >= 0) == (sequence in self.running)
 
 
-def _lines_by_segment(lines: Logprobs | None, tops: list[int | None]) -> dict[int, list[TokenLogprobs]]:
-    """A step's log probabilities as lists for each segment, in order of position, with as many alternatives as it asked for."""
+def _lines_by_segment(lines: Logprobs | None, sequences: list[Sequence], asked: str) -> dict[int, list[TokenLogprobs]]:
+    """A step's log probabilities as lists for each segment, in order of position, with as many alternatives as its parameter
+    `asked` says."""
     found: dict[int, list[TokenLogprobs]] = {}
     if lines is None:
         return found
     columns = zip(lines.segments.tolist(), lines.ids.tolist(), lines.values.tolist(), lines.ranks.tolist(), strict=True)
     for segment, ids, values, ranks in columns:
-        width = 1 + (tops[segment] or 0)
+        width = 1 + (getattr(sequences[segment].request.params, asked) or 0)
         found.setdefault(segment, []).append(TokenLogprobs(ids[:width], values[:width], ranks[:width]))
     return found
