@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.cli.bench import curves, fixed, gpu, memory, offline, over_http, starts, timeline
 from penstock.cli.bench.environment import environment
@@ -194,7 +195,43 @@ def test_offline_measurements_write_traces(kind: str, tmp_path: Path, capsys: py
     assert json.loads((tmp_path / f"{kind}.json").read_text())["traceEvents"]
 
 
+def test_the_fixed_workloads_are_those_of_the_peer() -> None:
+    """Their sizes as the peer's record tells them, and their floors as they were recorded when 256 rows ran at once."""
+    record = json.loads((Path(__file__).parents[3] / "bench" / "results" / "gpu_workloads.json").read_text())
+    for shape in ("llama8b", "qwen06b"):
+        found = dict(fixed.workloads(shape))
+        assert list(found) == list(fixed.PEER[shape]) == list(fixed.TARGET[shape])
+        mix = found["offline_mix1000"]
+        if shape == "llama8b":
+            assert len(mix) == 1000 and round(sum(len(ask.prompt) for ask in mix), -3) == 534_000
+            assert round(sum(ask.output for ask in mix), -3) == 252_000
+        for name, asks in found.items():
+            assert fixed.floor(shape, asks, 256) == pytest.approx(record["shapes"][shape]["workloads"][name]["floor"])
+
+
+def test_gaps_are_drawn(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the trace has kernels."""
+    def traced(work: Callable[[], object], path: Path) -> None:
+        work()
+        path.write_text(json.dumps({"traceEvents": [kernel("build_step", at, at + 90) for at in range(0, 10_000, 100)]}))
+
+    monkeypatch.setattr(timeline, "traced", traced)
+    result, said = bench(capsys, "--workload", "decode", "--profile", tmp_path / "traces", "--draw", tmp_path)
+    assert result["shapes"]["tiny"]["profile"]["decode_b1"]["idle_share"] == pytest.approx(0.1, abs=0.01)
+    assert "GPU idle 9.9% of the time, 0.0% between steps" in said
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["gpu_gaps_tiny_b1.svg", "gpu_gaps_tiny_b32.svg"]
+
+
 # -- memory
+
+
+def test_free_memory_is_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read when all that was launched is done."""
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (order.append("read"), (5, 9))[1])
+    assert memory.free() == 5 and order == ["synchronize", "read"]
 
 
 def test_predicted_and_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
