@@ -150,9 +150,6 @@ class Cache:
         run, page = PageRun(), self.layout.page
         run.ids = places[:-(-n // page)]
         run.ids += [-1] * (n // page - len(run.ids))
-        if len(run.ids) > n // page and run.ids[-1] < 0:
-            # Nothing of this page is needed, as at the start of a chunk: it will be a new one.
-            run.ids.pop()
         run.first = min(self._keeps[g].needed(n)[0] // page, len(run.ids))
         self.pools.share(g, [place for place in run.ids[run.first:] if place >= 0])
         return run
@@ -426,8 +423,7 @@ class Cache:
     def stats(self) -> list[TierStats]:
         """Figures of the device and of the tiers behind it."""
         device = TierStats("device", self.layout.nbytes, self.pools.slabs_used * self.layout.slab_bytes,
-        sum(self.pools.kept_pages),
-                           self._hits, self.index.kept, sum(self.evictor.evicted), self._loaded)
+                           sum(self.pools.kept_pages), self._hits, self.index.kept, sum(self.evictor.evicted), self._loaded)
         return [device, *(self.tiers.stats() if self.tiers is not None else [])]
 
     def check(self, sequences: Iterable[Sequence]) -> None:

@@ -19,7 +19,8 @@ Places = npt.NDArray[np.int32]
 
 
 def reach(keeps: Sequence[Retention], places: Sequence[Places], page: int, matched: int, limit: int, sealed: int) -> int:
-    """The largest n <= limit such that every group holds, in `places`, all pages that touch the positions it needs at n.
+    """The largest n <= limit such that every group holds, in `places`, all pages that touch the positions it needs at n, and
+    the page that n lies in if it is inside one: that page is cut there, and whoever finds it later may need its beginning.
 
     `matched` positions have equal tokens; the last page may lie only partly below that. Exact states serve at page borders,
     and at `sealed`, where the last page ends that is not full (-1 if there is none).
@@ -38,12 +39,13 @@ def reach(keeps: Sequence[Retention], places: Sequence[Places], page: int, match
 def _fits(keep: Retention, ids: Places, holes: npt.NDArray[np.int64], page: int, n: int, sealed: int) -> int:
     """The largest m <= n at which one group can continue."""
     while n > 0:
-        low = keep.needed(n)[0]
+        low = min(keep.needed(n)[0], n - n % page)
         if low >= n:
             return n
         last = (n - 1) // page
         if last >= len(ids):
-            n = _below(keep, n, len(ids) * page)
+            # What begins at a border behind the last page, as a chunk may, needs none.
+            n = low if low % page == 0 and low > len(ids) * page and keep.needed(low)[0] >= low else len(ids) * page
             continue
         if keep.exact and n % page and n != sealed:
             n = last * page
@@ -53,11 +55,5 @@ def _fits(keep: Retention, ids: Places, holes: npt.NDArray[np.int64], page: int,
         hole = int(holes[at]) if at >= 0 else -1
         if hole < low // page:
             return n
-        n = _below(keep, n, hole * page)
+        n = hole * page
     return 0
-
-
-def _below(keep: Retention, n: int, bound: int) -> int:
-    """The next candidate under n: `bound`, or a position above it that needs nothing, as the start of a chunk."""
-    low = keep.needed(n)[0]
-    return low if low > bound and keep.needed(low)[0] >= low else bound

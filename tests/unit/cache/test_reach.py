@@ -24,7 +24,8 @@ def _brute(keeps: list[Retention], places: list[list[int]], page: int, matched: 
         good = True
         for keep, ids in zip(keeps, places, strict=True):
             low, high = keep.needed(n)
-            there = all(p // page < len(ids) and ids[p // page] >= 0 for p in range(low, high))
+            # A page is cut where the context goes on inside it, so it must be there whether or not this is needed at n.
+            there = all(p // page < len(ids) and ids[p // page] >= 0 for p in range(min(low, n - n % page), high))
             # An exact state is that behind the last position written to its page: a border, or where the last page ends.
             right = not keep.exact or n % page == 0 or n == sealed
             good = good and there and right and n <= matched - keep.ahead
@@ -46,6 +47,13 @@ def test_a_hit_is_the_longest_context_that_can_go_on(seed: int) -> None:
         assert got == _brute(keeps, places, page, matched, limit, sealed), (keeps, places, page, matched, limit, sealed)
         nonzero += got > 0
     assert nonzero > 30
+
+
+def test_nobody_goes_on_inside_a_page_that_is_not_there() -> None:
+    """A chunk that begins inside a page needs nothing before it; but the page is found later as if all of it were written."""
+    for there, n in (([0, 1], 9), ([-1, 1], 9), ([0, -1], 8), ([-1, -1], 0)):
+        places = [np.array(ids, np.int32) for ids in ([0, 1], there)]
+        assert reach([Everything(), Chunk(3)], places, 8, 10, 9, -1) == n, there
 
 
 def test_the_lower_end_of_what_is_needed_never_falls() -> None:

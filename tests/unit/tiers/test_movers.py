@@ -183,6 +183,17 @@ def test_what_leaves_the_host_is_written_in_time(tmp_path: Path) -> None:
     rig.close()
 
 
+def test_a_step_waits_for_saves_of_what_its_pages_were_in_another_group() -> None:
+    """A plan may save a page whose slab it then lends to another group, where the same bytes are pages of other numbers."""
+    rig = Rig(None)
+    lane = rig.movers._saves = Reluctant()  # type: ignore[assignment]
+    rig.tiers.offer([rig.fill(1, 2), rig.fill(5, 3, 1)], leaving=True)
+    rig.step([(50, 7, 1), (51, 1, 0)])
+    assert lane.held > 0 and not lane.waiting
+    assert load(rig, [content(1, 4), content(5, 15, 1)]) and rig.holds(1, 4) and rig.holds(5, 15, 1)
+    rig.close()
+
+
 def test_broken_pages_are_told_and_dropped(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.tiers.offer([rig.fill(i, i) for i in range(4)], leaving=False)
