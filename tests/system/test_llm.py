@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -80,6 +81,48 @@ def test_more_prompts_than_the_queue_takes_come_back_in_order() -> None:
         outputs = llm.generate([START] * 60, params, use_tqdm=False)
         assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
         assert clean(llm)
+
+
+def test_the_longest_answers_begin_first_but_after_those_of_higher_priority() -> None:
+    lengths, priorities = [3, 9, None, 5, 2, 9], [0, 0, 0, 0, -1, 0]
+    with make(max_num_seqs=1, max_model_len=64) as llm:
+        params = [SamplingParams(temperature=0, max_tokens=length) for length in lengths]
+        outputs = llm.generate([[1, 5 + i] for i in range(6)], params, use_tqdm=False, priority=priorities)
+        starts = [output.metrics.first_scheduled_time for output in outputs]
+        assert sorted(range(6), key=starts.__getitem__) == [4, 2, 1, 5, 3, 0]
+        # What only the context limits is as long as any, however short that makes it.
+        params = [SamplingParams(temperature=0, max_tokens=length) for length in (40, None)]
+        outputs = llm.generate([[1, 2], list(range(1, 61))], params, use_tqdm=False)
+        assert outputs[1].metrics.first_scheduled_time < outputs[0].metrics.first_scheduled_time
+
+
+def test_no_more_run_at_once_than_let_all_end_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, there = llm.engine.turn, list[int]()
+
+    def counting() -> list[Update]:
+        there.append(len(llm._outputs))
+        return turn()
+
+    monkeypatch.setattr(llm.engine, "turn", counting)
+    for lengths, most in (([20] * 300, 300), ([8] * 299 + [48], 256), ([20] * 290 + [40] * 145, 290)):
+        there.clear()
+        params = [SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in lengths]
+        outputs = llm.generate([[1, 5]] * len(lengths), params, use_tqdm=False)
+        assert max(there) == most and [len(output.outputs[0].token_ids) for output in outputs] == lengths
+
+
+def test_the_first_step_does_not_wait_for_all_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, submitted = llm.engine.turn, list[int]()
+
+    def counting() -> list[Update]:
+        submitted.append(len(llm._outputs))
+        assert gc.get_freeze_count(), "the collector would go through everything again and again"
+        return turn()
+
+    monkeypatch.setattr(llm.engine, "turn", counting)
+    outputs = llm.generate([START] * 200, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), use_tqdm=False)
+    assert submitted[0] < 100 and len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    assert not gc.get_freeze_count()
 
 
 def test_several_continuations(llm: LLM) -> None:

@@ -198,7 +198,7 @@ def _from_mapping(prompt: Mapping[str, Any], salt: str) -> tuple[str | Sequence[
 def _plain_ids(prompt: Any) -> list[int]:
     """Token ids as a list of ints; arrays and tensors will do."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(ids, list | tuple | range) or not all(type(token) is int for token in ids):
+    if not isinstance(ids, list | tuple | range) or not {*map(type, ids)} <= {int}:
         raise RequestError(f"a prompt must be a text, a list of token ids, or an object with prompt or prompt_token_ids; got "
                            f"{_glimpse(prompt)}", param="prompt", code="invalid_value")
     if not ids:

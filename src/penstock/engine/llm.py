@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import signal
 import threading
 import time
@@ -44,6 +45,12 @@ _ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
 }
 """Keywords of vLLM's that are no options here, and the values for which that makes no difference."""
+
+_A_TURN = 64
+"""Requests that are handed to the engine before a turn: as a rule more than a step has room for, and less work than a turn."""
+
+_FEW = 256
+"""Requests that may always run at once: fewer would leave a large device unused."""
 
 
 class LLM:
@@ -104,7 +111,7 @@ class LLM:
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: Bar = True, *,
                  priority: Sequence[int] | None = None, cache_salt: str | Sequence[str | None] | None = None,
                  retention: Retention = None) -> list[RequestOutput]:
-        """Completes prompts; the outputs are in the prompts' order.
+        """Completes prompts; the outputs are in the prompts' order. Work begins with those that may have the longest ones.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; a list of them is a batch, and
         then `sampling_params` and `priority` may be lists too. Requests share cached prompts only with those of equal
@@ -194,15 +201,23 @@ class LLM:
 
     def _finish(self, requests: list[Request], results: dict[str, RequestOutput], meter: _Meter) -> None:
         """Runs `requests` to their ends. If anything goes wrong, Ctrl-C included, the engine is left without them."""
-        waiting, engine = deque(requests), self.engine
+        waiting, engine = deque(sorted(requests, key=self._place)), self.engine
+        # So many at once that all could end with the longest. More would leave it to run almost alone in the end, and while
+        # steps are small, each token costs many times as much.
+        lengths = [self._most(request) for request in requests]
+        room = max(_FEW, -(-sum(lengths) // max(lengths, default=1)))
         try:
-            with _interrupts_between_turns() as interrupt:
+            with _interrupts_between_turns() as interrupt, _old_objects_at_rest():
                 while waiting or len(self._outputs):
-                    self._submit(waiting)
-                    for delta in self._outputs.push(engine.turn()):
+                    self._submit(waiting, room)
+                    deltas = self._outputs.push(engine.turn())
+                    ended = []
+                    for delta in deltas:
                         output = results[delta.request_id]
                         output.add(delta)
-                        meter.count(len(delta.token_ids), output)
+                        if output.finished:
+                            ended.append(output)
+                    meter.count(sum(len(delta.token_ids) for delta in deltas), ended)
                     aborts = self._outputs.take_aborts()
                     if aborts:
                         engine.abort(aborts)
@@ -215,10 +230,21 @@ class LLM:
             self._drain()
             raise
 
-    def _submit(self, waiting: deque[Request]) -> None:
-        """Hands requests to the engine until its queue is full."""
-        while waiting:
+    def _most(self, request: Request) -> int:
+        """Tokens that an answer may have. One that only the context limits may have as many as any."""
+        most, longest = request.params.max_tokens or 0, self.info.max_model_len
+        return longest if len(request.prompt_ids) + most >= longest else most
+
+    def _place(self, request: Request) -> tuple[int, int]:
+        """Where in a batch a request stands: by priority, then by how much it may write, as the longest must not end last."""
+        return request.priority, -self._most(request)
+
+    def _submit(self, waiting: deque[Request], room: int) -> None:
+        """Hands some requests to the engine, but no more than `room` in all, nor more than its queue takes. The device works on
+        the first ones meanwhile."""
+        for _ in range(min(_A_TURN, len(waiting), room - len(self._outputs))):
             request = waiting[0]
+            request.arrival = time.time()
             try:
                 self.engine.submit(request)
             except RequestError as error:
@@ -242,9 +268,10 @@ class _Meter:
         self._start = self._shown = time.perf_counter()
         self._read = self._written = 0
 
-    def count(self, tokens: int, output: RequestOutput) -> None:
+    def count(self, tokens: int, ended: list[RequestOutput]) -> None:
+        """After a turn that brought so many tokens, and the ends of these."""
         self._written += tokens
-        if output.finished:
+        for output in ended:
             self._read += len(output.prompt_token_ids)
             self._bar.update()
         now = time.perf_counter()
@@ -280,6 +307,21 @@ def _interrupts_between_turns() -> Iterator[Callable[[], None]]:
         yield interrupt
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def _old_objects_at_rest() -> Iterator[None]:
+    """Inside, the garbage collector does not look at what was there before. Going through all that a large program has made
+    takes longer than a step, and a batch makes enough to have it done again and again."""
+    if gc.get_freeze_count():
+        # Somebody has seen to it already.
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
