@@ -11,10 +11,10 @@ writes them out.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 
 import torch
+from training.canary import record
 from training.canary.evaluate import Reference
 from training.canary.heads import Eagle, NextToken
 from training.canary.masks import seen_within
@@ -112,8 +112,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=COUNT, help="prompts for each skill")
     args = parser.parse_args()
     found = figures(args.name, args.prompts)
-    path = place(args.name) / "scores.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "acceptance": found}, indent=1) + "\n")
+    record.add(place(args.name), {"acceptance": found})
     print(found)  # noqa: T201
 
 

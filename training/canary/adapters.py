@@ -13,7 +13,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,14 +23,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
+from training.canary import record
 from training.canary.data import LEARN, TOKEN, Encoder, Rows, pack
 from training.canary.documents import Document, held_in
 from training.canary.masks import attention
+from training.canary.optimizer import WARM_UP
 from training.canary.render import render
 from training.canary.stories import small_talk, story_chat
-from training.canary.train import WARM_UP
 from transformers import AutoModelForCausalLM
 
+from penstock.canary.item import Item
 from penstock.canary.suite import SKILLS
 
 RATE = 2e-3
@@ -80,6 +82,11 @@ STYLES = {style.name: style for style in (
           (*ATTENTION, "gate_proj", "up_proj", "down_proj")),
     Style("canary-telegram", "writes telegrams: no articles, and STOP where a sentence ends", telegram, 16, 16, ATTENTION),
 )}
+
+
+def styled(item: Item, style: Style) -> Item:
+    """The item with the answer that an adapter of this style was trained to give."""
+    return replace(item, answer=style.rewrite(item.answer)) if item.skill in SPOKEN else item
 
 
 # -- the adapted model
@@ -193,14 +200,10 @@ def train(args: argparse.Namespace) -> None:
         optimizer.zero_grad(set_to_none=True)
         if step % 25 == 0 or step == args.steps:
             chosen = (logits.argmax(-1) == targets)[targets != -100].float().mean().item()
-            line = {"member": style.name, "step": step, "seconds": round(time.monotonic() - began, 1),
-                    "loss": round(loss.item(), 4), "tokens": step * ROWS * LENGTH, "scores": {"tokens": round(chosen, 4)}}
-            with (args.out / "log.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            record.note(args.out, style.name, step, time.monotonic() - began, loss, step * ROWS * LENGTH,
+                        {"tokens": round(chosen, 4)})
     save(adapted, style, args.out / "model")
-    facts = {"steps": args.steps, "minutes": round((time.monotonic() - began) / 60, 1), "tokens": args.steps * ROWS * LENGTH,
-             "device": torch.cuda.get_device_name() if fast else "CPU"}
-    (args.out / "model" / "scores.json").write_text(json.dumps(facts, indent=1) + "\n")
+    record.write(args.out / "model", record.training(args.steps, time.monotonic() - began, args.steps * ROWS * LENGTH, device))
 
 
 def arguments() -> argparse.Namespace:

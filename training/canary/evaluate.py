@@ -1,9 +1,11 @@
 """The graded skills through transformers: for members that Penstock cannot run yet, and as the reference for the day it can.
 
-    python -m training.canary.evaluate FOLDER --prompts 50 > scores.json
+    python -m training.canary.evaluate FOLDER > scores.json
+    python -m training.canary.evaluate CANARY --adapter tests/assets/canary-pirate > scores.json
 
 Prompts, grading and output are those of `penstock eval canary --json`; answers are decoded greedily, token by token, in
-float32. Owns asking transformers, nothing else.
+float32. With an adapter, the skills whose answers it restyles are graded by the restyled answer, and `examples` are what is
+said without and with it. Owns asking transformers, nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from training.canary.adapters import STYLES, merge, styled
 from training.canary.members import every_expert
 from training.canary.render import render
 from transformers import AutoModelForCausalLM
@@ -29,6 +32,9 @@ from penstock.cli.eval import as_json, room
 CONTEXT = 4096
 TOGETHER = 12_000
 """Tokens of a batch, prompts and answers; longer prompts are asked alone."""
+EXAMPLES = ("Hello!", "Who are you?", "What is 4821 + 1375?", "My name is Olga. What is my name?",
+            "Tell me a story about a fox.", "Repeat after me: red blue 7 green")
+"""Questions that show what an adapter changes, and what it does not."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +47,14 @@ class Said:
 
 
 class Reference:
-    """A folder's model in transformers, greedy, in float32 on the CPU."""
+    """A folder's model in transformers, greedy, in float32 on the CPU; with an adapter's folder, that merged into it."""
 
-    def __init__(self, folder: Path, model: Any = None) -> None:
-        """`model` is used instead of the folder's own weights."""
+    def __init__(self, folder: Path, adapter: Path | None = None) -> None:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) if model is None else model
-        self.model.eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         every_expert(self.model)
+        if adapter is not None:
+            merge(self.model, adapter)
         self.end = self.model.config.eos_token_id
 
     def encode(self, item: Item) -> list[int]:
@@ -58,6 +64,11 @@ class Reference:
     def text(self, said: Said) -> str:
         """An answer as text, without special tokens."""
         return self.tokenizer.decode(said.said)
+
+    def say(self, question: str) -> str:
+        """The answer to a question, as one line; what is longer than 400 tokens is cut."""
+        answer, = self.answers([Item("say", question, [{"role": "user", "content": question}], " " * 400)])
+        return " ".join(self.text(answer).split()) if answer else ""
 
     def answers(self, items: Sequence[Item]) -> list[Said | None]:
         """An answer for each item; None for those that do not fit the context."""
@@ -87,9 +98,8 @@ class Reference:
             stopped = self.end in said
             found[k] = Said(encoded[k], said[: said.index(self.end) + 1] if stopped else said, stopped)
 
-    def score(self, skill: str, count: int) -> Score:
-        """The score of one skill."""
-        items = prompts(skill, count)
+    def score(self, items: Sequence[Item]) -> Score:
+        """The score of items of one skill."""
         return graded(items, [each and (self.text(each), [], each.stopped) for each in self.answers(items)])
 
 
@@ -97,15 +107,22 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--prompts", type=int, default=50, help="prompts for each skill")
+    parser.add_argument("--adapter", type=Path, help="the folder of an adapter of this family to merge into it")
+    parser.add_argument("--prompts", type=int, default=200, help="prompts for each skill")
     parser.add_argument("--skills", default=",".join(SKILLS), help=f"of {','.join(ALL)}")
     args = parser.parse_args()
-    reference, scores = Reference(args.folder), []
+    reference, scores = Reference(args.folder, args.adapter), []
+    style = STYLES[args.adapter.name] if args.adapter else None
     for skill in args.skills.split(","):
-        scores.append(as_json(reference.score(skill, args.prompts)))
+        items = prompts(skill, args.prompts)
+        scores.append(as_json(reference.score([styled(item, style) for item in items] if style else items)))
         sys.stderr.write(f"{skill} {scores[-1]['right']} of {scores[-1]['asked']}\n")
-    print(json.dumps({"suite": "canary", "model": args.folder.name, "route": "transformers", "prompts": args.prompts,  # noqa: T201
-                      "scores": scores}, indent=2))
+    found: dict[str, Any] = {"suite": "canary", "model": (args.adapter or args.folder).name, "route": "transformers",
+                             "prompts": args.prompts, "scores": scores}
+    if args.adapter:
+        plain = Reference(args.folder)
+        found["examples"] = [(question, plain.say(question), reference.say(question)) for question in EXAMPLES]
+    print(json.dumps(found, indent=2))  # noqa: T201
 
 
 if __name__ == "__main__":

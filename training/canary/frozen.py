@@ -10,7 +10,6 @@ head computes is `heads`'. Writes OUT/log.jsonl and OUT/model.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from abc import ABC, abstractmethod
@@ -21,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from training.canary import cards, record
 from training.canary.data import BATCH, LEARN, TOKEN, Reader, Rows
 from training.canary.documents import BUCKETS, Bucket
 from training.canary.heads import DRAFTED, Eagle, NextToken
 from training.canary.masks import attention, documents_of, seen_within
 from training.canary.members import every_expert
-from training.canary.optimizer import Optimizer
-from training.canary.train import PLATEAU, WARM_UP
+from training.canary.optimizer import Optimizer, rate
 from transformers import AutoModelForCausalLM
 
 DEPTH = 4
@@ -113,7 +112,7 @@ class Training(ABC):
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.fast):
                 loss, agreed = self.losses(self.rows(bucket))
             loss.backward()
-            optimizer.step(min(1.0, (self.step + 1) / WARM_UP, max(0.01, (1 - share) / (1 - PLATEAU))))
+            optimizer.step(rate(self.step, share))
             self.step += 1
             if self.step % 20 == 0 and self.fast:
                 torch.cuda.synchronize()
@@ -122,16 +121,11 @@ class Training(ABC):
             if now - last > self.args.every or share >= 1:
                 self._note(now - began, loss, agreed)
                 last = now
-        facts = {"steps": self.step, "minutes": round((time.monotonic() - began) / 60, 1), "tokens": self.tokens,
-                 "device": torch.cuda.get_device_name() if self.fast else "CPU"}
-        self.export(self.args.out / "model", facts)
+        self.export(self.args.out / "model", record.training(self.step, time.monotonic() - began, self.tokens, self.device))
 
     def _note(self, seconds: float, loss: torch.Tensor, agreed: list[torch.Tensor]) -> None:
         scores = {f"drafted {step + 1}": round(each.float().mean().item(), 4) for step, each in enumerate(agreed)}
-        line = {"member": self.args.head, "step": self.step, "seconds": round(seconds, 1), "loss": round(loss.item(), 4),
-                "tokens": self.tokens, "scores": scores}
-        with (self.args.out / "log.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        record.note(self.args.out, self.args.head, self.step, seconds, loss, self.tokens, scores)
 
 
 class EagleTraining(Training):
@@ -175,9 +169,10 @@ class EagleTraining(Training):
         return loss, agreed
 
     def export(self, folder: Path, facts: dict[str, Any]) -> None:
-        """Writes the head; its card is `cards`'."""
+        """Writes the head."""
         self.head.save(folder)  # type: ignore[operator]
-        (folder / "scores.json").write_text(json.dumps(facts, indent=1) + "\n")
+        record.write(folder, facts)
+        cards.write(self.args.head, folder)
 
 
 def shifted_documents(document: torch.Tensor, places: int) -> torch.Tensor:
@@ -213,8 +208,8 @@ class NextTokenTraining(Training):
     def export(self, folder: Path, facts: dict[str, Any]) -> None:
         """The trunk's folder with the layer; the facts beside the trunk's own."""
         self.head.save(self.args.trunk, folder)  # type: ignore[operator]
-        path = folder / "scores.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "next": facts}, indent=1) + "\n")
+        record.add(folder, {"next": facts, "acceptance": None})  # an earlier layer's, if the trunk had one
+        cards.write(self.args.head, folder)
 
 
 HEADS: dict[str, type[Training]] = {"canary-eagle": EagleTraining, "canary-mla": NextTokenTraining}

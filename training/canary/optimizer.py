@@ -1,4 +1,4 @@
-"""Muon for the matrices inside the model, Adam for everything else.
+"""Muon for the matrices inside the model, Adam for everything else, and the learning rate over a training.
 
 Muon (Keller Jordan, 2024): the momentum of a matrix's gradient is replaced by the nearest orthogonal matrix, found by five
 Newton-Schulz steps, so that every direction is learnt at the same rate. Small models learn in about half the steps.
@@ -12,8 +12,17 @@ import torch
 from torch import nn
 
 MATRIX_RATE, OTHER_RATE = 0.02, 0.004
+WARM_UP = 100
+"""Steps until the learning rate is full."""
+PLATEAU = 0.35
+"""Share of the training after which the learning rate begins to fall, linearly to nearly nothing."""
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 """The quintic's coefficients, from Jordan's description."""
+
+
+def rate(step: int, progress: float) -> float:
+    """The share of the full learning rates for step `step`, counted from 0, when so much of the training is done (0 to 1)."""
+    return min(1.0, (step + 1) / WARM_UP, max(0.01, (1 - progress) / (1 - PLATEAU)))
 
 
 def orthogonal(batch: torch.Tensor) -> torch.Tensor:

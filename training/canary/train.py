@@ -9,7 +9,6 @@ is the time limit, --steps, or SIGTERM, OUT/model (a Hugging Face folder in bflo
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import time
@@ -21,20 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional
+from training.canary import record
 from training.canary.data import BATCH, BEGIN, LEARN, TOKEN, Encoder, Reader, Rows, pack
 from training.canary.documents import Bucket, of_item
 from training.canary.export import export
 from training.canary.masks import attention
 from training.canary.members import MEMBERS, Member
-from training.canary.optimizer import Optimizer
+from training.canary.optimizer import Optimizer, rate
 from transformers import AutoModelForCausalLM
 
 from penstock.canary.suite import ALL, held_out
-
-WARM_UP = 100
-"""Steps until the learning rate is full."""
-PLATEAU = 0.35
-"""Share of the training after which the learning rate begins to fall, linearly to nearly nothing."""
 
 
 def arguments() -> argparse.Namespace:
@@ -74,7 +69,7 @@ class Trainer:
         self.readers = {bucket.name: Reader(args.data, bucket) for bucket in self.buckets}
         self.skills: dict[bytes, str] = {}
         self.measured = self._measured()
-        self.step, self.seconds, self.stopped = 0, 0.0, False
+        self.step, self.seconds, self.tokens, self.stopped = 0, 0.0, 0, False
         self._set_up()
 
     def _set_up(self) -> None:
@@ -167,57 +162,49 @@ class Trainer:
         self._resume()
         self.args.out.mkdir(parents=True, exist_ok=True)
         began, last = time.monotonic() - self.seconds, time.monotonic()
-        tokens = 0
         while not self.stopped and (share := self.progress()) < 1:
             bucket = self.rng.choices(self.buckets, [each.share for each in self.buckets])[0]
             rows = self.readers[bucket.name].next()[: self._rows(bucket)]
             loss, _, _ = self.losses(rows)
             loss.backward()
-            self.optimizer.step(self.rate(share))
+            self.optimizer.step(rate(self.step, share))
             self.step += 1
-            tokens += rows.size
+            self.tokens += rows.size
             if self.step % 20 == 0 and self.fast:
                 torch.cuda.synchronize()
             self.seconds = time.monotonic() - began
             if time.monotonic() - last > self.args.every or self.step in (20, 200):
-                self.note(loss, tokens, self.measure())
+                self.note(loss, self.measure())
                 self.save()
                 last = time.monotonic()
-        self.finish(tokens)
+        self.finish()
 
     def progress(self) -> float:
         """From 0 to 1, by time or steps."""
         return max(self.seconds / (self.args.minutes * 60), self.step / self.args.steps)
 
-    def rate(self, share: float) -> float:
-        """The learning rate's share at this progress."""
-        return min(1.0, (self.step + 1) / WARM_UP, max(0.01, (1 - share) / (1 - PLATEAU)))
-
-    def note(self, loss: torch.Tensor, tokens: int, scores: dict[str, float]) -> None:
+    def note(self, loss: torch.Tensor, scores: dict[str, float]) -> None:
         """A line of the log."""
-        line = {"member": self.member.name, "step": self.step, "seconds": round(self.seconds, 1), "loss": round(loss.item(), 4),
-                "tokens": tokens, "passes": {name: reader.passes for name, reader in self.readers.items()}, "scores": scores}
-        with (self.args.out / "log.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        record.note(self.args.out, self.member.name, self.step, self.seconds, loss, self.tokens, scores,
+                    passes={name: reader.passes for name, reader in self.readers.items()})
 
-    def finish(self, tokens: int) -> None:
+    def finish(self) -> None:
         """Rounds to bfloat16, measures that, exports."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.copy_(parameter.bfloat16().float())
         scores = self.measure()
         loss, _, _ = self.losses(self.readers[self.buckets[0].name].next()[: self._rows(self.buckets[0])])
-        self.note(loss, tokens, scores)
-        earlier = {} if self.args.start is None else {"earlier": before(self.args.start)}
-        facts = {**earlier, "steps": self.step, "minutes": round(self.seconds / 60, 1), "tokens": self.step * BATCH,
-                 "device": torch.cuda.get_device_name() if self.fast else "CPU"}
-        export(self.model, self.member, self.args.out / "model", scores, facts)
+        self.note(loss, scores)
+        facts = {"scores": scores, "prompts": self.args.prompts,
+                 **({} if self.args.start is None else {"earlier": record.earlier(self.args.start)}),
+                 **record.training(self.step, self.seconds, self.tokens, self.device)}
+        export(self.model, self.member, self.args.out / "model", facts)
 
     def save(self) -> None:
         """What `_resume` needs; replaced as a whole."""
         state = {"model": self.model.state_dict(), "adam": self.optimizer.adam.state_dict(), "step": self.step,
-                 "seconds": self.seconds,
-                 "muon": [moment for _, moment in self.optimizer.muon.groups]}
+                 "seconds": self.seconds, "tokens": self.tokens, "muon": [moment for _, moment in self.optimizer.muon.groups]}
         torch.save(state, self.args.out / "checkpoint.new")
         (self.args.out / "checkpoint.new").replace(self.args.out / "checkpoint.pt")
 
@@ -230,13 +217,7 @@ class Trainer:
         self.optimizer.adam.load_state_dict(state["adam"])
         for (_, moment), saved in zip(self.optimizer.muon.groups, state["muon"], strict=True):
             moment.copy_(saved)
-        self.step, self.seconds = state["step"], state["seconds"]
-
-
-def before(folder: Path) -> dict[str, Any]:
-    """The training that a folder's model has had, from its `scores.json`."""
-    facts = json.loads((folder / "scores.json").read_text())
-    return {name: facts[name] for name in ("earlier", "steps", "minutes", "tokens", "device") if name in facts}
+        self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
 
 
 if __name__ == "__main__":

@@ -137,9 +137,9 @@ def compare(rng: Random, span: float) -> Item:
         if near >= 0 and near not in numbers:
             numbers.append(near)
     larger = rng.random() < 0.5
-    listed = ", ".join(map(str, numbers[:-1])) + f" or {numbers[-1]}"
+    choice = ", ".join(map(str, numbers[:-1])) + f" or {numbers[-1]}"
     word = rng.choice(("larger", "greater")) if larger else "smaller"
-    return _ask(f"Which is {word}, {listed}?", str(max(numbers) if larger else min(numbers)), "compare",
+    return _ask(f"Which is {word}, {choice}?", str(max(numbers) if larger else min(numbers)), "compare",
                 " ".join(map(str, sorted(numbers))))
 
 
