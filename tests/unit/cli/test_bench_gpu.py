@@ -61,7 +61,8 @@ class Clock:
 
 
 class FalseLLM:
-    """Takes 10 ms for a token of a prompt that it has not seen, and 1 ms a step and row; twice that if invariant."""
+    """Takes 10 ms for a token of a prompt that it has not seen, and 1 ms a step and row; twice that if invariant, three times
+    the steps if eager."""
 
     made: list[dict[str, Any]] = []
     clock: Clock
@@ -72,9 +73,11 @@ class FalseLLM:
         self.clock.now += 7
         self.seen: set[tuple[int, ...]] = set()
         self.slow = 2 if options["batch_invariant"] else 1
+        self.eager = 3 if options["enforce_eager"] else 1
         self.info = SimpleNamespace(
             kv_tokens=4096, graphs=3, weight_bytes=1, step_bytes=2, graph_bytes=4, kv_bytes=5, kernels=[("linear", "false")],
-            max_num_seqs=8, max_model_len=options["max_model_len"] or TINY["max_position_embeddings"], page_size=16)
+            max_num_seqs=8, max_num_batched_tokens=512, page_size=16,
+            max_model_len=options["max_model_len"] or TINY["max_position_embeddings"])
 
     def __enter__(self) -> FalseLLM:
         return self
@@ -90,7 +93,7 @@ class FalseLLM:
         fresh = sum(map(len, keys - self.seen))
         self.seen |= keys
         steps = max(one.max_tokens for one in params)
-        self.clock.now += self.slow * (0.01 * fresh + 0.001 * steps * len(prompts))
+        self.clock.now += self.slow * (0.01 * fresh + 0.001 * self.eager * steps * len(prompts))
         return [answered(one.max_tokens - self.short) for one in params]
 
 
@@ -156,6 +159,21 @@ def test_steps(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[str],
     drawn = ElementTree.fromstring((tmp_path / "gpu_curve_tiny.svg").read_text())
     lines = [element for element in drawn.iter() if element.tag.endswith("polyline")]
     assert len(lines) == 8 and sum("stroke-dasharray" in line.attrib for line in lines) == 4
+
+
+def test_steps_with_graphs_and_without(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[str],
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that rows, context or a step have no room for are left out."""
+    monkeypatch.setattr(gpu, "ROWS", (1, 8, 9))
+    monkeypatch.setattr(gpu, "TOKENS", (16, 300, 513, 640))
+    result, said = bench(capsys, "--tables", "eager", "--repeats", 1)
+    found = result["shapes"]["tiny"]["eager"]
+    assert [(entry.get("rows"), entry.get("tokens")) for entry in found] == [(1, None), (8, None), (None, 16), (None, 300)]
+    assert [made["enforce_eager"] for made in false_engine.made] == [False, True]
+    # Without graphs the engine takes three times as long a step and row.
+    assert [entry["milliseconds"] for entry in found] == pytest.approx([3, 24, 163, 3003])
+    assert [entry["with_graphs"] for entry in found] == pytest.approx([1, 8, 161, 3001])
+    assert "step of 8 rows: 8.000 ms with graphs, 24.000 without" in said
 
 
 def test_answers_that_are_too_short(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[str],

@@ -118,7 +118,7 @@ def _add_gpu(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(load_format="dummy", gpu_memory_utilization=0.85)
     group = parser.add_argument_group("Tables")
     group.add_argument("--tables", nargs="+", default=["workloads"], metavar="NAME",
-                       help="workloads, long, curve, invariant, memory, soak, start, http, or all (default: workloads)")
+                       help="workloads, long, curve, invariant, eager, memory, soak, start, http, or all (default: workloads)")
     group.add_argument("--shape", nargs="+", default=["llama8b", "qwen06b"], metavar="NAME", help="(default: llama8b qwen06b)")
     group.add_argument("--workload", nargs="+", default=[], metavar="NAME", help="only these of the workloads")
     group.add_argument("--repeats", type=integer, default=3, metavar="N", help="runs after the one that warms up (default: 3)")

@@ -29,6 +29,7 @@ TABLES = {
     "long": "decode steps at contexts of 32k and 128k, as a part of the copy's rate",
     "curve": "decode steps over batch sizes and contexts, with their floors",
     "invariant": "what the batch-invariant mode costs on the workloads",
+    "eager": "steps with CUDA graphs and without, below and beyond the largest graph",
     "memory": "memory predicted and measured, eleven configurations",
     "soak": "random lengths at the defaults until --soak seconds are over",
     "start": "seconds from exec to the first token, and what is compiled after ready",
@@ -40,6 +41,10 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (512, 2048, 8192, 32768)
 """Of the curve, as far as they are no more than `_MOST` tokens together: the prompts of a point must be computed once."""
 _MOST = 1 << 18
+ROWS = (1, 8, 64, 256, 480, 512, 513, 640, 1024)
+TOKENS = (16, 128, 256, 257, 512, 1024, 2048, 2049, 3072)
+"""Of the comparison with steps without graphs: rows of decode steps, behind `_SHORT` tokens each, and tokens of a prompt's."""
+_SHORT = 128
 _STEPS = 32
 """Decode steps that a point of a curve is the mean of."""
 _USUAL_LENGTH = 16384
@@ -88,6 +93,11 @@ def _shape(name: str, wanted: set[str], args: argparse.Namespace) -> dict[str, A
     if "invariant" in wanted:
         with _bench(name, args, batch_invariant=True) as bench:
             result["invariant"] = bench.workloads(result["workloads"])
+    if "eager" in wanted:
+        with _bench(name, args) as bench:
+            usual = bench.shapes_of_steps()
+        with _bench(name, args, enforce_eager=True) as bench:
+            result["eager"] = bench.shapes_of_steps(usual)
     if wanted & {"long", "curve"}:
         with _bench(name, args, longest=True) as bench:
             if "long" in wanted:
@@ -166,9 +176,10 @@ class _Bench:
 
     def steps(self, points: Any) -> list[dict[str, Any]]:
         """Decode steps at (context, batch) points, as far as context and cache have room."""
-        longest = self.llm.info.max_model_len - _STEPS - 8
-        places = [(min(context, longest), batch) for context, batch in points
-                  if min(context, longest) * batch < self.llm.info.kv_tokens - batch * (_STEPS + self.llm.info.page_size)]
+        info = self.llm.info
+        longest = info.max_model_len - _STEPS - 8
+        places = [(min(context, longest), batch) for context, batch in points if batch <= info.max_num_seqs
+                  and batch * (min(context, longest) + _STEPS + info.page_size) < info.kv_tokens]
         return [self._step(context, batch) for context, batch in dict.fromkeys(places)]
 
     def _step(self, context: int, batch: int) -> dict[str, Any]:
@@ -187,6 +198,23 @@ class _Bench:
              f"{batch / seconds:9,.0f} tokens/s, {moved / seconds / COPY:5.1%} of the copy's rate")
         return {"context": context, "batch": batch, "milliseconds": seconds * 1e3, "floor_milliseconds": least * 1e3,
                 "tokens_per_second": batch / seconds, "bytes": moved, "of_copy": moved / seconds / COPY}
+
+    def shapes_of_steps(self, usual: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+        """Milliseconds of decode steps by rows and of a prompt's single step by tokens; beside the `usual` ones of an engine
+        with graphs, if they are given."""
+        found = [{"rows": point["batch"], "milliseconds": point["milliseconds"]}
+                 for point in self.steps([(_SHORT, rows) for rows in ROWS])]
+        vocab = SHAPES[self.name]["vocab_size"]
+        for tokens in TOKENS:
+            if tokens < min(self.llm.info.max_model_len, self.llm.info.max_num_batched_tokens):
+                ask = Ask([i * 7919 % vocab for i in range(tokens)], 1)
+                seconds = [self._run([ask]) for _ in range(self.args.repeats + 1)][1:]
+                found.append({"tokens": tokens, "milliseconds": statistics.median(seconds) * 1e3})
+        for entry in found if usual is not None else ():
+            what = next(name for name in ("rows", "tokens") if name in entry)
+            entry["with_graphs"] = next(one["milliseconds"] for one in usual or () if one.get(what) == entry[what])
+            _say(f"  step of {entry[what]} {what}: {entry['with_graphs']:.3f} ms with graphs, {entry['milliseconds']:.3f} without")
+        return found
 
     def profile(self, folder: Path) -> dict[str, Any]:
         """Chrome traces of decoding at batch 1 and 32, and what they say of the GPU's idle time."""
