@@ -59,7 +59,7 @@ def test_random_cancellations_leave_nothing() -> None:
         after = server.settle()
         assert after["penstock:pages_used"] == before["penstock:pages_used"] == 0
         assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
-        assert after["vllm:request_success_total{abort}"] > before["vllm:request_success_total{abort}"] + CANCELLED / 10
+        assert after["vllm:request_success_total{abort}"] > before["vllm:request_success_total{abort}"] + CANCELLED / 25
         assert server.resident() < 1.02 * memory
         server.complete(prompt=[1], max_tokens=4)
 
