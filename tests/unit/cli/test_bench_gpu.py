@@ -44,7 +44,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "workloads", workloads)
     monkeypatch.setattr(gpu, "CONTEXTS", (64, 100_000))
     monkeypatch.setattr(gpu, "BATCHES", (1, 2))
-    monkeypatch.setattr(gpu, "LONG", ((100_000, 1), (100_000, 100)))
+    monkeypatch.setattr(gpu, "LONG", ((100_000, 1), (100_000, 7), (100_000, 8), (100, 9)))
 
 
 def answered(tokens: int, reason: str = "length") -> Any:
@@ -146,7 +146,8 @@ def test_steps(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[str],
     result, _ = bench(capsys, "--tables", "curve", "long", "--draw", tmp_path)
     found = result["shapes"]["tiny"]
     assert [(point["context"], point["batch"]) for point in found["curve"]] == [(64, 1), (64, 2), (600, 1), (600, 2)]
-    assert [(point["context"], point["batch"]) for point in found["long"]] == [(600, 1)]
+    # Seven contexts have room for 537 tokens each in a cache of 4096, eight for 464; there are only eight rows.
+    assert [(point["context"], point["batch"]) for point in found["long"]] == [(600, 1), (537, 7), (464, 8)]
     for point in found["curve"]:
         batch, middle = point["batch"], point["context"] + 17
         assert point["milliseconds"] == pytest.approx(batch) and point["tokens_per_second"] == pytest.approx(1000)

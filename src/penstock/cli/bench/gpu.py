@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -174,12 +174,15 @@ class _Bench:
             self.llm.reset_prefix_cache()
         return seconds_for(self.llm, [(ask.prompt, ask.output) for ask in asks])
 
-    def steps(self, points: Any) -> list[dict[str, Any]]:
-        """Decode steps at (context, batch) points, as far as context and cache have room."""
-        info = self.llm.info
-        longest = info.max_model_len - _STEPS - 8
-        places = [(min(context, longest), batch) for context, batch in points if batch <= info.max_num_seqs
-                  and batch * (min(context, longest) + _STEPS + info.page_size) < info.kv_tokens]
+    def steps(self, points: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
+        """Decode steps at (context, batch) points; contexts are cut to what the model and the cache have room for, by no more
+        than a half for the cache's sake."""
+        info, places = self.llm.info, list[tuple[int, int]]()
+        for context, batch in points:
+            wanted = min(context, info.max_model_len - _STEPS - 8)
+            room = info.kv_tokens // batch - _STEPS - info.page_size
+            if batch <= info.max_num_seqs and 2 * room >= wanted:
+                places.append((min(wanted, room), batch))
         return [self._step(context, batch) for context, batch in dict.fromkeys(places)]
 
     def _step(self, context: int, batch: int) -> dict[str, Any]:
@@ -213,7 +216,8 @@ class _Bench:
         for entry in found if usual is not None else ():
             what = next(name for name in ("rows", "tokens") if name in entry)
             entry["with_graphs"] = next(one["milliseconds"] for one in usual or () if one.get(what) == entry[what])
-            _say(f"  step of {entry[what]} {what}: {entry['with_graphs']:.3f} ms with graphs, {entry['milliseconds']:.3f} without")
+            _say(f"  step of {entry[what]} {what}: {entry['with_graphs']:.3f} ms with graphs, "
+                 f"{entry['milliseconds']:.3f} without")
         return found
 
     def profile(self, folder: Path) -> dict[str, Any]:
