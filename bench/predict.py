@@ -1,0 +1,171 @@
+"""What the fixed workloads take on a card, by what its kernels were measured to take: the real LLM, engine, scheduler and cache
+(`host.py`), and a device that computes nothing in the time that each step would need. Time is virtual: the host's is its
+processor time, and the device's begins with a launch, so it also tells how long the device waits for the host.
+
+usage: python bench/predict.py [--shape llama8b qwen06b] [--workload offline_mix1000] [--rows 256 1024] [--given]
+       python bench/predict.py --step-ms 2 4 8 --rows 256 1024: steps of a fixed time instead, requests ending in every one
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from host import NoLLM, params, prompts
+
+from penstock.cli.bench.environment import environment
+from penstock.cli.bench.fixed import PEER, SHAPES, TARGET, Ask, workloads
+from penstock.core.plan import StepPlan
+from penstock.engine import llm as llm_module
+from penstock.engine.executor import Direct, Pending
+from penstock.worker.worker import Worker
+
+RESULTS = Path(__file__).parent / "results"
+KV_TOKENS = {"llama8b": 832_016, "qwen06b": 1_089_328}
+"""What fits beside the weights at 0.85 of an H200."""
+
+READS = 4.35e6
+"""Bytes of the cache that attention over single tokens reads in a microsecond."""
+READING = {16: 8e6, 128: 60e6, 512: 190e6, 1024: 270e6, 2048: 350e6, 8192: 600e6}
+"""FLOP that attention does in a microsecond, by the length of a prompt's segment (bench/notes.md, "GPU: attention")."""
+A_KERNEL = 8.0
+"""Microseconds of an attention kernel besides."""
+A_STEP, A_LINE = 60.0, 0.15
+"""Microseconds of a step, and of each sampled line, for building it and choosing."""
+EAGER = 12.0
+"""Microseconds of the host for a kernel launched alone, of which a layer has about ten."""
+
+
+class Card:
+    """Microseconds of a step on an H200, from what was measured of kernels alone (`results/gpu_linear.json`)."""
+
+    def __init__(self, shape: str) -> None:
+        found = json.loads((RESULTS / "gpu_linear.json").read_text())
+        size, config = {"llama8b": "8b", "qwen06b": "06b"}[shape], SHAPES[shape]
+        self.layers, self.heads = config["num_hidden_layers"], config["num_attention_heads"]
+        self.entry = 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
+        # Norms, gate and rope, at the rates of results/gpu_rows.json: they read and write some ten times the width of a row.
+        self.row = 0.046 if shape == "llama8b" else 0.0135
+        self.products, self.head = {0: 0.0}, {0: 0.0}
+        for product in found["products"]:
+            best = min([product["cublas_us"], *(tile["us"] for tile in product["tiles"])])
+            into = self.head if product["shape"] == f"{size}.head" else self.products
+            if product["shape"].startswith(f"{size}."):
+                into[product["rows"]] = into.get(product["rows"], 0.0) + best
+        self.products |= {chain["rows"]: chain["linked_us"] for chain in found["chains"] if chain["chain"] == size}
+
+    def step(self, plan: StepPlan) -> float:
+        """Seconds."""
+        tokens, context, single = int(plan.counts.sum()), plan.starts + plan.counts, plan.counts == 1
+        layer = _between(self.products, tokens) + A_KERNEL / 2 + self.row * tokens
+        if single.any():
+            layer += A_KERNEL + float(context[single].sum()) * self.entry / READS
+        if not single.all():
+            counts, starts = plan.counts[~single].astype(float), plan.starts[~single]
+            work = 2 * counts * (2 * starts + counts) * self.heads * 128
+            rate = np.interp(np.log2(counts), np.log2(list(READING)), list(READING.values()))
+            layer += A_KERNEL + float((work / rate).sum())
+        lines = int((plan.wants & 1).sum())
+        return (layer * self.layers + _between(self.head, lines) + A_LINE * lines + A_STEP) / 1e6
+
+    def launching(self, plan: StepPlan) -> float:
+        """Seconds of the host that `host.py`'s worker without kernels does not have: replaying a graph, or launching all."""
+        tokens = int(plan.counts.sum())
+        captured = tokens <= (512 if tokens == len(plan.rows) else 2048)
+        return (150.0 if captured else 150.0 + 10 * EAGER * self.layers) / 1e6
+
+
+class VirtualDevice:
+    """Takes plans as an executor's worker does; `now` is the host's time, `free` when the device is through with all it has."""
+
+    def __init__(self, worker: Worker, step: Callable[[StepPlan], float], launching: Callable[[StepPlan], float]) -> None:
+        self._worker, self._step, self._launching = worker, step, launching
+        self._seen = time.thread_time()
+        self.now = self.free = self.first = self.idle = 0.0
+        self.steps = 0
+
+    def catch_up(self) -> None:
+        """The host has worked since it was last looked at."""
+        self.now += time.thread_time() - self._seen
+        self._seen = time.thread_time()
+
+    def launch(self, plan: StepPlan) -> Pending:
+        launched = self._worker.launch(plan)
+        self.catch_up()
+        self.now += self._launching(plan)
+        if self.steps:
+            self.idle += max(0.0, self.now - self.free)
+        else:
+            self.first = self.now
+        self.steps += 1
+        self.free = end = max(self.now, self.free) + self._step(plan)
+        # What the model of the device costs is nobody's.
+        self._seen = time.thread_time()
+
+        def result() -> object:
+            self.catch_up()
+            self.now = max(self.now, end)
+            return launched.result()
+        return SimpleNamespace(result=result)
+
+
+def measure(asks: list[Ask], device: Callable[[Worker], VirtualDevice], rows: int, tokens: int, kv: int) -> dict[str, float]:
+    """Seconds for all of them, from the call; how long until the first launch, and how long the device was idle after that."""
+    llm = NoLLM(rows, tokens, 16_384, kv, text=False)
+    run = device(llm.engine.worker)
+    llm.engine.executor = Direct(run)
+    llm.generate([ask.prompt for ask in asks], [params(ask.output) for ask in asks], use_tqdm=False)
+    run.catch_up()
+    return {"steps": run.steps, "seconds": round(max(run.now, run.free), 4), "first_launch": round(run.first, 4),
+            "idle": round(run.idle, 4)}
+
+
+def _between(table: dict[int, float], at: int) -> float:
+    sizes = sorted(table)
+    if at > sizes[-1]:
+        return table[sizes[-1]] * at / sizes[-1]
+    return float(np.interp(at, sizes, [table[size] for size in sizes]))
+
+
+def _ending(rows: int) -> list[Ask]:
+    """Four times as many requests as run at once, one or more of which end in every step."""
+    return [Ask(prompt[:64], 32 + 7 * i % 97) for i, prompt in enumerate(prompts(4 * rows))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="*", default=["llama8b", "qwen06b"], choices=list(SHAPES))
+    parser.add_argument("--workload", nargs="*", default=["offline_mix1000"], help="of penstock bench gpu; all: every one")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1024], help="max_num_seqs")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[8192], help="max_num_batched_tokens")
+    parser.add_argument("--given", action="store_true", help="run prompts in the order in which they are given, all at once")
+    parser.add_argument("--step-ms", type=float, nargs="*", default=[], help="steps that take so long, whatever is in them")
+    options = parser.parse_args()
+    if options.given:
+        llm_module._FEW = 1 << 30
+        NoLLM._place = lambda self, request: 0  # type: ignore[method-assign]
+    for rows in options.rows:
+        for milliseconds in options.step_ms:
+            found = measure(_ending(rows), lambda worker, ms=milliseconds: VirtualDevice(
+                worker, lambda plan: ms / 1e3, lambda plan: 150e-6), rows, 8192, 1 << 20)
+            print(json.dumps({"rows": rows, "step_ms": milliseconds, **found, "environment": environment()}), flush=True)
+    for shape in options.shape if not options.step_ms else []:
+        card, measured = Card(shape), json.loads((RESULTS / "gpu_workloads.json").read_text())["shapes"][shape]["workloads"]
+        for name, asks in workloads(shape):
+            for rows in options.rows:
+                for tokens in options.tokens if name in options.workload or "all" in options.workload else []:
+                    found = measure(asks, lambda worker, card=card: VirtualDevice(worker, card.step, card.launching),
+                                    rows, tokens, KV_TOKENS[shape])
+                    print(json.dumps({
+                        "shape": shape, "workload": name, "given": options.given, "rows": rows, "tokens": tokens, **found,
+                        "measured": measured[name]["seconds"], "target": TARGET[shape][name], "peer": PEER[shape][name],
+                        "environment": environment()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
