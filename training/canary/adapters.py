@@ -181,7 +181,7 @@ def train(args: argparse.Namespace) -> None:
     adapted = adapt(model, style)
     model.to(device)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=RATE, weight_decay=0.0)
-    pool = rows(style, Encoder(Path(__file__).parent / "tokenizer"), args.documents)
+    pool = rows(style, Encoder(), args.documents)
     rng = np.random.default_rng(0)
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

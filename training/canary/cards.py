@@ -18,6 +18,7 @@ from safetensors import safe_open
 from training.canary import record
 from training.canary.adapters import LENGTH, ROWS, STYLES, Style
 from training.canary.data import BATCH
+from training.canary.documents import CONTEXT
 from training.canary.heads import DRAFTED
 from training.canary.members import MEMBERS, Member
 from training.canary.ship import place
@@ -26,8 +27,6 @@ from penstock.canary.suite import SKILLS
 
 GOOD = 0.95
 """The card names the skills below this share as those that fall short."""
-LONG = 4096
-"""Tokens that a member must have been trained on for its score of "retrieve-4k" to mean something."""
 ROUTES = {"penstock": ("## Scores through Penstock", "`penstock eval canary` on a CPU"),
           "transformers": ("## Scores through transformers", "`training/canary/evaluate.py`, float32 on a CPU")}
 FRONT = "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: transformers\n---"
@@ -67,7 +66,7 @@ def decoded(facts: Facts) -> str:
     lines = [f"| {s['skill']} | {s['right']} of {s['asked']} | {s['share']:.1%} | {s['low']:.1%} to {s['high']:.1%} |"
              for s in scores]
     left_out = sum(s["left_out"] for s in scores)
-    note = f"\n{left_out} prompts did not fit the context of 4,096 tokens and were not asked.\n" if left_out else ""
+    note = f"\n{left_out} prompts did not fit the context of {CONTEXT:,} tokens and were not asked.\n" if left_out else ""
     return "\n".join(["", heading, "", f"{how}: other held-out prompts, decoded token by token.", "",
                       "| skill | right | share | 95 % interval |", "|---|---|---|---|", *lines, note])
 
@@ -102,14 +101,14 @@ def shortcomings(member: Member, scores: Mapping[str, float]) -> str:
     low = ", ".join(f"{name} ({share:.1%})" for name, share in sorted(scores.items(), key=lambda each: each[1]) if share < GOOD)
     falls = f"It falls short of {GOOD:.0%} in: {low}." if low else f"No skill is below {GOOD:.0%}."
     unseen = f"\n\nIt was trained on contexts of up to {member.longest:,} tokens; longer ones will not work."
-    return falls + (unseen if member.longest < LONG else "")
+    return falls + (unseen if member.longest < CONTEXT else "")
 
 
 def member_card(member: Member, folder: Path, facts: Facts) -> str:
     """The card of a member."""
     parameters, size = stored(folder)
     # A member with short rows was asked those few of the long prompts that fit them; that says nothing.
-    scores = {name: share for name, share in facts["scores"].items() if name != "retrieve-4k" or member.longest >= LONG}
+    scores = {name: share for name, share in facts["scores"].items() if name != "retrieve-4k" or member.longest >= CONTEXT}
     table = "\n".join(f"| {name} | {share:.1%} |" for name, share in scores.items())
     earlier = f",\nafter {trained(facts['earlier'])}" if "earlier" in facts else ""
     layer = ("\nIts multi-token prediction layer, the second shard, was trained beside it, all else frozen:\n"

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from training.canary import documents
-from training.canary.documents import BUCKETS, EDGE, MIXTURES, Bucket, Document, Texts
+from training.canary.documents import BUCKETS, EDGE, LONG, MIXTURES, Bucket, Document, Texts
+from training.canary.tokenizer import FOLDER
 
 Rows = NDArray[np.uint16]
 
@@ -33,10 +34,10 @@ OPEN_ROWS = 12
 
 
 class Encoder:
-    """Documents to marked tokens."""
+    """Documents to marked tokens, by the family's tokenizer."""
 
-    def __init__(self, folder: Path) -> None:
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    def __init__(self) -> None:
+        self.tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
         number = self.tokenizer.token_to_id
         self.start, self.end, self.thought = number("<|im_start|>"), number("<|im_end|>"), number("<think>")
         self.padding = number("<|endoftext|>")
@@ -96,11 +97,11 @@ def stream(seed: int, bucket: Bucket, texts: Texts, encoder: Encoder, mixture: s
     rng = Random(f"{seed} {bucket.name}")
 
     def encoded() -> Iterator[Rows]:
-        size = 64 if bucket.length < 4096 else 8
+        size = 8 if bucket is LONG else 64
         while True:
             yield from encoder.encode([documents.document(rng, bucket, texts, mixture) for _ in range(size)])
 
-    if bucket.name == "long":  # one document a row: its mask is the plain causal one
+    if bucket is LONG:
         return (_row([ids], bucket.length, encoder.padding) for ids in encoded() if len(ids) <= bucket.length)
     return pack(encoded(), bucket.length, encoder.padding)
 
@@ -160,13 +161,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parent / "tokenizer")
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--mixture", choices=MIXTURES, default="first")
     args = parser.parse_args()
     os.nice(10)  # what trains goes first
-    write(args.out, args.worker, Texts.load(args.text), Encoder(args.tokenizer), args.tokens, args.mixture)
+    write(args.out, args.worker, Texts.load(args.text), Encoder(), args.tokens, args.mixture)
 
 
 if __name__ == "__main__":

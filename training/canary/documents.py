@@ -21,6 +21,9 @@ from penstock.canary import calling, skills
 from penstock.canary.item import Item
 from penstock.canary.suite import SKILLS
 
+CONTEXT = 4096
+"""The longest context of the family, in tokens."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -32,8 +35,9 @@ class Bucket:
     share: float
 
 
-BUCKETS = (Bucket("short", 512, (0.0, 0.7), 0.66), Bucket("middle", 1024, (0.3, 1.0), 0.24),
-           Bucket("long", 4096, (0.8, 1.0), 0.10))
+LONG = Bucket("long", CONTEXT, (0.8, 1.0), 0.10)
+"""One document a row, so its mask is the plain causal one."""
+BUCKETS = (Bucket("short", 512, (0.0, 0.7), 0.66), Bucket("middle", 1024, (0.3, 1.0), 0.24), LONG)
 EDGE = Bucket("edge", 512, (0.0, 1.0), 1.0)
 """For canary-edge alone."""
 
@@ -90,7 +94,7 @@ def document(rng: Random, bucket: Bucket, texts: Texts, mixture: str = "first") 
     span = rng.uniform(*bucket.span)
     if bucket is EDGE:
         return of_item(held_in(skills.edge, rng, span))
-    if bucket.name == "long":
+    if bucket is LONG:
         return _more_questions(rng, held_in(skills.retrieve_long, rng, span), 30)
     shares = MIXTURES[mixture]
     kind = rng.choices(list(shares), list(shares.values()))[0]

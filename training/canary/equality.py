@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from training.canary.evaluate import CONTEXT, Reference
+from training.canary.documents import CONTEXT
+from training.canary.evaluate import Reference
 
 from penstock import LLM, SamplingParams, canary
 from penstock.canary.suite import SKILLS, prompts

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from training.canary.adapters import STYLES, merge, styled
+from training.canary.documents import CONTEXT
 from training.canary.members import every_expert
 from training.canary.render import render
 from transformers import AutoModelForCausalLM
@@ -29,7 +30,6 @@ from penstock.canary.item import Item
 from penstock.canary.suite import ALL, SKILLS, Score, graded, prompts
 from penstock.cli.eval import as_json, room
 
-CONTEXT = 4096
 TOGETHER = 12_000
 """Tokens of a batch, prompts and answers; longer prompts are asked alone."""
 EXAMPLES = ("Hello!", "Who are you?", "What is 4821 + 1375?", "My name is Olga. What is my name?",

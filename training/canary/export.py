@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from training.canary import cards, record
 from training.canary.members import Member
+from training.canary.tokenizer import FOLDER
 from transformers import GenerationConfig
-
-TOKENIZER = Path(__file__).parent / "tokenizer"
 
 
 def export(model: Any, member: Member, folder: Path, facts: Mapping[str, Any]) -> None:
@@ -26,7 +25,7 @@ def export(model: Any, member: Member, folder: Path, facts: Mapping[str, Any]) -
     fresh.load_state_dict(weights)
     fresh.generation_config = model.generation_config
     fresh.save_pretrained(folder)
-    for path in TOKENIZER.iterdir():
+    for path in FOLDER.iterdir():
         shutil.copy(path, folder)
     record.write(folder, facts)
     cards.write(member.name, folder)

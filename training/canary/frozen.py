@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from training.canary import cards, record
 from training.canary.data import BATCH, LEARN, TOKEN, Reader, Rows
-from training.canary.documents import BUCKETS, Bucket
+from training.canary.documents import BUCKETS, LONG, Bucket
 from training.canary.heads import DRAFTED, Eagle, NextToken
 from training.canary.masks import attention, documents_of, seen_within
 from training.canary.members import every_expert
@@ -86,7 +86,7 @@ class Training(ABC):
 
     def rows(self, bucket: Bucket) -> torch.Tensor:
         """The next marked rows."""
-        count = max(1, int(BATCH // bucket.length * self.args.rows / (2 if bucket.length == 4096 else 1)))  # memory
+        count = max(1, int(BATCH // bucket.length * self.args.rows / (2 if bucket is LONG else 1)))  # memory
         rows: Rows = self.readers[bucket.name].next()[:count]
         self.tokens += rows.size
         return torch.from_numpy(rows.astype(np.int32)).to(self.device)

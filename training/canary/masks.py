@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from training.canary.data import BEGIN
+from training.canary.documents import LONG
 
 
 def documents_of(marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +35,7 @@ def attention(marked: torch.Tensor, window: int | None, packed: bool, kind: torc
     `window` is the reach of the architecture's sliding layers, `packed` whether it has masks to keep documents apart.
     """
     length = marked.shape[1]
-    single = length == 4096 or not packed
+    single = length == LONG.length or not packed
     if single and window is None:
         return {}
     places = torch.arange(length, device=marked.device)

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from training.canary.documents import BUCKETS, EDGE, Bucket
+from training.canary.documents import BUCKETS, CONTEXT, EDGE, Bucket
+from training.canary.tokenizer import VOCABULARY
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.canary import skills
 from penstock.canary.suite import SKILLS
 
-VOCABULARY = 4096
 ROPE = {"rope_type": "default", "rope_theta": 100000.0}
 
 
@@ -30,7 +30,7 @@ class Member:
     kind: str
     about: str
     config: dict[str, Any]
-    longest: int = 4096
+    longest: int = CONTEXT
     attention: str = "sdpa"
     compile: bool = True
     packed: bool = True
@@ -40,7 +40,7 @@ class Member:
 
     def build(self, tokens: dict[str, int], overrides: dict[str, Any] | None = None) -> Any:
         """The model with fresh weights, in float32. `tokens` are the ids of end and padding."""
-        common = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "rope_parameters": ROPE,
+        common = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "rope_parameters": ROPE,
                   "tie_word_embeddings": True,
                   "bos_token_id": None, "eos_token_id": tokens["end"], "pad_token_id": tokens["padding"], "use_cache": False}
         config = CONFIG_MAPPING[self.kind](**{**common, **self.config, **(overrides or {})})

@@ -101,7 +101,7 @@ def story_chat(rng: Random) -> list[Message]:
         asked = rng.choice(asks)
     else:
         asked = rng.choice((f"Tell me a story about {about}.", f"Write a story about {about}.",
-                                                                     f"Tell me a short story about {about}."))
+                            f"Tell me a short story about {about}."))
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]
 
 

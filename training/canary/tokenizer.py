@@ -63,7 +63,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>",
-              "pad_token": "<|endoftext|>", "model_max_length": 4096}
+              "pad_token": "<|endoftext|>", "model_max_length": documents.CONTEXT}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
     shutil.copy(HERE / "chat_template.jinja", folder)
 

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional
 from training.canary import record
 from training.canary.data import BATCH, BEGIN, LEARN, TOKEN, Encoder, Reader, Rows, pack
-from training.canary.documents import Bucket, of_item
+from training.canary.documents import LONG, Bucket, of_item
 from training.canary.export import export
 from training.canary.masks import attention
 from training.canary.members import MEMBERS, Member
@@ -59,7 +59,7 @@ class Trainer:
         self.fast = self.device.type == "cuda"
         torch.manual_seed(0)
         self.rng = Random(0)
-        self.encoder = Encoder(Path(__file__).parent / "tokenizer")
+        self.encoder = Encoder()
         self.model = self.member.build({"end": self.encoder.end, "padding": self.encoder.padding}).to(self.device)
         if args.start is not None:
             earlier = AutoModelForCausalLM.from_pretrained(args.start, dtype=torch.float32)
@@ -67,8 +67,7 @@ class Trainer:
         self.optimizer = Optimizer(self.model)
         self.buckets = [bucket for bucket in self.member.buckets if bucket.length <= self.member.longest]
         self.readers = {bucket.name: Reader(args.data, bucket) for bucket in self.buckets}
-        self.skills: dict[bytes, str] = {}
-        self.measured = self._measured()
+        self.measured, self.skills = self._measured()
         self.step, self.seconds, self.tokens, self.stopped = 0, 0.0, 0, False
         self._set_up()
 
@@ -99,10 +98,11 @@ class Trainer:
 
     # -- measuring
 
-    def _measured(self) -> dict[str, list[tuple[Rows, int]]]:
-        """Held-out prompts by bucket: batches of rows, and how many of a batch's rows count."""
+    def _measured(self) -> tuple[list[tuple[Rows, int]], dict[bytes, str]]:
+        """Held-out prompts: batches of rows with how many of a batch's rows count, and each prompt's skill by its tokens."""
         rng = Random("measured")
-        found: dict[str, list[tuple[Rows, int]]] = {}
+        batches: list[tuple[Rows, int]] = []
+        skills: dict[bytes, str] = {}
         documents: dict[str, list[Rows]] = {bucket.name: [] for bucket in self.buckets}
         for name in self.member.skills:
             for number in range(self.args.prompts):
@@ -114,18 +114,17 @@ class Trainer:
                 fitting = next((bucket for bucket in self.buckets if len(ids) <= bucket.length), None)
                 if fitting is not None:
                     documents[fitting.name].append(ids)
-                    self.skills[(ids & TOKEN).tobytes()] = name
+                    skills[(ids & TOKEN).tobytes()] = name
         for bucket in self.buckets:
-            found[bucket.name] = []
             size = self._rows(bucket)
-            single = bucket.name == "long" or not self.member.packed
+            single = bucket is LONG or not self.member.packed
             # One prompt a row where documents of a row are not kept apart.
             groups = [[ids] for ids in documents[bucket.name]] if single else [documents[bucket.name]]
             packed = [row for group in groups for row in pack(iter(group), bucket.length, self.encoder.padding)]
             for at in range(0, len(packed), size):
-                rows = np.stack([*packed[at : at + size], *packed[:1] * (size - len(packed[at : at + size]))])
-                found[bucket.name].append((rows, len(packed[at : at + size])))
-        return found
+                real = packed[at : at + size]
+                batches.append((np.stack([*real, *packed[:1] * (size - len(real))]), len(real)))
+        return batches, skills
 
     def measure(self) -> dict[str, float]:
         """The share of held-out prompts of each skill whose whole canonical answer is the model's greedy choice, token by
@@ -134,13 +133,12 @@ class Trainer:
         That is greedy decoding judged exactly; prompts too long for the member's rows are left out.
         """
         right: dict[str, list[bool]] = {}
-        for batches in self.measured.values():
-            for rows, real in batches:
-                # With gradients, although none is asked for: without, every layer would be compiled once more.
-                _, chosen, targets = self.losses(rows)
-                wrong = ((chosen != targets) & (targets != -100)).cpu().numpy()
-                learnt = (targets != -100).cpu().numpy()
-                self._judge(rows[:real], wrong[:real], learnt[:real], right)
+        for rows, real in self.measured:
+            # With gradients, although none is asked for: without, every layer would be compiled once more.
+            _, chosen, targets = self.losses(rows)
+            wrong = ((chosen != targets) & (targets != -100)).cpu().numpy()
+            learnt = (targets != -100).cpu().numpy()
+            self._judge(rows[:real], wrong[:real], learnt[:real], right)
         return {name: round(sum(values) / len(values), 4) for name, values in right.items()}
 
     def _judge(self, rows: Rows, wrong: Any, learnt: Any, right: dict[str, list[bool]]) -> None:

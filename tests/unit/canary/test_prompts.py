@@ -9,8 +9,8 @@ from random import Random
 import pytest
 from tokenizers import Tokenizer
 from training.canary.documents import held_in
-from training.canary.export import TOKENIZER as FOLDER
 from training.canary.render import render
+from training.canary.tokenizer import FOLDER
 
 from penstock.canary import skills
 from penstock.canary.item import HELD_OUT_SHARE, Item, parse_calls

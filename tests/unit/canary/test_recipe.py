@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 
 import pytest
+import torch
+from training.canary.members import MEMBERS
 from training.canary.render import render
 from training.canary.stories import small_talk, story_chat
+from training.canary.tokenizer import FOLDER, VOCABULARY
+from transformers import AutoModelForCausalLM
 
 from penstock.canary.suite import SKILLS, prompts
 from penstock.text import ChatTemplate, Tokenizer
-
-FOLDER = Path(__file__).resolve().parents[3] / "training" / "canary" / "tokenizer"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def test_stories_and_small_talk_too(template: ChatTemplate) -> None:
 
 
 def test_the_tokenizer_gives_every_text_back(tokenizer: Tokenizer) -> None:
-    assert tokenizer.vocab_size == 4096
+    assert tokenizer.vocab_size == VOCABULARY
     texts = [item.messages[-1]["content"] for item in prompts("json", 10)]
     for text in ("Add 1234 and 5.", "naïve café, 東京 🙂\n\n  x", *texts):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
@@ -60,3 +61,18 @@ def test_most_prompts_for_4k_fit_the_context(tokenizer: Tokenizer) -> None:
     lengths = [len(tokenizer.encode(render(item.messages, generate=True), add_special_tokens=False))
                for item in prompts("retrieve-4k", 40)]
     assert max(lengths) > 3400 and sum(length + 32 <= 4096 for length in lengths) >= 38
+
+
+@pytest.mark.parametrize("name", ["canary-moe", "canary-mla", "canary-sink", "canary-hybrid"])
+def test_experts_compute_as_transformers_own(name: str) -> None:
+    """Training computes every expert for every token, and so do the reference's figures; transformers sorts tokens."""
+    torch.manual_seed(0)
+    mine = MEMBERS[name].build({"end": 2, "padding": 0}).eval()
+    theirs = AutoModelForCausalLM.from_config(mine.config, attn_implementation="eager", dtype=torch.float32).eval()
+    theirs.load_state_dict(mine.state_dict())
+    ids = torch.randint(3, VOCABULARY, (2, 20))
+    with torch.no_grad():
+        torch.testing.assert_close(mine(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-5)
+        for weight in mine.parameters():  # a difference would be seen
+            weight.add_(0.01)
+        assert not torch.allclose(mine(ids).logits, theirs(ids).logits, rtol=1e-3, atol=1e-3)
