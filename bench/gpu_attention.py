@@ -215,9 +215,7 @@ def compile_all(variants: list[tuple[TritonAttention, Case, dict[str, Any]]]) ->
                 record_launches(attention, case)
         jobs.update(found)
     compilation = Compilation(jobs.values(), here.capability)
-    for thread in compilation._threads:
-        thread.join()
-    for job, why in compilation._failed:
+    for job, why in compilation.wait():
         print("cannot compile", job.kernel, why.splitlines()[-1])
     print(f"{len(jobs)} kernels, {compilation.compiled} compiled")
 

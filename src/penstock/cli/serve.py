@@ -110,9 +110,11 @@ def memory_plan(info: EngineInfo) -> str:
         f"{info.architecture}, {info.dtype}, on {info.device}",
         f"  weights          {size(info.weight_bytes):>10}",
         f"  largest step     {size(info.step_bytes):>10}   {info.max_num_batched_tokens:,} tokens",
-        *([f"  CUDA graphs      {size(info.graph_bytes):>10}   {info.graphs} captured"] if info.graphs else []),
+        *([f"  CUDA graphs      {size(info.graph_bytes):>10}   {info.graphs} captured in {info.graph_seconds:.1f} s"]
+          if info.graphs else []),
         f"  KV cache         {size(info.kv_bytes):>10}   {info.kv_tokens:,} tokens in pages of {info.page_size}",
         f"  context          {info.max_model_len:>10,}   tokens, prompt and output; {info.max_num_seqs} sequences at once",
+        *([f"  kernels          {info.compiled:>10}   compiled in {info.compile_seconds:.1f} s"] if info.compiled else []),
         *(f"  note: {note}" for note in info.notes),
     ])
 

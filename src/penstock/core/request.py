@@ -186,6 +186,12 @@ class EngineInfo(msgspec.Struct):
     """What captured CUDA graphs take."""
     graphs: int = 0
     """How many there are."""
+    graph_seconds: float = 0.0
+    """What capturing them took."""
+    compiled: int = 0
+    """Kernels that were not in the cache on disk."""
+    compile_seconds: float = 0.0
+    """What compiling them took, most of it while weights loaded."""
     kernels: list[tuple[str, str]] = []
     """(operation, implementation) as bound at start."""
     prefix_caching: bool = False

@@ -96,6 +96,9 @@ class Engine:
             kv_tokens=self.memory.kv_tokens, pages_total=self.memory.layout.slabs, dtype=self.config.dtype, device=facts.name,
             weight_bytes=self.memory.weight_bytes, step_bytes=self.memory.step_bytes, kv_bytes=self.memory.layout.nbytes,
             graph_bytes=self.memory.graph_bytes, graphs=len(self.worker.graphs or ()),
+            graph_seconds=0.0 if self.worker.graphs is None else self.worker.graphs.seconds,
+            compiled=0 if compilation is None else compilation.compiled,
+            compile_seconds=0.0 if compilation is None else compilation.seconds,
             prefix_caching=cache.sharing, cache_identity=identity,
             kv_events=self.events.describe() if self.events is not None else None,
             kernels=self.kernels.table(), notes=_notes(self.config, self.memory, self.kernels, facts))

@@ -216,14 +216,19 @@ class Compilation:
         for thread in self._threads:
             thread.start()
 
-    def finish(self, kernels: Kernels) -> None:
-        """Waits for all. ConfigError names the first kernel that cannot be compiled, why, and how to do without it."""
+    def wait(self) -> list[tuple[Job, str]]:
+        """Returns when all are done: those that cannot be compiled, each with the reason."""
         for thread in self._threads:
             thread.join()
         if self._threads:
             self.seconds = time.perf_counter() - self._began
-        if self._failed:
-            raise self._refusal(*self._failed[0], kernels)
+        return self._failed
+
+    def finish(self, kernels: Kernels) -> None:
+        """Waits for all. ConfigError names the first kernel that cannot be compiled, why, and how to do without it."""
+        failed = self.wait()
+        if failed:
+            raise self._refusal(*failed[0], kernels)
 
     def load(self, kernels: Kernels) -> None:
         """Brings all kernels from the cache to the current device, where else each first launch would. Raises as `finish`."""

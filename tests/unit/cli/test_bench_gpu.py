@@ -75,7 +75,8 @@ class FalseLLM:
         self.slow = 2 if options["batch_invariant"] else 1
         self.eager = 3 if options["enforce_eager"] else 1
         self.info = SimpleNamespace(
-            kv_tokens=4096, graphs=3, weight_bytes=1, step_bytes=2, graph_bytes=4, kv_bytes=5, kernels=[("linear", "false")],
+            kv_tokens=4096, graphs=3, graph_seconds=0.5, compiled=6, compile_seconds=7.5, weight_bytes=1, step_bytes=2,
+            graph_bytes=4, kv_bytes=5, kernels=[("linear", "false")],
             max_num_seqs=8, max_num_batched_tokens=512, page_size=16,
             max_model_len=options["max_model_len"] or TINY["max_position_embeddings"])
 
@@ -122,6 +123,7 @@ def test_workloads(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[s
     assert found["memory"] == {"weights": 1, "step": 2, "graphs": 4, "kv": 5}
     assert found["workloads"]["decode"]["floor"] == fixed.floor(
         "tiny", [fixed.Ask([3, 4, 5], 4), fixed.Ask([6] * 9, 2)], 8)
+    assert "3 graphs in 0.5 s, 6 kernels in 7.5 s" in said
     assert "over the target" not in said and false_engine.made[0]["gpu_memory_utilization"] == 0.85
     assert false_engine.made[0]["load_format"] == "dummy" and false_engine.made[0]["max_model_len"] == 640
     assert {"driver", "gpu", "clocks", "date", "packages", "git_commit"} <= result["environment"].keys()

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.cli.serve import memory_plan
 from penstock.config.resolve import EngineConfig, MemoryPlan, Occupancy, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError
 from penstock.core.layout import lay_out
+from penstock.core.request import EngineInfo
 from penstock.core.state import Everything, Field, StateSpec
 from penstock.engine import engine
 from penstock.ops import compile, gpu, registry
@@ -124,6 +126,19 @@ def test_a_rehearsal_that_fails_costs_time_alone(monkeypatch: pytest.MonkeyPatch
         assert engine._compile(config(), spec, kernels, CUDA) is None
     assert "compiled one by one as they are needed: RuntimeError: a launch looked into a tensor" in caplog.text
     assert not list(tmp_path.rglob("*.json")), "what was not rehearsed to the end is not kept"
+
+
+def test_a_start_says_what_it_made() -> None:
+    """Graphs and kernels, with what they took, where there are any."""
+    info = EngineInfo(model="m", architecture="A", vocab_size=9, max_model_len=100, max_num_seqs=2, max_num_batched_tokens=50,
+                      page_size=16, kv_tokens=100, pages_total=7, dtype="bfloat16", device="a GPU", weight_bytes=GIB,
+                      step_bytes=GIB, kv_bytes=GIB, graph_bytes=GIB // 2, graphs=31, graph_seconds=0.72, compiled=45,
+                      compile_seconds=4.71)
+    said = memory_plan(info)
+    assert "512.0 MiB   31 captured in 0.7 s" in said and "45   compiled in 4.7 s" in said
+    for name in ("graphs", "compiled"):
+        setattr(info, name, 0)
+    assert "graphs" not in memory_plan(info) and "kernels" not in memory_plan(info)
 
 
 def test_a_compiler_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -135,11 +135,13 @@ class _Bench:
 
     def facts(self) -> dict[str, Any]:
         info = self.llm.info
-        _say(f"{self.name}: ready in {self.start_seconds:.1f} s, {info.kv_tokens:,} KV tokens, {info.graphs} graphs")
+        _say(f"{self.name}: ready in {self.start_seconds:.1f} s, {info.kv_tokens:,} KV tokens, "
+             f"{info.graphs} graphs in {info.graph_seconds:.1f} s, {info.compiled} kernels in {info.compile_seconds:.1f} s")
         return {"start_seconds": round(self.start_seconds, 2), "kv_tokens": info.kv_tokens,
                 "memory": {"weights": info.weight_bytes, "step": info.step_bytes, "graphs": info.graph_bytes,
                            "kv": info.kv_bytes},
-                "graphs": info.graphs, "kernels": dict(info.kernels)}
+                "graphs": info.graphs, "graph_seconds": info.graph_seconds, "compiled": info.compiled,
+                "compile_seconds": info.compile_seconds, "kernels": dict(info.kernels)}
 
     def workloads(self, usual: dict[str, Any] | None = None) -> dict[str, Any]:
         """Each workload's seconds; beside the `usual` ones, if they are given, as a share of throughput that is lost."""
