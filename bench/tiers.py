@@ -46,7 +46,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--disk", help="folder for pages; by default a temporary one")
     parser.add_argument("--requests", type=int, default=96, help="of the load without hits")
-    parser.add_argument("--kinds", nargs="*", default=["device", "host", "disk"], help="what the load runs on; device first")
+    parser.add_argument("--kinds", nargs="*", default=["device", "host", "disk", "small"],
+                        help="what the load runs on; device first")
     parser.add_argument("--parts", nargs="*", default=["first_token", "rate", "overhead"],
                         help="rate is measured together with first_token")
     parser.add_argument("--json", type=Path, help="append the record to this file")
@@ -184,12 +185,14 @@ class Bench:
         return found
 
     def overhead(self) -> dict[str, Any]:
-        """Tokens a second of requests that share nothing, without tiers, with a host, and with a host and a disk."""
+        """Tokens a second of requests that share nothing, without tiers, with a host that is larger than the device's cache, as it
+        mostly is, with that and a disk, and with a disk behind a host that is smaller."""
         pages = self.args.requests * 52
+        disk = {"cache_disk": self.disk + "-load", "cache_disk_bytes": 16 * GIB}
         kinds: dict[str, dict[str, Any]] = {
-            "device": {}, "host": {"cache_host_bytes": self.host_bytes(pages // 2)},
-            "disk": {"cache_host_bytes": self.host_bytes(pages // 2), "cache_disk": self.disk + "-load",
-                     "cache_disk_bytes": 16 * GIB}}
+            "device": {}, "host": {"cache_host_bytes": self.host_bytes(pages * 5 // 4)},
+            "disk": {"cache_host_bytes": self.host_bytes(pages * 5 // 4), **disk},
+            "small": {"cache_host_bytes": self.host_bytes(pages // 2), **disk}}
         engines = {kind: self.engine(pages, **kinds[kind]) for kind in self.args.kinds}
         found: dict[str, list[float]] = {kind: [] for kind in engines}
         for round_ in range(self.args.repeats + 1):

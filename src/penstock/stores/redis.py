@@ -162,13 +162,16 @@ class _Connection:
         self._socket.close()
 
     def _send(self, words: Sequence[bytes | Sequence[memoryview]]) -> None:
-        self._socket.sendall(b"*%d\r\n" % len(words))
+        small = b"*%d\r\n" % len(words)
         for word in words:
-            parts = [memoryview(word)] if isinstance(word, bytes) else word
-            self._socket.sendall(b"$%d\r\n" % sum(part.nbytes for part in parts))
-            for part in parts:
+            if isinstance(word, bytes):
+                small += b"$%d\r\n%b\r\n" % (len(word), word)
+                continue
+            self._socket.sendall(small + b"$%d\r\n" % sum(part.nbytes for part in word))
+            for part in word:
                 self._socket.sendall(part)
-            self._socket.sendall(b"\r\n")
+            small = b"\r\n"
+        self._socket.sendall(small)
 
     def _reply(self) -> Reply:
         kind, rest = self._line()

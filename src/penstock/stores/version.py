@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from penstock.core.layout import CacheLayout
 
-FORMAT = 1
+FORMAT = 2
 """The version of the rules in `stores/`; changes when old pages must not be read any more."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -41,6 +42,35 @@ def test_every_flipped_bit_and_every_cut_is_found(store: DiskStore, size: int) -
             assert get(store, version(), 1, size) == "short"
     store.path(name(1)).write_bytes(whole)
     assert get(store, version(), 1, size) == page(1, size)
+
+
+def test_damage_that_sums_might_hide_is_found() -> None:
+    """Lines and words swapped, lost or doubled, and bits flipped in the same place of several words."""
+    rng = random.Random(8)
+    whole, line = rng.randbytes(40 * 4096 + 72), 4096
+    good = record.checksum(memoryview(whole))
+
+    def found(broken: bytearray) -> bool:
+        return broken == whole or record.checksum(memoryview(broken)) != good
+
+    for _ in range(300):
+        broken, (i, j) = bytearray(whole), rng.sample(range(40), 2)
+        one, other = slice(i * line, (i + 1) * line), slice(j * line, (j + 1) * line)
+        what = rng.randrange(5)
+        if what == 0:
+            broken[one], broken[other] = broken[other], broken[one]
+        elif what == 1:
+            broken[one] = broken[other]
+        elif what == 2:
+            broken[one] = bytes(line) if rng.random() < 0.5 else rng.randbytes(line)
+        elif what == 3:
+            at, to = (8 * rng.randrange(len(whole) // 8) for _ in range(2))
+            broken[at:at + 8], broken[to:to + 8] = broken[to:to + 8], broken[at:at + 8]
+        else:
+            bit = rng.randrange(64)
+            for _ in range(rng.randrange(1, 4)):
+                broken[8 * rng.randrange(len(whole) // 8) + bit // 8] ^= 1 << bit % 8
+        assert found(broken), what
 
 
 def test_a_page_under_another_name_is_not_taken(store: DiskStore) -> None:

@@ -172,28 +172,26 @@ def test_connections_that_were_closed_while_idle_are_no_error(redis: str) -> Non
 @pytest.mark.parametrize("answer", [b"", b"+PONG\r\n", b"$many\r\n", b"$100\r\nshort", b"*1\r\n:5\r\n", b"-LOADING\r\n",
                                     b"?\r\n"])
 def test_a_server_that_answers_nonsense_is_an_oserror(answer: bytes) -> None:
-    """It accepts every connection, answers one PING and then only `answer`, and closes."""
-    def serve() -> None:
-        for first in (b"+PONG\r\n", *[b""] * 6):
-            connection, _ = listening.accept()
-            with connection:
-                for reply in (first, answer):
-                    if reply:
-                        connection.recv(10_000)
-                        connection.sendall(reply)
-
+    """It answers one PING as it should, and everything else with `answer`, and then closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=serve)
-        thread.start()
+        def serve() -> None:
+            replies = [b"+PONG\r\n", answer]
+            with suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    with connection, connection.makefile("rb") as commands:
+                        for reply in replies:
+                            for _ in range(int(commands.readline()[1:])):
+                                commands.read(int(commands.readline()[1:]) + 2)
+                            connection.sendall(reply)
+                    replies = [answer]
+
+        threading.Thread(target=serve, daemon=True).start()
         store = RedisStore(f"redis://127.0.0.1:{listening.getsockname()[1]}", version())
         for operation in (lambda: get(store, version(), 1), store.changes):
             with pytest.raises(OSError):
                 operation()
         store.close()
-        for _ in range(7):
-            with suppress(OSError), socket.create_connection(listening.getsockname(), 1) as connection:
-                connection.shutdown(socket.SHUT_WR)
-        thread.join(5)
 
 
 def test_roots_are_made(tmp_path: Path) -> None:

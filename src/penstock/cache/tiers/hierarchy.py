@@ -86,28 +86,21 @@ class Hierarchy:
     # -- what the prefix index asks (`cache/tiers/__init__.py::Tiers`)
 
     def offer(self, pages: Sequence[Content], leaving: bool) -> None:
+        names = [PageName(content.group, content.key) for content in pages]
         if leaving:
             # Until now it was the device's affair how recently they were used.
-            self.host.touch([PageName(content.group, content.key) for content in pages])
+            self.host.touch(names)
         elif not self.policy.through:
             return
-        fresh, names = list[Content](), list[PageName]()
-        seen = set[PageName]()
-        for content in pages:
-            name = PageName(content.group, content.key)
-            if name in self.host or name in seen or not self._worth_saving(name):
-                continue
-            seen.add(name)
-            fresh.append(content)
-            names.append(name)
-        slots = self.host.add(names)
-        for content, name in zip(fresh, names, strict=True):
-            if name in slots:
-                slot = slots[name]
-                self._saves[name.group, slot] = name, Save(name.group, content.page, slot)
+        worth = [self._worth_saving(size) for size in self._sizes]
+        fresh = {name: content.page for name, content in zip(names, pages, strict=True)
+                 if worth[name.group] and name not in self.host and not (leaving and self._written(name))}
+        slots = self.host.add(list(fresh))
+        for name, slot in slots.items():
+            self._saves[name.group, slot] = name, Save(name.group, fresh[name], slot)
         if self.catalogs:
             if self.policy.through:
-                self._wanted.extend(name for name in names if name in slots)
+                self._wanted.extend(slots)
             elif self.host.used_bytes > _SPILL_SHARE * self.host.layout.nbytes:
                 self._wanted.extend(islice(self.host.oldest(), 2 * len(slots) + 1))
             self._write()
@@ -224,8 +217,13 @@ class Hierarchy:
         if self._keeper is not None:
             self._keeper.wake()
 
-    def _worth_saving(self, name: PageName) -> bool:
-        return self.policy.always or self.costs.worth_saving(HOST, self._sizes[name.group], self.layout.page)
+    def _worth_saving(self, nbytes: int) -> bool:
+        return self.policy.always or self.costs.worth_saving(HOST, nbytes, self.layout.page)
+
+    def _written(self, name: PageName) -> bool:
+        """Whether a page was written through to a store. When it leaves the device it is not saved once more, which the step
+        that needs its room would have to wait for."""
+        return self.policy.through and any(name in catalog for catalog in self.catalogs)
 
     def _write(self) -> None:
         """Starts writing wanted pages, as many as the queue takes. A page that has left the host meanwhile is not written."""
