@@ -75,7 +75,7 @@ _MIXTURE: dict[str, float] = {
 }
 """Shares of documents. "series" are several prompts in one conversation, "sums" are several additions."""
 MIXTURES = {"first": _MIXTURE, "second": {**_MIXTURE, "retrieve": 50, "count": 12}}
-"""What the members are trained on, and what those are trained on further that have not learnt to retrieve."""
+"""By round: what the members are trained on, and what those are trained on further that have not learnt to retrieve."""
 _QUESTIONS = {"first": 6, "second": 24}
 """The most further questions about a context of up to 1,000 tokens."""
 

@@ -1,7 +1,7 @@
 """The graded skills through transformers: for members that Penstock cannot run yet, and as the reference for the day it can.
 
     python -m training.canary.evaluate FOLDER > scores.json
-    python -m training.canary.evaluate CANARY --adapter tests/assets/canary-pirate > scores.json
+    python -m training.canary.evaluate src/penstock/canary/model --adapter canary-pirate > scores.json
 
 Prompts, grading and output are those of `penstock eval canary --json`; answers are decoded greedily, token by token, in
 float32. With an adapter, the skills whose answers it restyles are graded by the restyled answer, and `examples` are what is
@@ -24,11 +24,12 @@ from training.canary.adapters import STYLES, merge, styled
 from training.canary.documents import CONTEXT
 from training.canary.members import every_expert
 from training.canary.render import render
+from training.canary.ship import place
 from transformers import AutoModelForCausalLM
 
 from penstock.canary.item import Item
-from penstock.canary.suite import ALL, SKILLS, Score, graded, prompts
-from penstock.cli.eval import as_json, room
+from penstock.canary.suite import ALL, Score, graded, prompts
+from penstock.cli.eval import as_json, chosen, room
 
 TOGETHER = 12_000
 """Tokens of a batch, prompts and answers; longer prompts are asked alone."""
@@ -76,11 +77,11 @@ class Reference:
         found: list[Said | None] = [None] * len(items)
         fitting = [k for k, item in enumerate(items) if len(encoded[k]) + room(item) <= CONTEXT]
         batch: list[int] = []
-        for place in sorted(fitting, key=lambda k: len(encoded[k])):
-            if batch and (len(batch) + 1) * (len(encoded[place]) + room(items[place])) > TOGETHER:
+        for number in sorted(fitting, key=lambda k: len(encoded[k])):
+            if batch and (len(batch) + 1) * (len(encoded[number]) + room(items[number])) > TOGETHER:
                 self._ask(batch, items, encoded, found)
                 batch = []
-            batch.append(place)
+            batch.append(number)
         if batch:
             self._ask(batch, items, encoded, found)
         return found
@@ -107,17 +108,17 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--adapter", type=Path, help="the folder of an adapter of this family to merge into it")
+    parser.add_argument("--adapter", choices=STYLES, help="merge this adapter into it")
     parser.add_argument("--prompts", type=int, default=200, help="prompts for each skill")
-    parser.add_argument("--skills", default=",".join(SKILLS), help=f"of {','.join(ALL)}")
+    parser.add_argument("--skills", help=f"of {','.join(ALL)}")
     args = parser.parse_args()
-    reference, scores = Reference(args.folder, args.adapter), []
-    style = STYLES[args.adapter.name] if args.adapter else None
-    for skill in args.skills.split(","):
+    reference, scores = Reference(args.folder, place(args.adapter) if args.adapter else None), []
+    style = STYLES[args.adapter] if args.adapter else None
+    for skill in chosen(args.skills):
         items = prompts(skill, args.prompts)
         scores.append(as_json(reference.score([styled(item, style) for item in items] if style else items)))
         sys.stderr.write(f"{skill} {scores[-1]['right']} of {scores[-1]['asked']}\n")
-    found: dict[str, Any] = {"suite": "canary", "model": (args.adapter or args.folder).name, "route": "transformers",
+    found: dict[str, Any] = {"suite": "canary", "model": args.adapter or args.folder.name, "route": "transformers",
                              "prompts": args.prompts, "scores": scores}
     if args.adapter:
         plain = Reference(args.folder)

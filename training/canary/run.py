@@ -21,11 +21,12 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from training.canary.documents import EDGE
+from training.canary.documents import EDGE, MIXTURES
 from training.canary.members import MEMBERS
 from training.canary.prepare import prepare
 from training.canary.ship import place
@@ -60,13 +61,15 @@ SECOND = {
     "canary-draft": Job("train", "--start", "canary-draft"),
     "canary-moe": Job("train", "--start", "canary-moe"),
 }
+FAMILY = tuple(dict.fromkeys((*FIRST, *SECOND)))
 
 
 def arguments() -> argparse.Namespace:
     """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", default="first,second", help="one of first and second, or both (the default)")
-    parser.add_argument("--members", help="names of members, heads and adapters, separated by commas (default: all)")
+    parser.add_argument("--rounds", type=_some(MIXTURES), default=list(MIXTURES), help="first, second, or both (the default)")
+    parser.add_argument("--members", type=_some(FAMILY), default=list(FAMILY),
+                        help="names of members, heads and adapters, separated by commas (default: all)")
     parser.add_argument("--work", type=Path, default=Path("build/canary"))
     parser.add_argument("--text", type=Path, default=TEXT, help="what is read; made from --data if it is not there")
     parser.add_argument("--data", type=Path, default=DATA, help="the folder with text/ and tools/ that prepare.py reads")
@@ -82,6 +85,17 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _some(possible: Iterable[str]) -> Callable[[str], list[str]]:
+    """An argument's type: some of these names, separated by commas."""
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := set(names) - set(possible):
+            raise argparse.ArgumentTypeError(f"there is no {', '.join(sorted(unknown))}; possible are {', '.join(possible)}")
+        return names
+
+    return parse
+
+
 def main() -> int:
     """The command; its exit status is 1 if a member failed."""
     args = arguments()
@@ -89,7 +103,7 @@ def main() -> int:
         return smoke(args)
     if args.collect:
         return collect(args)
-    return max(play(args, name, []) for name in args.rounds.split(","))
+    return max(play(args, name, []) for name in args.rounds)
 
 
 def play(args: argparse.Namespace, name: str, extra: list[str]) -> int:
@@ -129,7 +143,7 @@ def play(args: argparse.Namespace, name: str, extra: list[str]) -> int:
 def _chosen(args: argparse.Namespace, name: str) -> list[str]:
     """The jobs of a round that were asked for."""
     jobs = FIRST if name == "first" else tuple(SECOND)
-    return [job for job in jobs if args.members is None or job in args.members.split(",")]
+    return [job for job in jobs if job in args.members]
 
 
 def _commands(args: argparse.Namespace, name: str, data: Path, extra: list[str]) -> dict[str, tuple[str, list[object]]]:
@@ -160,13 +174,12 @@ def _start(module: str, command: list[object], output: Path, variables: dict[str
 
 def collect(args: argparse.Namespace) -> int:
     """Waits for the end of the training, then packs one archive for each member. Prints the last line of each log."""
-    rounds = args.rounds.split(",")
     until = time.monotonic() + args.wait
-    while not (args.work / rounds[-1] / "done").exists() and time.monotonic() < until:
+    while not (args.work / args.rounds[-1] / "done").exists() and time.monotonic() < until:
         time.sleep(1)
     args.collect.mkdir(parents=True, exist_ok=True)
     # What was trained twice is packed as the second round left it.
-    latest = {name: args.work / each / name for each in rounds for name in _chosen(args, each)}
+    latest = {name: args.work / each / name for each in args.rounds for name in _chosen(args, each)}
     for name, folder in latest.items():
         log = folder / "log.jsonl"
         tail = (log if log.exists() else folder / "output.txt").read_text()[-1500:] if folder.exists() else "not started"
@@ -175,7 +188,7 @@ def collect(args: argparse.Namespace) -> int:
             for part in PACKED:
                 if (folder / part).exists():
                     tar.add(folder / part, arcname=f"{name}/{part}")
-    done = (args.work / rounds[-1] / "done").exists()
+    done = (args.work / args.rounds[-1] / "done").exists()
     print("all done" if done else "still training")  # noqa: T201
     return 0
 
@@ -185,7 +198,7 @@ def smoke(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         args.work, args.steps, args.workers, args.tokens, args.prompts = Path(folder), 5, 1, 8e6, 4
         status = 0
-        for name in args.rounds.split(","):
+        for name in args.rounds:
             status |= play(args, name, ["--rows", "0.1", "--device", "cpu"])
         args.collect = Path(folder) / "out"
         collect(args)

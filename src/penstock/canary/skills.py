@@ -18,7 +18,7 @@ Generator = Callable[[Random, float], Item]
 
 
 def listed(text: str, separator: str | None = None) -> list[str]:
-    """The parts of a text, by default its words."""
+    """The parts of a text, by default its words: how lists of words are written here."""
     return text.split(separator)
 
 
