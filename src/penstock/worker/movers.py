@@ -145,11 +145,11 @@ class Movers:
         return landings, receipts
 
     def close(self) -> None:
-        """Drops loads that have not begun, finishes writes, and frees the host's memory."""
+        """Drops loads and writes that have not begun, and frees the host's memory."""
         for job in self._open.values():
             job.give_up()
         for threads in (*self._readers, *self._writers):
-            threads.shutdown()
+            threads.shutdown(cancel_futures=True)
         self._saves.close()
         self._loads.close()
         self._ends.shutdown()

@@ -290,6 +290,7 @@ class Slow:
     def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
         if self.full:
             raise OSError(28, "No space left on device")
+        time.sleep(self.seconds)
         self._store.write(name, parts)
 
 
@@ -319,6 +320,19 @@ def test_a_slow_disk_delays_nobody_else(tmp_path: Path) -> None:
     assert slow.tiers.find(0, [content(0, 0).key]) == [True]
     assert slow.tiers.load([content(0, 0)], 100) is None, "computing is faster than that"
     slow.close()
+
+
+def test_who_ends_does_not_wait_for_all_that_is_to_be_written(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, slabs=240, wrap=lambda store: Slow(store, 0.05))  # type: ignore[arg-type, return-value]
+    for number in range(60):
+        rig.tiers.offer([rig.fill(number, number % 4)], leaving=False)
+        rig.step()
+    began = time.monotonic()
+    rig.close()
+    assert time.monotonic() - began < 1.0
+    again = Rig(tmp_path)
+    assert 0 < sum(again.tiers.find(0, [content(number, 0).key for number in range(60)])) < 60
+    again.close()
 
 
 def test_a_full_disk_is_left_alone(tmp_path: Path) -> None:
