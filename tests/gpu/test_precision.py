@@ -16,7 +16,8 @@ def _theirs(prompts: list[list[int]], dtype: torch.dtype) -> list[torch.Tensor]:
     """Log probabilities that transformers gives the prompts' own tokens."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(canary.MODEL, dtype=dtype).cuda().eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(canary.MODEL, dtype=dtype)
+    model = loaded.cuda().eval()
     found = []
     with torch.inference_mode():
         for prompt in prompts:
