@@ -105,7 +105,7 @@ class Update(msgspec.Struct, array_like=True, gc=False):
     """Prompt tokens that were not computed because the cache had them. On a sequence's first update with a token."""
     timings: Timings | None = None
     """On the last update."""
-    cached_by_tier: dict[str, int] = {}
+    cached_by_tier: dict[str, int] | None = None
     """`cached_tokens` by the tier that had them: device, host, disk, remote. Tiers without any may be left out."""
 
 

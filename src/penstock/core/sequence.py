@@ -41,9 +41,8 @@ class Sequence:
         """How many that came later were admitted while it waited for room."""
         self.children: list[Sequence] = []
         """The request's other sequences, until they are forked off at the end of the prompt."""
-        self.stops = set(request.params.stop_token_ids or ())
-        if not request.params.ignore_eos:
-            self.stops.update(request.eos_ids)
+        ends = () if request.params.ignore_eos else request.eos_ids
+        self.stops = frozenset((*(request.params.stop_token_ids or ()), *ends))
         self.scoring = index == 0 and request.params.prompt_logprobs is not None
         """Prompt log probabilities are still owed."""
         self.scores: list[TokenLogprobs] = []

@@ -33,7 +33,7 @@ class Delta(msgspec.Struct, gc=False):
     error: str | None = None
     cached_tokens: int = 0
     timings: Timings | None = None
-    cached_by_tier: dict[str, int] = {}
+    cached_by_tier: dict[str, int] | None = None
 
 
 class _Open:
@@ -277,7 +277,7 @@ class RequestOutput:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = [None, *(_entry(line, self.tokenizer) for line in delta.prompt_logprobs)]
         if delta.index == 0 and delta.cached_tokens:
-            self.num_cached_tokens, self.cached_by_tier = delta.cached_tokens, delta.cached_by_tier
+            self.num_cached_tokens, self.cached_by_tier = delta.cached_tokens, delta.cached_by_tier or {}
         if delta.timings is not None:
             self._time(delta.timings)
         if delta.finish_reason is not None:

@@ -164,28 +164,28 @@ def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, toke
 
 def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context: Ints, chosen: Flags, invariant: bool) -> None:
     """Writes the items of the chosen segments."""
-    segment = np.flatnonzero(chosen).astype(np.int32)
+    segment = chosen.nonzero()[0].astype(np.int32)
     if not len(segment):
         return
     shape = launch.shape
-    token = (np.cumsum(counts, dtype=np.int32) - counts)[segment]
-    queries, position = counts[segment], (context - counts)[segment]
+    token, queries, position = counts.cumsum(dtype=np.int32) - counts, counts, context - counts
+    if len(segment) < len(counts):
+        token, queries, position = token[segment], queries[segment], position[segment]
     if int(queries.max()) > 1:
         if invariant:
             segment, token, queries, position = _cut_at_units(segment, token, queries, position)
         segment, token, queries, position = _cut(segment, token, queries, position, shape.queries)
     end = position + queries
-    begin = np.maximum(position + (1 - geometry.window), 0) if geometry.window else np.zeros_like(end)
-    unit = np.maximum(FIRST_UNIT, _power_of_two(-(-end // UNITS))) if invariant else np.full_like(end, shape.block_n)
-    begin = begin // unit * unit
-    blocks = -(-(end - begin) // unit)
+    unit = np.maximum(FIRST_UNIT, _power_of_two(-(-end // UNITS))) if invariant else np.int32(shape.block_n)
+    begin = np.maximum(position + (1 - geometry.window), 0) // unit * unit if geometry.window else np.zeros_like(end)
+    blocks = -((begin - end) // unit)
     keys = blocks * unit
     items = _items(keys, unit, launch.split)
     each = -(-blocks // items) * unit
     items = -(-keys // each)
     parts = np.where(items > 1, blocks, 1) if invariant else items
-    slots = np.where(items > 1, parts, 0)
-    slot = np.cumsum(slots) - slots
+    slots = parts * (items > 1)
+    slot = slots.cumsum() - slots
     rows = np.empty((len(segment), FIELDS), np.int32)
     for column, values in enumerate((token, queries, position, segment, begin, end, unit, slot, slot, parts)):
         rows[:, column] = values
@@ -203,7 +203,7 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
     work[launch.offset:launch.offset + rows.size] = rows.ravel()
 
 
-def _items(keys: Ints, unit: Ints, split: int) -> Ints:
+def _items(keys: Ints, unit: Ints | np.int32, split: int) -> Ints:
     """Items for each tile, at most `split` more than there are tiles: as many of equal size as run at once, or a few more."""
     total = int(keys.sum())
     least = max(math.isqrt(JOINING * int(keys.max())), -(-total // split))

@@ -325,24 +325,24 @@ class Scheduler:
         self.stats.kernel_seconds += result.kernel_seconds
 
     def _take_token(self, sequence: Sequence, token: int, logprobs: list[TokenLogprobs] | None, now: float) -> None:
-        request = sequence.request
+        request, tokens = sequence.request, sequence.tokens
         if token == NOT_FINITE:
             self._finish(sequence, Update(request.id, sequence.index, [], finish_reason="error", error=_NOT_FINITE_ERROR), now)
             return
-        sequence.tokens.append(token)
+        tokens.append(token)
         self.stats.generation_tokens += 1
-        update = Update(request.id, sequence.index, [token], logprobs=logprobs)
+        update, known = Update(request.id, sequence.index, [token], logprobs=logprobs), len(tokens)
         if sequence.scoring and sequence.computed >= sequence.prompt_len:
             update.prompt_logprobs, sequence.scoring = sequence.scores, False
-        if not sequence.timings.first_token:
+        if known == sequence.prompt_len + 1:
             sequence.timings.first_token = now
             update.cached_tokens, update.cached_by_tier = sequence.cached, sequence.cached_by_tier
         if token in sequence.stops:
             update.finish_reason = "stop"
             update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
-        elif len(sequence.tokens) >= sequence.limit:
+            self._finish(sequence, update, now)
+        elif known >= sequence.limit:
             update.finish_reason = "length"
-        if update.finish_reason:
             self._finish(sequence, update, now)
         else:
             self._news.append(update)

@@ -10,6 +10,7 @@ import bisect
 import time
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.core.plan import StepPlan, Want
@@ -23,6 +24,7 @@ _MIXED = (32, 64, 96, 128, 192, *range(256, 2049, 128))
 
 _SEGMENTS = 256
 """Most segments of a captured mixed step: attention must start a program for each that there may be."""
+_NOBODY = np.zeros(0, np.int64)
 _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32))
 """Rows of decode steps. Larger ones keep a GPU busy for longer than it takes to enqueue them."""
 
@@ -72,9 +74,7 @@ class Graphs:
         return len(self._captured)
 
     def capacity(self, plan: StepPlan) -> Capacity | None:
-        """The smallest captured one that the plan fits in, or None. Graphs give no hidden states to score prompts by."""
-        if (plan.wants & int(Want.SCORE)).any():
-            return None
+        """The smallest captured one that the plan fits in, or None."""
         tokens, segments = int(plan.counts.sum()), len(plan.rows)
         sizes = self._decode if tokens == segments else self._mixed
         at = bisect.bisect_left(sizes, tokens)
@@ -94,9 +94,9 @@ class Graphs:
             plans = [(capacity, _example(capacity, self._longest))
                      for capacity in capacities(self._tokens, self._rows, self._longest)]
             # All arrays once before anything is captured, so that the buffer they share is in its place.
-            self.builder.reserve(max(self.builder.fill(plan, capacity).size for capacity, plan in plans))
+            self.builder.reserve(max(self.builder.fill(plan, capacity, _NOBODY).size for capacity, plan in plans))
             for capacity, plan in plans:
-                parts = self.builder.fill(plan, capacity)
+                parts = self.builder.fill(plan, capacity, _NOBODY)
                 self._run(capacity, parts)
                 self._stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
@@ -111,10 +111,10 @@ class Graphs:
         ends = None if capacity.tokens == capacity.segments else capacity.segments
         return self.model.forward(self.builder.step(capacity, parts, ends, self._columns))
 
-    def forward(self, plan: StepPlan, capacity: Capacity) -> tuple[torch.Tensor, Parts]:
-        """Hidden states, then of padding: of a decode step's tokens, or at the ends of a mixed one's segments that sample.
-        Overwritten by the next step of that capacity."""
-        parts = self.builder.fill(plan, capacity)
+    def forward(self, plan: StepPlan, capacity: Capacity, sampling: npt.NDArray[np.int64]) -> tuple[torch.Tensor, Parts]:
+        """Hidden states, then of padding: of a decode step's tokens, or at the ends of a mixed one's segments that sample
+        (`sampling`). Overwritten by the next step of that capacity."""
+        parts = self.builder.fill(plan, capacity, sampling)
         graph, hidden = self._captured[capacity]
         graph.replay()
         return hidden, parts

@@ -50,10 +50,12 @@ class Rows:
             self.tokens[enter.row, :len(known)] = known
 
     def _take_edits(self, edits: list[Ints]) -> None:
+        size = sum(map(len, edits))
+        if not size:
+            return
         for table, lines in zip(self.tables, edits, strict=True):
             table[lines[:, 0], lines[:, 1]] = lines[:, 2]
-        size = sum(len(lines) for lines in edits)
-        if self.device.type == "cpu" or not size:
+        if self.device.type == "cpu":
             return
         # What stands in the host's table now, not what the edit said: of two edits of one place the last one counts.
         host, at = self._edits.host(2 * size), 0

@@ -49,11 +49,9 @@ def _stack(blocks: tuple[torch.Tensor, ...], padding: float) -> npt.NDArray[np.g
                            for block in blocks])
 
 
-def prompts(model: Decoder, ops: SampleOps, hidden: torch.Tensor, plan: StepPlan, rows: Rows) -> Scores | None:
+def prompts(model: Decoder, ops: SampleOps, hidden: torch.Tensor, plan: StepPlan, rows: Rows) -> Scores:
     """Of the known prompt tokens that follow the positions of segments with Want.SCORE, given the step's hidden states."""
     scoring = np.flatnonzero(plan.wants & int(Want.SCORE)).tolist()
-    if not scoring:
-        return None
     parts: list[tuple[Ints, Ints, Found]] = []
     query_start = np.cumsum(plan.counts) - plan.counts
     for segment in scoring:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.core.plan import Ints, StepPlan, Want
+from penstock.core.plan import Ints, StepPlan
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step
 from penstock.ops.attention import Geometry, Span
@@ -72,8 +72,9 @@ class StepBuilder:
         """Room for the plan and no more."""
         return Capacity(int(plan.counts.sum()), len(plan.rows))
 
-    def fill(self, plan: StepPlan, capacity: Capacity) -> Parts:
-        """Brings the plan's numbers to the device, in order after everything enqueued there."""
+    def fill(self, plan: StepPlan, capacity: Capacity, sampling: npt.NDArray[np.int64]) -> Parts:
+        """Brings the plan's numbers to the device, in order after everything enqueued there. `sampling`: the plan's segments
+        that sample."""
         counts, context = plan.counts, plan.starts + plan.counts
         if not self._captured:
             self._whole = {geometry: self._attention.whole(geometry, counts, context) for geometry in self._geometries}
@@ -87,8 +88,7 @@ class StepBuilder:
             host[part.start + segments:part.stop] = 0
         first = parts.query_start.start
         host[first] = 0
-        np.cumsum(counts, out=host[first + 1:first + 1 + segments])
-        sampling = np.flatnonzero(plan.wants & int(Want.SAMPLE))
+        counts.cumsum(out=host[first + 1:first + 1 + segments])
         lines = len(sampling)
         host[parts.heads.start:parts.heads.start + lines] = host[first + 1 + sampling] - 1
         # Hidden states are taken at all places of a capacity: padding points at the first token.

@@ -81,6 +81,7 @@ class Worker:
         self.clock = Clock(device)
         self.graphs: Graphs | None = None
         self.stream = compute_stream(device) if device.type == "cuda" else None
+        self._on_stream = torch.cuda.stream(self.stream)
         if graph_tokens and self.stream is not None:
             self.stream.wait_stream(torch.cuda.default_stream(device))
             self.graphs = Graphs(model, self.rows, layout.page, max_num_seqs, graph_tokens, self.stream)
@@ -106,7 +107,7 @@ class Worker:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Enqueues a plan. Nothing here waits for the device."""
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
+        with torch.inference_mode(), self._on_stream:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
@@ -123,7 +124,8 @@ class Worker:
             interval.leave_model()
             return Launched(result, [], None, interval.stop(), self.movers)
         interval.enter_model()
-        hidden, ends, lines = self._forward(plan)
+        scoring = bool((plan.wants & int(Want.SCORE)).any())
+        hidden, ends, lines = self._forward(plan, scoring)
         sampled = []
         for at, part in enumerate(lines.parts(LINES)):
             logits = self.model.head(ends[at * LINES:(at + 1) * LINES])
@@ -132,25 +134,26 @@ class Worker:
             sampled.append(self.sampler.launch(logits, part))
         if not sampled:
             interval.leave_model()
-        scores = prompts(self.model, self.model.kernels.sample, hidden, plan, self.rows)
+        scores = prompts(self.model, self.model.kernels.sample, hidden, plan, self.rows) if scoring else None
         return Launched(result, sampled, scores, interval.stop(), self.movers)
 
-    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor, Lines]:
+    def _forward(self, plan: StepPlan, scoring: bool) -> tuple[torch.Tensor, torch.Tensor, Lines]:
         """Hidden states of the plan's tokens, if prompts are scored by them; those of the tokens that are sampled after; and
         whose these are."""
-        sampling = np.flatnonzero(plan.wants & int(Want.SAMPLE))
+        sampling = (plan.wants & int(Want.SAMPLE)).nonzero()[0]
         count = len(sampling)
-        capacity = self.graphs.capacity(plan) if self.graphs is not None else None
+        # Graphs give no hidden states to score prompts by.
+        capacity = self.graphs.capacity(plan) if self.graphs is not None and not scoring else None
         if self.graphs is not None and capacity is not None:
             builder = self.graphs.builder
-            hidden, parts = self.graphs.forward(plan, capacity)
+            hidden, parts = self.graphs.forward(plan, capacity, sampling)
             if capacity.tokens == capacity.segments and count < len(plan.rows):
                 hidden = hidden.index_select(0, builder.heads(parts, count))
         else:
             builder = self.builder
             capacity = builder.exact(plan)
-            parts = builder.fill(plan, capacity)
-            if (plan.wants & int(Want.SCORE)).any():
+            parts = builder.fill(plan, capacity, sampling)
+            if scoring:
                 hidden = self.model.forward(builder.step(capacity, parts))
                 return hidden, hidden.index_select(0, builder.heads(parts, count)), builder.lines(parts, plan, sampling)
             hidden = self.model.forward(builder.step(capacity, parts, None if count == capacity.tokens else count))

@@ -79,7 +79,7 @@ class Choices:
         self.completion_tokens += len(delta.token_ids)
         if delta.cached_tokens and delta.index == 0:
             self.cached_tokens += delta.cached_tokens
-            for tier, tokens in delta.cached_by_tier.items():
+            for tier, tokens in (delta.cached_by_tier or {}).items():
                 self.cached_by_tier[tier] = self.cached_by_tier.get(tier, 0) + tokens
         return self.first[delta.request_id] + delta.index
 
