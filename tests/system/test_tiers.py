@@ -134,6 +134,11 @@ def test_disk_and_restart(tmp_path: Path, write: str, depth: int) -> None:
     assert talk(engine) == reference("stories260k")
     disk = figures(engine)["disk"]
     assert disk.stored_pages > 20 and disk.used_bytes > 0
+    flush(engine)
+    tiers = figures(engine).values()
+    assert sum(tier.bytes_in for tier in tiers) == sum(tier.bytes_out for tier in tiers) > 0, "what goes in came out elsewhere"
+    page = engine.memory.layout.groups[0].page_bytes
+    assert figures(engine)["device"].bytes_in % page == 0 < figures(engine)["device"].bytes_in
     engine.close()
 
     again = start("stories260k", **options)

@@ -171,7 +171,7 @@ class Loading:
         self.evictor.offer(deepest)
 
     def land(self, landing: Landing) -> int:
-        """A load has ended: what has landed whole goes to the index. Returns how many pages that were."""
+        """A load has ended: what has landed whole goes to the index. Returns how many bytes were loaded."""
         load = self._loads.pop(landing.ticket)
         for name in load.wanted:
             del self._tickets[name]
@@ -189,7 +189,8 @@ class Loading:
             mark.ticket = None
             if kept:
                 mark.loaded = load.gain
-        return len(load.wanted) if kept else 0
+        groups = self.pools.layout.groups
+        return sum(groups[g].page_bytes for g, _ in load.wanted) if landing.ok else 0
 
     def reset(self) -> None:
         """What is on its way is not to be found."""

@@ -76,6 +76,7 @@ class Cache:
         self._generation = 0
         self._hits = 0
         self._loaded = 0
+        """Bytes."""
 
     # -- finding what is there
 
@@ -422,9 +423,12 @@ class Cache:
 
     def stats(self) -> list[TierStats]:
         """Figures of the device and of the tiers behind it."""
+        behind = self.tiers.stats() if self.tiers is not None else []
+        # What leaves the device goes to the nearest tier.
         device = TierStats("device", self.layout.nbytes, self.pools.slabs_used * self.layout.slab_bytes,
-                           sum(self.pools.kept_pages), self._hits, self.index.kept, sum(self.evictor.evicted), self._loaded)
-        return [device, *(self.tiers.stats() if self.tiers is not None else [])]
+                           sum(self.pools.kept_pages), self._hits, self.index.kept, sum(self.evictor.evicted), self._loaded,
+                           behind[0].bytes_in if behind else 0)
+        return [device, *behind]
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Asserts that every page is free, held or kept exactly as the sequences and the index say, and the shape of the

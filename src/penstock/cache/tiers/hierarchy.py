@@ -175,6 +175,7 @@ class Hierarchy:
                 self._tidy()
             if receipt.ok:
                 self._moved(catalog.tier, size)
+                self._stats[HOST].bytes_out += size
         if self._wanted:
             self._write()
         if any(catalog.crowded for catalog in self.catalogs):
