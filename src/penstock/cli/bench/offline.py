@@ -71,8 +71,8 @@ def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
             "clipped_inputs": workload.clipped_inputs, "clipped_outputs": workload.clipped_outputs, **report}
 
 
-def seconds_for(llm: Any, requests: Sequence[tuple[list[int], int]]) -> float:
-    """Seconds until all of (prompt, tokens of output), asked at once, are answered in full; ConfigError if one is not."""
+def seconds_for(llm: Any, requests: Sequence[tuple[Any, int]]) -> float:
+    """Seconds until all of (token ids, tokens of output), asked at once, are answered in full; ConfigError if one is not."""
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt, _ in requests]
     params = [SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False) for _, output in requests]
     start = time.perf_counter()
