@@ -173,21 +173,21 @@ def _start(module: str, command: list[object], output: Path, variables: dict[str
 
 
 def collect(args: argparse.Namespace) -> int:
-    """Waits for the end of the training, then packs one archive for each member. Prints the last line of each log."""
+    """Waits for the end of the training, then packs COLLECT/ROUND/NAME.tar.gz for each job. Prints each log's last line."""
     until = time.monotonic() + args.wait
     while not (args.work / args.rounds[-1] / "done").exists() and time.monotonic() < until:
         time.sleep(1)
-    args.collect.mkdir(parents=True, exist_ok=True)
-    # What was trained twice is packed as the second round left it.
-    latest = {name: args.work / each / name for each in args.rounds for name in _chosen(args, each)}
-    for name, folder in latest.items():
-        log = folder / "log.jsonl"
-        tail = (log if log.exists() else folder / "output.txt").read_text()[-1500:] if folder.exists() else "not started"
-        print(name, "->", tail.strip().splitlines()[-1] if tail.strip() else "nothing yet")  # noqa: T201
-        with tarfile.open(args.collect / f"{name}.tar.gz", "w:gz") as tar:
-            for part in PACKED:
-                if (folder / part).exists():
-                    tar.add(folder / part, arcname=f"{name}/{part}")
+    for name in args.rounds:
+        (args.collect / name).mkdir(parents=True, exist_ok=True)
+        for job in _chosen(args, name):
+            folder = args.work / name / job
+            log = folder / "log.jsonl"
+            tail = (log if log.exists() else folder / "output.txt").read_text()[-1500:] if folder.exists() else "not started"
+            print(name, job, "->", tail.strip().splitlines()[-1] if tail.strip() else "nothing yet")  # noqa: T201
+            with tarfile.open(args.collect / name / f"{job}.tar.gz", "w:gz") as tar:
+                for part in PACKED:
+                    if (folder / part).exists():
+                        tar.add(folder / part, arcname=f"{job}/{part}")
     done = (args.work / args.rounds[-1] / "done").exists()
     print("all done" if done else "still training")  # noqa: T201
     return 0

@@ -1,6 +1,8 @@
 """Puts collected archives into place: canary into the package, all else into `tests/assets`, logs beside the recipe.
 
-    python -m training.canary.ship OUT/*.tar.gz --round second
+    python -m training.canary.ship OUT          # OUT/ROUND/NAME.tar.gz, as `run --collect OUT` packs them
+
+What was trained in both rounds is left as the second made it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import shutil
 import tarfile
 import tempfile
 from pathlib import Path
+
+from training.canary.documents import MIXTURES
 
 from penstock.canary import MODEL
 
@@ -24,31 +28,30 @@ def place(name: str) -> Path:
 
 def ship(archive: Path, logs: Path) -> str:
     """Unpacks one archive, its log into the folder `logs`; what was done."""
+    name = archive.name.removesuffix(".tar.gz")
     with tempfile.TemporaryDirectory() as scratch, tarfile.open(archive) as tar:
         tar.extractall(scratch, filter="data")
-        member = next(Path(scratch).iterdir())
+        member, folder = Path(scratch) / name, place(name)
         logs.mkdir(parents=True, exist_ok=True)
         if (member / "log.jsonl").exists():
-            shutil.copy(member / "log.jsonl", logs / f"{member.name}.jsonl")
+            shutil.copy(member / "log.jsonl", logs / f"{name}.jsonl")
         if not (member / "model").exists():
-            return f"{member.name}: no model in {archive}"
-        folder = place(member.name)
+            return f"{name}: no model in {archive}"
         shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(member / "model", folder)
         for path in folder.iterdir():
             path.chmod(0o644)
-        return f"{member.name}: {folder}"
+        return f"{name}: {folder}"
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("archives", nargs="+", type=Path)
-    parser.add_argument("--round", choices=("first", "second"), default="first", help="whose logs these are")
+    parser.add_argument("out", type=Path)
     args = parser.parse_args()
-    for archive in args.archives:
-        print(ship(archive, HERE / "logs" / args.round))  # noqa: T201
+    for round_ in MIXTURES:
+        for archive in sorted((args.out / round_).glob("*.tar.gz")):
+            print(ship(archive, HERE / "logs" / round_))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from training.canary import run, ship
 from training.canary.members import MEMBERS
 from training.canary.render import render
 from training.canary.stories import small_talk, story_chat
@@ -76,3 +79,24 @@ def test_experts_compute_as_transformers_own(name: str) -> None:
         for weight in mine.parameters():  # a difference would be seen
             weight.add_(0.01)
         assert not torch.allclose(mine(ids).logits, theirs(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_what_is_collected_is_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round's logs to their round; of what was trained twice, what the second round made."""
+    made = {("first", "canary"): "a", ("first", "canary-draft"): "b", ("second", "canary-draft"): "c"}
+    for (name, job), text in made.items():
+        folder = tmp_path / "work" / name / job
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "weights").write_text(text)
+        (folder / "log.jsonl").write_text(f"log {text}\n")
+    run.collect(argparse.Namespace(work=tmp_path / "work", collect=tmp_path / "out", rounds=["first", "second"], wait=0.0,
+                                   members=["canary", "canary-draft"]))
+    for name, value in (("HERE", tmp_path), ("ASSETS", tmp_path / "assets"), ("MODEL", tmp_path / "package")):
+        monkeypatch.setattr(ship, name, value)
+    monkeypatch.setattr("sys.argv", ["ship", str(tmp_path / "out")])
+    ship.main()
+    assert (tmp_path / "package" / "weights").read_text() == "a"
+    assert (tmp_path / "assets" / "canary-draft" / "weights").read_text() == "c"
+    logs = {str(path.relative_to(tmp_path / "logs")): path.read_text() for path in (tmp_path / "logs").rglob("*.jsonl")}
+    assert logs == {"first/canary.jsonl": "log a\n", "first/canary-draft.jsonl": "log b\n",
+                    "second/canary-draft.jsonl": "log c\n"}
