@@ -124,7 +124,7 @@ class TierStats(msgspec.Struct, array_like=True):
     stored_pages: int = 0
     evicted_pages: int = 0
     bytes_in: int = 0
-    """Moved into this tier from another; for the device, loads."""
+    """Moved into this tier from another: the device's are loaded, the host's saved."""
     bytes_out: int = 0
     """Moved out of this tier into another."""
     failures: int = 0
