@@ -107,7 +107,7 @@ def false_engine(monkeypatch: pytest.MonkeyPatch) -> type[FalseLLM]:
 
 
 def bench(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[dict[str, Any], str]:
-    assert main(["bench", "gpu", "--shape", "tiny", *map(str, words)]) == 0
+    assert main(["bench", "gpu", "--shape", "tiny", "--device", "cpu", *map(str, words)]) == 0
     captured = capsys.readouterr()
     return json.loads(captured.out), captured.err
 
@@ -182,7 +182,7 @@ def test_steps_with_graphs_and_without(false_engine: type[FalseLLM], capsys: pyt
 def test_answers_that_are_too_short(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[str],
                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FalseLLM, "short", 1)
-    assert main(["bench", "gpu", "--shape", "tiny"]) == 1
+    assert main(["bench", "gpu", "--shape", "tiny", "--device", "cpu"]) == 1
     assert "a request of 3 + 4 tokens ended after 3 (length), so its time would mean nothing" in capsys.readouterr().err
 
 
@@ -195,9 +195,15 @@ def test_unknown_names(words: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gpu", "--shape", "tiny"]) == 1
+    assert "device cuda:0 cannot be used by torch" in capsys.readouterr().err
+
+
 def test_a_real_engine_and_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """On a CPU a trace has no kernels of a device, and says so."""
-    result, said = bench(capsys, "--device", "cpu", "--kv-cache-memory-bytes", 4 << 20, "--max-num-seqs", 8, "--workload",
+    result, said = bench(capsys, "--kv-cache-memory-bytes", 4 << 20, "--max-num-seqs", 8, "--workload",
                          "decode", "--repeats", 1, "--profile", tmp_path)
     assert result["shapes"]["tiny"]["workloads"]["decode"]["seconds"] > 0
     assert result["shapes"]["tiny"]["profile"]["decode_b32"] == {"idle_share": 1.0, "steps": 0}

@@ -115,7 +115,7 @@ def _add_throughput(parser: argparse.ArgumentParser) -> None:
 def _add_gpu(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     add_flags(parser, EngineOptions, skip=("model", "seed"))
-    parser.set_defaults(load_format="dummy", gpu_memory_utilization=0.85)
+    parser.set_defaults(load_format="dummy", gpu_memory_utilization=0.85, device="cuda")
     group = parser.add_argument_group("Tables")
     group.add_argument("--tables", nargs="+", default=["workloads"], metavar="NAME",
                        help="workloads, long, curve, invariant, eager, memory, soak, start, http, or all (default: workloads)")

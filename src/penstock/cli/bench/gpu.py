@@ -23,6 +23,7 @@ from penstock.cli.bench.offline import seconds_for
 from penstock.config.flags import from_args
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
+from penstock.platform.facts import detect
 
 TABLES = {
     "workloads": "the fixed workloads: seconds, floor, target, peer",
@@ -59,6 +60,7 @@ def measure_gpu(args: argparse.Namespace) -> dict[str, Any]:
         unknown = [name for name in asked if name not in possible]
         if unknown:
             raise ConfigError(f"{what} {unknown[0]!r} is not known; possible are {', '.join(possible)}")
+    detect(args.device)  # no GPU: said at once, and not measured on a CPU instead
     wanted = set(TABLES) if "all" in args.tables else set(args.tables)
     result: dict[str, Any] = {"shapes": {name: _shape(name, wanted, args) for name in args.shape}}
     # Late: these import what `penstock bench --help` need not.
