@@ -49,6 +49,9 @@ _ELSEWHERE: dict[str, tuple[Any, ...]] = {
 _A_TURN = 64
 """Requests that are handed to the engine before a turn: as a rule more than a step has room for, and less work than a turn."""
 
+_SELDOM = 1000
+"""Collections of younger objects for one of all, while a batch runs: some millions of new objects that stay."""
+
 _FEW = 256
 """Requests that may always run at once: fewer would leave a large device unused."""
 
@@ -311,17 +314,18 @@ def _interrupts_between_turns() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _old_objects_at_rest() -> Iterator[None]:
-    """Inside, the garbage collector does not look at what was there before. Going through all that a large program has made
-    takes longer than a step, and a batch makes enough to have it done again and again."""
-    if gc.get_freeze_count():
-        # Somebody has seen to it already.
+    """Inside, the garbage collector seldom goes through old objects: for all that a large program has made that takes longer
+    than a step, and a batch makes enough to have it done again and again."""
+    first, second, third = gc.get_threshold()
+    if third >= _SELDOM:
+        # Somebody has seen to it already, and sets it back.
         yield
         return
-    gc.freeze()
+    gc.set_threshold(first, second, _SELDOM)
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(first, second, third)
 
 
 @contextmanager
