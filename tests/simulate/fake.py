@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.cache.keys import Key
 from penstock.cache.tiers import Content
@@ -53,16 +55,36 @@ def expected(prompt: list[int], keeps: list[Retention], seed: int, count: int) -
     return tokens[len(prompt):]
 
 
+Pages = npt.NDArray[np.int64]
+"""Of one group: what each page says of each of its positions."""
+
+
+class Behind(Protocol):
+    """The worker's half of what is behind the device."""
+
+    def save(self, plan: StepPlan, pages: list[Pages]) -> None:
+        """Before anything of a plan changes a page."""
+        ...
+
+    def fetch(self, plan: StepPlan) -> None:
+        """After the plan's copies."""
+        ...
+
+    def arrived(self, pages: list[Pages], wait: bool) -> tuple[list[Landing], list[Receipt]]:
+        """What has ended, after the step."""
+        ...
+
+
 class FakeWorker:
     """Runs plans on pages of plain numbers."""
 
-    def __init__(self, layout: CacheLayout, rows: int, length: int, behind: FakeTiers | None = None) -> None:
+    def __init__(self, layout: CacheLayout, rows: int, length: int, behind: Behind | None = None) -> None:
         self.layout = layout
         self.behind = behind
         self.tokens = np.zeros((rows, length + 1), np.int64)
         self.seed = np.zeros(rows, np.int64)
         self.tables = [np.full((rows, -(-length // layout.page) + 1), -1, np.int64) for _ in layout.groups]
-        self.pages = [np.full((layout.slabs * g.per_slab, layout.page), -99, np.int64) for g in layout.groups]
+        self.pages: list[Pages] = [np.full((layout.slabs * g.per_slab, layout.page), -99, np.int64) for g in layout.groups]
 
     def run(self, plan: StepPlan) -> StepResult:
         for enter in plan.enter:
@@ -75,6 +97,8 @@ class FakeWorker:
             self.behind.save(plan, self.pages)
         for move in plan.moves:
             self.pages[move.group][move.target] = self.pages[move.group][move.source]
+        if self.behind is not None:
+            self.behind.fetch(plan)
         segments = list(zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.wants.tolist(), strict=True))
         self._write(segments)
         out = np.full(len(segments), NOT_SAMPLED, np.int32)
@@ -96,7 +120,7 @@ class FakeWorker:
             # The engine drops nothing: what is beyond the prompt is the real worker's business, so leave it out here too.
             result.scores = Logprobs(at[:, 0], at[:, 1], at[:, 1:2], at[:, 1:2].astype(np.float32), at[:, 1:2])
         if self.behind is not None:
-            result.landings = self.behind.load_some(self.pages, wait=plan.idle)
+            result.landings, result.receipts = self.behind.arrived(self.pages, wait=plan.idle)
         return result
 
     def _at(self, g: int, row: int, position: int) -> int:
@@ -143,13 +167,13 @@ class FakeTiers:
         self.rng = rng
         self.through = through
         self.known: set[tuple[int, Key]] = set()
-        self.bytes: dict[tuple[int, Key], np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+        self.bytes: dict[tuple[int, Key], npt.NDArray[np.int64]] = {}
         self.loads: dict[int, list[Content]] = {}
         self.started: list[int] = []
         self.tickets = 0
         self.landed = 0
         self.failed = 0
-        self._transfers: list[object] = []
+        self._transfers: list[Any] = []
 
     def offer(self, pages: Sequence[Content], leaving: bool) -> None:
         if leaving or self.through:
@@ -181,7 +205,7 @@ class FakeTiers:
     def writing(self) -> bool:
         return False
 
-    def drain(self) -> Iterable[object]:
+    def drain(self) -> list[Any]:
         transfers, self._transfers = self._transfers, []
         return transfers
 
@@ -202,14 +226,22 @@ class FakeTiers:
 
     # -- the worker's half
 
-    def save(self, plan: StepPlan, pages: list[np.ndarray[tuple[int, int], np.dtype[np.int64]]]) -> None:
+    def save(self, plan: StepPlan, pages: list[Pages]) -> None:
         for transfer in plan.transfers:
             if isinstance(transfer, Content):
                 self.bytes[transfer.group, transfer.key] = pages[transfer.group][transfer.page].copy()
-            else:
-                self.started.append(transfer)
 
-    def load_now(self, ticket: int, pages: list[np.ndarray[tuple[int, int], np.dtype[np.int64]]]) -> Landing:
+    def fetch(self, plan: StepPlan) -> None:
+        self.started += [transfer for transfer in plan.transfers if isinstance(transfer, int)]
+
+    def arrived(self, pages: list[Pages], wait: bool) -> tuple[list[Landing], list[Receipt]]:
+        done = [ticket for ticket in self.started if self.rng.random() < 0.3]
+        if wait and self.started and not done:
+            done = self.started[:1]
+        self.started = [ticket for ticket in self.started if ticket not in done]
+        return [self._land(ticket, pages) for ticket in done], []
+
+    def _land(self, ticket: int, pages: list[Pages]) -> Landing:
         ok = self.rng.random() < 0.85
         for content in self.loads[ticket]:
             # A load that fails has filled some of its pages with anything.
@@ -217,10 +249,3 @@ class FakeTiers:
         self.landed += ok
         self.failed += not ok
         return Landing(ticket, ok)
-
-    def load_some(self, pages: list[np.ndarray[tuple[int, int], np.dtype[np.int64]]], wait: bool) -> list[Landing]:
-        done = [ticket for ticket in self.started if self.rng.random() < 0.3]
-        if wait and self.started and not done:
-            done = self.started[:1]
-        self.started = [ticket for ticket in self.started if ticket not in done]
-        return [self.load_now(ticket, pages) for ticket in done]

@@ -11,8 +11,10 @@ from collections import Counter, deque
 
 import pytest
 
+from penstock.cache.events import Sink
 from penstock.cache.eviction import POLICIES
 from penstock.cache.manager import Cache
+from penstock.cache.tiers import Tiers
 from penstock.core.errors import RequestError
 from penstock.core.layout import lay_out
 from penstock.core.request import WHOLE, Request, Span, Update
@@ -57,12 +59,10 @@ class Run:
         length = rng.choice([12, 40, 80])
         self.limits = Limits(length, rows, rng.choice([rows, rows + 1, rows + 5, 64]), rng.choice([6, 1000]), VOCABULARY)
         self.tiers = FakeTiers(random.Random(seed), rng.random() < 0.5) if rng.random() < 0.3 else None
-        name = rng.choice(list(POLICIES))
-        self.cache = Cache(layout, policy=name, sharing=rng.random() < 0.9, quota=rng.choice([1.0, 1.0, 0.3]),
-                           tiers=self.tiers)
-        self.scheduler = Scheduler(self.cache, self.limits)
         self.worker = FakeWorker(layout, rows, length, self.tiers)
+        self.policy, self.sharing, self.quota = rng.choice(list(POLICIES)), rng.random() < 0.9, rng.choice([1.0, 1.0, 0.3])
         self.depth = rng.choice([1, 2, 2, 3])
+        self.assemble(self.tiers)
         self.flying: deque[object] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], Update] = {}
@@ -70,7 +70,14 @@ class Run:
         self.aborted: set[str] = set()
         self.now = 1.0
         self.documents = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, length))] for _ in range(3)]
+        self.rounds = rng.randint(1, 12)
         self.seen: Counter[str] = Counter()
+
+    def assemble(self, tiers: Tiers | None, sink: Sink | None = None) -> None:
+        """A cache and a scheduler for the worker that there is."""
+        self.cache = Cache(self.worker.layout, policy=self.policy, sharing=self.sharing, quota=self.quota, tiers=tiers,
+                           sink=sink)
+        self.scheduler = Scheduler(self.cache, self.limits)
 
     def prompt(self) -> list[int]:
         """Something of its own, behind a document's beginning or an earlier conversation."""
@@ -133,7 +140,7 @@ class Run:
             key = (update.request_id, update.index)
             assert key not in self.ends, "news after the end"
             self.outputs.setdefault(key, []).extend(update.token_ids)
-            assert sum(update.cached_by_tier.values()) == update.cached_tokens < self.limits.max_model_len
+            assert sum((update.cached_by_tier or {}).values()) == update.cached_tokens < self.limits.max_model_len
             self.seen["cached"] += update.cached_tokens * (update.index == 0)
             if update.prompt_logprobs is not None:
                 prompt = self.requests[update.request_id].prompt_ids
@@ -143,7 +150,7 @@ class Run:
 
     def go(self) -> None:
         rng, number = self.rng, 0
-        for _ in range(rng.randint(1, 12)):
+        for _ in range(self.rounds):
             for _ in range(rng.choice([0, 1, 3, 8])):
                 self.submit(number)
                 number += 1
