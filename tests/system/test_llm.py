@@ -104,7 +104,8 @@ def test_no_more_run_at_once_than_let_all_end_together(llm: LLM, monkeypatch: py
         return turn()
 
     monkeypatch.setattr(llm.engine, "turn", counting)
-    for lengths, most in (([20] * 300, 300), ([8] * 299 + [48], 256), ([20] * 290 + [40] * 145, 290)):
+    monkeypatch.setattr("penstock.engine.llm._FEW", 8)
+    for lengths, most in (([4] * 20, 20), ([2] * 19 + [12], 8), ([5] * 20 + [10] * 10, 20)):
         there.clear()
         params = [SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in lengths]
         outputs = llm.generate([[1, 5]] * len(lengths), params, use_tqdm=False)
