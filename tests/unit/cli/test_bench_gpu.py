@@ -147,11 +147,11 @@ def test_steps(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[str],
     """A point is what 32 steps more take; what has no room in context or cache is left out or cut."""
     result, _ = bench(capsys, "--tables", "curve", "long", "--draw", tmp_path)
     found = result["shapes"]["tiny"]
-    assert [(point["context"], point["batch"]) for point in found["curve"]] == [(64, 1), (64, 2), (600, 1), (600, 2)]
-    # Seven contexts have room for 537 tokens each in a cache of 4096, eight for 464; there are only eight rows.
-    assert [(point["context"], point["batch"]) for point in found["long"]] == [(600, 1), (537, 7), (464, 8)]
+    assert [(point["context"], point["batch"]) for point in found["curve"]] == [(64, 1), (64, 2), (582, 1), (582, 2)]
+    # Seven contexts have room for 519 tokens each in a cache of 4096, eight for 446; there are only eight rows.
+    assert [(point["context"], point["batch"]) for point in found["long"]] == [(582, 1), (519, 7), (446, 8)]
     for point in found["curve"]:
-        batch, middle = point["batch"], point["context"] + 17
+        batch, middle = point["batch"], point["context"] + 33
         assert point["milliseconds"] == pytest.approx(batch) and point["tokens_per_second"] == pytest.approx(1000)
         # By hand: one layer of 32 x (32 + 32) + 32 x 32 + 3 x 32 x 64, a head of 512 x 32, keys and values of 16, all in bf16.
         nbytes = 2 * (2048 + 1024 + 6144 + 16384) + batch * middle * 2 * 16 * 2

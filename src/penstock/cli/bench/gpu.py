@@ -48,6 +48,9 @@ TOKENS = (16, 128, 256, 257, 512, 1024, 2048, 2049, 3072)
 _SHORT = 128
 _STEPS = 32
 """Decode steps that a point of a curve is the mean of."""
+_BEFORE = 18
+"""Tokens of every answer before them, so that the first to begin still runs when the last of a thousand has begun: requests are
+handed over some a turn."""
 _USUAL_LENGTH = 16384
 """The context that the peer was run with; a longer one only for the tables that need it."""
 
@@ -183,8 +186,8 @@ class _Bench:
         than a half for the cache's sake."""
         info, places = self.llm.info, list[tuple[int, int]]()
         for context, batch in points:
-            wanted = min(context, info.max_model_len - _STEPS - 8)
-            room = info.kv_tokens // batch - _STEPS - info.page_size
+            wanted = min(context, info.max_model_len - _BEFORE - _STEPS - 8)
+            room = info.kv_tokens // batch - _BEFORE - _STEPS - info.page_size
             if batch <= info.max_num_seqs and 2 * room >= wanted:
                 places.append((min(wanted, room), batch))
         return [self._step(context, batch) for context, batch in dict.fromkeys(places)]
@@ -195,11 +198,11 @@ class _Bench:
         low = min(100, vocab // 4)
         # Equal prompts but for a first token each: what is computed once serves the other runs.
         asks = [[Ask([(low + row) % vocab, *(low + i * 7919 % (vocab - low) for i in range(context - 1))], output)
-                 for row in range(batch)] for output in (2, 2 + _STEPS)]
+                 for row in range(batch)] for output in (_BEFORE, _BEFORE + _STEPS)]
         self._run(asks[0])
         short, long = (min(self._run(each, fresh=False) for _ in range(2)) for each in asks)
         seconds = (long - short) / _STEPS
-        middle = context + 1 + _STEPS // 2
+        middle = context + _BEFORE - 1 + _STEPS // 2
         moved, least = step_bytes(self.name, batch, middle), step_floor(self.name, batch, middle)
         _say(f"  decode at {context:7,} x {batch:3}: {seconds * 1e3:8.3f} ms (floor {least * 1e3:.3f}), "
              f"{batch / seconds:9,.0f} tokens/s, {moved / seconds / COPY:5.1%} of the copy's rate")
