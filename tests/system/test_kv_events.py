@@ -224,7 +224,7 @@ def test_tiers_behind_the_device(tmp_path: Path) -> None:
                 assert set(told) == expected and len(expected) > 20, (write, owner)
                 for key, block in told.items():
                     parent = block["parent"] or keys.root(llm.info.cache_identity)
-                    assert keys.extend(parent, block["tokens"]) == key
+                    assert keys.chain(parent, block["tokens"], len(block["tokens"])) == [key]
             assert any(event["type"] == "BlockRemoved" and event.get("ownership") == "host" for event in consumer.seen)
             consumer.close()
 

@@ -38,14 +38,15 @@ def root(model: str, adapter: str = "", salt: str = "") -> Key:
     return hashed.digest()
 
 
-def extend(parent: Key, tokens: Sequence[int]) -> Key:
-    """The key of a page with these tokens after `parent`: BLAKE2b-256 of the parent's key and the tokens (`packed`)."""
-    return blake2b(parent + packed(tokens), digest_size=SIZE).digest()
-
-
 def chain(parent: Key, tokens: Sequence[int], page: int) -> list[Key]:
-    """Keys of the whole pages of `tokens`, of which the first follows `parent`. Some 0.7 us a page."""
-    data, width, keys = packed(tokens), page * _TOKEN_BYTES, []
+    """Keys of the whole pages of `tokens`, of which the first follows `parent`: BLAKE2b-256 of the parent's key and the page's
+    tokens (`packed`)."""
+    return links(parent, packed(tokens), page)
+
+
+def links(parent: Key, data: bytes | bytearray, page: int) -> list[Key]:
+    """The same of tokens that are `packed` already. Some 0.7 us a page."""
+    width, keys = page * _TOKEN_BYTES, []
     for start in range(0, len(data) - width + 1, width):
         parent = blake2b(parent + data[start:start + width], digest_size=SIZE).digest()
         keys.append(parent)

@@ -78,7 +78,7 @@ class Loading:
         root = self.index.root(request.adapter, request.salt, request.tenant)
         mark, data = mark_of(sequence), packed(sequence, slots * page)[:slots * page * TOKEN]
         if len(mark.keys) < slots:
-            mark.keys = keys.chain(self.index.root_key(root), sequence.tokens[:slots * page], page)
+            mark.keys = keys.links(self.index.root_key(root), data, page)
         found = self.lookup.find(root, data, slots * page)
         # A page that agrees only in its first tokens is no piece of this context.
         whole = found.trail.matched // page

@@ -351,7 +351,7 @@ class Prefix:
         if len(node.keys) <= slot:
             parent = node.keys[-1] if node.keys else self.key(node, -1)
             tokens = node.tokens[len(node.keys) * self.width:(slot + 1) * self.width]
-            node.keys += keys.chain(parent, np.frombuffer(tokens, np.int32).tolist(), self.page)
+            node.keys += keys.links(parent, tokens, self.page)
         return node.keys[slot]
 
     def top(self, node: Node) -> Node:

@@ -56,7 +56,7 @@ def test_another_token_changes_its_page_and_all_after() -> None:
     after = keys.chain(root, tokens, 4)
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, True, False, False, False]
     assert keys.chain(before[1], list(range(18, 30)), 4) == before[2:]
-    assert keys.extend(before[0], range(14, 18)) == before[1]
+    assert keys.chain(before[0], range(14, 18), 4) == [before[1]]
 
 
 def test_namespaces_never_meet() -> None:
