@@ -94,7 +94,7 @@ class Adaptive(Policy):
     _WATCHED = 4
     _STEP = 2.0
     """Doublings of the factor if all that fits came back at once."""
-    _LEAST, _ENOUGH, _MOST = 0.25, 2.0, 8.0
+    _LEAST, _ENOUGH, _MOST = 0.25, 3.0, 8.0
     _GRACE = 64
     """Ticks of the clock up to which only recency counts: an arena that holds no more than a few contexts is best with LRU."""
 
