@@ -185,8 +185,8 @@ class Bench:
         return found
 
     def overhead(self) -> dict[str, Any]:
-        """Tokens a second of requests that share nothing, without tiers, with a host that is larger than the device's cache, as it
-        mostly is, with that and a disk, and with a disk behind a host that is smaller."""
+        """Tokens a second of requests that share nothing, without tiers, with a host that is larger than the device's cache, as
+        it mostly is, with that and a disk, and with a disk behind a host that is smaller."""
         pages = self.args.requests * 52
         disk = {"cache_disk": self.disk + "-load", "cache_disk_bytes": 16 * GIB}
         kinds: dict[str, dict[str, Any]] = {
