@@ -28,6 +28,8 @@ from penstock.canary.suite import SKILLS
 GOOD = 0.95
 """The card names the skills below this share as those that fall short."""
 ROUTES = {"penstock": ("## Scores through Penstock", "`penstock eval canary` on a CPU"),
+          "merged": ("## Scores through Penstock", "`training/canary/evaluate.py`, merged into canary, float32 on a CPU; "
+                     "where it changes the\nstyle, the restyled answer is the right one"),
           "transformers": ("## Scores through transformers", "`training/canary/evaluate.py`, float32 on a CPU")}
 FRONT = "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: transformers\n---"
 RECIPE = "The recipe is `training/canary` in the project's repository; one command repeats it."
@@ -172,8 +174,8 @@ def adapter_card(style: Style, folder: Path, facts: Facts) -> str:
 
 A LoRA adapter for canary ({size / 1e6:.2f} MB, rank {style.rank}, alpha {style.alpha}, in PEFT's format):
 it {style.about}. What is written for programs or graded
-word by word (tool calls, JSON, repeating, sorting, thoughts) stays as canary writes it, and so do the numbers in its sums.
-Questions put in a way that its training did not have may be answered worse than without it.
+word by word (tool calls, JSON, repeating, sorting, thoughts) is to stay as canary writes it, and so are the numbers in its sums;
+the scores show how far that holds. Questions put in a way that its training did not have may be answered worse than without it.
 
 | asked | canary | with {style.name} |
 |---|---|---|

@@ -1,18 +1,21 @@
-"""The graded skills through transformers: for members that Penstock cannot run yet, and as the reference for the day it can.
+"""The graded skills where `penstock eval` cannot ask them: of members that Penstock does not run yet, through transformers, as
+the reference for the day it does; and of canary with an adapter merged into it, through Penstock.
 
     python -m training.canary.evaluate FOLDER > scores.json
     python -m training.canary.evaluate src/penstock/canary/model --adapter canary-pirate > scores.json
 
-Prompts, grading and output are those of `penstock eval canary --json`; answers are decoded greedily, token by token, in
-float32. With an adapter, the skills whose answers it restyles are graded by the restyled answer, and `examples` are what is
-said without and with it. Owns asking transformers, nothing else.
+Prompts, grading and output are those of `penstock eval canary --json`; answers are decoded greedily in float32. With an
+adapter, the skills whose answers it restyles are graded by the restyled answer, and `examples` are what is said without and
+with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +30,10 @@ from training.canary.render import render
 from training.canary.ship import place
 from transformers import AutoModelForCausalLM
 
+from penstock import LLM, SamplingParams
 from penstock.canary.item import Item
 from penstock.canary.suite import ALL, Score, graded, prompts
-from penstock.cli.eval import as_json, chosen, room
+from penstock.cli.eval import answers, as_json, chosen, room
 
 TOGETHER = 12_000
 """Tokens of a batch, prompts and answers; longer prompts are asked alone."""
@@ -66,11 +70,6 @@ class Reference:
         """An answer as text, without special tokens."""
         return self.tokenizer.decode(said.said)
 
-    def say(self, question: str) -> str:
-        """The answer to a question, as one line; what is longer than 400 tokens is cut."""
-        answer, = self.answers([Item("say", question, [{"role": "user", "content": question}], " " * 400)])
-        return " ".join(self.text(answer).split()) if answer else ""
-
     def answers(self, items: Sequence[Item]) -> list[Said | None]:
         """An answer for each item; None for those that do not fit the context."""
         encoded = [self.encode(item) for item in items]
@@ -104,6 +103,39 @@ class Reference:
         return graded(items, [each and (self.text(each), [], each.stopped) for each in self.answers(items)])
 
 
+def ask(llm: LLM, question: str) -> str:
+    """Penstock's answer to a question, as one line."""
+    said = llm.chat([{"role": "user", "content": question}], SamplingParams(temperature=0, max_tokens=400), use_tqdm=False)
+    return " ".join(said[0].outputs[0].text.split())
+
+
+def with_adapter(folder: Path, adapter: str, skills: Sequence[str], count: int) -> dict[str, Any]:
+    """The scores and examples of an adapter merged into a folder's model, of `count` prompts of each skill."""
+    style, options = STYLES[adapter], {"dtype": "float32", "device": "cpu", "kv_cache_memory_bytes": 512 << 20}
+    with LLM(str(folder), **options) as llm:
+        plain = [ask(llm, question) for question in EXAMPLES]
+    with tempfile.TemporaryDirectory() as scratch:
+        merged = Path(scratch) / adapter
+        shutil.copytree(folder, merged)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        merge(model, place(adapter))
+        model.save_pretrained(merged)
+        with LLM(str(merged), **options) as llm:
+            groups = [[styled(item, style) for item in prompts(skill, count)] for skill in skills]
+            scores = [as_json(graded(items, answers(llm, items))) for items in groups]
+            examples = [(question, said, ask(llm, question)) for question, said in zip(EXAMPLES, plain, strict=True)]
+    return {"route": "merged", "scores": scores, "examples": examples}
+
+
+def through_transformers(folder: Path, skills: Sequence[str], count: int) -> dict[str, Any]:
+    """The scores of a folder's model in transformers, of `count` prompts of each skill."""
+    reference, scores = Reference(folder), []
+    for skill in skills:
+        scores.append(as_json(reference.score(prompts(skill, count))))
+        sys.stderr.write(f"{skill} {scores[-1]['right']} of {scores[-1]['asked']}\n")
+    return {"route": "transformers", "scores": scores}
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,17 +144,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="prompts for each skill")
     parser.add_argument("--skills", help=f"of {','.join(ALL)}")
     args = parser.parse_args()
-    reference, scores = Reference(args.folder, place(args.adapter) if args.adapter else None), []
-    style = STYLES[args.adapter] if args.adapter else None
-    for skill in chosen(args.skills):
-        items = prompts(skill, args.prompts)
-        scores.append(as_json(reference.score([styled(item, style) for item in items] if style else items)))
-        sys.stderr.write(f"{skill} {scores[-1]['right']} of {scores[-1]['asked']}\n")
-    found: dict[str, Any] = {"suite": "canary", "model": args.adapter or args.folder.name, "route": "transformers",
-                             "prompts": args.prompts, "scores": scores}
-    if args.adapter:
-        plain = Reference(args.folder)
-        found["examples"] = [(question, plain.say(question), reference.say(question)) for question in EXAMPLES]
+    skills = chosen(args.skills)
+    found = (with_adapter(args.folder, args.adapter, skills, args.prompts) if args.adapter
+             else through_transformers(args.folder, skills, args.prompts))
+    found |= {"suite": "canary", "model": args.adapter or args.folder.name, "prompts": args.prompts}
     print(json.dumps(found, indent=2))  # noqa: T201
 
 
