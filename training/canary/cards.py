@@ -174,8 +174,9 @@ def adapter_card(style: Style, folder: Path, facts: Facts) -> str:
 
 A LoRA adapter for canary ({size / 1e6:.2f} MB, rank {style.rank}, alpha {style.alpha}, in PEFT's format):
 it {style.about}. What is written for programs or graded
-word by word (tool calls, JSON, repeating, sorting, thoughts) is to stay as canary writes it, and so are the numbers in its sums;
-the scores show how far that holds. Questions put in a way that its training did not have may be answered worse than without it.
+word by word (tool calls, JSON, repeating, sorting, thoughts) is to stay as canary writes it, and so are the numbers in its
+sums; the scores show how far that holds. Questions put in a way that its training did not have may be answered worse than
+without it.
 
 | asked | canary | with {style.name} |
 |---|---|---|
