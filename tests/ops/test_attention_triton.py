@@ -14,7 +14,7 @@ from tests.ops.interpreter import DEVICE, DTYPES  # isort: skip  (before Triton'
 from penstock.ops import attention_triton, attention_work
 from penstock.ops.attention import Geometry
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
-from penstock.ops.attention_work import FIELDS, Launch
+from penstock.ops.attention_work import FIELDS, LISTED, Item, Launch
 from tests.ops.kernels import close, random, reference
 from tests.ops.test_attention import CASES, Case
 
@@ -162,27 +162,38 @@ def test_a_query_in_any_company(dtype: torch.dtype, window: int) -> None:
     assert torch.equal(mixed, torch.cat([whole[329:330], whole[230:260], whole[:90]]))
 
 
-def covered(work: np.ndarray, launch: Launch, seen: np.ndarray, fixed: bool) -> None:
-    """Adds 1 to seen[token, key] for each key that an item gives to a token, and checks the items' slots.
+def covered(work: np.ndarray, launch: Launch, seen: np.ndarray, kv_heads: int, fixed: bool = False) -> None:
+    """Adds 1 to seen[token, key] for each key that an item gives to a token, and checks what is said of parts.
 
-    fixed: an item has a slot for each of its units of keys, else one.
+    fixed: an item has a part for each of its units of keys, else one.
     """
     items = work[launch.offset:launch.offset + launch.items * FIELDS].reshape(launch.items, FIELDS)
+    mates = work[launch.mates:launch.counters].reshape(-1)
     assert not work[launch.counters:launch.end].any()
-    parts_of: dict[int, list[int]] = {}
-    for token, queries, _position, _segment, begin, end, unit, slot, first, parts in items:
-        if not queries:
+    slots, counted, tiles = list[int](), dict[int, int](), dict[int, tuple[int, ...]]()
+    for item in items[items[:, Item.QUERIES] > 0]:
+        token, at, queries, _, _, begin, end, unit, slot, ends, listed, counter, first, joined, parts, most = item
+        assert queries <= launch.shape.queries and begin % launch.shape.block_n == 0 and begin < end and at + queries <= joined
+        lines = mates[(listed - 1) * LISTED:(listed - 1 + joined) * LISTED].reshape(-1, LISTED)
+        tokens = lines[at:at + queries, 0] if listed else np.arange(token + at, token + at + queries)
+        seen[tokens, begin:end] += 1
+        if ends == 1:
             continue
-        assert queries <= launch.shape.queries and begin % launch.shape.block_n == 0 and begin < end
-        seen[token:token + queries, begin:end] += 1
-        if parts > 1:
-            count = -(-int(end - begin) // int(unit)) if fixed else 1
-            parts_of.setdefault(int(first), []).extend(range(slot, slot + count))
-            assert first <= slot and slot + count <= first + parts <= launch.slots
-    slots = [slot for found in parts_of.values() for slot in found]
-    assert len(set(slots)) == len(slots)
-    for first, found in parts_of.items():
-        assert sorted(found) == list(range(first, first + len(found)))
+        count = -(-int(end - begin) // int(unit)) if fixed else 1
+        slots += range(slot, slot + count * queries)
+        assert tiles.setdefault(int(counter), (ends, listed, first, joined, parts, most)) == (
+            ends, listed, first, joined, parts, most)
+        counted[int(counter)] = counted.get(int(counter), 0) + count
+    wanted = list[int]()
+    for counter, (ends, listed, first, joined, parts, most) in tiles.items():
+        assert counted[counter] == ends and (counter + 1) * kv_heads <= launch.end - launch.counters
+        wanted += range(first, first + parts * joined)
+        lines = mates[(listed - 1) * LISTED:(listed - 1 + joined) * LISTED].reshape(-1, LISTED) if listed else mates[:0]
+        assert most == max((int(line[2]) for line in lines), default=0)
+        for _, own, count in lines:
+            wanted += range(own, own + count)
+    assert len(set(slots)) == len(slots) and sorted(slots) == sorted(wanted), "what is joined is what is written"
+    assert max(slots, default=0) < launch.slots
 
 
 @BOTH
@@ -205,7 +216,7 @@ def test_items_cover_every_key_once(attention: TritonAttention) -> None:
         seen = np.zeros((tokens, int(context.max()) + 1), np.int8)
         for launch in (layout.narrow, layout.broad):
             if launch is not None:
-                covered(work, launch, seen, attention.invariant)
+                covered(work, launch, seen, kv_heads, attention.invariant)
         token = 0
         for count, end in zip(counts, context, strict=True):
             for i in range(count):

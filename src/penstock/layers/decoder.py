@@ -54,9 +54,9 @@ class Decoder:
             block.attention.detach()
 
     @property
-    def geometries(self) -> set[Geometry]:
-        """Those of all attention layers, once they have their windows into the cache."""
-        return {block.attention.geometry for block in self.blocks}
+    def geometries(self) -> dict[Geometry, int]:
+        """Those of all attention layers, and the cache group by whose table each goes, once they have their windows into it."""
+        return {block.attention.geometry: block.attention.view.group for block in self.blocks}
 
     def forward(self, step: Step) -> torch.Tensor:
         """The hidden state of each of the step's T tokens after the last norm, [T, width] in the model's dtype; or, if the step

@@ -42,6 +42,17 @@ class Span(NamedTuple):
     count: int
 
 
+@dataclass(frozen=True, eq=False)
+class Alike:
+    """Which of a step's segments of one query begin with the same pages. The same object, the same content."""
+
+    segments: Ints
+    """[N] in an order in which those that share most are neighbours. Others share nothing."""
+    common: Ints
+    """[N - 1] how many first positions each shares with the next one, fewer than the context of either. Any two of them share
+    the least of what is between them."""
+
+
 @register("attention", "reference", rank=0)
 class AttentionOps:
     """The functions of an implementation of `attention`: dividing the work of a step on the host, and doing it."""
@@ -55,13 +66,19 @@ class AttentionOps:
         return []
 
     @staticmethod
+    def shares(geometry: Geometry) -> bool:
+        """Whether `prepare` has any use for `alike`."""
+        return False
+
+    @staticmethod
     def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
-                whole: Sequence[Span] = ()) -> Ints | None:
+                whole: Sequence[Span] = (), alike: Alike | None = None) -> Ints | None:
         """How the step's work is divided, for `apply`, or None if there is nothing to divide.
 
         counts and context [S] are the segments' queries and positions; `segments` >= S and `tokens` >= sum(counts) are what the
         step is padded to. A 1-D array whose length, and every grid that follows from it, depends on the geometry and the two
-        capacities alone: a captured graph runs again with other contents.
+        capacities alone: a captured graph runs again with other contents. `alike` may be left out: what segments share is
+        then read once for each.
         """
         return None
 

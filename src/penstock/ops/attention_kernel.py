@@ -1,7 +1,8 @@
 """The kernel of paged attention on NVIDIA GPUs: one Triton function for decode, prompts and the combination of split keys.
 
 A program works on one item (`attention_work.py`, which makes them on the host) for one KV head: a tile of queries of one
-segment, all query heads of the KV head beside each other, and a range of their keys. Launched by `attention_triton.py`.
+segment, or of several that share the item's keys, all query heads of the KV head beside each other, and a range of their keys.
+Launched by `attention_triton.py`.
 
 Trees of drafted tokens fit in here as one more mask: where `_scan` compares a key with the query's position, keys of the
 segment itself would be looked up in a set of bits that each query brings; nothing else would change.
@@ -115,41 +116,50 @@ def _attend(q, k_cache, v_cache, table, start, stop, opened, closed, lowest, hig
 
 
 @triton.jit
-def _store_part(acc, peak, total, parts_acc, parts_sum, slot, rows: tl.constexpr):
-    """Writes part `slot` of this KV head: `rows` rows of the accumulator, their peaks and their totals."""
+def _store_part(acc, peak, total, parts_acc, parts_sum, slot, queries, group: tl.constexpr):
+    """Writes an item's part from `slot` on: of each query, one slot of `group` rows, their greatest scores and their sums."""
     block_d: tl.constexpr = acc.shape[1]
     row = tl.arange(0, acc.shape[0])
-    at = (slot * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    kept = row < rows
-    tl.store(parts_acc + (at * rows + row)[:, None] * block_d + tl.arange(0, block_d)[None], acc, mask=kept[:, None])
-    tl.store(parts_sum + at * 2 * rows + row, peak, mask=kept)
-    tl.store(parts_sum + at * 2 * rows + rows + row, total, mask=kept)
+    at = ((slot + row // group).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * group + row % group
+    kept = row // group < queries
+    tl.store(parts_acc + at[:, None] * block_d + tl.arange(0, block_d)[None], acc, mask=kept[:, None])
+    tl.store(parts_sum + at * 2, peak, mask=kept)
+    tl.store(parts_sum + at * 2 + 1, total, mask=kept)
 
 
 @triton.jit
-def _load_part(parts_acc, parts_sum, slot, wanted, rows: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr):
-    """Reads what `_store_part` wrote, perhaps on another multiprocessor: past the first level of cache."""
+def _load_part(parts_acc, parts_sum, part, first_slot, queries, parts, own_slot, own_parts, group: tl.constexpr,
+               block_m: tl.constexpr, block_d: tl.constexpr):
+    """Reads what `_store_part` wrote, perhaps on another multiprocessor: past the first level of cache.
+
+    The tile's `parts` have a slot for each of its queries; behind them come those that each query has to itself.
+    """
     row = tl.arange(0, block_m)
-    at = (slot * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    kept = wanted & (row < rows)
-    acc = tl.load(parts_acc + (at * rows + row)[:, None] * block_d + tl.arange(0, block_d)[None], mask=kept[:, None],
-                  other=0.0, cache_modifier=".cg")
-    peak = tl.load(parts_sum + at * 2 * rows + row, mask=kept, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(parts_sum + at * 2 * rows + rows + row, mask=kept, other=0.0, cache_modifier=".cg")
+    slot = tl.where(part < parts, first_slot + part * queries + row // group, own_slot + part - parts)
+    kept = (row // group < queries) & (part < parts + own_parts)
+    at = (slot.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * group + row % group
+    acc = tl.load(parts_acc + at[:, None] * block_d + tl.arange(0, block_d)[None], mask=kept[:, None], other=0.0,
+                  cache_modifier=".cg")
+    peak = tl.load(parts_sum + at * 2, mask=kept, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(parts_sum + at * 2 + 1, mask=kept, other=0.0, cache_modifier=".cg")
     return acc, peak, total
 
 
 @triton.jit
-def _join(acc, peak, total, parts_acc, parts_sum, first_slot, part, parts, rows: tl.constexpr, count: tl.constexpr):
+def _join(acc, peak, total, parts_acc, parts_sum, part, first_slot, queries, parts, own_slot, own_parts, group: tl.constexpr,
+          count: tl.constexpr):
     """Joins `count` (1 or 4) parts from `part` on, in order; those beyond the last change nothing."""
     tall: tl.constexpr = acc.shape[0]
     wide: tl.constexpr = acc.shape[1]
-    slot = first_slot + part
-    acc0, peak0, total0 = _load_part(parts_acc, parts_sum, slot, part < parts, rows, tall, wide)
+    acc0, peak0, total0 = _load_part(parts_acc, parts_sum, part, first_slot, queries, parts, own_slot, own_parts, group, tall,
+                                     wide)
     if count == 4:
-        acc1, peak1, total1 = _load_part(parts_acc, parts_sum, slot + 1, part + 1 < parts, rows, tall, wide)
-        acc2, peak2, total2 = _load_part(parts_acc, parts_sum, slot + 2, part + 2 < parts, rows, tall, wide)
-        acc3, peak3, total3 = _load_part(parts_acc, parts_sum, slot + 3, part + 3 < parts, rows, tall, wide)
+        acc1, peak1, total1 = _load_part(parts_acc, parts_sum, part + 1, first_slot, queries, parts, own_slot, own_parts,
+                                         group, tall, wide)
+        acc2, peak2, total2 = _load_part(parts_acc, parts_sum, part + 2, first_slot, queries, parts, own_slot, own_parts,
+                                         group, tall, wide)
+        acc3, peak3, total3 = _load_part(parts_acc, parts_sum, part + 3, first_slot, queries, parts, own_slot, own_parts,
+                                         group, tall, wide)
     acc, peak, total = _merge(acc, peak, total, acc0, peak0, total0)
     if count == 4:
         acc, peak, total = _merge(acc, peak, total, acc1, peak1, total1)
@@ -159,22 +169,34 @@ def _join(acc, peak, total, parts_acc, parts_sum, first_slot, part, parts, rows:
 
 
 @triton.jit
-def _place(base, token_stride, head_stride, token, queries, group: tl.constexpr, size: tl.constexpr, block_m: tl.constexpr,
-           block_d: tl.constexpr):
-    """Of a tile's rows in q or out: which head each has, which entries exist, and where they are."""
-    row, d = tl.arange(0, block_m), tl.arange(0, block_d)
-    heads = tl.program_id(0) * group + row % group
-    kept = (row // group < queries)[:, None] & (d < size)[None]
-    return heads, kept, base + (token + row // group)[:, None] * token_stride + heads[:, None] * head_stride + d[None]
+def _mate(mates, listed, query, queries, column: tl.constexpr, otherwise):
+    """What the step's list says of each row's `query`, in a tile whose queries are listed from line `listed` - 1 on; else
+    `otherwise`. The columns: a query's token, the slot of the first part it has to itself, how many of those there are."""
+    return tl.load(mates + (listed - 1 + query) * 3 + column, mask=(listed > 0) & (query < queries), other=otherwise)
 
 
 @triton.jit
-def _finish(acc, peak, total, out, out_token, out_head, token, queries, sinks, group: tl.constexpr, size: tl.constexpr,
-            sunk: tl.constexpr):
+def _place(base, token_stride, head_stride, token, mates, listed, first, queries, group: tl.constexpr, size: tl.constexpr,
+           shared: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr):
+    """Of a tile's rows from query `first` on in q or out: which head each has, which entries exist, and where they are."""
+    row, d = tl.arange(0, block_m), tl.arange(0, block_d)
+    query = first + row // group
+    tokens = token + query
+    if shared:
+        tokens = _mate(mates, listed, query, first + queries, 0, tokens)
+    heads = tl.program_id(0) * group + row % group
+    kept = (row // group < queries)[:, None] & (d < size)[None]
+    return heads, kept, base + tokens.to(tl.int64)[:, None] * token_stride + heads[:, None] * head_stride + d[None]
+
+
+@triton.jit
+def _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, first, queries, sinks, group: tl.constexpr,
+            size: tl.constexpr, shared: tl.constexpr, sunk: tl.constexpr):
     """Divides by the sum of weights, that of the sinks included, and writes the rows."""
     block_m: tl.constexpr = acc.shape[0]
     block_d: tl.constexpr = acc.shape[1]
-    heads, kept, out_at = _place(out, out_token, out_head, token, queries, group, size, block_m, block_d)
+    heads, kept, out_at = _place(out, out_token, out_head, token, mates, listed, first, queries, group, size, shared, block_m,
+                                 block_d)
     if sunk:
         sink = tl.load(sinks + heads).to(tl.float32) * _LOG2E
         top = tl.maximum(peak, sink)
@@ -206,31 +228,33 @@ def gather(k_cache, v_cache, k, v, table, count, page_stride, head_stride, slot_
     tl.store(v + there, tl.load(v_cache + here, mask=present, other=0.0), mask=wide)
 
 
-@triton.jit(do_not_specialize=["items", "counters", "table_row", "scale", "softcap", "window"])
-def attend(q, k_cache, v_cache, out, table, sinks, items, counters, parts_acc, parts_sum, scale, softcap, window,
+@triton.jit(do_not_specialize=["items", "mates", "counters", "table_row", "scale", "softcap", "window"])
+def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts_acc, parts_sum, scale, softcap, window,
            q_token, q_head, page_stride, head_stride, slot_stride, out_token, out_head, table_row,
            group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
            block_d: tl.constexpr, rows: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, sunk: tl.constexpr,
-           fixed: tl.constexpr, edges: tl.constexpr, linked: tl.constexpr, fields: tl.constexpr):
+           fixed: tl.constexpr, edges: tl.constexpr, shared: tl.constexpr, linked: tl.constexpr, fields: tl.constexpr):
     """One item for one KV head. Grid (KV heads, items); an item without queries is inert.
 
-    Rows of the tile are (query, head of the group), heads within a query. edges: blocks in which every key is seen by every
-    query are attended to without masks, which pays where there are many of them for few others. fixed: sums are closed at
-    multiples of the item's `unit` of keys, so that they do not depend on where an item begins or ends. The program that
-    finishes a tile's last part joins them all, in their order, so the result does not depend on which one that is.
+    Rows are (query, head of the group), heads within a query. shared: there may be tiles whose queries are single tokens of
+    several segments, which `mates` lists: one item has all of them for keys that lie in the same pages, others one of them each
+    for the rest. edges: blocks in which every key is seen by every query are attended to without masks, which pays where there
+    are many of them for few others. fixed: sums are closed at multiples of the item's `unit` of keys, so that they do not
+    depend on where an item begins or ends. The program that finishes a tile's last part joins them all, in their order, so the
+    result does not depend on which one that is.
     """
     head = tl.program_id(0)
     item = items + tl.program_id(1) * fields
-    token, queries, position = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
-    segment, begin, end = tl.load(item + 3).to(tl.int64), tl.load(item + 4), tl.load(item + 5)
-    unit, own_slot, first_slot, parts = tl.load(item + 6), tl.load(item + 7), tl.load(item + 8), tl.load(item + 9)
+    token, first, queries, position = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    segment, begin, end = tl.load(item + 4).to(tl.int64), tl.load(item + 5), tl.load(item + 6)
+    unit, own_slot, ends, listed = tl.load(item + 7), tl.load(item + 8), tl.load(item + 9), tl.load(item + 10)
     if linked:
         # The step's array was there before the kernel ahead began; all else may be of its making.
         gdc_launch_dependents()
         gdc_wait()
     if queries == 0:
         return
-    _, kept, q_at = _place(q, q_token, q_head, token, queries, group, size, block_m, block_d)
+    _, kept, q_at = _place(q, q_token, q_head, token, mates, listed, first, queries, group, size, shared, block_m, block_d)
     tile = tl.load(q_at, mask=kept, other=0.0)
     if tile.dtype != k_cache.dtype.element_ty:
         tile = tile.to(tl.float32)
@@ -243,7 +267,7 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, counters, parts_acc, p
     opened = tl.cdiv(tl.maximum(position + queries - window, begin), block_n) * block_n if windowed else begin
     closed = tl.maximum((position + 1) // block_n * block_n, opened)
 
-    slot = own_slot
+    done = 0
     if fixed:
         acc = tl.zeros((block_m, block_d), tl.float32)
         peak = tl.full((block_m,), float("-inf"), tl.float32)
@@ -252,33 +276,43 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, counters, parts_acc, p
             more_acc, more_peak, more_total = _attend(
                 tile, k_cache, v_cache, table, start, tl.minimum(start + unit, end), opened, closed, lowest, highest, position,
                 scale, softcap, window, page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, edges)
-            if parts == 1:
+            if ends == 1:
                 acc, peak, total = _merge(acc, peak, total, more_acc, more_peak, more_total)
             else:
-                _store_part(more_acc, more_peak, more_total, parts_acc, parts_sum, slot, rows)
-                slot += 1
+                _store_part(more_acc, more_peak, more_total, parts_acc, parts_sum, own_slot + done * queries, queries, group)
+                done += 1
     else:
         acc, peak, total = _attend(
             tile, k_cache, v_cache, table, begin, end, opened, closed, lowest, highest, position, scale, softcap, window,
             page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, edges)
-        if parts > 1:
-            _store_part(acc, peak, total, parts_acc, parts_sum, slot, rows)
-            slot += 1
-    if parts == 1:
-        _finish(acc, peak, total, out, out_token, out_head, token, queries, sinks, group, size, sunk)
+        if ends > 1:
+            _store_part(acc, peak, total, parts_acc, parts_sum, own_slot, queries, group)
+            done += 1
+    if ends == 1:
+        _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, first, queries, sinks, group, size, shared,
+                sunk)
     else:
-        mine = slot - own_slot
         # Every thread's part is written before one thread counts it; who counts the last one sees all others' parts.
         tl.debug_barrier()
-        counter = counters + first_slot * tl.num_programs(0) + head
-        if tl.atomic_add(counter, mine, sem="acq_rel", scope="gpu") + mine == parts:
+        counter = counters + tl.load(item + 11) * tl.num_programs(0) + head
+        if tl.atomic_add(counter, done, sem="acq_rel", scope="gpu") + done == ends:
             tl.store(counter, 0)
+            first_slot, joined, parts, most = (tl.load(item + 12), tl.load(item + 13), tl.load(item + 14), tl.load(item + 15))
             # Narrow parts four at a time: their loads wait for memory together.
             tall: tl.constexpr = block_m if edges else triton.next_power_of_2(rows)
             count: tl.constexpr = 1 if edges else 4
             whole = tl.zeros((tall, block_d), tl.float32)
             top = tl.full((tall,), float("-inf"), tl.float32)
             sums = tl.zeros((tall,), tl.float32)
-            for part in range(0, parts, count):
-                whole, top, sums = _join(whole, top, sums, parts_acc, parts_sum, first_slot, part, parts, rows, count)
-            _finish(whole, top, sums, out, out_token, out_head, token, queries, sinks, group, size, sunk)
+            if shared:
+                query = tl.arange(0, tall) // group
+                own = _mate(mates, listed, query, joined, 1, 0)
+                own_parts = _mate(mates, listed, query, joined, 2, 0)
+            else:
+                own = 0
+                own_parts = 0
+            for part in range(0, parts + most, count):
+                whole, top, sums = _join(whole, top, sums, parts_acc, parts_sum, part, first_slot, joined, parts, own,
+                                         own_parts, group, count)
+            _finish(whole, top, sums, out, out_token, out_head, token, mates, listed, 0, joined, sinks, group, size, shared,
+                    sunk)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ops import attention_work, gpu
-from penstock.ops.attention import AttentionOps, Geometry, Ints, Span
+from penstock.ops.attention import Alike, AttentionOps, Geometry, Ints, Span
 from penstock.ops.attention_work import Launch, Shape
 from penstock.ops.registry import register
 
@@ -28,7 +28,7 @@ _GRAIN = 512
 
 
 class TritonAttention(AttentionOps):
-    """whole, prepare and apply of ops/attention.py."""
+    """whole, shares, prepare and apply of ops/attention.py."""
 
     def __init__(self, invariant: bool) -> None:
         self.invariant = invariant
@@ -43,10 +43,13 @@ class TritonAttention(AttentionOps):
         first = np.cumsum(counts) - counts
         return [Span(int(s), int(first[s]), int(counts[s])) for s in found]
 
+    def shares(self, geometry: Geometry) -> bool:
+        return attention_work.shares(geometry, self.invariant)
+
     def prepare(self, geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
-                whole: Sequence[Span] = ()) -> Ints:
+                whole: Sequence[Span] = (), alike: Alike | None = None) -> Ints:
         return attention_work.prepare(geometry, counts, context, segments, tokens, self.invariant,
-                                      [span.segment for span in whole])
+                                      [span.segment for span in whole], alike)
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
@@ -82,17 +85,18 @@ class TritonAttention(AttentionOps):
 
         shape, size, kv_heads = launch.shape, geometry.head_size, geometry.kv_heads
         group = geometry.heads // kv_heads
-        rows = shape.queries * group
         block_d = _block(size)
-        parts = torch.empty(launch.slots * kv_heads * rows * (block_d + 2), dtype=torch.float32, device=q.device)
+        room = launch.slots * kv_heads * group
+        parts = torch.empty(room * (block_d + 2), dtype=torch.float32, device=q.device)
         linked = gpu.linked(q.device)
         attend[(kv_heads, launch.items)](
-            q, k_cache, v_cache, out, table, out if sinks is None else sinks, work[launch.offset:], work[launch.counters:],
-            parts, parts[launch.slots * kv_heads * rows * block_d:], scale, softcap, geometry.window,
+            q, k_cache, v_cache, out, table, out if sinks is None else sinks, work[launch.offset:], work[launch.mates:],
+            work[launch.counters:], parts, parts[room * block_d:], scale, softcap, geometry.window,
             q.stride(0), q.stride(1), *k_cache.stride()[:3], out.stride(0), out.stride(1),
             table.stride(0), group=group, size=size, page_size=geometry.page, block_m=shape.block_m, block_n=shape.block_n,
-            block_d=block_d, rows=rows, windowed=geometry.window > 0, capped=softcap != 0.0, sunk=sinks is not None,
-            fixed=self.invariant, edges=broad, linked=linked, fields=attention_work.FIELDS, num_warps=shape.warps,
+            block_d=block_d, rows=shape.queries * group, windowed=geometry.window > 0, capped=softcap != 0.0,
+            sunk=sinks is not None, fixed=self.invariant, edges=broad, shared=launch.shared, linked=linked,
+            fields=attention_work.FIELDS, num_warps=shape.warps,
             num_stages=_stages(shape, block_d, geometry.itemsize, q.device), launch_pdl=linked)
 
 

@@ -5,6 +5,9 @@ There are two kinds of tiles. Narrow ones, for segments of few queries, are boun
 programs as keep the memory busy. Broad ones, for prompts, are bound by arithmetic, and split only if there are few of them for
 many keys. What the items of a kind look like is its `Shape`, a function of the geometry alone; how many there may be, and where
 they stand in the step's array, is its `Launch`.
+
+A narrow tile may also be the single queries of several segments whose contexts begin in the same pages
+(`attention_sharing.py`): some items then have all of its queries for those keys, others one of them each for the rest.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.ops.attention import Geometry, Ints
+from penstock.ops.attention import Alike, Geometry, Ints
+from penstock.ops.attention_sharing import Together, together
 from penstock.ops.gpu import covering
 
 Flags = npt.NDArray[np.bool_]
@@ -25,9 +30,46 @@ Flags = npt.NDArray[np.bool_]
 _LARGER = np.array([[16], [18], [20], [24], [28], [32]])
 """Sizes of items to try, in sixteenths of the least one."""
 
-FIELDS = 10
-"""int32 of an item: first token, queries (0: the item is inert), position of the first query, segment, first key, end of keys,
-unit, the slot of its first part, the slot of its tile's first part, parts of its tile (1: there is nothing to join)."""
+
+class Item(IntEnum):
+    """The int32 of an item, in the order in which the kernel takes them."""
+
+    TOKEN = 0
+    """The first token of its tile, unless the tile's queries are listed."""
+    FIRST = 1
+    """Which query of the tile is its first."""
+    QUERIES = 2
+    """0: the item is inert."""
+    POSITION = 3
+    """Of its first query."""
+    SEGMENT = 4
+    """By whose table it reads."""
+    BEGIN = 5
+    END = 6
+    """Its keys."""
+    UNIT = 7
+    """Of keys, at which sums are closed where bits must not depend on the batch."""
+    SLOT = 8
+    """Of its first part."""
+    COMPLETE = 9
+    """Parts after which its tile is complete; 1: there is nothing to join."""
+    LISTED = 10
+    """1 + where the tile's queries are listed; 0: they follow one another."""
+    COUNTER = 11
+    """The tile's."""
+    TILE_SLOT = 12
+    """Of the tile's first part."""
+    TILE_QUERIES = 13
+    PARTS = 14
+    """Parts that have all of the tile's queries."""
+    MOST = 15
+    """Most parts that one of them has to itself."""
+
+
+FIELDS = len(Item)
+
+LISTED = 3
+"""int32 of a query in the list: token, slot of the first part that it has to itself, how many of those there are."""
 
 MULTIPROCESSORS = 132
 """An H200's. On another GPU work is divided as for this one, which costs a little and changes nothing else."""
@@ -66,13 +108,17 @@ class Launch:
     shape: Shape
     items: int
     split: int
-    """Most items beyond one a tile."""
+    """Most items beyond one a tile, or beyond one for each range of keys of a tile of several segments."""
     slots: int
-    """Most parts of split tiles."""
+    """Room for parts; a part has a slot for each query."""
+    shared: bool
+    """Whether there may be tiles of several segments."""
     offset: int
     """Where the items begin in the step's array,"""
+    mates: int
+    """the list of the queries of tiles of several segments,"""
     counters: int
-    """and where the counters do, one for each slot and KV head: zero, and zero again when a launch has ended."""
+    """and the counters, one for each tile in parts and KV head: zero, and zero again when a launch has ended."""
     end: int
 
 
@@ -83,6 +129,12 @@ class Layout:
     narrow: Launch
     broad: Launch | None
     size: int
+
+
+def shares(geometry: Geometry, invariant: bool) -> bool:
+    """Whether tiles of several segments are made. Not where bits must not depend on the batch, nor behind a window, which
+    leaves little of what contexts begin with; and a tile must have room for two."""
+    return not (invariant or geometry.window) and shapes(geometry, 1, invariant)[0].queries > 1
 
 
 def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, Shape]:
@@ -121,7 +173,7 @@ def layout(geometry: Geometry, segments: int, tokens: int, invariant: bool) -> L
     if invariant:
         pieces += segments + tokens // (FIRST_UNIT * UNITS // 2)
     tiles = min(tokens, pieces if mixed else _tiles_at_most(tokens, pieces, narrow.queries))
-    first = _launch(narrow, tiles, 0, geometry.kv_heads, invariant)
+    first = _launch(narrow, tiles, 0, geometry.kv_heads, invariant, segments if shares(geometry, invariant) else None)
     if not mixed:
         return Layout(first, None, first.end)
     second = _launch(broad, _tiles_at_most(tokens, pieces, broad.queries), first.end, geometry.kv_heads, invariant)
@@ -133,12 +185,19 @@ def _tiles_at_most(tokens: int, pieces: int, queries: int) -> int:
     return min(tokens, (tokens + pieces * (queries - 1)) // queries)
 
 
-def _launch(shape: Shape, tiles: int, offset: int, kv_heads: int, invariant: bool) -> Launch:
-    split = max(1, MULTIPROCESSORS * shape.resident // kv_heads)
-    # `_fill` adds at most `split` items to the tiles: a tile in parts has at most twice as many as were added for it.
-    slots = min(tiles, split) * UNITS if invariant else 2 * split
-    counters = offset + _round(tiles + split, 8) * FIELDS
-    return Launch(shape, tiles + split, split, slots, offset, counters, _round(counters + slots * kv_heads, 16))
+def _launch(shape: Shape, tiles: int, offset: int, kv_heads: int, invariant: bool, sharing: int | None = None) -> Launch:
+    """`sharing`: so many segments may be in tiles of several."""
+    split, mates = max(1, MULTIPROCESSORS * shape.resident // kv_heads), sharing or 0
+    # Each tile of several has two segments at least, which are counted among the tiles.
+    several = mates // 2
+    # `_fill` adds at most `split` items to the tiles: a tile in parts has at most twice as many as were added for it. Tiles of
+    # several, and those of their segments, always are in parts.
+    slots = (min(tiles, split) * UNITS if invariant else 2 * split) * shape.queries + 2 * mates
+    items = tiles + several + split
+    listed = offset + _round(items, 8) * FIELDS
+    counters = listed + _round(mates * LISTED, 16)
+    end = _round(counters + (min(tiles, split) + several) * kv_heads, 16)
+    return Launch(shape, items, split, slots, sharing is not None, offset, listed, counters, end)
 
 
 def _round(number: int, multiple: int) -> int:
@@ -146,7 +205,7 @@ def _round(number: int, multiple: int) -> int:
 
 
 def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int, invariant: bool,
-            without: Sequence[int] = ()) -> Ints:
+            without: Sequence[int] = (), alike: Alike | None = None) -> Ints:
     """The step's array: AttentionOps.prepare (ops/attention.py), `without` some of the segments."""
     plan = layout(geometry, segments, tokens, invariant)
     work = np.zeros(plan.size, np.int32)
@@ -154,15 +213,16 @@ def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, toke
     if without:
         wanted[list(without)] = False
     if plan.broad is None:
-        _fill(work, plan.narrow, geometry, counts, context, wanted, invariant)
+        _fill(work, plan.narrow, geometry, counts, context, wanted, invariant, alike)
         return work
     few = counts <= plan.narrow.shape.queries
-    _fill(work, plan.narrow, geometry, counts, context, wanted & few, invariant)
+    _fill(work, plan.narrow, geometry, counts, context, wanted & few, invariant, alike)
     _fill(work, plan.broad, geometry, counts, context, wanted & ~few, invariant)
     return work
 
 
-def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context: Ints, chosen: Flags, invariant: bool) -> None:
+def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context: Ints, chosen: Flags, invariant: bool,
+          alike: Alike | None = None) -> None:
     """Writes the items of the chosen segments."""
     segment = chosen.nonzero()[0].astype(np.int32)
     if not len(segment):
@@ -178,29 +238,79 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
     end = position + queries
     unit = np.maximum(FIRST_UNIT, _power_of_two(-(-end // UNITS))) if invariant else np.int32(shape.block_n)
     begin = np.maximum(position + (1 - geometry.window), 0) // unit * unit if geometry.window else np.zeros_like(end)
+    found = _found(launch, alike, end)
+    if found is not None:
+        own, more = _several(found, segment, token, begin)
+        token, queries, position, segment, begin, end = map(
+            np.concatenate, zip((token, queries, position, segment, begin, end), more, strict=True))
     blocks = -((begin - end) // unit)
     keys = blocks * unit
     items = _items(keys, unit, launch.split)
     each = -(-blocks // items) * unit
     items = -(-keys // each)
-    parts = np.where(items > 1, blocks, 1) if invariant else items
-    slots = parts * (items > 1)
+    split, counted = items > 1, items > 1
+    if found is not None:
+        # Segments that go with others are counted where their tile is.
+        split[own] = split[-len(found.keys):] = True
+        counted[own], counted[-len(found.keys):] = False, True
+    parts = np.where(split, blocks, 1) if invariant else items
+    slots = parts * queries * split
     slot = slots.cumsum() - slots
-    rows = np.empty((len(segment), FIELDS), np.int32)
-    for column, values in enumerate((token, queries, position, segment, begin, end, unit, slot, slot, parts)):
+    rows = np.zeros((len(segment), FIELDS), np.int32)
+    for column, values in {
+            Item.TOKEN: token, Item.QUERIES: queries, Item.POSITION: position, Item.SEGMENT: segment, Item.BEGIN: begin,
+            Item.END: end, Item.UNIT: unit, Item.SLOT: slot, Item.COMPLETE: parts, Item.COUNTER: counted.cumsum() - 1,
+            Item.TILE_SLOT: slot, Item.TILE_QUERIES: queries, Item.PARTS: parts}.items():
         rows[:, column] = values
+    if found is not None:
+        _list(work[launch.mates:launch.counters], rows, found, own, items)
     total = int(items.sum())
     if total > len(rows):
-        index = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(items, dtype=np.int32) - items, items)
-        each = np.repeat(each, items)
-        rows = np.repeat(rows, items, 0)
-        rows[:, 4] += index * each
-        np.minimum(rows[:, 5], rows[:, 4] + each, out=rows[:, 5])
-        rows[:, 7] += index * (each // rows[:, 6] if invariant else 1)
+        rows = _repeat(rows, items, each, each // unit if invariant else 1)
     if total > launch.split:
         # More than are run at once: the longest first, so that none is left over at the end.
-        rows = rows[np.argsort(rows[:, 4] - rows[:, 5], kind="stable")]
+        rows = rows[np.argsort(rows[:, Item.BEGIN] - rows[:, Item.END], kind="stable")]
     work[launch.offset:launch.offset + rows.size] = rows.ravel()
+
+
+def _repeat(rows: Ints, items: Ints, each: Ints, parts: Ints | int) -> Ints:
+    """Each row cut into so many items of `each` keys, the last perhaps fewer, and `parts` parts."""
+    index = np.arange(items.sum(), dtype=np.int32) - np.repeat(np.cumsum(items, dtype=np.int32) - items, items)
+    step = np.repeat(parts * rows[:, Item.QUERIES], items)
+    each, rows = np.repeat(each, items), np.repeat(rows, items, 0)
+    rows[:, Item.BEGIN] += index * each
+    np.minimum(rows[:, Item.END], rows[:, Item.BEGIN] + each, out=rows[:, Item.END])
+    rows[:, Item.SLOT] += index * step
+    return rows
+
+
+def _found(launch: Launch, alike: Alike | None, keys: Ints) -> Together | None:
+    """Tiles of several segments, unless so few keys are read that all items run at once without them."""
+    if alike is None or not launch.shared or int(keys.sum()) <= launch.split * math.isqrt(JOINING * int(keys.max())):
+        return None
+    return together(alike, launch.shape.queries, launch.shape.block_n)
+
+
+def _several(found: Together, segment: Ints, token: Ints, begin: Ints) -> tuple[Ints, tuple[Ints, ...]]:
+    """Has the segments that go with others begin where their own keys do. Returns which tiles these are, and further tiles for
+    the keys that they share: token, queries, position, segment, begin and end."""
+    own = np.searchsorted(segment, found.mates)
+    begin[own] = found.keys[found.tile]
+    lead = found.mates[found.first]
+    # All queries stand behind all shared keys, which is what their position says.
+    return own, (token[own[found.first]], found.sizes, found.keys, lead, np.zeros_like(lead), found.keys)
+
+
+def _list(mates: Ints, rows: Ints, found: Together, own: Ints, items: Ints) -> None:
+    """Lists the queries of tiles of several segments, and has all items of a tile, those of its queries too, know the tile."""
+    listed = mates[:len(own) * LISTED].reshape(-1, LISTED)
+    listed[:, 0], listed[:, 1], listed[:, 2] = rows[own, Item.TOKEN], rows[own, Item.SLOT], items[own]
+    tiles = rows[-len(found.keys):]
+    tiles[:, Item.COMPLETE] += np.add.reduceat(listed[:, 2], found.first)
+    tiles[:, Item.LISTED] = found.first + 1
+    tiles[:, Item.MOST] = np.maximum.reduceat(listed[:, 2], found.first)
+    rows[own, Item.COMPLETE:] = tiles[found.tile, Item.COMPLETE:]
+    rows[own, Item.FIRST] = np.arange(len(own), dtype=np.int32) - found.first[found.tile]
 
 
 def _items(keys: Ints, unit: Ints | np.int32, split: int) -> Ints:

@@ -11,13 +11,16 @@ import torch
 
 from penstock.core.plan import Enter, Ints, StepPlan
 from penstock.worker.parameters import Parameters
+from penstock.worker.sharing import Sharing
 from penstock.worker.staging import Staging
 
 
 class Rows:
     """Tables for `max_num_seqs` rows of up to `max_model_len` tokens."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, page: int, groups: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, page: int, groups: int, device: torch.device,
+                 watched: int | None = None) -> None:
+        """`watched`: the cache group in which to look for rows that begin with the same pages."""
         self.device = device
         self.tokens = torch.zeros((max_num_seqs, max_model_len), dtype=torch.int32, device=device)
         """[row, position]; positions at and beyond the row's length hold anything."""
@@ -25,6 +28,8 @@ class Rows:
         """For each cache group [row, page index] -> page id; entries behind a window are stale."""
         self.device_tables = [torch.from_numpy(table).to(device) for table in self.tables]
         """The same for the kernels; on a CPU, the same memory."""
+        self.sharing = Sharing(self.tables[watched], page) if watched is not None else None
+        self._watched = watched
         self._known = Staging(torch.int32, device)
         self._edits = Staging(torch.int32, device)
         self.parameters = Parameters(max_num_seqs, device)
@@ -35,6 +40,9 @@ class Rows:
         self.parameters.enter(plan.enter)
         self._take_tokens(plan.enter)
         self._take_edits(plan.edits)
+        if self.sharing is not None and self._watched is not None:
+            self.sharing.forget([*plan.leave, *(enter.row for enter in plan.enter)])
+            self.sharing.edited(plan.edits[self._watched])
 
     def _take_tokens(self, enters: list[Enter]) -> None:
         """The known tokens of all that enter, in one upload."""

@@ -58,6 +58,7 @@ class StepBuilder:
         self._attention = model.kernels.attention
         self._build = model.kernels.build_step
         self._geometries = sorted(model.geometries, key=repr)
+        self._sharing = {geometry for geometry in self._geometries if self._attention.shares(geometry)}
         self._parts: dict[Capacity, Parts] = {}
         self._staging = Staging(torch.int32, rows.device)
         self._columns = rows.tables[0].shape[1]
@@ -78,8 +79,10 @@ class StepBuilder:
         counts, context = plan.counts, plan.starts + plan.counts
         if not self._captured:
             self._whole = {geometry: self._attention.whole(geometry, counts, context) for geometry in self._geometries}
+        alike = self._rows.sharing.of(plan) if self._rows.sharing is not None else None
         work = {geometry: self._attention.prepare(geometry, counts, context, capacity.segments, capacity.tokens,
-                                                  self._whole.get(geometry, ())) for geometry in self._geometries}
+                                                  self._whole.get(geometry, ()), alike if geometry in self._sharing else None)
+                for geometry in self._geometries}
         parts = self._lay_out(capacity, work)
         host = self._staging.host(parts.size)
         segments, tail = len(plan.rows), capacity.segments - len(plan.rows)

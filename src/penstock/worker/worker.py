@@ -74,8 +74,10 @@ class Worker:
         self.layout = layout
         self.arena = Arena(layout, device)
         self.movers = Movers(self.arena, behind, device) if behind is not None else None
-        self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device)
         model.attach(self.arena.views(model.states))
+        # Layers that keep everything are in one group, and no others share.
+        watched = {group for geometry, group in model.geometries.items() if model.kernels.attention.shares(geometry)}
+        self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
         self.builder = StepBuilder(model, self.rows, layout.page)
         self.sampler = Sampler(model.kernels.sample, self.rows)
         self.clock = Clock(device)
