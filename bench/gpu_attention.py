@@ -1,9 +1,10 @@
 """Attention on a GPU: bandwidth of decode, arithmetic of prompts, beside the card's ceilings and cuDNN.
 
-usage: gpu_attention.py [--sweep narrow,broad,fixed] [--invariant] [--json FILE]
+usage: gpu_attention.py [--only WORD] [--part KEYS] [--sweep narrow,broad,fixed,tall] [--invariant] [--json FILE]
 
 Times are those of CUDA graphs that attend over several caches in turn, more than 300 MB together, so that L2 (60 MB) holds none
-of them, as the layers of a model would. Bytes are the keys and values that a query sees, once for each KV head; operations are
+of them, as the layers of a model would. Bytes are the keys and values that queries see, once for each KV head, and those that
+segments share once for all of them; cases in which segments share are measured also with each reading alone. Operations are
 those of the causal triangle alone. `--sweep` tries other shapes of tiles than those that ops/attention_work.py takes. Prints a
 table; the record goes to --json or $OUT.
 """
@@ -27,8 +28,8 @@ import triton
 from gpu_time import copy_bandwidth, graph_us
 
 from penstock.cli.bench.environment import environment
-from penstock.ops import attention_work
-from penstock.ops.attention import AttentionOps, Geometry, Span
+from penstock.ops import attention_sharing, attention_work
+from penstock.ops.attention import Alike, AttentionOps, Geometry, Span
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
 from penstock.ops.attention_work import Shape
 from penstock.ops.compile import Compilation, recording, watch
@@ -49,7 +50,9 @@ class Case:
     geometry: Geometry = LLAMA
     softcap: float = 0.0
     shared: int = 0
-    """Positions whose pages all segments share: those come from L2."""
+    """Positions whose pages segments share, all of them"""
+    groups: int = 1
+    """or those of each of so many groups of neighbours."""
 
     @property
     def decode(self) -> bool:
@@ -58,7 +61,15 @@ class Case:
     def bytes(self) -> int:
         g = self.geometry
         seen = sum(min(context, g.window + count - 1) if g.window else context for context, count in self.segments)
-        return 2 * g.itemsize * g.kv_heads * g.head_size * seen
+        return 2 * g.itemsize * g.kv_heads * g.head_size * (seen - self.shared * (len(self.segments) - self.groups))
+
+    def alike(self) -> Alike | None:
+        """What `worker/sharing.py` would say."""
+        if not self.shared:
+            return None
+        common = np.full(len(self.segments), self.shared, np.int32)
+        common[len(common) // self.groups - 1::len(common) // self.groups] = 0
+        return Alike(np.arange(len(common), dtype=np.int32), common[:-1])
 
     def operations(self) -> int:
         g, pairs = self.geometry, 0
@@ -79,8 +90,14 @@ DECODE = [Case("b1 128", [(128, 1)]), Case("b1 400", [(400, 1)]), Case("b1 400 q
           Case("b8 600", [(600, 1)] * 8), Case("b8 600 qwen", [(600, 1)] * 8, QWEN), Case("b8 32k", [(32768, 1)] * 8),
           Case("b8 128k", [(131072, 1)] * 8), Case("b32 600", [(600, 1)] * 32), Case("b40 2k", [(2048, 1)] * 40),
           Case("b128 600", [(600, 1)] * 128), Case("b256 600", [(600, 1)] * 256), Case("b64 ragged", ragged(64)),
-          Case("b64 4k shared qwen", [(4256, 1)] * 64, QWEN, shared=4096), Case("b64 4k shared", [(4256, 1)] * 64, shared=4096),
           Case("b63 600 and one of 128k", [(600, 1)] * 63 + [(131072, 1)])]
+SHARED = [Case(f"b{count} {shared} shared by {count // groups}{name}", [(shared + 160, 1)] * count, geometry, shared=shared,
+               groups=groups)
+          for geometry, name in ((QWEN, " qwen"), (LLAMA, ""), (Geometry(64, 8, 128, 16), " group 8"))
+          for count, shared, groups in ((64, 4096, 1), (256, 1024, 1), (64, 512, 1), (64, 128, 1), (8, 4096, 1), (8, 512, 1),
+                                        (2, 4096, 1), (2, 512, 1), (64, 2048, 8), (64, 2048, 32))]
+"""From beginnings that surely pay to those that hardly do. With `--part 0` all are attended to together: where the two columns
+cross is what `PART` in ops/attention_sharing.py should say."""
 PROMPT = [Case("8k", [(8192, 8192)]), Case("4 x 2k", [(2048, 2048)] * 4), Case("16 x 512", [(512, 512)] * 16),
           Case("2k after 6k", [(8192, 2048)]), Case("512 after 32k", [(33280, 512)]), Case("100 after 32k", [(32868, 100)])]
 SHAPES = [Case("head 64: b32 2k", [(2048, 1)] * 32, Geometry(32, 8, 64, 16)),
@@ -94,11 +111,14 @@ SHAPES = [Case("head 64: b32 2k", [(2048, 1)] * 32, Geometry(32, 8, 64, 16)),
           Case("window 1k: 8k", [(8192, 8192)], Geometry(32, 8, 128, 16, 1024)),
           Case("softcap, head 256: 4k", [(4096, 4096)], Geometry(16, 8, 256, 16), 50.0)]
 
-SWEPT = ("b1 128", "b1 400", "b1 2k", "b1 128k", "b8 600", "b32 600", "b64 ragged", "b64 4k shared qwen")
+SWEPT = ("b1 128", "b1 400", "b1 2k", "b1 128k", "b8 600", "b32 600", "b64 ragged")
 NARROW = [(64, 4, 3, 2), (64, 4, 4, 2), (64, 8, 4, 1), (128, 8, 3, 1), (128, 8, 2, 1), (128, 4, 3, 1), (256, 8, 2, 1)]
 """(block of keys, warps, stages, programs a multiprocessor) to try at heads of 128."""
 BROAD = [(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3)]
 """(rows, block of keys, warps, stages) to try at heads of 128."""
+TALL = [(16, 64, 4, 3, 3), (32, 64, 4, 3, 2), (32, 64, 8, 3, 1), (64, 64, 8, 3, 1)]
+"""(rows, block of keys, warps, stages, programs a multiprocessor) to try for tiles of several segments, beside what they cost
+segments that share nothing."""
 FIXED = [(64, 4, 3, 1), (64, 4, 2, 2), (64, 4, 4, 1), (64, 4, 2, 1)]
 """As NARROW, for the batch-invariant kernel, whose block of keys is that of its broad tiles."""
 
@@ -125,7 +145,8 @@ class Built:
             self.tables[:, s, :count] = order[:, at:at + count]
             at += count
         shared = self.case.shared // g.page
-        self.tables[:, :, :shared] = self.tables[:, :1, :shared]
+        for group in np.array_split(np.arange(len(segments)), self.case.groups):
+            self.tables[:, group, :shared] = self.tables[:, group[:1], :shared]
         self.counts = np.array([count for _, count in segments], np.int32)
         self.context = np.array([context for context, _ in segments], np.int32)
         self.tokens = int(self.counts.sum())
@@ -138,14 +159,15 @@ class Built:
         return attention.apply(self.q, self.arena[:, 0], self.arena[:, 1], self.tables[copy], self.query_start,
                                self.context_there, g.head_size ** -0.5, g.window, self.case.softcap, work=work, whole=whole)
 
-    def measure(self, attention: TritonAttention, named: bool = True) -> tuple[float, float]:
+    def measure(self, attention: TritonAttention, named: bool = True, alone: bool = False) -> tuple[float, float]:
         """Microseconds, and the relative error beside the reference in float32, of a few queries where there are many.
 
-        named: whole prompts are named, as in eager steps.
+        named: whole prompts are named, as in eager steps. alone: each segment reads by itself what it shares.
         """
         geometry = dataclasses.replace(self.case.geometry, plain=not self.case.softcap)
         whole = attention.whole(geometry, self.counts, self.context) if named else []
-        found = attention.prepare(geometry, self.counts, self.context, len(self.counts), self.tokens, whole)
+        found = attention.prepare(geometry, self.counts, self.context, len(self.counts), self.tokens, whole,
+                                  None if alone else self.case.alike())
         work = torch.from_numpy(found).cuda()
         error = self.error(self.run(attention, 0, work, whole))
         return graph_us([lambda copy=copy: self.run(attention, copy, work, whole) for copy in range(self.copies)]), error
@@ -183,6 +205,10 @@ def shaped(narrow: Shape | None = None, broad: Shape | None = None, joining: int
 
 def narrow_of(geometry: Geometry, block: int, warps: int, stages: int, resident: int, rows: int = 16) -> Shape:
     return Shape(rows, block, 16 // (geometry.heads // geometry.kv_heads), warps, stages, resident)
+
+
+def tall_of(geometry: Geometry, rows: int, block: int, warps: int, stages: int, resident: int) -> Shape:
+    return Shape(rows, block, rows // (geometry.heads // geometry.kv_heads), warps, stages, resident)
 
 
 def broad_of(geometry: Geometry, rows: int, block: int, warps: int, stages: int) -> Shape:
@@ -234,8 +260,10 @@ def table(attention: TritonAttention, cases: list[Case], bandwidth: float) -> li
         built = Built(case)
         found = row(built, *built.measure(attention), bandwidth)
         rows.append(found)
+        if case.shared:
+            found["alone_us"] = built.measure(attention, alone=True)[0]
         print(f"{found['case']:26} {found['us']:9.2f} us {found['rate']:7.0f} {found['unit']:7} {found['of_ceiling']:4.0%}  "
-              f"error {found['error']:.1e}", flush=True)
+              f"error {found['error']:.1e}" + (f"  alone {found['alone_us']:9.2f} us" if case.shared else ""), flush=True)
     return rows
 
 
@@ -272,20 +300,27 @@ def sdpa(heads: int, kv_heads: int, tokens: int, batch: int = 1) -> float | None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", default="", help="narrow, broad, fixed: other shapes of tiles to try")
+    parser.add_argument("--only", default="", help="cases whose name has this word, such as shared")
+    parser.add_argument("--sweep", default="", help="narrow, broad, fixed, tall: other shapes of tiles to try")
     parser.add_argument("--invariant", action="store_true")
     parser.add_argument("--json", default=str(Path(os.environ["OUT"]) / "gpu_attention.json") if "OUT" in os.environ else "")
+    parser.add_argument("--part", type=int, default=attention_sharing.PART, help="other costs of a part of a shared beginning")
     arguments = parser.parse_args()
+    attention_sharing.PART = arguments.part
     torch.manual_seed(0)
     narrow = {"n{} w{} s{} r{}, {}".format(*one, joining):
               lambda g, one=one, joining=joining: {"narrow": narrow_of(g, *one), "joining": joining}
               for one in NARROW for joining in (16, 64)}
     broad = {"{}x{} w{} s{}".format(*one): lambda g, one=one: {"broad": broad_of(g, *one)} for one in BROAD}
     fixed = {"n{} w{} s{} r{}".format(*one): lambda g, one=one: {"narrow": narrow_of(g, *one, rows=64)} for one in FIXED}
-    plans = [(TRITON, DECODE + PROMPT + SHAPES), (INVARIANT, DECODE + PROMPT + SHAPES if arguments.invariant else [])]
+    tall = {"{}x{} w{} s{} r{}".format(*one): lambda g, one=one: {"narrow": tall_of(g, *one)} for one in TALL}
+    cases = [case for case in DECODE + SHARED + PROMPT + SHAPES if arguments.only in case.name]
+    plans = [(TRITON, cases), (INVARIANT, cases if arguments.invariant else [])]
     variants: list[tuple[TritonAttention, Case, dict[str, Any]]] = [(a, case, {}) for a, cases in plans for case in cases]
     kept = [case for case in DECODE if case.name in SWEPT]
-    sweeps = {"narrow": (TRITON, kept, narrow), "broad": (TRITON, PROMPT, broad), "fixed": (INVARIANT, kept, fixed)}
+    many = [case for case in DECODE + SHARED if len(case.segments) >= 64 and case.geometry in (QWEN, LLAMA)]
+    sweeps = {"narrow": (TRITON, kept, narrow), "broad": (TRITON, PROMPT, broad), "fixed": (INVARIANT, kept, fixed),
+              "tall": (TRITON, many, tall)}
     swept = [name for name in arguments.sweep.split(",") if name]
     for name in swept:
         attention, cases, constants = sweeps[name]

@@ -172,13 +172,15 @@ def covered(work: np.ndarray, launch: Launch, seen: np.ndarray, kv_heads: int, f
     assert not work[launch.counters:launch.end].any()
     slots, counted, tiles = list[int](), dict[int, int](), dict[int, tuple[int, ...]]()
     for item in items[items[:, Item.QUERIES] > 0]:
-        token, at, queries, _, _, begin, end, unit, slot, ends, listed, counter, first, joined, parts, most = item
-        assert queries <= launch.shape.queries and begin % launch.shape.block_n == 0 and begin < end and at + queries <= joined
+        token, queries, _, _, begin, end, unit, ends, at, slot, listed, counter, first, joined, parts, most = item
+        assert queries <= launch.shape.queries and begin % launch.shape.block_n == 0 and begin < end
         lines = mates[(listed - 1) * LISTED:(listed - 1 + joined) * LISTED].reshape(-1, LISTED)
         tokens = lines[at:at + queries, 0] if listed else np.arange(token + at, token + at + queries)
         seen[tokens, begin:end] += 1
         if ends == 1:
+            assert not at and not listed
             continue
+        assert at + queries <= joined and len(tokens) == queries
         count = -(-int(end - begin) // int(unit)) if fixed else 1
         slots += range(slot, slot + count * queries)
         assert tiles.setdefault(int(counter), (ends, listed, first, joined, parts, most)) == (

@@ -245,9 +245,10 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
     """
     head = tl.program_id(0)
     item = items + tl.program_id(1) * fields
-    token, first, queries, position = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-    segment, begin, end = tl.load(item + 4).to(tl.int64), tl.load(item + 5), tl.load(item + 6)
-    unit, own_slot, ends, listed = tl.load(item + 7), tl.load(item + 8), tl.load(item + 9), tl.load(item + 10)
+    token, queries, position = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    segment, begin, end = tl.load(item + 3).to(tl.int64), tl.load(item + 4), tl.load(item + 5)
+    unit, ends = tl.load(item + 6), tl.load(item + 7)
+    first, own_slot, listed = tl.load(item + 8), tl.load(item + 9), tl.load(item + 10)
     if linked:
         # The step's array was there before the kernel ahead began; all else may be of its making.
         gdc_launch_dependents()

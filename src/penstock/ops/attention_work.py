@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
@@ -31,28 +30,28 @@ _LARGER = np.array([[16], [18], [20], [24], [28], [32]])
 """Sizes of items to try, in sixteenths of the least one."""
 
 
-class Item(IntEnum):
+class Item:
     """The int32 of an item, in the order in which the kernel takes them."""
 
     TOKEN = 0
     """The first token of its tile, unless the tile's queries are listed."""
-    FIRST = 1
-    """Which query of the tile is its first."""
-    QUERIES = 2
+    QUERIES = 1
     """0: the item is inert."""
-    POSITION = 3
+    POSITION = 2
     """Of its first query."""
-    SEGMENT = 4
+    SEGMENT = 3
     """By whose table it reads."""
-    BEGIN = 5
-    END = 6
+    BEGIN = 4
+    END = 5
     """Its keys."""
-    UNIT = 7
+    UNIT = 6
     """Of keys, at which sums are closed where bits must not depend on the batch."""
-    SLOT = 8
+    COMPLETE = 7
+    """Parts after which its tile is complete; 1: there is nothing to join, and all that follows is 0."""
+    FIRST = 8
+    """Which query of its tile is its first; others than 0 only where they are listed."""
+    SLOT = 9
     """Of its first part."""
-    COMPLETE = 9
-    """Parts after which its tile is complete; 1: there is nothing to join."""
     LISTED = 10
     """1 + where the tile's queries are listed; 0: they follow one another."""
     COUNTER = 11
@@ -66,7 +65,7 @@ class Item(IntEnum):
     """Most parts that one of them has to itself."""
 
 
-FIELDS = len(Item)
+FIELDS = 16
 
 LISTED = 3
 """int32 of a query in the list: token, slot of the first part that it has to itself, how many of those there are."""
@@ -248,39 +247,39 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
     items = _items(keys, unit, launch.split)
     each = -(-blocks // items) * unit
     items = -(-keys // each)
-    split, counted = items > 1, items > 1
-    if found is not None:
-        # Segments that go with others are counted where their tile is.
-        split[own] = split[-len(found.keys):] = True
-        counted[own], counted[-len(found.keys):] = False, True
-    parts = np.where(split, blocks, 1) if invariant else items
-    slots = parts * queries * split
-    slot = slots.cumsum() - slots
     rows = np.zeros((len(segment), FIELDS), np.int32)
-    for column, values in {
-            Item.TOKEN: token, Item.QUERIES: queries, Item.POSITION: position, Item.SEGMENT: segment, Item.BEGIN: begin,
-            Item.END: end, Item.UNIT: unit, Item.SLOT: slot, Item.COMPLETE: parts, Item.COUNTER: counted.cumsum() - 1,
-            Item.TILE_SLOT: slot, Item.TILE_QUERIES: queries, Item.PARTS: parts}.items():
+    for column, values in enumerate((token, queries, position, segment, begin, end, unit, 1)):
         rows[:, column] = values
-    if found is not None:
-        _list(work[launch.mates:launch.counters], rows, found, own, items)
     total = int(items.sum())
-    if total > len(rows):
-        rows = _repeat(rows, items, each, each // unit if invariant else 1)
+    if total > len(rows) or found is not None:
+        split = counted = items > 1
+        if found is not None:
+            # Segments that go with others are counted where their tile is.
+            split[own] = split[-len(found.keys):] = True
+            counted = split.copy()
+            counted[own] = False
+        parts = np.where(split, blocks, 1) if invariant else items
+        slots = parts * queries * split
+        rows[:, Item.SLOT] = rows[:, Item.TILE_SLOT] = slots.cumsum() - slots
+        rows[:, Item.COMPLETE] = rows[:, Item.PARTS] = parts
+        rows[:, Item.COUNTER] = counted.cumsum() - 1
+        rows[:, Item.TILE_QUERIES] = queries
+        if found is not None:
+            _list(work[launch.mates:launch.counters], rows, found, own, items)
+        rows = _repeat(rows, items, each, each // unit if invariant else None)
     if total > launch.split:
         # More than are run at once: the longest first, so that none is left over at the end.
         rows = rows[np.argsort(rows[:, Item.BEGIN] - rows[:, Item.END], kind="stable")]
     work[launch.offset:launch.offset + rows.size] = rows.ravel()
 
 
-def _repeat(rows: Ints, items: Ints, each: Ints, parts: Ints | int) -> Ints:
-    """Each row cut into so many items of `each` keys, the last perhaps fewer, and `parts` parts."""
-    index = np.arange(items.sum(), dtype=np.int32) - np.repeat(np.cumsum(items, dtype=np.int32) - items, items)
-    step = np.repeat(parts * rows[:, Item.QUERIES], items)
-    each, rows = np.repeat(each, items), np.repeat(rows, items, 0)
+def _repeat(rows: Ints, items: Ints, each: Ints, parts: Ints | None) -> Ints:
+    """Each row cut into so many items of `each` keys, the last perhaps fewer, and `parts` parts, or one."""
+    index = np.arange(items.sum(), dtype=np.int32) - (items.cumsum(dtype=np.int32) - items).repeat(items)
+    each, rows = each.repeat(items), rows.repeat(items, 0)
     rows[:, Item.BEGIN] += index * each
     np.minimum(rows[:, Item.END], rows[:, Item.BEGIN] + each, out=rows[:, Item.END])
-    rows[:, Item.SLOT] += index * step
+    rows[:, Item.SLOT] += index * rows[:, Item.QUERIES] * (1 if parts is None else parts.repeat(items))
     return rows
 
 
@@ -309,7 +308,8 @@ def _list(mates: Ints, rows: Ints, found: Together, own: Ints, items: Ints) -> N
     tiles[:, Item.COMPLETE] += np.add.reduceat(listed[:, 2], found.first)
     tiles[:, Item.LISTED] = found.first + 1
     tiles[:, Item.MOST] = np.maximum.reduceat(listed[:, 2], found.first)
-    rows[own, Item.COMPLETE:] = tiles[found.tile, Item.COMPLETE:]
+    rows[own, Item.COMPLETE] = tiles[found.tile, Item.COMPLETE]
+    rows[own, Item.LISTED:] = tiles[found.tile, Item.LISTED:]
     rows[own, Item.FIRST] = np.arange(len(own), dtype=np.int32) - found.first[found.tile]
 
 
