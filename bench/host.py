@@ -56,7 +56,7 @@ class NoModel:
 
     def __init__(self) -> None:
         self.states = [StateSpec((Field("k", (1, 8), "bfloat16"), Field("v", (1, 8), "bfloat16")), Everything())]
-        self.geometries = {Geometry(32, 8, 128, PAGE)}
+        self.geometries = {Geometry(32, 8, 128, PAGE): 0}
         self.kernels = SimpleNamespace(attention=TritonAttention(invariant=False), build_step=self._build, sample=self)
         self._hidden = torch.zeros(1 << 14, 1)
         self._tokens = torch.full((1 << 10,), 17, dtype=torch.int32)

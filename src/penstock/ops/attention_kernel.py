@@ -249,13 +249,13 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
     segment, begin, end = tl.load(item + 3).to(tl.int64), tl.load(item + 4), tl.load(item + 5)
     unit, ends = tl.load(item + 6), tl.load(item + 7)
     first, own_slot, listed = tl.load(item + 8), tl.load(item + 9), tl.load(item + 10)
+    _, kept, q_at = _place(q, q_token, q_head, token, mates, listed, first, queries, group, size, shared, block_m, block_d)
     if linked:
         # The step's array was there before the kernel ahead began; all else may be of its making.
         gdc_launch_dependents()
         gdc_wait()
     if queries == 0:
         return
-    _, kept, q_at = _place(q, q_token, q_head, token, mates, listed, first, queries, group, size, shared, block_m, block_d)
     tile = tl.load(q_at, mask=kept, other=0.0)
     if tile.dtype != k_cache.dtype.element_ty:
         tile = tile.to(tl.float32)

@@ -25,6 +25,7 @@ from penstock.ops.attention_sharing import Together, together
 from penstock.ops.gpu import covering
 
 Flags = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.int64]
 
 _LARGER = np.array([[16], [18], [20], [24], [28], [32]])
 """Sizes of items to try, in sixteenths of the least one."""
@@ -47,7 +48,7 @@ class Item:
     UNIT = 6
     """Of keys, at which sums are closed where bits must not depend on the batch."""
     COMPLETE = 7
-    """Parts after which its tile is complete; 1: there is nothing to join, and all that follows is 0."""
+    """Parts after which its tile is complete; 1: there is nothing to join."""
     FIRST = 8
     """Which query of its tile is its first; others than 0 only where they are listed."""
     SLOT = 9
@@ -290,7 +291,7 @@ def _found(launch: Launch, alike: Alike | None, keys: Ints) -> Together | None:
     return together(alike, launch.shape.queries, launch.shape.block_n)
 
 
-def _several(found: Together, segment: Ints, token: Ints, begin: Ints) -> tuple[Ints, tuple[Ints, ...]]:
+def _several(found: Together, segment: Ints, token: Ints, begin: Ints) -> tuple[Places, tuple[Ints, ...]]:
     """Has the segments that go with others begin where their own keys do. Returns which tiles these are, and further tiles for
     the keys that they share: token, queries, position, segment, begin and end."""
     own = np.searchsorted(segment, found.mates)
@@ -300,7 +301,7 @@ def _several(found: Together, segment: Ints, token: Ints, begin: Ints) -> tuple[
     return own, (token[own[found.first]], found.sizes, found.keys, lead, np.zeros_like(lead), found.keys)
 
 
-def _list(mates: Ints, rows: Ints, found: Together, own: Ints, items: Ints) -> None:
+def _list(mates: Ints, rows: Ints, found: Together, own: Places, items: Ints) -> None:
     """Lists the queries of tiles of several segments, and has all items of a tile, those of its queries too, know the tile."""
     listed = mates[:len(own) * LISTED].reshape(-1, LISTED)
     listed[:, 0], listed[:, 1], listed[:, 2] = rows[own, Item.TOKEN], rows[own, Item.SLOT], items[own]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.core.plan import Ints, StepPlan
 from penstock.ops.attention import Alike
@@ -58,7 +59,7 @@ class Sharing:
         self._answer = self._alike(plan.rows, segments)
         return self._answer
 
-    def _alike(self, rows: Ints, segments: Ints) -> Alike | None:
+    def _alike(self, rows: Ints, segments: npt.NDArray[np.int64]) -> Alike | None:
         known = len(self._order)
         if known < 2 or not self._common[:known - 1].any():
             return None
