@@ -31,7 +31,7 @@ class Sharing:
         """The rows in that order,"""
         self._common = np.zeros(len(table), np.int32)
         """and how many first pages each shares with the next."""
-        self._asked: tuple[Ints, Ints] = (np.zeros(0, np.int32), np.zeros(0, np.int32))
+        self._asked = b"", b""
         self._answer: Alike | None = None
         self._changed = False
 
@@ -43,19 +43,22 @@ class Sharing:
 
     def edited(self, edits: Ints) -> None:
         """Lines (row, page index, page) of the table have changed."""
-        if len(edits):
-            self.forget(np.unique(edits[edits[:, 1] < self._placed[edits[:, 0]], 0]).tolist())
+        if self._order and len(edits):
+            exchanged = edits[:, 1] < self._placed[edits[:, 0]]
+            if exchanged.any():
+                self.forget(edits[exchanged, 0].tolist())
 
     def of(self, plan: StepPlan) -> Alike | None:
         """What the plan's segments of one token share; None if that is nothing. The same object while nothing changes."""
-        rows, counts = self._asked
-        same = np.array_equal(plan.rows, rows) and np.array_equal(plan.counts, counts)
-        if same and not self._changed:
+        if len(plan.rows) < 2:
+            return None
+        asked = plan.rows.tobytes(), plan.counts.tobytes()
+        if asked == self._asked and not self._changed:
             return self._answer
         segments = np.flatnonzero(plan.counts == 1)
         for segment in segments[self._placed[plan.rows[segments]] < 0].tolist():
             self._place(int(plan.rows[segment]), int(plan.starts[segment]) // self._page)
-        self._asked, self._changed = (plan.rows, plan.counts), False
+        self._asked, self._changed = asked, False
         self._answer = self._alike(plan.rows, segments)
         return self._answer
 

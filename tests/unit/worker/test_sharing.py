@@ -65,7 +65,7 @@ def test_beside_every_pair() -> None:
         found = pairs(sharing.of(plan(chosen, lengths, counts)), len(chosen))
         for row, count in zip(chosen, counts, strict=True):
             if count == 1:
-                placed[row] = lengths[row] // PAGE if placed[row] < 0 else placed[row]
+                placed[row] = lengths[row] // PAGE if placed[row] < 0 and len(chosen) > 1 else placed[row]
         for i, one in enumerate(chosen):
             for j, other in enumerate(chosen[:i]):
                 pages = min(placed[one], placed[other]) if counts[i] == counts[j] == 1 else 0
