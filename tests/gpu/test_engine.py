@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from penstock import canary
-from penstock.ops import registry
+from penstock.ops import attention_work, registry
+from penstock.ops.attention_sharing import Together, together
 from penstock.platform.facts import detect
 from tests.data import MODELS, TRAINED, need
 from tests.gpu.conftest import engine, generate
@@ -49,6 +50,27 @@ def test_routes(depth: int, chunk: int, eager: bool) -> None:
                 enforce_eager=eager, kv_cache_memory_bytes=24 * slab_bytes("stories260k")[0]) as strained:
         assert generate(strained, prompts, 24) == want
         assert strained.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_beginning_that_many_share(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that attend together to what their prompts begin with give what each gives alone, while others end and come."""
+    folder, several = str(need(MODELS / "stories260k")), list[int]()
+
+    def watched(*arguments: Any) -> Together | None:
+        found = together(*arguments)
+        several.append(0 if found is None else int(found.sizes.max()))
+        return found
+
+    monkeypatch.setattr(attention_work, "together", watched)
+    beginning, rest = _prompts(512, 1, 0)[0] + [7 + i * 31 % 500 for i in range(320)], _prompts(512, 40, 60)
+    prompts, outputs = [beginning + mine for mine in rest], [8 + i % 23 for i in range(40)]
+    with engine(model=folder, max_num_seqs=1, enforce_eager=True) as plain:
+        want = generate(plain, prompts, outputs)
+    assert not several
+    with engine(model=folder, max_num_seqs=32, enforce_eager=eager) as made:
+        assert generate(made, prompts, outputs) == want
+    assert max(several) == 8 and len(several) > 20
 
 
 def test_features_in_company() -> None:

@@ -280,6 +280,7 @@ def test_bytes_read_for_a_prefix_of_all() -> None:
         assert keys == times * 4096 + 64 * 160
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels do not run on a CPU where there is a GPU; tests/gpu does this there")
 @pytest.mark.usefixtures("eager")
 def test_an_engine_in_which_requests_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that find a prompt's beginning in the cache, one that has another, and forks: the tokens of the reference, at
