@@ -70,7 +70,7 @@ def test_a_beginning_that_many_share(eager: bool, monkeypatch: pytest.MonkeyPatc
     assert not several
     with engine(model=folder, max_num_seqs=32, enforce_eager=eager) as made:
         assert generate(made, prompts, outputs) == want
-    assert max(several) == 8 and len(several) > 20
+    assert max(several) == 8 and len(several) > 10
 
 
 def test_features_in_company() -> None:
