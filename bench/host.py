@@ -131,11 +131,12 @@ class TimedWorker:
 class NoEngine(Engine):
     """The engine, but for how it is put together."""
 
-    def __init__(self, rows: int, tokens: int, length: int, kv_tokens: int, times: Times) -> None:
+    def __init__(self, rows: int, tokens: int, length: int, kv_tokens: int, times: Times,
+                 step_target: float | None = None) -> None:
         model, device = NoModel(), torch.device("cpu")
         layout = lay_out(model.states, PAGE, lay_out(model.states, PAGE, 0).slab_bytes * (kv_tokens // PAGE))
         self.config = SimpleNamespace(depth=2)
-        self.scheduler = Scheduler(Cache(layout), Limits(length, rows, tokens, 1 << 20, 151_936))
+        self.scheduler = Scheduler(Cache(layout), Limits(length, rows, tokens, 1 << 20, 151_936, step_target))
         self.worker = Worker(model, layout, rows, length, device)
         self.worker.graphs = NoGraphs(model, self.worker.rows, PAGE, rows, 2048, None)
         self.worker.graphs.capture()

@@ -4,23 +4,30 @@ processor time, and the device's begins with a launch, so it also tells how long
 
 usage: python bench/predict.py [--shape llama8b qwen06b] [--workload offline_mix1000] [--rows 256 1024] [--given]
        python bench/predict.py --step-ms 2 4 8 --rows 256 1024: steps of a fixed time instead, requests ending in every one
+       python bench/predict.py --streams 1 32 256: a server's closed loops instead, without what HTTP costs
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from host import NoLLM, params, prompts
+from host import NoEngine, NoLLM, Times, params, prompts
 
 from penstock.cli.bench.environment import environment
-from penstock.cli.bench.fixed import PEER, SHAPES, TARGET, Ask, workloads
-from penstock.core.plan import StepPlan
+from penstock.cli.bench.fixed import LOAD, PEER, SHAPES, TARGET, Ask, workloads
+from penstock.cli.serve import STEP_TARGET_MS
+from penstock.core.plan import StepPlan, StepResult
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.engine import engine as engine_module
 from penstock.engine import llm as llm_module
 from penstock.engine.executor import Direct, Pending
 from penstock.worker.worker import Worker
@@ -94,6 +101,10 @@ class VirtualDevice:
         self.now += time.thread_time() - self._seen
         self._seen = time.thread_time()
 
+    def skip(self) -> None:
+        """What the host has done since it was last looked at is nobody's."""
+        self._seen = time.thread_time()
+
     def launch(self, plan: StepPlan) -> Pending:
         launched = self._worker.launch(plan)
         self.catch_up()
@@ -103,14 +114,16 @@ class VirtualDevice:
         else:
             self.first = self.now
         self.steps += 1
-        self.free = end = max(self.now, self.free) + self._step(plan)
-        # What the model of the device costs is nobody's.
-        self._seen = time.thread_time()
+        seconds = self._step(plan)
+        self.free = end = max(self.now, self.free) + seconds
+        self.skip()  # the model of the device
 
-        def result() -> object:
+        def result() -> StepResult:
             self.catch_up()
             self.now = max(self.now, end)
-            return launched.result()
+            found = launched.result()
+            found.seconds = seconds
+            return found
         return SimpleNamespace(result=result)
 
 
@@ -123,6 +136,50 @@ def measure(asks: list[Ask], device: Callable[[Worker], VirtualDevice], rows: in
     run.catch_up()
     return {"steps": run.steps, "seconds": round(max(run.now, run.free), 4), "first_launch": round(run.first, 4),
             "idle": round(run.idle, 4)}
+
+
+def serve(device: Callable[[Worker], VirtualDevice], kv: int, streams: int, requests: int) -> dict[str, float]:
+    """A closed loop of the fixed load over HTTP: each stream asks again a millisecond or two after its last token."""
+    engine = NoEngine(1024, 8192, 16_384, kv, Times(), STEP_TARGET_MS / 1e3)
+    run = device(engine.worker)
+    engine.executor = Direct(run)
+    engine_module.time = SimpleNamespace(time=lambda: run.now, perf_counter=lambda: run.now)
+    draw, waiting, left = random.Random(0), list[tuple[float, str]](), iter(range(requests))
+    asked, last, firsts, gaps = dict[str, float](), dict[str, float](), list[float](), list[float]()
+
+    def ask() -> None:
+        number = next(left, None)
+        if number is not None:
+            heapq.heappush(waiting, (run.now + draw.uniform(1e-3, 2e-3), str(number)))
+
+    for _ in range(streams):
+        ask()
+    ended = 0
+    while ended < requests:
+        run.catch_up()
+        if not engine.busy:
+            run.now = max(run.now, waiting[0][0])
+        while waiting and waiting[0][0] <= run.now:
+            when, name = heapq.heappop(waiting)
+            asked[name] = when
+            prompt = [draw.randrange(100, 1000) for _ in range(LOAD[0])]
+            engine.submit(Request(name, prompt, SamplingParams(max_tokens=LOAD[1], ignore_eos=True, seed=0)))
+        run.skip()
+        for update in engine.turn():
+            name = update.request_id
+            if name in last:
+                gaps.append(run.now - last[name])
+            else:
+                firsts.append(run.now - asked[name])
+            last[name] = run.now
+            if update.finish_reason is not None:
+                ended += 1
+                ask()
+    firsts.sort()
+    gaps.sort()
+    return {"steps": run.steps, "tokens_per_second": round(requests * LOAD[1] / run.now),
+            "ttft_p50": round(firsts[len(firsts) // 2] * 1e3, 2), "itl_p50": round(gaps[len(gaps) // 2] * 1e3, 2),
+            "itl_p99": round(gaps[int(0.99 * len(gaps))] * 1e3, 2), "idle": round(run.idle, 4)}
 
 
 def _between(table: dict[int, float], at: int) -> float:
@@ -145,6 +202,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192], help="max_num_batched_tokens")
     parser.add_argument("--given", action="store_true", help="run prompts in the order in which they are given, all at once")
     parser.add_argument("--step-ms", type=float, nargs="*", default=[], help="steps that take so long, whatever is in them")
+    parser.add_argument("--streams", type=int, nargs="*", default=[], help="closed loops of so many requests at once")
     options = parser.parse_args()
     if options.given:
         llm_module._FEW = 1 << 30
@@ -154,7 +212,13 @@ def main() -> None:
             found = measure(_ending(rows), lambda worker, ms=milliseconds: VirtualDevice(
                 worker, lambda plan: ms / 1e3, lambda plan: 150e-6), rows, 8192, 1 << 20)
             print(json.dumps({"rows": rows, "step_ms": milliseconds, **found, "environment": environment()}), flush=True)
-    for shape in options.shape if not options.step_ms else []:
+    for shape in options.shape if options.streams else []:
+        card = Card(shape)
+        for streams in options.streams:
+            found = serve(lambda worker, card=card: VirtualDevice(worker, card.step, card.launching), KV_TOKENS[shape], streams,
+                          4 * streams)
+            print(json.dumps({"shape": shape, "streams": streams, **found, "environment": environment()}), flush=True)
+    for shape in options.shape if not (options.step_ms or options.streams) else []:
         card, measured = Card(shape), json.loads((RESULTS / "gpu_workloads.json").read_text())["shapes"][shape]["workloads"]
         for name, asks in workloads(shape):
             for rows in options.rows:

@@ -57,8 +57,8 @@ class EngineOptions:
                                      "whenever they are found", ("auto", "always"))
     kv_events_config: dict[str, Any] = option({}, "publish what is cached, as in vLLM: enable_kv_cache_events, publisher, "
                                                   "endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic")
-    step_target_ms: float | None = option(None, "milliseconds that a step may take while requests wait for their next token: "
-                                          "prompts are cut to fit; serve takes 50, offline nothing is cut")
+    step_target_ms: float | None = option(None, "milliseconds that a step may take at most while requests wait for their next "
+                                          "token and prompts have waited long; serve takes 50, offline nothing is cut")
     depth: int | None = option(None, "plans in flight: 1 waits for each step, 2 overlaps planning with the step before")
     batch_invariant: bool = option(False, "the bits of a request's results do not depend on what runs beside it, how it is "
                                    "chunked, or what was cached; CPUs always keep that, a GPU takes slower kernels for it")

@@ -60,6 +60,8 @@ class Scheduler:
         self._news: list[Update] = []
         self._requests: dict[str, dict[int, Sequence]] = {}
         self._plans = 0
+        self._crowded = False
+        """Whether somebody who waited found no room when last asked."""
         self._cornered: Sequence | None = None
         """It ran out of pages though it was alone, because those that it shares lie badly. It goes on before all others, and
         alone it shares none."""
@@ -107,7 +109,7 @@ class Scheduler:
         """The next step, or None if there is nothing to compute now (perhaps because it depends on what is in flight)."""
         flight = _Flight(self._plans)
         self.cache.evictor.now = now
-        budget = self._plan_running(flight)
+        budget = self._plan_running(flight, now)
         if budget is None and not (flight.sequences or self.flights):
             # The last one that ran had to give up its pages. Alone it has room, one way or another.
             budget = self.limits.max_num_batched_tokens
@@ -126,12 +128,12 @@ class Scheduler:
         self.cache.drain(plan)
         return plan
 
-    def _plan_running(self, flight: _Flight) -> int | None:
+    def _plan_running(self, flight: _Flight, now: float) -> int | None:
         """Segments for the running sequences in order. Returns the token budget left, or None if one had to be preempted.
 
         Every sequence is owed one position; what the budget has beyond that goes to the first in order.
         """
-        running, budget, at, preempted = self.running, self._budget(), 0, False
+        running, budget, at, preempted = self.running, self._budget(now), 0, False
         while at < len(running):
             sequence = running[at]
             count = sequence.goal - sequence.planned
@@ -157,11 +159,19 @@ class Scheduler:
                 at += 1
         return None if preempted else budget
 
-    def _budget(self) -> int:
+    def _budget(self, now: float) -> int:
         """Tokens of this step: less than the most if running sequences would wait too long for their next one."""
-        running = len(self.running)
-        decoding = sum(s.goal - s.planned <= 1 for s in self.running) if self.limits.step_target else 0
-        return max(running, self.pace.tokens(decoding, running - decoding + len(self.waiting)))
+        running, most = len(self.running), self.limits.max_num_batched_tokens
+        if not self.limits.step_target:
+            return max(running, most)
+        reading = [s for s in self.running if s.goal - s.planned > 1]
+        decoding = running - len(reading)
+        # Who waits for room gains nothing from a longer step.
+        reading += [] if self._crowded else self.waiting[:len(self._rows)]
+        if not (decoding and reading):
+            return max(running, most)
+        since = min(s.timings.first_scheduled or s.request.arrival for s in reading)
+        return max(running, self.pace.tokens(decoding, now - since))
 
     def _admit(self, flight: _Flight, budget: int, now: float) -> None:
         """Waiting sequences take rows in the policy's order; what has no room may be passed (`scheduler/admission.py`)."""
@@ -186,6 +196,7 @@ class Scheduler:
             flight.sequences.append(sequence)
             flight.counts.append(count)
             budget -= count
+        self._crowded = bool(blocked)
 
     def _find_room(self, sequence: Sequence, budget: int) -> int:
         """Pages for the first segment of a waiting sequence, besides what the cache has, and how long that is; 0 if its whole
@@ -317,9 +328,9 @@ class Scheduler:
                     sequence.scores += scores.get(i, ())
             if want & _SAMPLE:
                 self._take_token(sequence, token, logprobs.get(i), now)
-        tokens_done = sum(flight.counts)
+        tokens_done, decoded = sum(flight.counts), flight.counts.count(1)
         self.cache.report(result.landings, result.receipts, tokens_done, result.seconds)
-        self.pace.learn(tokens_done, result.seconds, 1 in flight.counts)
+        self.pace.learn(decoded, tokens_done - decoded, result.seconds)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds
         self.stats.kernel_seconds += result.kernel_seconds
