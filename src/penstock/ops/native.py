@@ -1,7 +1,8 @@
-"""Builds and loads the C++ kernels of ops/csrc: one shared library for each instruction set, compiled on first use and kept.
+"""Builds C++ into shared libraries, compiled on first use and kept; loads the kernels of ops/csrc, one library for each
+instruction set.
 
-Owns the compiler's command, the cache of built libraries and the C ABI's prototypes. What the functions do is said in csrc; who
-calls them is ops/cpu.py.
+Owns the compiler's command, the cache of built libraries and the prototypes of the kernels' C ABI. What they do is said in
+csrc; who calls them is ops/cpu.py.
 """
 
 from __future__ import annotations
@@ -104,18 +105,24 @@ def set_threads(count: int) -> None:
 
 
 def build(isa: InstructionSet) -> Path:
-    """Path of the compiled library. Safe to run in several processes at once: each compiles aside, the last rename stands."""
+    """Path of the kernels' library for an instruction set."""
+    return compiled(f"kernels-{isa.name}", SOURCES, isa.options)
+
+
+def compiled(name: str, sources: Path, extra: tuple[str, ...] = ()) -> Path:
+    """Path of the library made of the C++ files of a folder, with `extra` options for the compiler. Safe to run in several
+    processes at once: each compiles aside, the last rename stands. BuildError if it cannot be built."""
     compiler = shlex.split(os.environ.get("CXX", "g++"))
-    options = (*_FLAGS, *isa.options, *shlex.split(os.environ.get("CXXFLAGS", "")))
-    files = sorted(SOURCES.glob("*.cpp"))
-    key = hashlib.sha256("\0".join((*options, isa.name, platform.machine(), _version(tuple(compiler)))).encode())
-    for file in sorted((*files, *SOURCES.glob("*.h"))):
+    options = (*_FLAGS, *extra, *shlex.split(os.environ.get("CXXFLAGS", "")))
+    files = sorted(sources.glob("*.cpp"))
+    key = hashlib.sha256("\0".join((*options, name, platform.machine(), _version(tuple(compiler)))).encode())
+    for file in sorted((*files, *sources.glob("*.h"))):
         key.update(file.name.encode() + b"\0" + file.read_bytes())
     folder = cache_folder()
-    target = folder / f"kernels-{isa.name}-{key.hexdigest()[:24]}.so"
+    target = folder / f"{name}-{key.hexdigest()[:24]}.so"
     if target.exists():
         return target
-    log.info("compiling the CPU kernels for %s (once; kept in %s)", isa.name, folder)
+    log.info("compiling %s (once; kept in %s)", name, folder)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         objects = [Path(work) / (file.stem + ".o") for file in files]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -1,18 +1,26 @@
 """Copies between the device and the host beside the steps: threads that start them, on a GPU in streams of their own.
 
-On a GPU the host's memory must be pinned, or copies would wait for each other and for the steps.
+On a GPU the host's memory must be pinned, or copies would wait for each other and for the steps. And no more than a little may
+be under way: a GPU makes its copies of one direction in the order in which they were started, in whatever stream, and a step's
+own, of its numbers and of its tokens, are among them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """(to, from): bytes of equal length."""
+
+_PIECE_BYTES = 4 << 20
+"""So much is started at a time: 75 us of a PCIe 5 link."""
+_PIECES = 3
+"""So many may be under way: one is being copied while the thread wakes up that another has ended."""
 
 
 class Mark:
@@ -63,6 +71,10 @@ class Lane:
     def __init__(self, name: str, device: torch.device) -> None:
         self._thread = ThreadPoolExecutor(1, name)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pieces: deque[torch.cuda.Event] = deque()
+        """The ends of what may be under way."""
+        self.hurry = False
+        """While somebody waits for all of it to be started, it is, however much."""
 
     def run(self, copies: Iterable[Copy], after: Sequence[Mark]) -> Mark:
         """Does these copies behind those that it was given before, and behind these marks."""
@@ -73,8 +85,13 @@ class Lane:
         with torch.cuda.stream(self._stream):
             for mark in after:
                 mark.hold()
-            for to, source in copies:
-                to.copy_(source, non_blocking=True)
+            for piece in _cut(copies):
+                while len(self._pieces) >= _PIECES and not self.hurry:
+                    self._pieces.popleft().synchronize()
+                for to, source in piece:
+                    to.copy_(source, non_blocking=True)
+                if self._stream is not None:
+                    self._pieces.append(_event())
             return _event() if self._stream is not None else None
 
     def close(self) -> None:
@@ -82,6 +99,20 @@ class Lane:
         self._thread.shutdown()
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def _cut(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
+    """The same copies in pieces of a few bytes, the larger ones cut."""
+    piece, size = list[Copy](), 0
+    for copy in copies:
+        for to, source in zip(*(half.split(_PIECE_BYTES) for half in copy), strict=True):
+            piece.append((to, source))
+            size += to.nbytes
+            if size >= _PIECE_BYTES:
+                yield piece
+                piece, size = [], 0
+    if piece:
+        yield piece
 
 
 class Pinned:

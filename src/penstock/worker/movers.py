@@ -2,7 +2,7 @@
 
 Everything is done by threads, so that a step pays next to nothing for it, and those of one place never wait for those of
 another: a slow store delays nobody who does not read from it. Nothing here knows what a page means; that it is the one that was
-asked for is checked against its header (`stores/record.py`).
+asked for is checked as it is read (`worker/reading.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import numpy as np
 import torch
 
 from penstock.core.plan import StepPlan
-from penstock.core.transfer import Landing, Load, PageName, Piece, Receipt, Save
+from penstock.core.transfer import Landing, Load, Piece, Receipt, Save
 from penstock.core.transfer import Store as Writing
 from penstock.stores import Store, record
 from penstock.worker.arena import Arena, own_pages
 from penstock.worker.jobs import Job, Reports
 from penstock.worker.lanes import Copy, Lane, Mark, Pinned, moment
+from penstock.worker.reading import Reader
 
 LOG = logging.getLogger("penstock")
 
@@ -73,6 +74,7 @@ class Movers:
         self._saving: deque[tuple[Mark, set[tuple[int, int]]]] = deque()
         """The pages (group, page) of saves that may still be under way, plan by plan."""
         self._ends = ThreadPoolExecutor(1, "penstock-loaded")
+        self._sources = [Reader(store, behind.version) for store in self._stores]
         self._readers = [ThreadPoolExecutor(_READERS[store.tier], f"penstock-read-{store.tier}") for store in self._stores]
         self._writers = [ThreadPoolExecutor(_WRITERS, f"penstock-write-{store.tier}") for store in self._stores]
         largest = max(group.page_bytes for group in arena.layout.groups)
@@ -93,16 +95,22 @@ class Movers:
         """Before anything of the plan changes a page: saves what it says. The plan waits for saves, these and earlier ones,
         only if it is going to overwrite what they read."""
         saves = [transfer for transfer in plan.transfers if isinstance(transfer, Save)]
-        if saves:
-            self._saved = self._saves.run(self._downwards(saves), [moment(self._device)])
-            self._saving.append((self._saved, {(save.group, save.page) for save in saves}))
+        fresh = {(save.group, save.page) for save in saves}
         while self._saving and self._saving[0][0].passed():
             self._saving.popleft()
-        if self._saving:
+        doomed = set[tuple[int, int]]()
+        if saves or self._saving:
             doomed = {place for page in _overwritten(plan, self._arena.layout.page) for place in self._overlaps(*page)}
-            for mark, pages in self._saving:
-                if not doomed.isdisjoint(pages):
-                    mark.hold()
+        held = [mark for mark, pages in self._saving if not doomed.isdisjoint(pages)]
+        overtaken = not doomed.isdisjoint(fresh)
+        self._saves.hurry = bool(held) or overtaken
+        if saves:
+            self._saved = self._saves.run(self._downwards(saves), [moment(self._device)])
+            self._saving.append((self._saved, fresh))
+            held += [self._saved] * overtaken
+        for mark in held:
+            mark.hold()
+        self._saves.hurry = False
         writings = [transfer for transfer in plan.transfers if isinstance(transfer, Writing)]
         for i, writers in enumerate(self._writers):
             mine = [writing for writing in writings if writing.store == i]
@@ -202,33 +210,21 @@ class Movers:
 
     def _fill(self, job: Job, pieces: list[Piece], buffer: torch.Tensor) -> list[Copy]:
         """Reads pages, one behind the other; gives the copies that are left to be made, none if a page is not good."""
-        store, copies, at = self._stores[pieces[0].store], list[Copy](), 0
-        for piece in pieces:
+        source, copies, at = self._sources[pieces[0].store], list[Copy](), 0
+        count = len(pieces) if source.at_once else 1
+        for some in (pieces[first:first + count] for first in range(0, len(pieces), count)):
             if job.given_up:
                 return []
-            page = self._arena.stretch(piece.name.group, piece.page, 1)
-            mine = buffer[at:at + page.nbytes]
-            at += page.nbytes
-            why = self._fetch(store, piece.name, memoryview(mine.numpy()))
-            if why is not None:
-                job.lose(piece.name)
-                self._reports.complain(f"a page of the {store.tier} tier of the cache is computed again: {why}")
-                return []
-            copies.append((page, mine))
-        return copies
-
-    def _fetch(self, store: Store, name: PageName, page: memoryview) -> str | None:
-        """Reads a page and checks it; what is wrong with it, None if nothing is. A store that does not answer is an error."""
-        head = memoryview(bytearray(record.HEADER_BYTES))
-        try:
-            nbytes = store.read(name, [head, page])
-        except (ConnectionError, TimeoutError):
-            raise
-        except OSError as error:
-            return str(error) or type(error).__name__
-        if nbytes < len(head) + len(page):
-            return f"it ends after {nbytes} bytes of {len(head) + len(page)}"
-        return record.fault(self._version, name, head, page)
+            pages = [self._arena.stretch(piece.name.group, piece.page, 1) for piece in some]
+            sizes = [page.nbytes for page in pages]
+            mine = buffer[at:at + sum(sizes)]
+            at += len(mine)
+            for name, why in source.read([piece.name for piece in some], sizes, mine).items():
+                job.lose(name)
+                self._reports.complain(f"a page of the {self._stores[some[0].store].tier} tier of the cache is computed again: "
+                                       f"{why}")
+            copies += zip(pages, mine.split(sizes), strict=True)
+        return [] if job.given_up else copies
 
     def _finish(self, job: Job, copies: Iterable[Copy], after: list[Mark], buffer: torch.Tensor | None) -> None:
         """Has pages copied to the device; that ends a part of a load, and its buffer is free again."""

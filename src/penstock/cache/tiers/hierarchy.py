@@ -66,6 +66,10 @@ class Hierarchy:
         self.layout = layout
         self.policy = policy
         self.host = HostSlots(layout, slabs)
+        self._roomy = slabs >= 2 * layout.slabs
+        """Whether pages that leave the device may count as just used: while it is filled anew once, as many leave it as are
+        saved. A host without room for both would give up what the device still has, and save it again when that leaves, which
+        the step that needs its room has to wait for."""
         self._sizes = [group.page_bytes for group in layout.groups]
         self.catalogs = [Catalog(store, self._sizes, bound) for store, bound in stores]
         self.costs = Costs({tier: Source() for tier in (HOST, *(catalog.tier for catalog in self.catalogs))})
@@ -88,8 +92,9 @@ class Hierarchy:
     def offer(self, pages: Sequence[Content], leaving: bool) -> None:
         names = [PageName(content.group, content.key) for content in pages]
         if leaving:
-            # Until now it was the device's affair how recently they were used.
-            self.host.touch(names)
+            if self._roomy:
+                # Until now it was the device's affair how recently they were used.
+                self.host.touch(names)
         elif not self.policy.through:
             return
         worth = [self._worth_saving(size) for size in self._sizes]

@@ -1,0 +1,96 @@
+"""Reads pages from a store and checks that they are the ones that were asked for. Any thread may.
+
+Files are read by a C++ function (`csrc/pages.cpp`), several in one call and summed on the way: a dozen threads that each read,
+check and take up Python's lock ten times a page spend their time handing it to each other. Where it cannot be built, and for
+other stores, pages are read one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.core.transfer import PageName
+from penstock.ops import native
+from penstock.stores import Store, record
+from penstock.stores.disk import DiskStore
+
+LOG = logging.getLogger("penstock")
+
+
+class Reader:
+    """Reads pages of one version from one store."""
+
+    def __init__(self, store: Store, version: bytes) -> None:
+        self._store = store
+        self._version = version
+        self._files = store if isinstance(store, DiskStore) else None
+        self._function = _function() if self._files is not None else None
+        self.at_once = self._function is not None
+        """Whether many pages are read sooner in one call than in several."""
+
+    def read(self, names: Sequence[PageName], sizes: Sequence[int], memory: torch.Tensor) -> dict[PageName, str]:
+        """Fills `memory` (bytes) with pages of these sizes, one behind the other; which of them are not good, and why. A store
+        that does not answer is a ConnectionError or TimeoutError."""
+        pages = [memoryview(page) for page in np.split(memory.numpy()[:sum(sizes)], np.cumsum(sizes)[:-1])]
+        if self._files is not None and self._function is not None:
+            return self._read_files(self._files, self._function, names, pages, memory)
+        found = {name: self._read_one(name, page) for name, page in zip(names, pages, strict=True)}
+        return {name: why for name, why in found.items() if why is not None}
+
+    def _read_one(self, name: PageName, page: memoryview) -> str | None:
+        head = memoryview(bytearray(record.HEADER_BYTES))
+        try:
+            nbytes = self._store.read(name, [head, page])
+        except (ConnectionError, TimeoutError):
+            raise
+        except OSError as error:
+            return str(error) or type(error).__name__
+        return self._fault(name, nbytes, head, page, None)
+
+    def _read_files(self, files: DiskStore, function: Callable[..., None], names: Sequence[PageName],
+                    pages: list[memoryview], memory: torch.Tensor) -> dict[PageName, str]:
+        count, sizes = len(names), np.array([page.nbytes for page in pages], np.int64)
+        paths = (ctypes.c_char_p * count)(*[os.fsencode(files.path(name)) for name in names])
+        heads, found = np.empty((count, record.HEADER_BYTES), np.uint8), np.empty(count, np.int64)
+        sums = np.empty(sum(map(record.sums_of, sizes.tolist())), np.uint64)
+        function(count, paths, record.HEADER_BYTES, heads.ctypes.data, sizes.ctypes.data,
+                 memory.data_ptr(), sums.ctypes.data, found.ctypes.data)
+        bad, at = dict[PageName, str](), 0
+        for name, page, head, nbytes in zip(names, pages, heads, found.tolist(), strict=True):
+            mine = sums[at:at + record.sums_of(page.nbytes)]
+            at += len(mine)
+            why = os.strerror(-nbytes) if nbytes < 0 else self._fault(name, nbytes, memoryview(head), page, mine)
+            if why is not None:
+                bad[name] = why
+        return bad
+
+    def _fault(self, name: PageName, nbytes: int, head: memoryview, page: memoryview, sums: record.Sums | None) -> str | None:
+        if nbytes < len(head) + len(page):
+            return f"it ends after {nbytes} bytes of {len(head) + len(page)}"
+        return record.fault(self._version, name, head, page, sums)
+
+
+@cache
+def _function() -> Callable[..., None] | None:
+    """penstock_read_pages, built if need be; None if it cannot be had, which is logged once."""
+    if sys.byteorder != "little":
+        # It sums words as this machine reads them.
+        return None
+    try:
+        function = ctypes.CDLL(str(native.compiled("pages", Path(__file__).parent / "csrc"))).penstock_read_pages
+    except (native.BuildError, OSError) as error:
+        LOG.warning("pages of the disk tier are read by a slower way: %s", error)
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = [number, ctypes.POINTER(ctypes.c_char_p), number, *[pointer] * 5]
+    function.restype = None
+    return function  # type: ignore[no-any-return]
