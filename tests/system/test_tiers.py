@@ -30,7 +30,9 @@ from penstock.core.transfer import PageName
 from penstock.engine import tiers
 from penstock.engine.engine import Engine
 from penstock.stores import Store
+from penstock.stores.disk import DiskStore
 from penstock.stores.opening import open_stores
+from penstock.worker.reading import Reader
 from tests.data import MODELS, need
 
 FAULTY = int(os.environ.get("PENSTOCK_TEST_FAULTY_REQUESTS", "300"))
@@ -372,15 +374,16 @@ def prompts(vocabulary: int, count: int) -> list[list[int]]:
     return found
 
 
-def test_no_fault_makes_a_wrong_token(tmp_path: Path, faults: list[Faulty]) -> None:
-    """Random requests over a small device, a small host and a faulty disk, with restarts; against an engine without cache."""
-    asked = prompts(512, FAULTY)
+def ask_at_random(root: Path, count: int) -> tuple[int, int, int]:
+    """Random requests over a small device, a small host and a disk, with restarts, against an engine without cache: wrong
+    answers, tokens from disk, pages that were no good."""
+    asked = prompts(512, count)
     plain = start("stories260k", enable_prefix_caching=False, kv_cache_memory_bytes=64 * slab_bytes("stories260k")[1])
     wrong, hits, failures, batch = 0, 0, 0, 12
     engine = None
     for at in range(0, len(asked), batch):
         if engine is None:
-            engine = start("stories260k", host_slabs=10, cache_disk=str(tmp_path), cache_load="always",
+            engine = start("stories260k", host_slabs=10, cache_disk=str(root), cache_load="always",
                            cache_disk_bytes=slab_bytes("stories260k")[0] * 400,
                            cache_write="through" if (at // batch) % 3 else "evict")
         mine, theirs = (run(one, asked[at:at + batch], check=False) for one in (engine, plain))
@@ -394,11 +397,55 @@ def test_no_fault_makes_a_wrong_token(tmp_path: Path, faults: list[Faulty]) -> N
         hits, failures = hits + figures(engine)["disk"].hit_tokens, failures + figures(engine)["disk"].failures
         engine.close()
     plain.close()
+    return wrong, hits, failures
+
+
+def test_no_fault_makes_a_wrong_token(tmp_path: Path, faults: list[Faulty]) -> None:
+    wrong, hits, failures = ask_at_random(tmp_path, FAULTY)
     counts = {what: sum(fault.counts[what] for fault in faults) for what in faults[0].counts}
-    print(f"{len(asked)} requests, {wrong} wrong; {hits} tokens from disk, {failures} pages dropped; faults: {counts}")
+    print(f"{FAULTY} requests, {wrong} wrong; {hits} tokens from disk, {failures} pages dropped; faults: {counts}")
     assert wrong == 0
-    assert hits > 10 * len(asked) // 10 and failures > len(asked) // 50
+    assert hits > FAULTY and failures > FAULTY // 50
     assert all(counts.values()), counts
+
+
+def test_no_damaged_file_makes_a_wrong_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with files that are damaged just before they are read, several at a time, as an undisturbed disk's are."""
+    rng, read = random.Random(5), Reader.read
+    counts = dict.fromkeys(("flipped", "short", "empty", "gone", "another", "folder"), 0)
+
+    def damaging(reader: Reader, names: Sequence[PageName], *rest: Any) -> Any:
+        assert reader.at_once
+        path = DiskStore.path(reader._store, rng.choice(names))  # type: ignore[arg-type]
+        if rng.random() < 0.2 and path.is_file():
+            damage(path, what := rng.choice(list(counts)), rng)
+            counts[what] += 1
+        return read(reader, names, *rest)
+
+    monkeypatch.setattr(Reader, "read", damaging)
+    wrong, hits, failures = ask_at_random(tmp_path, FAULTY)
+    print(f"{FAULTY} requests, {wrong} wrong; {hits} tokens from disk, {failures} pages dropped; files: {counts}")
+    assert wrong == 0
+    assert hits > FAULTY and failures > FAULTY // 50
+    assert all(counts.values()), counts
+
+
+def damage(path: Path, what: str, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    if what == "flipped":
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif what == "short":
+        del data[rng.randrange(len(data)):]
+    elif what == "empty":
+        data.clear()
+    path.unlink()
+    if what == "another":
+        others = [other for other in path.parent.parent.rglob("*-0") if other.is_file()]
+        data[:] = rng.choice(others).read_bytes() if others else b"none"
+    if what == "folder":
+        path.mkdir()
+    elif what != "gone":
+        path.write_bytes(data)
 
 
 TALKER = """

@@ -66,13 +66,13 @@ class DiskStore:
 
     def path(self, name: PageName) -> Path:
         """Where a page is, if it is."""
-        return Path(self._place(name))
+        return Path(self.place(name))
 
     def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
-        self._put(self._place(name), parts)
+        self._put(self.place(name), parts)
 
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
-        file = os.open(self._place(name), os.O_RDONLY)
+        file = os.open(self.place(name), os.O_RDONLY)
         try:
             return _fill(file, parts)
         finally:
@@ -80,13 +80,13 @@ class DiskStore:
 
     def touch(self, name: PageName) -> None:
         try:
-            os.utime(self._place(name))
+            os.utime(self.place(name))
         except FileNotFoundError:
             return
 
     def delete(self, name: PageName | str) -> None:
         try:
-            os.unlink(self.root / name if isinstance(name, str) else self._place(name))
+            os.unlink(self.root / name if isinstance(name, str) else self.place(name))
         except FileNotFoundError:
             return
 
@@ -111,7 +111,8 @@ class DiskStore:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _place(self, name: PageName) -> str:
+    def place(self, name: PageName) -> str:
+        """`path` as text."""
         key = name[1].hex()
         return f"{self._home}/{key[:2]}/{key}-{name[0]}"
 

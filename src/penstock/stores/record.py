@@ -44,11 +44,9 @@ def checksum(page: memoryview, sums: Sums | None = None) -> int:
     if sums is None:
         words = np.frombuffer(page[:whole], "<u8").reshape(-1, _LINE // 8)
         sums = np.concatenate([words.sum(axis, dtype="<u8") for axis in (1, 0)])
-    found = zlib.crc32(page[whole:])
-    # In halves: for more than 5 KiB at a time Python's lock would be given away and waited for.
-    for part in np.split(sums, [whole // _LINE]):
-        found = zlib.crc32(part.tobytes(), found)
-    return found
+    lines = whole // _LINE
+    # In two: for more than 5 KiB at a time Python's lock would be given away, and waited for.
+    return zlib.crc32(sums[lines:].data, zlib.crc32(sums[:lines].data, zlib.crc32(page[whole:])))
 
 
 def header(version: bytes, name: PageName, page: memoryview) -> bytes:

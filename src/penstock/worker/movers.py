@@ -31,8 +31,9 @@ from penstock.worker.reading import Reader
 
 LOG = logging.getLogger("penstock")
 
-_READERS = {"disk": max(2, min(14, (os.cpu_count() or 1) - 2)), "remote": 16}
-"""Threads that read from a store of each tier. A disk's are busy with checking what they read, a network's wait for it."""
+_READERS = {"disk": max(2, min(8, (os.cpu_count() or 1) - 2)), "remote": 16}
+"""Threads that read from a store of each tier. A disk's are busy with copying and checking what they read, and eight of them
+nearly as fast as a PCIe 5 link; a network's wait for it."""
 _BUFFER_BYTES = 8 << 20
 """What a reader reads, if a page is not larger, before it is copied on. More saves switches between threads, less begins to
 copy sooner."""

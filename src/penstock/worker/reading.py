@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,8 @@ class Reader:
     def read(self, names: Sequence[PageName], sizes: Sequence[int], memory: torch.Tensor) -> dict[PageName, str]:
         """Fills `memory` (bytes) with pages of these sizes, one behind the other; which of them are not good, and why. A store
         that does not answer is a ConnectionError or TimeoutError."""
-        pages = [memoryview(page) for page in np.split(memory.numpy()[:sum(sizes)], np.cumsum(sizes)[:-1])]
+        whole, ends = memoryview(memory.numpy()), list(accumulate(sizes))
+        pages = [whole[end - size:end] for size, end in zip(sizes, ends, strict=True)]
         if self._files is not None and self._function is not None:
             return self._read_files(self._files, self._function, names, pages, memory)
         found = {name: self._read_one(name, page) for name, page in zip(names, pages, strict=True)}
@@ -58,17 +60,21 @@ class Reader:
 
     def _read_files(self, files: DiskStore, function: Callable[..., None], names: Sequence[PageName],
                     pages: list[memoryview], memory: torch.Tensor) -> dict[PageName, str]:
-        count, sizes = len(names), np.array([page.nbytes for page in pages], np.int64)
-        paths = (ctypes.c_char_p * count)(*[os.fsencode(files.path(name)) for name in names])
+        count, paths = len(names), [files.place(name) for name in names]
+        sizes = np.array([page.nbytes for page in pages], np.int64)
         heads, found = np.empty((count, record.HEADER_BYTES), np.uint8), np.empty(count, np.int64)
         sums = np.empty(sum(map(record.sums_of, sizes.tolist())), np.uint64)
-        function(count, paths, record.HEADER_BYTES, heads.ctypes.data, sizes.ctypes.data,
-                 memory.data_ptr(), sums.ctypes.data, found.ctypes.data)
+        texts = (ctypes.c_char_p * count)(*map(os.fsencode, paths))
+        function(count, texts, record.HEADER_BYTES, heads.ctypes.data, sizes.ctypes.data, memory.data_ptr(), sums.ctypes.data,
+                 found.ctypes.data)
         bad, at = dict[PageName, str](), 0
-        for name, page, head, nbytes in zip(names, pages, heads, found.tolist(), strict=True):
+        for name, path, page, head, nbytes in zip(names, paths, pages, heads, found.tolist(), strict=True):
             mine = sums[at:at + record.sums_of(page.nbytes)]
             at += len(mine)
-            why = os.strerror(-nbytes) if nbytes < 0 else self._fault(name, nbytes, memoryview(head), page, mine)
+            if nbytes < 0:
+                why: str | None = str(OSError(-nbytes, os.strerror(-nbytes), path))
+            else:
+                why = self._fault(name, nbytes, memoryview(head), page, mine)
             if why is not None:
                 bad[name] = why
         return bad

@@ -446,3 +446,18 @@ def test_steps_wait_for_saves_only_where_they_would_spoil_them() -> None:
         rig.movers.start(plan)
         assert not lane.waiting, "copies and loads overwrite pages, too"
     rig.close()
+
+
+@pytest.mark.parametrize("slabs", [SLABS, SLABS + 2, 2 * SLABS - 1, 2 * SLABS])
+def test_a_host_as_large_as_the_device_saves_every_page_once(slabs: int) -> None:
+    """Contexts pass that nobody asks for again: what leaves the device has long been saved, and no step waits for it."""
+    rig = Rig(None, slabs=slabs)
+    for number in range(10 * SLABS):
+        if number >= SLABS:
+            rig.tiers.offer([content(number - SLABS, number % SLABS)], leaving=True)
+        rig.step([(number, number % SLABS, 0)])
+        rig.tiers.offer([content(number, number % SLABS)], leaving=False)
+    rig.step()
+    stats = {tier.name: tier for tier in rig.tiers.stats()}["host"]
+    assert stats.stored_pages == 10 * SLABS
+    rig.close()
