@@ -104,8 +104,9 @@ class Lane:
 def _cut(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
     """The same copies in pieces of a few bytes, the larger ones cut."""
     piece, size = list[Copy](), 0
-    for copy in copies:
-        for to, source in zip(*(half.split(_PIECE_BYTES) for half in copy), strict=True):
+    for whole in copies:
+        large = whole[0].nbytes > _PIECE_BYTES
+        for to, source in zip(*(half.split(_PIECE_BYTES) for half in whole), strict=True) if large else [whole]:
             piece.append((to, source))
             size += to.nbytes
             if size >= _PIECE_BYTES:
