@@ -1,0 +1,92 @@
+"""What rows are said to begin with, at every step of random workloads, beside the pages that they have.
+
+Scheduler and cache are real, and so are the worker's rows: hits that end within pages, forks, preemption, aborts, prompts in
+chunks, loads that fail, layers that forget, and steps that are planned ahead all change the tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.core.plan import StepPlan, StepResult
+from penstock.core.state import Everything
+from penstock.worker.rows import Rows
+from tests.simulate.test_simulate import Run
+
+WORKLOADS = 200
+SHARDS = 2
+
+
+class Watched(Run):
+    """A workload whose plans the worker's rows take, too."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        layout = self.worker.layout
+        self.group = next((g for g, group in enumerate(layout.groups) if group.keep == Everything()), None)
+        self.rows = Rows(self.limits.max_num_seqs, self.limits.max_model_len, layout.page, len(layout.groups),
+                         torch.device("cpu"), self.group)
+        self.began: dict[int, int] = {}
+        """Of each row the pages that were full when it first decoded beside others."""
+        self.members: list[int] = []
+        self._run = self.worker.run
+        self.worker.run = self.watch  # type: ignore[method-assign]
+
+    def watch(self, plan: StepPlan) -> StepResult:
+        self.rows.apply(plan)
+        for row in [*plan.leave, *(enter.row for enter in plan.enter)]:
+            self.began.pop(row, None)
+        if self.group is not None:
+            self.compare(plan, self.group)
+        return self._run(plan)
+
+    def compare(self, plan: StepPlan, group: int) -> None:
+        sharing, page = self.rows.sharing, self.worker.layout.page
+        assert sharing is not None
+        alike = sharing.of(plan)
+        segments = np.flatnonzero(plan.counts == 1).tolist()
+        found: dict[tuple[int, int], int] = {}
+        if alike is not None:
+            members = alike.segments.tolist()
+            assert len(set(members)) == len(members) == len(alike.common) + 1 and set(members) <= set(segments)
+            assert alike.common.any() and not (alike.common % page).any()
+            for i, one in enumerate(members):
+                for j in range(i + 1, len(members)):
+                    found[one, members[j]] = found[members[j], one] = int(alike.common[i:j].min())
+        for segment in segments if len(plan.rows) > 1 else ():
+            self.began.setdefault(int(plan.rows[segment]), int(plan.starts[segment]) // page)
+        table = self.rows.tables[group]
+        for i, one in enumerate(segments):
+            for other in segments[:i]:
+                rows, most = plan.rows[[one, other]], int(plan.starts[[one, other]].min()) // page
+                same = table[rows[0], :most] == table[rows[1], :most]
+                exact = most if same.all() else int(same.argmin())
+                said = found.get((one, other), 0)
+                assert said <= exact * page, f"{rows} share {exact * page} positions, not {said}"
+                known = min(self.began.get(int(row), 0) for row in rows)
+                assert said >= min(exact, known) * page, f"{rows} share {min(exact, known) * page} positions, not just {said}"
+                self.seen["shared"] += said > 0
+                self.seen["apart"] += exact == 0
+        self.seen["steps"] += alike is not None
+        if alike is not None and self.members != (now := plan.rows[alike.segments].tolist()):
+            self.members = now
+            self.seen["changes"] += 1
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_what_rows_share_is_what_their_tables_say(shard: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(shard * WORKLOADS // SHARDS, (shard + 1) * WORKLOADS // SHARDS):
+        run = Watched(seed)
+        try:
+            run.go()
+        except AssertionError as error:
+            raise AssertionError(f"workload {seed}: {error}") from error
+        seen += run.seen
+    for what, least in (("shared", 800), ("apart", 1000), ("steps", 300), ("changes", 100), ("preemptions", 50),
+                        ("copies", 50), ("failed", 0)):
+        assert seen[what] > least, f"the workloads do not strain what is shared: {seen}"
