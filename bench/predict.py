@@ -15,6 +15,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,48 +139,55 @@ def measure(asks: list[Ask], device: Callable[[Worker], VirtualDevice], rows: in
             "idle": round(run.idle, 4)}
 
 
-def serve(device: Callable[[Worker], VirtualDevice], kv: int, streams: int, requests: int) -> dict[str, float]:
-    """A closed loop of the fixed load over HTTP: each stream asks again a millisecond or two after its last token."""
-    engine = NoEngine(1024, 8192, 16_384, kv, Times(), STEP_TARGET_MS / 1e3)
-    run = device(engine.worker)
-    engine.executor = Direct(run)
-    engine_module.time = SimpleNamespace(time=lambda: run.now, perf_counter=lambda: run.now)
-    draw, waiting, left = random.Random(0), list[tuple[float, str]](), iter(range(requests))
-    asked, last, firsts, gaps = dict[str, float](), dict[str, float](), list[float](), list[float]()
+class Server:
+    """An engine as `serve` runs it, on a virtual device, without what HTTP costs. It learns from one load for the next."""
 
-    def ask() -> None:
-        number = next(left, None)
-        if number is not None:
-            heapq.heappush(waiting, (run.now + draw.uniform(1e-3, 2e-3), str(number)))
+    def __init__(self, device: Callable[[Worker], VirtualDevice], kv: int) -> None:
+        self._engine = NoEngine(1024, 8192, 16_384, kv, Times(), STEP_TARGET_MS / 1e3)
+        self._device = device(self._engine.worker)
+        self._engine.executor = Direct(self._device)
+        engine_module.time = SimpleNamespace(time=lambda: self._device.now, perf_counter=lambda: self._device.now)
+        self._draw = random.Random(0)
+        self._names = map(str, count())
 
-    for _ in range(streams):
-        ask()
-    ended = 0
-    while ended < requests:
-        run.catch_up()
-        if not engine.busy:
-            run.now = max(run.now, waiting[0][0])
-        while waiting and waiting[0][0] <= run.now:
-            when, name = heapq.heappop(waiting)
-            asked[name] = when
-            prompt = [draw.randrange(100, 1000) for _ in range(LOAD[0])]
-            engine.submit(Request(name, prompt, SamplingParams(max_tokens=LOAD[1], ignore_eos=True, seed=0)))
-        run.skip()
-        for update in engine.turn():
-            name = update.request_id
-            if name in last:
-                gaps.append(run.now - last[name])
-            else:
-                firsts.append(run.now - asked[name])
-            last[name] = run.now
-            if update.finish_reason is not None:
-                ended += 1
-                ask()
-    firsts.sort()
-    gaps.sort()
-    return {"steps": run.steps, "tokens_per_second": round(requests * LOAD[1] / run.now),
-            "ttft_p50": round(firsts[len(firsts) // 2] * 1e3, 2), "itl_p50": round(gaps[len(gaps) // 2] * 1e3, 2),
-            "itl_p99": round(gaps[int(0.99 * len(gaps))] * 1e3, 2), "idle": round(run.idle, 4)}
+    def closed_loop(self, streams: int, requests: int) -> dict[str, float]:
+        """The fixed load over HTTP: each of so many streams asks again a millisecond or two after its last token."""
+        run, began = self._device, self._device.now
+        coming, left, steps = list[tuple[float, str]](), iter(range(requests)), run.steps
+        asked, last, firsts, gaps = dict[str, float](), dict[str, float](), list[float](), list[float]()
+
+        def ask() -> None:
+            if next(left, None) is not None:
+                heapq.heappush(coming, (run.now + self._draw.uniform(1e-3, 2e-3), next(self._names)))
+
+        for _ in range(streams):
+            ask()
+        ended = 0
+        while ended < requests:
+            run.catch_up()
+            if not self._engine.busy:
+                run.now = max(run.now, coming[0][0])
+            while coming and coming[0][0] <= run.now:
+                when, name = heapq.heappop(coming)
+                asked[name] = when
+                prompt = [self._draw.randrange(100, 1000) for _ in range(LOAD[0])]
+                self._engine.submit(Request(name, prompt, SamplingParams(max_tokens=LOAD[1], ignore_eos=True, seed=0)))
+            run.skip()
+            for update in self._engine.turn():
+                name = update.request_id
+                if name in last:
+                    gaps.append(run.now - last[name])
+                else:
+                    firsts.append(run.now - asked[name])
+                last[name] = run.now
+                if update.finish_reason is not None:
+                    ended += 1
+                    ask()
+        firsts.sort()
+        gaps.sort()
+        return {"steps": run.steps - steps, "tokens_per_second": round(requests * LOAD[1] / (run.now - began)),
+                "ttft_p50": round(firsts[len(firsts) // 2] * 1e3, 2), "itl_p50": round(gaps[len(gaps) // 2] * 1e3, 2),
+                "itl_p99": round(gaps[int(0.99 * len(gaps))] * 1e3, 2)}
 
 
 def _between(table: dict[int, float], at: int) -> float:
@@ -202,7 +210,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192], help="max_num_batched_tokens")
     parser.add_argument("--given", action="store_true", help="run prompts in the order in which they are given, all at once")
     parser.add_argument("--step-ms", type=float, nargs="*", default=[], help="steps that take so long, whatever is in them")
-    parser.add_argument("--streams", type=int, nargs="*", default=[], help="closed loops of so many requests at once")
+    parser.add_argument("--streams", type=int, nargs="*", default=[], help="closed loops of so many at once, one after another")
     options = parser.parse_args()
     if options.given:
         llm_module._FEW = 1 << 30
@@ -214,9 +222,9 @@ def main() -> None:
             print(json.dumps({"rows": rows, "step_ms": milliseconds, **found, "environment": environment()}), flush=True)
     for shape in options.shape if options.streams else []:
         card = Card(shape)
+        server = Server(lambda worker, card=card: VirtualDevice(worker, card.step, card.launching), KV_TOKENS[shape])
         for streams in options.streams:
-            found = serve(lambda worker, card=card: VirtualDevice(worker, card.step, card.launching), KV_TOKENS[shape], streams,
-                          4 * streams)
+            found = server.closed_loop(streams, 4 * streams)
             print(json.dumps({"shape": shape, "streams": streams, **found, "environment": environment()}), flush=True)
     for shape in options.shape if not (options.step_ms or options.streams) else []:
         card, measured = Card(shape), json.loads((RESULTS / "gpu_workloads.json").read_text())["shapes"][shape]["workloads"]

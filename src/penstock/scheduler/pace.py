@@ -4,10 +4,12 @@ from __future__ import annotations
 
 _ADDED = 0.75
 """What prompts may add to a step, in units of what it takes without them: three sevenths of the device are then theirs."""
-_PATIENCE = 0.5
+_PATIENCE = 0.25
 """Seconds that a prompt waits before it may add more: in proportion from then on, up to the target."""
 _LEAST = 16
 """Tokens of prompts in any step, so that they go on."""
+_PAUSE = 16
+"""Steps in a row that read prompts, before one that does not: what steps take without them is known only from such."""
 _WEIGHT = 0.2
 """Of the newest step in what is remembered."""
 
@@ -20,40 +22,39 @@ class Pace:
         """Seconds."""
         self._most = most
         self._alone = 0.0
-        """Seconds of a step without prompts; 0 before there was one."""
-        self._rows = 1.0
-        """How many sequences such a step had."""
+        """Seconds of a late step without prompts; 0 before there was one."""
         self._tokens = 0.0
         self._seconds = 0.0
         """Tokens of prompts in late steps, and what they added to these."""
+        self._reading = 0
+        """Steps in a row that read prompts."""
 
-    def tokens(self, decoding: int, waited: float) -> int:
-        """The most tokens of a step in which `decoding` sequences take their next token, while others have prompts to read, the
-        first of them for `waited` seconds."""
-        if self._target is None or not self._tokens:
+    def tokens(self, decoding: int, reading: int, unread: int, waited: float) -> int:
+        """The most tokens of the next step, in which `decoding` sequences take their next token, while `reading` ones have
+        prompts to read, of `unread` tokens together; the first of them has waited for `waited` seconds.
+
+        While most are reading, one long step is better than many if that is all: it keeps the few waiting only once.
+        """
+        if self._target is None or not self._tokens or (decoding <= reading and decoding + unread <= self._most):
             return self._most
-        alone = self._without(decoding)
-        pushed = self._target - alone
-        if alone:
-            pushed = min(_ADDED * alone * waited / _PATIENCE, pushed)
-        added = max(_ADDED * alone, pushed)
+        self._reading += 1
+        if self._reading > _PAUSE:
+            self._reading = 0
+            return decoding
+        added = self._target - self._alone
+        if decoding > reading and self._alone:
+            added = min(_ADDED * self._alone * waited / _PATIENCE, added)
+        added = max(_ADDED * self._alone, added)
         return min(self._most, decoding + max(_LEAST, int(added * self._tokens / self._seconds)))
 
     def learn(self, decoding: int, tokens: int, seconds: float) -> None:
         """A step of so many sequences that took one token, and so many tokens of prompts, took so long."""
         if self._target is None or seconds <= 0:
             return
-        if not tokens:
-            weight = _WEIGHT if self._alone else 1.0
-            self._alone += weight * (seconds - self._alone)
-            self._rows += weight * (decoding - self._rows)
-        elif tokens >= _LEAST:
+        if tokens >= _LEAST:
             # Never as if prompts cost nothing: what is known of the rest may be too much.
-            added = max(seconds - self._without(decoding), seconds / 10) if decoding else seconds
+            added = max(seconds - self._alone, seconds / 10) if decoding else seconds
             self._tokens += _WEIGHT * (tokens - self._tokens)
             self._seconds += _WEIGHT * (added - self._seconds)
-
-    def _without(self, decoding: int) -> float:
-        """Seconds of a step of so many without prompts. More of them take longer, if in doubt in proportion: what is too much
-        lets prompts end soon, and then it is measured; what is too little would not."""
-        return self._alone * max(1.0, decoding / self._rows)
+        else:
+            self._alone += (_WEIGHT if self._alone else 1.0) * (seconds - self._alone)

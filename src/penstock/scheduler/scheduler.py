@@ -171,7 +171,8 @@ class Scheduler:
         if not (decoding and reading):
             return max(running, most)
         since = min(s.timings.first_scheduled or s.request.arrival for s in reading)
-        return max(running, self.pace.tokens(decoding, now - since))
+        unread = sum(s.goal - s.planned for s in reading)
+        return max(running, self.pace.tokens(decoding, len(reading), unread, now - since))
 
     def _admit(self, flight: _Flight, budget: int, now: float) -> None:
         """Waiting sequences take rows in the policy's order; what has no room may be passed (`scheduler/admission.py`)."""
