@@ -53,7 +53,17 @@ def choose(rows: int, n: int, k: int, gated: bool, boxes: bool = False) -> Tile 
         return few_rows(rows, n, k, gated, divide=True)
     if rows <= 128:
         return Tile(128, 128, 64, warps=8, group=8) if gated and n >= 8192 else None
-    return BOXED_GATED if gated and boxes and rows > 512 else None
+    return BOXED_GATED if gated and boxes and rows > 512 and _fills(BOXED_GATED, rows, n) else None
+
+
+def _fills(tile: Tile, rows: int, n: int) -> bool:
+    """Whether so many tiles leave hardly any multiprocessor idle in the end: a persistent program has one after another."""
+    tiles = -(-rows // tile.tall) * -(-n // tile.wide)
+    return tiles >= 0.93 * _AT_ONCE * -(-tiles // _AT_ONCE)
+
+
+_AT_ONCE = 132
+"""Multiprocessors of an H200, each with one program that takes boxes."""
 
 
 BOXED = Tile(128, 256, 64, warps=8, stages=3, group=8, boxed=True)

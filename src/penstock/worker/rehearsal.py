@@ -76,9 +76,9 @@ def capacities(rows: int, tokens: int, graph_tokens: int, max_model_len: int) ->
 
 
 def _examples(least: int, most: int) -> list[int]:
-    """Every small number of tokens, and of larger ones some around those where launches change."""
+    """Every small number of tokens, and of larger ones some around those where launches change; some do with every 128."""
     powers = [size for power in range(7, 20) for size in (1 << power, (1 << power) + 1, 3 << (power - 1))]
-    return [size for size in sorted({least, most, *range(1, 129), *powers}) if least <= size <= most]
+    return [size for size in sorted({least, most, *range(1, 129), *range(128, 1 << 14, 128), *powers}) if least <= size <= most]
 
 
 def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len: int, page: int) -> tuple[Decoder, int]:
