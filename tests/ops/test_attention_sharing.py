@@ -77,7 +77,7 @@ def test_groups_save_most() -> None:
         count, queries, block = int(rng.integers(2, 14)), int(rng.choice([2, 4, 8, 16])), int(rng.choice([32, 64, 128]))
         common = rng.choice([0, 16, 128, 300, 1000, 4096][:rng.integers(1, 7)], count - 1).astype(np.int32)
         order = rng.permutation(count).astype(np.int32)
-        found = together(Alike(order, common), queries, block)
+        found = together(Alike(order, common), queries, block, 99)
         whole = tuple(int(keys) for keys in common // block * block)
         if found is not None:
             place = np.argsort(order)
@@ -93,9 +93,16 @@ def test_groups_save_most() -> None:
 
 def test_what_is_the_same_is_chosen_once() -> None:
     alike = Alike(np.arange(64, dtype=np.int32), np.full(63, 4096, np.int32))
-    found = together(alike, 8, 64)
-    assert found is together(alike, 8, 64)
+    found = together(alike, 8, 64, 99)
+    assert found is together(alike, 8, 64, 99)
     assert (found.sizes == 8).all() and (found.keys == 4096).all() and len(found.keys) == 8
+
+
+def test_of_too_many_those_that_save_most() -> None:
+    common = np.array([512, 0, 4096, 4096, 0, 1024, 0, 4096], np.int32)
+    found = together(Alike(np.arange(9, dtype=np.int32)[::-1], common), 8, 64, 2)
+    assert list(zip(found.sizes.tolist(), found.keys.tolist(), strict=True)) == [(3, 4096), (2, 4096)]
+    assert found.mates.tolist() == [6, 5, 4, 1, 0] and found.tile.tolist() == [0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(("common", "groups"), [
@@ -106,7 +113,7 @@ def test_what_is_the_same_is_chosen_once() -> None:
     ([4096] + [100] * 6, [(2, 4096)]),
 ])
 def test_nested_beginnings(common: list[int], groups: list[tuple[int, int]]) -> None:
-    found = together(Alike(np.arange(len(common) + 1, dtype=np.int32), np.array(common, np.int32)), 8, 64)
+    found = together(Alike(np.arange(len(common) + 1, dtype=np.int32), np.array(common, np.int32)), 8, 64, 99)
     tiles = zip(found.sizes.tolist(), found.keys.tolist(), strict=True) if found is not None else ()
     assert sorted(tiles) == sorted(groups)
 

@@ -249,6 +249,9 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
     segment, begin, end = tl.load(item + 3).to(tl.int64), tl.load(item + 4), tl.load(item + 5)
     unit, ends = tl.load(item + 6), tl.load(item + 7)
     first, own_slot, listed = tl.load(item + 8), tl.load(item + 9), tl.load(item + 10)
+    # An inert program need not wait, as long as one does: the next kernel takes this one's end for that of all before.
+    if (queries == 0) & (tl.program_id(1) > 0):
+        return
     _, kept, q_at = _place(q, q_token, q_head, token, mates, listed, first, queries, group, size, shared, block_m, block_d)
     if linked:
         # The step's array was there before the kernel ahead began; all else may be of its making.

@@ -35,31 +35,27 @@ class Together(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def together(alike: Alike, queries: int, block: int) -> Together | None:
-    """The tiles of up to `queries` segments for which it pays, keys in whole blocks; None if there are none."""
+def together(alike: Alike, queries: int, block: int, most: int) -> Together | None:
+    """The tiles of up to `queries` segments for which it pays, keys in whole blocks; of more than `most` those that save most.
+    None if there are none."""
     common = alike.common // block * block
     # What would not even pay for a full tile is nothing in common.
     common[common * (queries - 1) <= PART * (queries + 1)] = 0
     if not common.any():
         return None
-    places, sizes, keys = list[int](), list[int](), list[int]()
-    for shared, ranges in _groups(common, queries):
+    tiles = list[tuple[int, list[int]]]()
+    for keys, ranges in _groups(common, queries):
         rows = [row for first, last in ranges for row in range(first, last)]
-        tiles = [size for size in _tiles(len(rows), queries) if _saved(size, shared) > 0]
-        places += rows[:sum(tiles)]
-        sizes += tiles
-        keys += [shared] * len(tiles)
-    if not sizes:
+        cut = [rows[at:at + queries] for at in range(0, len(rows), queries)]
+        tiles += [(keys, places) for places in cut if _saved(len(places), keys) > 0]
+    if len(tiles) > most:
+        tiles = sorted(tiles, key=lambda tile: -_saved(len(tile[1]), tile[0]))[:most]
+    if not tiles:
         return None
-    count = np.array(sizes, np.int32)
-    tile = np.repeat(np.arange(len(count), dtype=np.int32), count)
-    return Together(np.array(keys, np.int32), np.cumsum(count, dtype=np.int32) - count, count, alike.segments[places], tile)
-
-
-def _tiles(rows: int, queries: int) -> list[int]:
-    """Sizes of the tiles of a group: full ones, and one of the rest."""
-    full, rest = divmod(rows, queries)
-    return [queries] * full + [rest] * (rest > 0)
+    sizes = np.array([len(places) for _, places in tiles], np.int32)
+    return Together(np.array([keys for keys, _ in tiles], np.int32), np.cumsum(sizes, dtype=np.int32) - sizes, sizes,
+                    alike.segments[[place for _, places in tiles for place in places]],
+                    np.repeat(np.arange(len(sizes), dtype=np.int32), sizes))
 
 
 def _saved(rows: int, keys: int) -> int:

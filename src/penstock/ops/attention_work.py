@@ -112,7 +112,9 @@ class Launch:
     slots: int
     """Room for parts; a part has a slot for each query."""
     shared: bool
-    """Whether there may be tiles of several segments."""
+    """Whether there may be tiles of several segments,"""
+    several: int
+    """and how many."""
     offset: int
     """Where the items begin in the step's array,"""
     mates: int
@@ -188,16 +190,17 @@ def _tiles_at_most(tokens: int, pieces: int, queries: int) -> int:
 def _launch(shape: Shape, tiles: int, offset: int, kv_heads: int, invariant: bool, sharing: int | None = None) -> Launch:
     """`sharing`: so many segments may be in tiles of several."""
     split, mates = max(1, MULTIPROCESSORS * shape.resident // kv_heads), sharing or 0
-    # Each tile of several has two segments at least, which are counted among the tiles.
-    several = mates // 2
+    # Room for full ones, or for as many of any size as run at once.
+    several = min(mates // 2, max(mates // shape.queries, split))
     # `_fill` adds at most `split` items to the tiles: a tile in parts has at most twice as many as were added for it. Tiles of
     # several, and those of their segments, always are in parts.
     slots = (min(tiles, split) * UNITS if invariant else 2 * split) * shape.queries + 2 * mates
-    items = tiles + several + split
+    # What a step does not need is inert, and not free: where there are tiles of several, less may be split.
+    items = tiles + max(split, several + split * 2 // 3)
     listed = offset + _round(items, 8) * FIELDS
     counters = listed + _round(mates * LISTED, 16)
     end = _round(counters + (min(tiles, split) + several) * kv_heads, 16)
-    return Launch(shape, items, split, slots, sharing is not None, offset, listed, counters, end)
+    return Launch(shape, items, split, slots, sharing is not None, several, offset, listed, counters, end)
 
 
 def _round(number: int, multiple: int) -> int:
@@ -245,7 +248,7 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
             np.concatenate, zip((token, queries, position, segment, begin, end), more, strict=True))
     blocks = -((begin - end) // unit)
     keys = blocks * unit
-    items = _items(keys, unit, launch.split)
+    items = _items(keys, unit, launch.split, launch.items)
     each = -(-blocks // items) * unit
     items = -(-keys // each)
     rows = np.zeros((len(segment), FIELDS), np.int32)
@@ -288,7 +291,7 @@ def _found(launch: Launch, alike: Alike | None, keys: Ints) -> Together | None:
     """Tiles of several segments, unless so few keys are read that all items run at once without them."""
     if alike is None or not launch.shared or int(keys.sum()) <= launch.split * math.isqrt(JOINING * int(keys.max())):
         return None
-    return together(alike, launch.shape.queries, launch.shape.block_n)
+    return together(alike, launch.shape.queries, launch.shape.block_n, launch.several)
 
 
 def _several(found: Together, segment: Ints, token: Ints, begin: Ints) -> tuple[Places, tuple[Ints, ...]]:
@@ -314,15 +317,16 @@ def _list(mates: Ints, rows: Ints, found: Together, own: Places, items: Ints) ->
     rows[own, Item.FIRST] = np.arange(len(own), dtype=np.int32) - found.first[found.tile]
 
 
-def _items(keys: Ints, unit: Ints | np.int32, split: int) -> Ints:
-    """Items for each tile, at most `split` more than there are tiles: as many of equal size as run at once, or a few more."""
+def _items(keys: Ints, unit: Ints | np.int32, split: int, room: int) -> Ints:
+    """Items for each tile, at most `split` more than there are tiles and `room` in all: as many of equal size as run at once,
+    or a few more. The largest of the sizes makes at most half of `split` more items than there are tiles."""
     total = int(keys.sum())
     least = max(math.isqrt(JOINING * int(keys.max())), -(-total // split))
-    if len(keys) >= split:
-        return -(-keys // (-(-least // unit) * unit))
-    items = -(-keys // (-(-least * _LARGER // 16 // unit) * unit))
-    # Where no size has all run at once, the finest leaves least for the end.
-    return items[int((items.sum(1) <= split).argmax())]
+    sizes = _LARGER if len(keys) < split else _LARGER[[0, -1]]
+    items = -(-keys // (-(-least * sizes // 16 // unit) * unit))
+    count = items.sum(1)
+    # Where no size has all run at once, the finest for which there is room leaves least for the end.
+    return items[int((count <= (split if count.min() <= split else room)).argmax())]
 
 
 def _power_of_two(number: Ints) -> Ints:
