@@ -72,6 +72,15 @@ def test_choose(lines: int, vocab: int, gap: int, limited: bool, dtype: torch.dt
     there = before.to(DEVICE)
     found = TRITON.choose(_there(logits, gap), batch.there.table, there, batch.row.to(DEVICE), batch.position.to(DEVICE),
                           None if threshold is None else threshold.to(DEVICE)).cpu()
+    # Into the host's memory, at a place that is not aligned to anything.
+    out = torch.full((lines + 2,), 77, dtype=torch.int32, pin_memory=DEVICE.type == "cuda")[1:]
+    for ops, batch_there, to in ((TRITON, batch.there, DEVICE), (REFERENCE, batch.here, torch.device("cpu"))):
+        given = ops.choose(logits.clone().to(to), batch_there.table, before.to(to), batch.row.to(to), batch.position.to(to),
+                           None if threshold is None else threshold.to(to), out[:lines])
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        assert given.data_ptr() == out.data_ptr() and int(out[lines]) == 77
+        assert torch.equal(given, found if ops is TRITON else wanted)
     before[batch.row.long(), batch.position.long()] = found
     assert torch.equal(there.cpu(), before)
     keys = noise.keys(batch.here.table[batch.row.long(), Column.SEED_KEY], batch.position)[:, None]

@@ -9,6 +9,7 @@ from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError
 from penstock.core.layout import CacheLayout, lay_out
+from penstock.core.plan import MOST_DEPTH
 from penstock.core.state import DTYPE_BYTES, StateSpec
 
 _GIB = 1 << 30
@@ -55,6 +56,9 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     if budget < rows:
         raise ConfigError(f"max_num_batched_tokens is {budget}, but each of max_num_seqs = {rows} sequences needs one token "
                           f"a step; raise it to {rows} or lower max_num_seqs to {budget}")
+    depth = _positive("depth", options.depth, 2)
+    if depth > MOST_DEPTH:
+        raise ConfigError(f"depth is {depth}; it may be 1 to {MOST_DEPTH}, and more than 2 gains nothing")
     if options.step_target_ms is not None and options.step_target_ms <= 0:
         raise ConfigError(f"step_target_ms is {options.step_target_ms}; it must be above 0")
     if not 0 < options.gpu_memory_utilization <= 1:
@@ -65,7 +69,7 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         raise ConfigError(f"max_num_queued_reqs is {options.max_num_queued_reqs}; it must be at least 1")
     return EngineConfig(
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
-        page=_positive("block_size", options.block_size, 16), depth=_positive("depth", options.depth, 2),
+        page=_positive("block_size", options.block_size, 16), depth=depth,
         threads=_positive("threads", options.threads, facts.cores),
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
         kernels=(_INVARIANT if gpu and options.batch_invariant else {}) | options.kernels,

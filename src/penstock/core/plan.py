@@ -110,5 +110,7 @@ class StepResult:
     """Pages that were written to stores since, or could not be."""
 
 
+MOST_DEPTH = 4
+"""Plans in flight; with two, planning overlaps with running, and more gain nothing."""
 NOT_SAMPLED = -1
 NOT_FINITE = -2

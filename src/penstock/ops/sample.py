@@ -91,8 +91,10 @@ class SampleOps:
     """
 
     def choose(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
-               position: torch.Tensor, threshold: torch.Tensor | None = None) -> torch.Tensor:
-        """The next tokens [S] int32, which are also written into `tokens` at their positions.
+               position: torch.Tensor, threshold: torch.Tensor | None = None,
+               out: torch.Tensor | None = None) -> torch.Tensor:
+        """The next tokens [S] int32, which are also written into `tokens` at their positions. They are in `out` if that is
+        given, which may be the host's memory: there they are once the device has come so far.
 
         Rows without Feature.RANDOM take the largest logit, the lowest id of equals. Rows with it draw from the softmax of their
         scaled logits, of those that are not below `threshold` [S] float32 (see `threshold`). NOT_FINITE (0 in `tokens`) where a
@@ -113,7 +115,7 @@ class SampleOps:
             tokens[row.long(), position.long()] = chosen.clamp(min=0)
         else:
             tokens[row[real].long(), position[real].long()] = chosen[real].clamp(min=0)
-        return chosen
+        return chosen if out is None else out.copy_(chosen, non_blocking=True)
 
     def threshold(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """[S] float32: what a line's scaled logit must at least be to be drawn; -inf for rows without Feature.FILTER.

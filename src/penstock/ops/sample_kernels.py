@@ -140,7 +140,7 @@ def race(logits, stride, tiles, table, row, position, threshold, values, places,
     tl.store(places + line * parts + part, tl.min(tl.where(best == most, place, 0x7FFFFFFF), 0))
 
 
-@triton.jit(do_not_specialize=["parts", "length", "row", "position", "tokens"])
+@triton.jit(do_not_specialize=["parts", "length", "row", "position", "tokens", "out"])
 def settle(values, places, parts, row, position, tokens, length, out, wide: tl.constexpr, linked: tl.constexpr):
     """The best of a line's parts is its token: program line -> out [S], and tokens [R, length] at its position."""
     enter(linked)

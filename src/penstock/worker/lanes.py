@@ -1,8 +1,7 @@
 """Copies between the device and the host beside the steps: threads that start them, on a GPU in streams of their own.
 
-On a GPU the host's memory must be pinned, or copies would wait for each other and for the steps. And no more than a little may
-be under way: a GPU makes its copies of one direction in the order in which they were started, in whatever stream, and a step's
-own, of its numbers and of its tokens, are among them.
+On a GPU the host's memory must be pinned, or copies would wait for each other and for the steps. And only some may be under
+way: a driver whose queue is full keeps everybody waiting who wants something of the GPU.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import torch
 Copy = tuple[torch.Tensor, torch.Tensor]
 """(to, from): bytes of equal length."""
 
-_PIECE_BYTES = 4 << 20
-"""So much is started at a time: 75 us of a PCIe 5 link."""
-_PIECES = 3
-"""So many may be under way: one is being copied while the thread wakes up that another has ended."""
+_PIECE_BYTES, _PIECE_COPIES = 16 << 20, 64
+"""So much is started at a time, 0.3 ms of a PCIe 5 link, in so many copies at most."""
+_PIECES = 4
+"""So many may be under way: some are being copied while the thread wakes up that another has ended."""
 
 
 class Mark:
@@ -102,14 +101,14 @@ class Lane:
 
 
 def _cut(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    """The same copies in pieces of a few bytes, the larger ones cut."""
+    """The same copies in pieces, the larger ones cut."""
     piece, size = list[Copy](), 0
     for whole in copies:
         large = whole[0].nbytes > _PIECE_BYTES
         for to, source in zip(*(half.split(_PIECE_BYTES) for half in whole), strict=True) if large else [whole]:
             piece.append((to, source))
             size += to.nbytes
-            if size >= _PIECE_BYTES:
+            if size >= _PIECE_BYTES or len(piece) >= _PIECE_COPIES:
                 yield piece
                 piece, size = [], 0
     if piece:

@@ -21,7 +21,7 @@ from penstock.core.plan import Ints
 from penstock.ops.sample import Feature, SampleOps
 from penstock.worker.rows import Rows
 from penstock.worker.scoring import Scores
-from penstock.worker.staging import Staging, to_host
+from penstock.worker.staging import Outbox, Staging, to_host
 
 _EDITED = int(Feature.EDIT | Feature.ALLOWED)
 _CHANGED = _EDITED | int(Feature.PENALTY)
@@ -72,25 +72,30 @@ class Sampler:
         self._rows = rows
         self._staging = Staging(torch.int32, rows.device)
         self._staging.reserve(3 * len(rows.tokens))
+        self._outbox = Outbox(len(rows.tokens), torch.int32) if rows.device.type == "cuda" else None
 
     def plain(self, rows: Ints) -> bool:
         """Whether `choose` is all that these rows need."""
         return not int(np.bitwise_or.reduce(self._rows.parameters.features[rows], initial=0)) & _MORE
 
     def choose(self, logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor,
-               threshold: torch.Tensor | None = None) -> torch.Tensor:
-        """Tokens [S] int32 on the device, written to their rows as well; for rows that are plain, or as the last of `launch`.
+               threshold: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens [S] int32, on the device if not in `out`, written to their rows as well; for rows that are plain, or as the
+        last of `launch`.
 
         It can be captured in a graph: the addresses that it reads and writes are the arguments' and the rows'.
         """
-        return self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, threshold)
+        return self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, threshold, out)
 
     def launch(self, logits: torch.Tensor, lines: Lines) -> Sampled:
         """Chooses tokens given logits [S, V] float32, which are changed in place, and writes them to their rows."""
         features = self._rows.parameters.features[lines.rows]
         every = int(np.bitwise_or.reduce(features, initial=0))
+        out = None
+        if self._outbox is not None and not every & int(Feature.LOGPROBS):
+            out = self._outbox.take(len(lines.rows))
         if not every & _MORE:
-            return Sampled(lines, self.choose(logits, lines.row, lines.position), None)
+            return Sampled(lines, self.choose(logits, lines.row, lines.position, None, out), None)
         picks = [np.flatnonzero(features & which) for which in (_EDITED, int(Feature.PENALTY), int(Feature.LOGPROBS))]
         edited, penalized, asking = self._bring(picks)
         rows, parameters = self._rows, self._rows.parameters
@@ -102,7 +107,7 @@ class Sampler:
         if len(penalized):
             self._ops.penalize(logits, parameters.table, rows.tokens, lines.row, lines.position, penalized)
         threshold = self._ops.threshold(logits, parameters.table, lines.row) if every & int(Feature.FILTER) else None
-        tokens = self.choose(logits, lines.row, lines.position, threshold)
+        tokens = self.choose(logits, lines.row, lines.position, threshold, out)
         if not len(asking):
             return Sampled(lines, tokens, None)
         top = max(map(parameters.logprobs, lines.rows[picks[2]].tolist()))

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.core.plan import MOST_DEPTH
+
 _SLOTS = 4
 """Host copies of one buffer: more than the plans that can be in flight."""
 
@@ -58,6 +60,23 @@ class _Slot:
         self.memory = torch.empty(size, dtype=there.dtype, pin_memory=True) if cuda else there
         self.array: npt.NDArray[np.int32] = self.memory.numpy()
         self.copied = torch.cuda.Event() if cuda else None
+
+
+class Outbox:
+    """Memory of the host that a GPU's kernels write to. A copy would wait behind those of pages that are being saved, as a GPU
+    makes its copies of one direction in order, and all later steps would wait behind it."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        """size: the most elements of a step. What was taken is used again after as many steps as can be in flight."""
+        self._memory = torch.empty((MOST_DEPTH + 2) * size, dtype=dtype, pin_memory=True)
+        self._at = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """Room for so many."""
+        if self._at + size > len(self._memory):
+            self._at = 0
+        self._at += size
+        return self._memory[self._at - size:self._at]
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
