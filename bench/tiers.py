@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -131,6 +132,8 @@ class Bench:
         if "rate" in self.args.parts:
             self.rates = self.rate(engine)
         engine.close()
+        # What a system still has to bring to the disk slows down whoever reads; a restart takes longer than that.
+        os.sync()
         again = self.engine(size, **options)
         self.ask(again, [self.prompt(64)], 1)
         for prefix in prefixes[:1 + repeats]:

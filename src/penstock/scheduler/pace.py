@@ -4,12 +4,16 @@ from __future__ import annotations
 
 _ADDED = 0.75
 """What prompts may add to a step, in units of what it takes without them: three sevenths of the device are then theirs."""
-_PATIENCE = 0.25
-"""Seconds that a prompt waits before it may add more: in proportion from then on, up to the target."""
+_UNNOTICED = 0.004
+"""Seconds that they may always add: nobody notices, and shorter ones are mostly what any prompt costs a step."""
+_PATIENCE = 2.0
+"""Seconds that prompts wait, all together, before they may add more: in proportion from then on, up to the target."""
 _LEAST = 16
 """Tokens of prompts in any step, so that they go on."""
-_PAUSE = 16
+_PAUSE = 32
 """Steps in a row that read prompts, before one that does not: what steps take without them is known only from such."""
+_GROWN = 1.5
+"""How many times as many sequences as then have the next such step come sooner."""
 _WEIGHT = 0.2
 """Of the newest step in what is remembered."""
 
@@ -23,6 +27,8 @@ class Pace:
         self._most = most
         self._alone = 0.0
         """Seconds of a late step without prompts; 0 before there was one."""
+        self._rows = 0.0
+        """How many sequences it had."""
         self._tokens = 0.0
         self._seconds = 0.0
         """Tokens of prompts in late steps, and what they added to these."""
@@ -31,30 +37,33 @@ class Pace:
 
     def tokens(self, decoding: int, reading: int, unread: int, waited: float) -> int:
         """The most tokens of the next step, in which `decoding` sequences take their next token, while `reading` ones have
-        prompts to read, of `unread` tokens together; the first of them has waited for `waited` seconds.
+        prompts to read, of `unread` tokens together, and have waited for `waited` seconds together.
 
         While most are reading, one long step is better than many if that is all: it keeps the few waiting only once.
         """
         if self._target is None or not self._tokens or (decoding <= reading and decoding + unread <= self._most):
             return self._most
         self._reading += 1
-        if self._reading > _PAUSE:
-            self._reading = 0
+        if self._reading > _PAUSE or decoding > _GROWN * self._rows > 0:
+            self._reading, self._rows = 0, decoding
             return decoding
         added = self._target - self._alone
         if decoding > reading and self._alone:
             added = min(_ADDED * self._alone * waited / _PATIENCE, added)
-        added = max(_ADDED * self._alone, added)
-        return min(self._most, decoding + max(_LEAST, int(added * self._tokens / self._seconds)))
+        added = max(_ADDED * self._alone, min(_UNNOTICED, self._target), added)
+        # What is known of shorter steps says little about much longer ones.
+        tokens = min(int(added * self._tokens / self._seconds), int(2 * self._tokens))
+        return min(self._most, decoding + max(_LEAST, tokens))
 
     def learn(self, decoding: int, tokens: int, seconds: float) -> None:
         """A step of so many sequences that took one token, and so many tokens of prompts, took so long."""
         if self._target is None or seconds <= 0:
             return
         if tokens >= _LEAST:
-            # Never as if prompts cost nothing: what is known of the rest may be too much.
-            added = max(seconds - self._alone, seconds / 10) if decoding else seconds
+            # At least half of what each token took on the average: what is known of steps without prompts may be too much.
+            added = max(seconds - self._alone, seconds * tokens / (2 * (decoding + tokens))) if decoding else seconds
             self._tokens += _WEIGHT * (tokens - self._tokens)
             self._seconds += _WEIGHT * (added - self._seconds)
         else:
             self._alone += (_WEIGHT if self._alone else 1.0) * (seconds - self._alone)
+            self._rows = decoding

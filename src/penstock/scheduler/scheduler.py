@@ -170,9 +170,9 @@ class Scheduler:
         reading += [] if self._crowded else self.waiting[:len(self._rows)]
         if not (decoding and reading):
             return max(running, most)
-        since = min(s.timings.first_scheduled or s.request.arrival for s in reading)
+        waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in reading)
         unread = sum(s.goal - s.planned for s in reading)
-        return max(running, self.pace.tokens(decoding, len(reading), unread, now - since))
+        return max(running, self.pace.tokens(decoding, len(reading), unread, waited))
 
     def _admit(self, flight: _Flight, budget: int, now: float) -> None:
         """Waiting sequences take rows in the policy's order; what has no room may be passed (`scheduler/admission.py`)."""
