@@ -6,8 +6,6 @@ chunks, loads that fail, layers that forget, and steps that are planned ahead al
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,7 @@ import torch
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.state import Everything
 from penstock.worker.rows import Rows
-from tests.simulate.test_simulate import Run
+from tests.simulate.test_simulate import Run, seen_in
 
 WORKLOADS = 200
 SHARDS = 2
@@ -79,14 +77,7 @@ class Watched(Run):
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_what_rows_share_is_what_their_tables_say(shard: int) -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(shard * WORKLOADS // SHARDS, (shard + 1) * WORKLOADS // SHARDS):
-        run = Watched(seed)
-        try:
-            run.go()
-        except AssertionError as error:
-            raise AssertionError(f"workload {seed}: {error}") from error
-        seen += run.seen
+    seen = seen_in(Watched, range(shard * WORKLOADS // SHARDS, (shard + 1) * WORKLOADS // SHARDS))
     for what, least in (("shared", 800), ("apart", 1000), ("steps", 300), ("changes", 100), ("preemptions", 50),
                         ("copies", 50), ("failed", 0)):
         assert seen[what] > least, f"the workloads do not strain what is shared: {seen}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 
 import pytest
 
@@ -194,16 +195,22 @@ class Run:
         assert self.cache.pools.slabs_used == 0
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
-def test_random_workloads(shard: int) -> None:
+def seen_in(kind: Callable[[int], Run], seeds: range) -> Counter[str]:
+    """What was seen in all of these workloads, each run through; an error names its seed."""
     seen: Counter[str] = Counter()
-    for seed in range(shard * WORKLOADS // SHARDS, (shard + 1) * WORKLOADS // SHARDS):
-        run = Run(seed)
+    for seed in seeds:
+        run = kind(seed)
         try:
             run.go()
         except AssertionError as error:
             raise AssertionError(f"workload {seed}: {error}") from error
         seen += run.seen
+    return seen
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_workloads(shard: int) -> None:
+    seen = seen_in(Run, range(shard * WORKLOADS // SHARDS, (shard + 1) * WORKLOADS // SHARDS))
     for what in ("cached", "copies", "waits", "evictions", "preemptions", "landed", "failed"):
         assert seen[what] > (0 if what in ("landed", "failed") else 50), f"the workloads do not strain the cache: {seen}"
 

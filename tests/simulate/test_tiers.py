@@ -16,7 +16,7 @@ from penstock.cache.tiers import hierarchy
 from penstock.cache.tiers.hierarchy import Hierarchy, Policy
 from penstock.core.plan import StepPlan
 from penstock.core.transfer import Landing, PageName, Receipt
-from penstock.stores import Entry
+from penstock.stores import Entry, fill
 from penstock.stores.listing import Listing
 from penstock.worker import lanes, movers
 from penstock.worker.arena import Arena
@@ -51,14 +51,10 @@ class Shelf:
             raise ConnectionResetError("connection reset")
         if name not in self._pages:
             raise FileNotFoundError(name)
-        data, done = bytearray(self._pages[name]), 0
+        data = bytearray(self._pages[name])
         if self._happens() and data:
             data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
-        for part in parts:
-            piece = data[done:done + part.nbytes]
-            part[:len(piece)] = piece
-            done += len(piece)
-        return done
+        return fill(parts, data)
 
     def touch(self, name: PageName) -> None:
         if self._happens():

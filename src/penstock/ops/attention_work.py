@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from penstock.ops.attention import Alike, Geometry, Ints
 from penstock.ops.attention_sharing import Together, together
-from penstock.ops.gpu import covering
+from penstock.ops.gpu import MULTIPROCESSORS, covering
 
 Flags = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
@@ -70,9 +70,6 @@ FIELDS = 16
 
 LISTED = 3
 """int32 of a query in the list: token, slot of the first part that it has to itself, how many of those there are."""
-
-MULTIPROCESSORS = 132
-"""An H200's. On another GPU work is divided as for this one, which costs a little and changes nothing else."""
 
 JOINING = 32
 """Keys that a program reads in the time in which it joins a part. K keys in p parts take K / p + p * JOINING, which is least

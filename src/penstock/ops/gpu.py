@@ -15,6 +15,9 @@ from penstock.platform.facts import DeviceFacts
 OLDEST = (8, 0)
 """The least compute capability that the kernels are written for: bf16, and copies that do not go through registers."""
 
+MULTIPROCESSORS = 132
+"""An H200's. On another GPU work is divided as for this one, which costs a little and changes nothing else."""
+
 
 class Chip(NamedTuple):
     """One kind of GPU, as far as a launch depends on it."""

@@ -59,11 +59,7 @@ def choose(rows: int, n: int, k: int, gated: bool, boxes: bool = False) -> Tile 
 def _fills(tile: Tile, rows: int, n: int) -> bool:
     """Whether so many tiles leave hardly any multiprocessor idle in the end: a persistent program has one after another."""
     tiles = -(-rows // tile.tall) * -(-n // tile.wide)
-    return tiles >= 0.93 * _AT_ONCE * -(-tiles // _AT_ONCE)
-
-
-_AT_ONCE = 132
-"""Multiprocessors of an H200, each with one program that takes boxes."""
+    return tiles >= 0.93 * gpu.MULTIPROCESSORS * -(-tiles // gpu.MULTIPROCESSORS)
 
 
 BOXED = Tile(128, 256, 64, warps=8, stages=3, group=8, boxed=True)
@@ -95,7 +91,7 @@ def few_rows(rows: int, n: int, k: int, gated: bool, divide: bool) -> Tile:
     while divide and programs * split * (2 if gated else 1) < 64 and k // split >= 512:
         split *= 2
     programs *= split
-    stages = 8 if programs <= 64 and k >= 4096 else 6 if programs <= 132 else 4
+    stages = 8 if programs <= 64 and k >= 4096 else 6 if programs <= gpu.MULTIPROCESSORS else 4
     return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 128, split, stages=stages, swap=True,
                 ahead=3 if programs <= 64 else 0)
 

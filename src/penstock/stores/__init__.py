@@ -52,3 +52,13 @@ class Store(Protocol):
     def close(self) -> None:
         """Frees connections. The pages stay."""
         ...
+
+
+def fill(parts: Sequence[memoryview], data: bytes | bytearray) -> int:
+    """Copies bytes into the parts, one after the other, as far as there are any and they fit; how many went in."""
+    done = 0
+    for part in parts:
+        piece = data[done:done + part.nbytes]
+        part[:len(piece)] = piece
+        done += len(piece)
+    return done

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from penstock.core.errors import ConfigError
 from penstock.core.transfer import PageName
-from penstock.stores import Entry
+from penstock.stores import Entry, fill
 from penstock.stores.disk import parse
 from penstock.stores.listing import Listing
 from penstock.stores.version import Version
@@ -67,13 +67,7 @@ class ObjectStore:
         _safely(put)
 
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
-        data: bytes = _safely(lambda: self._files.cat_file(self._path(name)))
-        done = 0
-        for part in parts:
-            piece = data[done:done + part.nbytes]
-            part[:len(piece)] = piece
-            done += len(piece)
-        return done
+        return fill(parts, _safely(lambda: self._files.cat_file(self._path(name))))
 
     def touch(self, name: PageName) -> None:
         """Buckets know no order of use."""
