@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from penstock import LLM
+from penstock import LLM, SamplingParams
 from penstock.cli.bench.fixed import write
 from penstock.cli.bench.memory import CONFIGURATIONS, predicted, soak
 
@@ -29,3 +30,18 @@ def test_random_loads_at_the_defaults(tmp_path: Path) -> None:
         found = soak(llm, SECONDS)
     print(found)
     assert found["requests"] > 100
+
+
+def test_steps_ask_the_driver_for_nothing(tmp_path: Path) -> None:
+    """A driver gives memory only once all that is enqueued is done: what steps need is there before the first, however they
+    grow from one to the next."""
+    config, _ = CONFIGURATIONS[0]
+    with LLM(str(write(config, tmp_path / "model")), load_format="dummy", skip_tokenizer_init=True) as llm:
+        before = torch.cuda.memory_reserved()
+        for temperature in (0.0, 1.0):
+            for count, length in ((20, 40), (90, 300), (400, 30), (300, 700), (7, 5000), (1000, 20)):
+                prompts = [{"prompt_token_ids": [5 + i % 900] * (length + i % 50)} for i in range(count)]
+                llm.generate(prompts, SamplingParams(temperature=temperature, max_tokens=10 + count % 7, ignore_eos=True,
+                                                     detokenize=False), use_tqdm=False)
+                print(count, length, torch.cuda.memory_reserved() - before)
+        assert torch.cuda.memory_reserved() - before <= 4 << 20

@@ -13,8 +13,8 @@ from penstock.core.plan import MOST_DEPTH
 from penstock.core.state import DTYPE_BYTES, StateSpec
 
 _GIB = 1 << 30
-_GRAPH_FLOPS = 5e12
-"""8 ms of a fast GPU, which is twice what a host takes to enqueue the operations of a deep model's step."""
+_GRAPH_FLOPS = 1e13
+"""14 ms of a fast GPU, which is what a host takes to enqueue the operations of a deep model's step."""
 _INVARIANT = {"linear": "triton-invariant", "attention": "triton-invariant"}
 """Kernels whose order of summation depends on the row alone. The others have no sums that a batch's shape could change."""
 _CPU_KV_SHARE = 0.5
@@ -79,7 +79,7 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
 def _graph_tokens(parameters: int) -> int:
     """Tokens from which on a step keeps the GPU busy for longer than a host needs to enqueue it operation by operation."""
     enough = int(_GRAPH_FLOPS / (2 * max(1, parameters)))
-    return max(256, min(2048, 1 << (enough - 1).bit_length()))
+    return max(256, min(4096, 1 << (enough - 1).bit_length()))
 
 
 def _positive(name: str, value: int | None, default: int) -> int:

@@ -73,11 +73,11 @@ class Engine:
             with torch.cuda.device(device):
                 compilation.load(self.kernels)
         with compile.explained(facts.capability), memory.explained(device):
-            self.memory = _plan_memory(options, self.config, model, device, facts, found)
+            self.memory, scratch = _plan_memory(options, self.config, model, device, facts, found)
             identity = models.fingerprint(self.folder, checkpoint, options.load_format, options.seed)
             self.tiers = set_up(options, self.config, self.memory.layout, identity, self.kernels.table())
             self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device,
-                                 self.config.graph_tokens, self.tiers.behind)
+                                 self.config.graph_tokens, self.tiers.behind, scratch)
         self.events = open_events(options, self.memory.layout, self.tiers.hierarchy)
         cache = Cache(self.memory.layout, policy=options.cache_policy, sharing=options.enable_prefix_caching, model=identity,
                       quota=options.cache_tenant_share, tiers=self.tiers.hierarchy,
@@ -218,8 +218,10 @@ def _notes(config: EngineConfig, plan: MemoryPlan, kernels: registry.Kernels, fa
 
 
 def _plan_memory(options: EngineOptions, config: EngineConfig, model: models.Decoder, device: torch.device,
-                 facts: DeviceFacts, found: Occupancy | None) -> MemoryPlan:
+                 facts: DeviceFacts, found: Occupancy | None) -> tuple[MemoryPlan, int]:
+    """What goes where, and how much of it steps take and give back."""
     working = memory.working_bytes(model, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len,
                                    config.page, device, config.graph_tokens)
-    room = cache_room(options, facts, memory.free_bytes(device, options.gpu_memory_utilization), sum(working))
-    return plan_memory(options, config, model.states, model.weight_bytes, working.step, room, working.graphs, found)
+    room = cache_room(options, facts, memory.free_bytes(device, options.gpu_memory_utilization), working.step + working.graphs)
+    plan = plan_memory(options, config, model.states, model.weight_bytes, working.step, room, working.graphs, found)
+    return plan, working.scratch

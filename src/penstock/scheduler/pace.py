@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_ADDED = 0.75
-"""What prompts may add to a step, in units of what it takes without them: three sevenths of the device are then theirs."""
+_ADDED = 0.9
+"""What prompts may add to a step, in units of what it takes without them: nearly half of the device is then theirs."""
 _UNNOTICED = 0.004
 """Seconds that they may always add: nobody notices, and shorter ones are mostly what any prompt costs a step."""
 _PATIENCE = 2.0
@@ -53,7 +53,7 @@ class Pace:
         added = max(_ADDED * self._alone, min(_UNNOTICED, self._target), added)
         # What is known of shorter steps says little about much longer ones.
         tokens = min(int(added * self._tokens / self._seconds), int(2 * self._tokens))
-        return min(self._most, decoding + max(_LEAST, tokens))
+        return min(self._most, max(decoding + _LEAST, _whole(decoding + tokens)))
 
     def learn(self, decoding: int, tokens: int, seconds: float) -> None:
         """A step of so many sequences that took one token, and so many tokens of prompts, took so long."""
@@ -67,3 +67,10 @@ class Pace:
         else:
             self._alone += (_WEIGHT if self._alone else 1.0) * (seconds - self._alone)
             self._rows = decoding
+
+
+def _whole(tokens: int) -> int:
+    """No more than that, and if it is more than a few, a number that fills the tiles of matrix products: a token beyond them
+    takes as long as a tile."""
+    tile = 1 if tokens < 128 else 64 if tokens < 384 else 128
+    return tokens // tile * tile

@@ -18,15 +18,13 @@ from penstock.layers.decoder import Decoder
 from penstock.worker.rows import Rows
 from penstock.worker.step import Capacity, Parts, StepBuilder
 
-_MIXED = (32, 64, 96, 128, 192, *range(256, 2049, 128))
-"""Tokens of mixed steps. Matrix products go by tiles of 128 rows, so padding to that costs little."""
-
-
+_MIXED = (32, 64, 96, 128, 192, 256, 320, *range(384, 2049, 128), 2304, 2560, 3072, 3584, 4096)
+"""Tokens of mixed steps. Matrix products go by tiles of 64 or 128 rows, so padding to that costs little."""
 _SEGMENTS = 256
 """Most segments of a captured mixed step: attention must start a program for each that there may be."""
 _NOBODY = np.zeros(0, np.int64)
-_DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32))
-"""Rows of decode steps. Larger ones keep a GPU busy for longer than it takes to enqueue them."""
+_DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 128))
+"""Rows of decode steps."""
 
 
 def decode_sizes(rows: int) -> list[int]:

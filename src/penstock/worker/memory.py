@@ -32,6 +32,8 @@ class Working(NamedTuple):
     """The rows' tables, and what the largest step allocates."""
     graphs: int
     """Captured graphs and the memory they run in."""
+    scratch: int
+    """Of `step`, what is taken and given back within a step."""
 
 
 def working_bytes(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device,
@@ -39,7 +41,7 @@ def working_bytes(model: Decoder, tokens: int, rows: int, max_model_len: int, pa
     """What steps of up to `tokens` tokens and `rows` sampled rows take at most, with graphs up to `graph_tokens`."""
     if device.type == "cuda":
         return _measured(model, tokens, rows, max_model_len, page, device, graph_tokens)
-    return Working(counted(model.spec, model.dtype, tokens, rows), 0)
+    return Working(counted(model.spec, model.dtype, tokens, rows), 0, 0)
 
 
 def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
@@ -61,9 +63,10 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
     layout = lay_out(model.states, page, small.slab_bytes * slabs)
     before = _free(device)
     worker = Worker(model, layout, rows, max_model_len, device)
+    held = torch.cuda.memory_reserved(device)
     for segments, count in shapes:
         worker.run(probe(worker, segments, count))
-    left = _free(device)
+    left, scratch = _free(device), torch.cuda.memory_reserved(device) - held
     step, graphs = max(0, before - left - layout.nbytes), 0
     if graph_tokens:
         captured = Graphs(worker.model, worker.rows, page, rows, graph_tokens, worker.stream)
@@ -75,7 +78,7 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
     del worker
     gc.collect()
     torch.cuda.empty_cache()
-    return Working(step, graphs)
+    return Working(step, graphs, scratch)
 
 
 def settle_allocator() -> None:

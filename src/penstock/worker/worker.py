@@ -66,9 +66,9 @@ class Worker:
     """One device's half of the engine. Not thread-safe: one thread runs it."""
 
     def __init__(self, model: Decoder, layout: CacheLayout, max_num_seqs: int, max_model_len: int, device: torch.device,
-                 graph_tokens: int = 0, behind: Behind | None = None) -> None:
+                 graph_tokens: int = 0, behind: Behind | None = None, scratch: int = 0) -> None:
         """`graph_tokens`: capture steps of up to that many tokens as CUDA graphs; 0 captures nothing. `behind`: where pages go
-        besides the device."""
+        besides the device. `scratch`: bytes of a GPU that steps take and give back, to be had from the driver now."""
         self.closed = False
         self.model = model
         self.layout = layout
@@ -84,6 +84,11 @@ class Worker:
         self.graphs: Graphs | None = None
         self.stream = compute_stream(device) if device.type == "cuda" else None
         self._on_stream = torch.cuda.stream(self.stream)
+        if scratch:
+            # The allocator keeps it for the steps. The driver gives memory only once all that is enqueued is done, and who
+            # decodes would wait for that whenever a step is larger than those before it.
+            with self._on_stream:
+                torch.empty(scratch, dtype=torch.uint8, device=device)
         if graph_tokens and self.stream is not None:
             self.stream.wait_stream(torch.cuda.default_stream(device))
             self.graphs = Graphs(model, self.rows, layout.page, max_num_seqs, graph_tokens, self.stream)
