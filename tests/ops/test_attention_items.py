@@ -159,3 +159,20 @@ def pairs(alike: Alike | None, segments: int) -> Ints:
             least = np.minimum.accumulate(alike.common[i:])
             found[one, alike.segments[i + 1:]] = found[alike.segments[i + 1:], one] = least
     return found
+
+
+def test_all_take_part_in_the_last_round() -> None:
+    """Single tokens of more segments than are run at a time: served in order by as many programs as run at once, longest first,
+    none of these works much longer than its share."""
+    geometry = Geometry(32, 8, 128, 16)
+    for segments, keys in ((50, 2066), (56, 4000), (64, 2066), (72, 8000), (104, 2066), (160, 3000)):
+        plan = attention_work.layout(geometry, segments, segments, False).narrow
+        counts, context = np.ones(segments, np.int32), np.full(segments, keys, np.int32)
+        work = attention_work.prepare(geometry, counts, context, segments, segments, False)
+        items = work[plan.offset:plan.offset + plan.items * FIELDS].reshape(-1, FIELDS)
+        items = items[items[:, Item.QUERIES] > 0]
+        programs = np.zeros(plan.split)
+        for length in items[:, Item.END] - items[:, Item.BEGIN]:
+            programs[programs.argmin()] += length
+        assert programs.sum() == segments * keys
+        assert programs.max() < 1.2 * segments * keys / plan.split, segments

@@ -77,7 +77,8 @@ class Engine:
             identity = models.fingerprint(self.folder, checkpoint, options.load_format, options.seed)
             self.tiers = set_up(options, self.config, self.memory.layout, identity, self.kernels.table())
             self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device,
-                                 self.config.graph_tokens, self.tiers.behind, scratch)
+                                 self.config.graph_tokens, self.tiers.behind)
+            self.worker.settle(scratch, self.config.max_num_batched_tokens)
         self.events = open_events(options, self.memory.layout, self.tiers.hierarchy)
         cache = Cache(self.memory.layout, policy=options.cache_policy, sharing=options.enable_prefix_caching, model=identity,
                       quota=options.cache_tenant_share, tiers=self.tiers.hierarchy,

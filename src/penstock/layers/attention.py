@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.layers.linear import Linear, Values
+from penstock.layers.linear import Linear, Product, Values
 from penstock.layers.spec import AttentionSpec
 from penstock.layers.step import KVView, Step
 from penstock.ops.attention import Geometry
@@ -32,6 +32,10 @@ class Attention:
             self.q_norm, self.k_norm = values[f"{path}.q_norm.weight"], values[f"{path}.k_norm.weight"]
             self.eps, self.offset = spec.norm.norm.eps, spec.norm.norm.offset
         self._kernels = kernels
+
+    @property
+    def products(self) -> list[Product]:
+        return [(self.qkv, self.qkv), (self.o, self.o)]
 
     def attach(self, view: KVView) -> None:
         """Gives the layer its window into the cache."""

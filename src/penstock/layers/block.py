@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from penstock.layers.attention import Attention, RopeTable
-from penstock.layers.linear import Values
+from penstock.layers.linear import Product, Values
 from penstock.layers.mlp import MLP
 from penstock.layers.norm import build_norm
 from penstock.layers.spec import AttentionSpec, BlockSpec, BranchSpec
@@ -53,6 +53,11 @@ class Block:
     def __init__(self, spec: BlockSpec, path: str, values: Values, kernels: Kernels, table: RopeTable | None) -> None:
         self.stages = [[Branch(branch, path, values, kernels, table) for branch in stage] for stage in spec.stages]
         (self.attention,) = (b.body for stage in self.stages for b in stage if isinstance(b.body, Attention))
+
+    @property
+    def products(self) -> list[Product]:
+        """All of its products."""
+        return [product for stage in self.stages for branch in stage for product in branch.body.products]
 
     def __call__(self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step,
                  ends: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

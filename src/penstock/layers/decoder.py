@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from penstock.core.state import StateSpec
@@ -23,6 +25,7 @@ class Decoder:
                  max_model_len: int) -> None:
         self.spec = spec
         self.dtype = dtype
+        self.device = device
         self.states: list[StateSpec] = spec.states(str(dtype).removeprefix("torch."))
         ropes = dict.fromkeys(block.attention.rope for block in spec.blocks)
         tables: dict[RopeSpec | None, RopeTable] = {
@@ -75,6 +78,16 @@ class Decoder:
             delta, residual = block(delta, residual, step)
         delta, residual = last(delta, residual, step, step.ends)
         return self.norm.add(delta, residual)[0]
+
+    def compute_products(self, tokens: Iterable[int], lines: Iterable[int]) -> None:
+        """Each product of another shape once with so many tokens, and the head with so many lines, of whatever memory holds."""
+        products = {(linear.weight.n, linear.weight.k, linear.bias is None): (linear.weight.k, product)
+                    for block in self.blocks for linear, product in block.products}
+        for count in tokens:
+            for width, product in products.values():
+                product(torch.empty(count, width, dtype=self.dtype, device=self.device))
+        for count in lines:
+            self.head(torch.empty(count, self.spec.width, dtype=self.dtype, device=self.device))
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [M, vocabulary], float32, of hidden states [M, width]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -24,3 +24,7 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._apply(x, self.weight, self.bias)
+
+
+Product = tuple[Linear, Callable[[torch.Tensor], torch.Tensor]]
+"""A layer, and what does its product, perhaps with more: x [T, K] -> [T, any]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.layers.linear import Linear, Values
+from penstock.layers.linear import Linear, Product, Values
 from penstock.layers.spec import MLPSpec
 from penstock.layers.step import Step
 from penstock.ops.registry import Kernels
@@ -20,10 +20,15 @@ class MLP:
         self._gated = spec.gated
         self._kernels = kernels
 
+    @property
+    def products(self) -> list[Product]:
+        return [(self.up, self._widen), (self.down, self.down)]
+
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         """With `ends` [E], of those tokens alone."""
-        if ends is not None:
-            x = x.index_select(0, ends)
+        return self.down(self._widen(x if ends is None else x.index_select(0, ends)))
+
+    def _widen(self, x: torch.Tensor) -> torch.Tensor:
         if self._gated:
-            return self.down(self._kernels.linear.gated(x, self.up.weight, self.up.bias, self._kind))
-        return self.down(self._kernels.activation(self.up(x), self._kind))
+            return self._kernels.linear.gated(x, self.up.weight, self.up.bias, self._kind)
+        return self._kernels.activation(self.up(x), self._kind)

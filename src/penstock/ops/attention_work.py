@@ -75,6 +75,9 @@ JOINING = 32
 """Keys that a program reads in the time in which it joins a part. K keys in p parts take K / p + p * JOINING, which is least
 for items of sqrt(K * JOINING) keys; smaller ones are not made."""
 
+WORTH = 256
+"""Keys of an item that is made only so that no multiprocessor stands still at the end."""
+
 UNITS = 32
 """Most parts a query's keys are cut into where bits must not depend on the batch."""
 
@@ -323,7 +326,19 @@ def _items(keys: Ints, unit: Ints | np.int32, split: int, room: int) -> Ints:
     items = -(-keys // (-(-least * sizes // 16 // unit) * unit))
     count = items.sum(1)
     # Where no size has all run at once, the finest for which there is room leaves least for the end.
-    return items[int((count <= (split if count.min() <= split else room)).argmax())]
+    found = items[int((count <= (split if count.min() <= split else room)).argmax())]
+    return _last_round(found, keys, split, room) if len(keys) > split and int(found.max()) == 1 else found
+
+
+def _last_round(items: Ints, keys: Ints, split: int, room: int) -> Ints:
+    """The same for whole tiles of which `split` are run at a time: those left over for the last round, the shortest, are cut so
+    that all take part in it."""
+    rest = len(keys) % split
+    parts = min(split // rest, 1 + (room - len(keys)) // rest) if rest else 1
+    if parts > 1:
+        short = np.argpartition(keys, rest)[:rest]
+        items[short] = np.clip(keys[short] // WORTH, 1, parts)
+    return items
 
 
 def _power_of_two(number: Ints) -> Ints:

@@ -57,7 +57,7 @@ class Graphs:
     def __init__(self, model: Decoder, rows: Rows, page: int, max_num_seqs: int, max_tokens: int,
                  stream: torch.cuda.Stream) -> None:
         self.model = model
-        self.builder = StepBuilder(model, rows, page, captured=True)
+        self.builder = StepBuilder(model, rows, page, captured=True, fits=True)
         self._columns = rows.tables[0].shape[1]
         self._longest = rows.tokens.shape[1]
         self._decode = decode_sizes(max_num_seqs)
@@ -70,6 +70,11 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._captured)
+
+    @property
+    def segments(self) -> set[int]:
+        """The numbers of segments that steps are padded to."""
+        return {capacity.segments for capacity in self._captured}
 
     def capacity(self, plan: StepPlan) -> Capacity | None:
         """The smallest captured one that the plan fits in, or None."""

@@ -22,6 +22,7 @@ from penstock.ops.registry import Kernels
 from penstock.ops.sample import WIDTH
 from penstock.worker.arena import Arena
 from penstock.worker.graphs import capacities as captured
+from penstock.worker.sizes import fitted
 from penstock.worker.step import Capacity
 
 _META = torch.device("meta")
@@ -39,7 +40,7 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
         for capacity in capacities(rows, tokens, graph_tokens, max_model_len):
             _forward(model, capacity, known, tables, page, capacity.segments)
         # Any number of segments may end in an eager step, and all tokens may be wanted of one whose prompt is scored.
-        for ends in (*_examples(1, rows), None):
+        for ends in (*_examples(1, fitted(rows)), None):
             _forward(model, Capacity(tokens, 1), known, tables, page, ends)
         # Any number of rows may be sampled after any step.
         for lines in _examples(1, tokens):
@@ -70,7 +71,7 @@ def _without_values(kernels: Kernels) -> Kernels:
 def capacities(rows: int, tokens: int, graph_tokens: int, max_model_len: int) -> list[Capacity]:
     """Those of captured steps, and examples of those that run eagerly: steps of any size may, for want of a large enough
     graph or because prompts are scored in them."""
-    eager = {Capacity(size, segments) for size in _examples(1, tokens) for segments in (1, min(rows, size))}
+    eager = {Capacity(size, segments) for size in _examples(1, fitted(tokens)) for segments in (1, min(fitted(rows), size))}
     padded = captured(graph_tokens, rows, max_model_len) if graph_tokens else []
     return sorted(eager.union(padded), key=lambda capacity: (capacity.tokens, capacity.segments))
 

@@ -12,6 +12,7 @@ from penstock.core.plan import Ints, Logprobs, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.ops.sample import SampleOps
 from penstock.worker.rows import Rows
+from penstock.worker.sizes import fitted
 from penstock.worker.staging import to_host
 
 _LINES = 128
@@ -61,7 +62,7 @@ def prompts(model: Decoder, ops: SampleOps, hidden: torch.Tensor, plan: StepPlan
         for first in range(start, end, _LINES):
             last = min(end, first + _LINES)
             at = int(query_start[segment]) + first - start
-            logits = model.head(hidden[at:at + last - first])
+            logits = model.head(hidden[at:at + fitted(last - first)])[:last - first]
             found = ops.score(logits, rows.tokens[row, first + 1:last + 1], top)
             parts.append((np.full(last - first, segment, np.int32), np.arange(first + 1, last + 1, dtype=np.int32), found))
     return Scores(parts)

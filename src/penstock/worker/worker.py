@@ -18,8 +18,11 @@ from penstock.worker.movers import Behind, Movers
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import Lines, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
+from penstock.worker.sizes import fitted_sizes
 from penstock.worker.step import StepBuilder
 
+_ALIKE = 8192
+"""Tokens beyond which a library's kernels are those of fewer."""
 LINES = 512
 """Rows that are sampled at a time: logits, as wide as the vocabulary, would be the largest tensors of a step of more."""
 
@@ -66,9 +69,9 @@ class Worker:
     """One device's half of the engine. Not thread-safe: one thread runs it."""
 
     def __init__(self, model: Decoder, layout: CacheLayout, max_num_seqs: int, max_model_len: int, device: torch.device,
-                 graph_tokens: int = 0, behind: Behind | None = None, scratch: int = 0) -> None:
+                 graph_tokens: int = 0, behind: Behind | None = None) -> None:
         """`graph_tokens`: capture steps of up to that many tokens as CUDA graphs; 0 captures nothing. `behind`: where pages go
-        besides the device. `scratch`: bytes of a GPU that steps take and give back, to be had from the driver now."""
+        besides the device."""
         self.closed = False
         self.model = model
         self.layout = layout
@@ -78,21 +81,29 @@ class Worker:
         # Layers that keep everything are in one group, and no others share.
         watched = {group for geometry, group in model.geometries.items() if model.kernels.attention.shares(geometry)}
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
-        self.builder = StepBuilder(model, self.rows, layout.page)
+        self.builder = StepBuilder(model, self.rows, layout.page, fits=device.type == "cuda")
         self.sampler = Sampler(model.kernels.sample, self.rows)
         self.clock = Clock(device)
         self.graphs: Graphs | None = None
         self.stream = compute_stream(device) if device.type == "cuda" else None
         self._on_stream = torch.cuda.stream(self.stream)
-        if scratch:
-            # The allocator keeps it for the steps. The driver gives memory only once all that is enqueued is done, and who
-            # decodes would wait for that whenever a step is larger than those before it.
-            with self._on_stream:
-                torch.empty(scratch, dtype=torch.uint8, device=device)
         if graph_tokens and self.stream is not None:
             self.stream.wait_stream(torch.cuda.default_stream(device))
             self.graphs = Graphs(model, self.rows, layout.page, max_num_seqs, graph_tokens, self.stream)
             self.graphs.capture()
+
+    def settle(self, scratch: int, tokens: int) -> None:
+        """Does now what a GPU's driver does only once all that is enqueued is done, for which everybody would have to wait in
+        the midst of steps: gives the `scratch` bytes that steps take and give back, which the allocator then keeps for them,
+        and loads the kernels that a library picks for the products of up to `tokens` tokens."""
+        if self.stream is None:
+            return
+        with torch.inference_mode(), self._on_stream:
+            torch.empty(scratch, dtype=torch.uint8, device=self.rows.device)
+            captured = () if self.graphs is None else self.graphs.segments
+            lines = {*fitted_sizes(LINES), *(part for count in captured for part in (min(count, LINES), count % LINES) if part)}
+            self.model.compute_products(fitted_sizes(min(tokens, _ALIKE)), sorted(lines))
+        self.stream.synchronize()
 
     def close(self) -> None:
         """Ends what runs beside the steps and gives all memory back. Nothing can be run afterwards."""
@@ -135,7 +146,7 @@ class Worker:
         hidden, ends, lines = self._forward(plan, scoring)
         sampled = []
         for at, part in enumerate(lines.parts(LINES)):
-            logits = self.model.head(ends[at * LINES:(at + 1) * LINES])
+            logits = self.model.head(ends[at * LINES:(at + 1) * LINES])[:len(part.rows)]
             if not at:
                 interval.leave_model()
             sampled.append(self.sampler.launch(logits, part))
@@ -145,23 +156,26 @@ class Worker:
         return Launched(result, sampled, scores, interval.stop(), self.movers)
 
     def _forward(self, plan: StepPlan, scoring: bool) -> tuple[torch.Tensor, torch.Tensor, Lines]:
-        """Hidden states of the plan's tokens, if prompts are scored by them; those of the tokens that are sampled after; and
-        whose these are."""
+        """Hidden states of the plan's tokens, if prompts are scored by them; those of the tokens that are sampled after, and
+        perhaps of some more; and whose these are."""
         sampling = (plan.wants & int(Want.SAMPLE)).nonzero()[0]
         count = len(sampling)
         # Graphs give no hidden states to score prompts by.
         capacity = self.graphs.capacity(plan) if self.graphs is not None and not scoring else None
         if self.graphs is not None and capacity is not None:
             builder = self.graphs.builder
+            ends = builder.ends(count, capacity)
             hidden, parts = self.graphs.forward(plan, capacity, sampling)
             if capacity.tokens == capacity.segments and count < len(plan.rows):
-                hidden = hidden.index_select(0, builder.heads(parts, count))
+                hidden = hidden.index_select(0, builder.heads(parts, ends))
         else:
             builder = self.builder
-            capacity = builder.exact(plan)
+            capacity = builder.capacity(plan)
+            ends = builder.ends(count, capacity)
             parts = builder.fill(plan, capacity, sampling)
             if scoring:
                 hidden = self.model.forward(builder.step(capacity, parts))
-                return hidden, hidden.index_select(0, builder.heads(parts, count)), builder.lines(parts, plan, sampling)
-            hidden = self.model.forward(builder.step(capacity, parts, None if count == capacity.tokens else count))
-        return hidden, hidden[:count], builder.lines(parts, plan, sampling)
+                return hidden, hidden.index_select(0, builder.heads(parts, ends)), builder.lines(parts, plan, sampling)
+            single = count == len(plan.rows) == int(plan.counts.sum())
+            hidden = self.model.forward(builder.step(capacity, parts, None if single else ends))
+        return hidden, hidden[:ends], builder.lines(parts, plan, sampling)
