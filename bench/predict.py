@@ -31,32 +31,32 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine import engine as engine_module
 from penstock.engine import llm as llm_module
 from penstock.engine.executor import Direct, Pending
-from penstock.worker.graphs import decode_sizes, mixed_sizes
+from penstock.worker.graphs import decode_sizes, mixed_capacity, mixed_sizes
 from penstock.worker.worker import Worker
 
 RESULTS = Path(__file__).parent / "results"
 KV_TOKENS = {"llama8b": 832_016, "qwen06b": 1_089_328}
 """What fits beside the weights at 0.85 of an H200."""
 
-READS = {"llama8b": 4.3e6, "qwen06b": 4.7e6}
+READS = {"llama8b": 4.3e6, "qwen06b": 4.5e6}
 """Bytes of the cache that attention over single tokens reads in a microsecond."""
 READING = {16: 8e6, 128: 60e6, 512: 190e6, 1024: 270e6, 2048: 350e6, 8192: 600e6}
 """FLOP that attention does in a microsecond, by the length of a prompt's segment (bench/notes.md, "GPU: attention")."""
 A_KERNEL = 8.0
 """Microseconds of an attention kernel besides."""
-A_LINE = 0.15
-"""Microseconds of each sampled line."""
+A_STEP, A_LINE = 60.0, 0.15
+"""Microseconds of a step, and of each sampled line, for building it and choosing."""
 EAGER = 12.0
 """Microseconds of the host for a kernel launched alone, of which a layer has about ten."""
-AMONG = {"llama8b": (1.04, 110.0, 500.0, 1100.0), "qwen06b": (1.0, 220.0, 100.0, 600.0)}
-"""What products of more than 256 rows take among others by what they take alone; and microseconds that any step takes besides, a
-mixed one besides that, and one that is launched kernel by kernel: fitted to `results/gpu_mix_steps.txt`."""
+AMONG = {"llama8b": (1.04, 550.0, 1100.0), "qwen06b": (1.0, 150.0, 600.0)}
+"""What products of more than 256 rows take among others by what they take alone; and microseconds that a mixed step takes
+besides, and one that is launched kernel by kernel: fitted to `results/gpu_mix_steps.txt`."""
 EMPTY = 0.7
 """What a row of padding costs by one of tokens."""
-
-
 DECODE, MIXED = decode_sizes(1024), mixed_sizes(2048, 1024, 16_384)
 """Tokens that captured steps are padded to, as an engine with default options has them."""
+SEGMENTS = mixed_capacity(MIXED[-1], 1024).segments
+"""Most segments of a captured mixed step."""
 
 
 class Card:
@@ -67,7 +67,7 @@ class Card:
         size, config = {"llama8b": "8b", "qwen06b": "06b"}[shape], SHAPES[shape]
         self.layers, self.heads = config["num_hidden_layers"], config["num_attention_heads"]
         self.entry = 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
-        self.reads, (self.among, self.any, self.mixed, self.eager) = READS[shape], AMONG[shape]
+        self.reads, (self.among, self.mixed, self.eager) = READS[shape], AMONG[shape]
         # Norms, gate and rope, at the rates of results/gpu_rows.json: they read and write some ten times the width of a row.
         self.row = 0.046 if shape == "llama8b" else 0.0135
         self.products, self.head = {0: 0.0}, {0: 0.0}
@@ -84,7 +84,7 @@ class Card:
         padded = _padded(plan)
         rows = tokens + EMPTY * (padded - tokens) if padded else tokens
         layer = _between(self.products, rows) * (self.among if rows > 256 else 1.0) + A_KERNEL / 2 + self.row * tokens
-        step = self.any if padded else self.any + self.eager
+        step = A_STEP if padded else A_STEP + self.eager
         if single.any():
             layer += A_KERNEL + float(context[single].sum()) * self.entry / self.reads
         if not single.all():
@@ -206,7 +206,7 @@ class Server:
 def _padded(plan: StepPlan) -> int:
     """Rows of the captured step that a plan fits in; 0 if it is launched kernel by kernel."""
     tokens, segments = int(plan.counts.sum()), len(plan.rows)
-    sizes = DECODE if tokens == segments else MIXED if segments <= 256 else []
+    sizes = DECODE if tokens == segments else MIXED if segments <= SEGMENTS else []
     return next((size for size in sizes if size >= tokens), 0)
 
 
