@@ -31,13 +31,14 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine import engine as engine_module
 from penstock.engine import llm as llm_module
 from penstock.engine.executor import Direct, Pending
+from penstock.worker.graphs import decode_sizes, mixed_capacity, mixed_sizes
 from penstock.worker.worker import Worker
 
 RESULTS = Path(__file__).parent / "results"
 KV_TOKENS = {"llama8b": 832_016, "qwen06b": 1_089_328}
 """What fits beside the weights at 0.85 of an H200."""
 
-READS = 4.35e6
+READS = {"llama8b": 4.3e6, "qwen06b": 4.5e6}
 """Bytes of the cache that attention over single tokens reads in a microsecond."""
 READING = {16: 8e6, 128: 60e6, 512: 190e6, 1024: 270e6, 2048: 350e6, 8192: 600e6}
 """FLOP that attention does in a microsecond, by the length of a prompt's segment (bench/notes.md, "GPU: attention")."""
@@ -47,6 +48,15 @@ A_STEP, A_LINE = 60.0, 0.15
 """Microseconds of a step, and of each sampled line, for building it and choosing."""
 EAGER = 12.0
 """Microseconds of the host for a kernel launched alone, of which a layer has about ten."""
+AMONG = {"llama8b": (1.04, 550.0, 1100.0), "qwen06b": (1.0, 150.0, 600.0)}
+"""What products of more than 256 rows take among others by what they take alone; and microseconds that a mixed step takes
+besides, and one that is launched kernel by kernel: fitted to `results/gpu_mix_steps.txt`."""
+EMPTY = 0.7
+"""What a row of padding costs by one of tokens."""
+DECODE, MIXED = decode_sizes(1024), mixed_sizes(2048, 1024, 16_384)
+"""Tokens that captured steps are padded to, as an engine with default options has them."""
+SEGMENTS = mixed_capacity(MIXED[-1], 1024).segments
+"""Most segments of a captured mixed step."""
 
 
 class Card:
@@ -57,6 +67,7 @@ class Card:
         size, config = {"llama8b": "8b", "qwen06b": "06b"}[shape], SHAPES[shape]
         self.layers, self.heads = config["num_hidden_layers"], config["num_attention_heads"]
         self.entry = 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
+        self.reads, (self.among, self.mixed, self.eager) = READS[shape], AMONG[shape]
         # Norms, gate and rope, at the rates of results/gpu_rows.json: they read and write some ten times the width of a row.
         self.row = 0.046 if shape == "llama8b" else 0.0135
         self.products, self.head = {0: 0.0}, {0: 0.0}
@@ -70,22 +81,24 @@ class Card:
     def step(self, plan: StepPlan) -> float:
         """Seconds."""
         tokens, context, single = int(plan.counts.sum()), plan.starts + plan.counts, plan.counts == 1
-        layer = _between(self.products, tokens) + A_KERNEL / 2 + self.row * tokens
+        padded = _padded(plan)
+        rows = tokens + EMPTY * (padded - tokens) if padded else tokens
+        layer = _between(self.products, rows) * (self.among if rows > 256 else 1.0) + A_KERNEL / 2 + self.row * tokens
+        step = A_STEP if padded else A_STEP + self.eager
         if single.any():
-            layer += A_KERNEL + float(context[single].sum()) * self.entry / READS
+            layer += A_KERNEL + float(context[single].sum()) * self.entry / self.reads
         if not single.all():
+            step += self.mixed
             counts, starts = plan.counts[~single].astype(float), plan.starts[~single]
             work = 2 * counts * (2 * starts + counts) * self.heads * 128
             rate = np.interp(np.log2(counts), np.log2(list(READING)), list(READING.values()))
             layer += A_KERNEL + float((work / rate).sum())
         lines = int((plan.wants & 1).sum())
-        return (layer * self.layers + _between(self.head, lines) + A_LINE * lines + A_STEP) / 1e6
+        return (layer * self.layers + _between(self.head, lines) + A_LINE * lines + step) / 1e6
 
     def launching(self, plan: StepPlan) -> float:
         """Seconds of the host that `host.py`'s worker without kernels does not have: replaying a graph, or launching all."""
-        tokens = int(plan.counts.sum())
-        captured = tokens <= (512 if tokens == len(plan.rows) else 2048)
-        return (150.0 if captured else 150.0 + 10 * EAGER * self.layers) / 1e6
+        return (150.0 if _padded(plan) else 150.0 + 10 * EAGER * self.layers) / 1e6
 
 
 class VirtualDevice:
@@ -188,6 +201,13 @@ class Server:
         return {"steps": run.steps - steps, "tokens_per_second": round(requests * LOAD[1] / (run.now - began)),
                 "ttft_p50": round(firsts[len(firsts) // 2] * 1e3, 2), "itl_p50": round(gaps[len(gaps) // 2] * 1e3, 2),
                 "itl_p99": round(gaps[int(0.99 * len(gaps))] * 1e3, 2)}
+
+
+def _padded(plan: StepPlan) -> int:
+    """Rows of the captured step that a plan fits in; 0 if it is launched kernel by kernel."""
+    tokens, segments = int(plan.counts.sum()), len(plan.rows)
+    sizes = DECODE if tokens == segments else MIXED if segments <= SEGMENTS else []
+    return next((size for size in sizes if size >= tokens), 0)
 
 
 def _between(table: dict[int, float], at: int) -> float:
