@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_ADDED = 0.9
+_ADDED = 0.85
 """What prompts may add to a step, in units of what it takes without them: nearly half of the device is then theirs."""
 _UNNOTICED = 0.004
 """Seconds that they may always add: nobody notices, and shorter ones are mostly what any prompt costs a step."""
