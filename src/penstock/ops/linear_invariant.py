@@ -21,8 +21,9 @@ _MANY = {BOXED: 1.0, Tile(128, 128, 64, group=8): 0.6, Tile(128, 64, 64, stages=
 _MANY_GATED = {BOXED_GATED: 1.0, BOXED_GATED._replace(wide=64, stages=4): 0.6, Tile(128, 128, 64, warps=8, group=8): 1.0,
                _LEAST: 0.4}
 _MANY_DIVIDED = {BOXED._replace(wide=128, stages=4, joined=True): 0.6, BOXED._replace(wide=64, stages=4, joined=True): 0.4,
-                 Tile(128, 64, 64, group=8, joined=True): 0.5, Tile(128, 64, 64, group=8): 0.4, _LEAST: 0.26}
-"""For more than 64 rows: what each takes for all of K, in the time that the largest does (bench/notes.md)."""
+                 Tile(128, 64, 64, group=8, joined=True): 0.5, Tile(128, 64, 64, group=8): 0.55, _LEAST: 0.35}
+"""For more than 64 rows: the time that each takes for all of K, of what the largest takes. That of programs which share a tile
+is a little more, as they leave their sums in memory."""
 _EXACT = Tile(32, 32, 32, stages=2)
 """For float32, whose products are done one by one."""
 
