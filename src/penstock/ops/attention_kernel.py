@@ -32,12 +32,13 @@ def _merge(acc, peak, total, more_acc, more_peak, more_total):
 
 
 @triton.jit
-def _scan(q, acc, peak, total, closed_acc, closed_peak, closed_total, unit, k_cache, v_cache, table, start, stop, lowest,
-          highest, position, scale, softcap, window, page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr,
+def _scan(q, acc, peak, total, closed_acc, closed_peak, closed_total, begin, unit, k_cache, v_cache, table, start, stop,
+          lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr,
           page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, masked: tl.constexpr,
           closing: tl.constexpr):
     """Attends to keys [start, stop) in blocks. masked: some keys of the range may be hidden from some queries. closing: the
-    sums that begin with `acc` are closed where a unit of keys ends, and joined with those closed before."""
+    sums, which have all keys since `begin` or since they were last closed, are closed where a unit of keys ends, and joined
+    with those closed before."""
     block_m: tl.constexpr = q.shape[0]
     block_d: tl.constexpr = q.shape[1]
     offset, d = tl.arange(0, block_n), tl.arange(0, block_d)
@@ -82,11 +83,12 @@ def _scan(q, acc, peak, total, closed_acc, closed_peak, closed_total, unit, k_ca
             if windowed:
                 seen = seen & (key[None] > mine - window)
             scores = tl.where(seen, scores, float("-inf"))
-        before = tl.where(first % unit == 0, float("-inf"), peak) if closing else peak
+        full = (first % unit == 0) & (first > begin) if closing else False
+        before = tl.where(full, float("-inf"), peak) if closing else peak
         top = tl.maximum(before, tl.max(scores, 1) * factor)
         shift = tl.where(top == float("-inf"), 0.0, top) if masked else top
         old = tl.exp2(before - shift)
-        if closing and first % unit == 0:
+        if full:
             closed_acc, closed_peak, closed_total = _merge(closed_acc, closed_peak, closed_total, acc, peak, total)
             old = tl.zeros((block_m,), tl.float32)  # as it is already: so this comes after the scores, when `acc` is complete
         factors = tl.full(scores.shape, factor, tl.float32)
@@ -109,20 +111,20 @@ def _attend(q, k_cache, v_cache, table, start, stop, unit, opened, closed, lowes
     acc = tl.zeros(q.shape, tl.float32)
     peak = tl.full((q.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((q.shape[0],), tl.float32)
-    whole, whole_peak, whole_total = acc, peak, total
+    whole, whole_peak, whole_total, begin = acc, peak, total, start
     if edges:
         if windowed:
             acc, peak, total, whole, whole_peak, whole_total = _scan(
-                q, acc, peak, total, whole, whole_peak, whole_total, unit, k_cache, v_cache, table, start,
+                q, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start,
                 tl.minimum(stop, opened), lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group,
                 size, page_size, block_n, windowed, capped, True, closing)
         acc, peak, total, whole, whole_peak, whole_total = _scan(
-            q, acc, peak, total, whole, whole_peak, whole_total, unit, k_cache, v_cache, table, tl.maximum(start, opened),
-            tl.minimum(stop, closed), lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group, size,
-            page_size, block_n, windowed, capped, False, closing)
+            q, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table,
+            tl.maximum(start, opened), tl.minimum(stop, closed), lowest, highest, position, scale, softcap, window, page_stride,
+            slot_stride, group, size, page_size, block_n, windowed, capped, False, closing)
         start = tl.maximum(start, closed)
     acc, peak, total, whole, whole_peak, whole_total = _scan(
-        q, acc, peak, total, whole, whole_peak, whole_total, unit, k_cache, v_cache, table, start, stop, lowest, highest,
+        q, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start, stop, lowest, highest,
         position, scale, softcap, window, page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, True,
         closing)
     if closing:
@@ -288,7 +290,7 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
 
     done = 0
     if fixed:
-        if edges and ends == 1:
+        if ends == 1:
             # One loop over all units: were it one for each, each would wait for its first keys.
             acc, peak, total = _attend(
                 tile, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position, scale, softcap,
@@ -302,12 +304,8 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
                     tile, k_cache, v_cache, table, start, tl.minimum(start + unit, end), unit, opened, closed, lowest, highest,
                     position, scale, softcap, window, page_stride, slot_stride, group, size, page_size, block_n, windowed,
                     capped, edges, False)
-                if ends == 1:
-                    acc, peak, total = _merge(acc, peak, total, more_acc, more_peak, more_total)
-                else:
-                    _store_part(more_acc, more_peak, more_total, parts_acc, parts_sum, own_slot + done * queries, queries,
-                                group)
-                    done += 1
+                _store_part(more_acc, more_peak, more_total, parts_acc, parts_sum, own_slot + done * queries, queries, group)
+                done += 1
     else:
         acc, peak, total = _attend(
             tile, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position, scale, softcap, window,
