@@ -138,7 +138,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.usefixtures("small_units")
-def test_a_query_in_any_company(dtype: torch.dtype, window: int) -> None:
+def test_a_query_in_any_company(dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits are the same alone, in chunks of any size, beside other segments and in batches, however keys are split."""
     shape = {"heads": 3, "kv": 1, "size": 40, "window": window}
     case = built(Case([(330, 330)], **shape), dtype)
@@ -160,6 +160,10 @@ def test_a_query_in_any_company(dtype: torch.dtype, window: int) -> None:
         assert torch.equal(part(ends, [1] * size), torch.stack([whole[end - 1] for end in ends])), size
     mixed = part([330, 260, 90], [1, 30, 90])
     assert torch.equal(mixed, torch.cat([whole[329:330], whole[230:260], whole[:90]]))
+    # With so few programs most have all the keys of their queries.
+    monkeypatch.setattr(attention_work, "MULTIPROCESSORS", 2)
+    attention_work.layout.cache_clear()
+    assert torch.equal(part([330], [330]), whole)
 
 
 def covered(work: np.ndarray, launch: Launch, seen: np.ndarray, kv_heads: int, fixed: bool = False) -> None:

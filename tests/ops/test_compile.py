@@ -162,6 +162,40 @@ print(json.dumps(sorted(job.kernel for job in jobs.values())))
 """
 
 
+USED = PRELUDE + """
+import re, subprocess
+from pathlib import Path
+import triton
+from triton import knobs
+from triton.runtime.jit import JITFunction
+from penstock.ops import linear_invariant, linear_triton
+from penstock.ops.linear import Weight
+
+made, run = [], JITFunction.run
+JITFunction.run = lambda self, *args, grid, warmup, **more: made.append(run(self, *args, grid=grid, warmup=True, **more))
+
+def empty(*shape):
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+found, tool = {}, Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+with compile.recording(CHIP):
+    knobs.runtime.jit_cache_hook = None
+    for n, k, kind in ((1024, 3072, None), (3072, 1024, "silu")):
+        size = n if kind is None else 2 * n
+        weight = Weight(empty(size, k), size, k, torch.bfloat16)
+        for rows in (8, 64, 128, 256, 1024, 8192):
+            tile = linear_invariant.choose(rows, n, k, torch.bfloat16, kind is not None, True)
+            linear_triton.launch(tile, empty(rows, k), weight, None, torch.bfloat16, kind)
+            file = Path("kernel.cubin")
+            file.write_bytes(made[-1].asm["cubin"])
+            ask = lambda option: subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
+            stack, code = re.search("STACK:([0-9]+)", ask("-res-usage"))[1], ask("-sass")
+            found[f"{tile} {kind}"] = [int(stack), made[-1].metadata.shared, code.count("HGMMA"),
+                                       len(re.findall("HGMMA.*gsb0", code))]
+print(json.dumps(found))
+"""
+
+
 def python(script: str, cache: Path, **more: str) -> tuple[Any, str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240,
@@ -184,6 +218,17 @@ def test_sizes_of_one_compile(tmp_path: Path) -> None:
     """Triton makes constants of arguments that are 1, which the interpreter does not: a single output, head, number, slot."""
     found, _ = python(ONES, tmp_path)
     assert found == ["matvec", "rope_write", "tiles", "tiles"]
+
+
+def test_invariant_products_keep_their_sums_in_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper: nothing is spilled, blocks fit, and no matrix instruction waits for the one before, as happens if sums are
+    looked at while they are added to."""
+    monkeypatch.chdir(tmp_path)
+    found, _ = python(USED, tmp_path)
+    assert len(found) > 8
+    for tile, (stack, shared, products, waited_for) in found.items():
+        assert stack == 0 and shared <= 227 << 10, (tile, stack, shared)
+        assert products > waited_for * 3 > 0, (tile, products, waited_for)
 
 
 def test_steps_of_any_size_launch_what_was_rehearsed(tmp_path: Path) -> None:

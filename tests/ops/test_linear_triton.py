@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.ops import activation_triton, linear_triton
+from penstock.ops import activation_triton, gpu, linear_triton
 from penstock.ops.activation import ACTIVATIONS, gated
-from penstock.ops.linear_invariant import InvariantLinear
+from penstock.ops.linear_invariant import InvariantLinear, choose
 from penstock.ops.linear_triton import Tile, TritonLinear, launch
 from tests.ops.interpreter import DEVICE, DTYPES, interpreter
 from tests.ops.kernels import close, random
 
 HALF = [dtype for dtype in DTYPES if dtype != torch.float32]
 FEW = [Tile(1, 8, 64, stages=3), Tile(1, 4, 128, warps=2, stages=1, ahead=3)]
-TILES = [Tile(16, 32, 64), Tile(16, 64, 32, split=3, swap=True), Tile(32, 16, 64, split=2), Tile(64, 32, 64, group=4)]
+TILES = [Tile(16, 32, 64), Tile(16, 64, 32, split=3, swap=True), Tile(32, 16, 64, split=2), Tile(64, 32, 64, group=4),
+         Tile(32, 32, 64, split=2, joined=True), Tile(16, 32, 64, swap=True, paired=True)]
 
 
 def matrix(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -33,8 +34,11 @@ def test_product(tile: Tile, dtype: torch.dtype) -> None:
         weight, pair = (TritonLinear.pack(matrix(size, k, dtype=dtype, seed=size)) for size in (n, 2 * n))
         bias = matrix(2 * n, dtype=dtype, seed=3)
         exact, scale = x.double() @ weight.data.double().T, k ** 0.5
-        close(launch(tile, x, weight, None, dtype), exact, scale)
-        close(launch(tile, x, weight, bias[:n], torch.float32), exact + bias[:n].double(), scale, factor=4)
+        if not tile.paired:
+            close(launch(tile, x, weight, None, dtype), exact, scale)
+            close(launch(tile, x, weight, bias[:n], torch.float32), exact + bias[:n].double(), scale, factor=4)
+        if tile.joined:
+            continue
         wanted = gated(x.double() @ pair.data.double().T + bias.double(), "silu")
         close(launch(tile, x, pair, bias, dtype, "silu"), wanted, scale, factor=4)
 
@@ -77,7 +81,7 @@ WINDOWS = ((0, 1), (17, 18), (5, 7), (3, 60), (1, 65), (100, 230), (299, 300))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("k", [160, 77])
+@pytest.mark.parametrize("k", [160, 77, 515])
 def test_a_row_in_any_company(k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of a row are the same alone, among others, anywhere. x's rows are strided, and aligned to nothing."""
     if DEVICE.type == "cpu":
@@ -90,6 +94,33 @@ def test_a_row_in_any_company(k: int, dtype: torch.dtype, monkeypatch: pytest.Mo
     for begin, end in WINDOWS:
         assert torch.equal(InvariantLinear.apply(x[begin:end], weight, bias, torch.float32), whole[begin:end]), (begin, end)
         assert torch.equal(InvariantLinear.gated(x[begin:end], weight, None, "silu"), whole_gated[begin:end]), (begin, end)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("sizes", [(40, 160, 1), (72, 1040, 4), (33, 605, 2), (7, 1250, 4)], ids=str)
+def test_every_tile_sums_alike(sizes: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile that some number of rows chooses gives the same bits; K undivided, divided among programs, or within one."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", in_order)
+    n, k, split = sizes
+    x, bias = matrix(130, k, dtype=dtype, seed=1), matrix(2 * n, dtype=dtype, seed=3)
+    weight, pair = (TritonLinear.pack(matrix(size, k, dtype=dtype, seed=2)) for size in (n, 2 * n))
+    boxes = (False, True) if n % 8 == 0 and k % 16 == 0 and gpu.capability(DEVICE)[0] != 8 else (False,)
+
+    def chosen(gated: bool) -> dict[Tile, int]:
+        """Each tile, and the least number of rows that chooses it."""
+        return {choose(1 << i, n, k, dtype, gated, boxed): min(1 << i, len(x)) for i in range(14, -1, -1) for boxed in boxes}
+
+    whole = launch(Tile(16, 32, 64, split), x, weight, bias[:n], torch.float32)
+    close(whole, x.double() @ weight.data.double().T + bias[:n].double(), k ** 0.5, factor=4)
+    for tile, rows in chosen(False).items():
+        assert tile.split == split, "the matrix alone is to say how K is divided"
+        for count in {rows, len(x)}:
+            assert torch.equal(launch(tile, x[:count], weight, bias[:n], torch.float32), whole[:count]), (tile, count)
+    whole = launch(Tile(16, 32, 64), x, pair, bias, dtype, "silu")
+    for tile, rows in chosen(True).items():
+        for count in {rows, len(x)}:
+            assert torch.equal(launch(tile, x[:count], pair, bias, dtype, "silu"), whole[:count]), (tile, count)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="real sizes need a GPU")

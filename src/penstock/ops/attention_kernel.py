@@ -32,10 +32,13 @@ def _merge(acc, peak, total, more_acc, more_peak, more_total):
 
 
 @triton.jit
-def _scan(q, acc, peak, total, k_cache, v_cache, table, start, stop, lowest, highest, position, scale, softcap, window,
-          page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
-          windowed: tl.constexpr, capped: tl.constexpr, masked: tl.constexpr):
-    """Attends to keys [start, stop) in blocks. masked: some keys of the range may be hidden from some queries."""
+def _scan(q, acc, peak, total, closed_acc, closed_peak, closed_total, begin, unit, k_cache, v_cache, table, start, stop,
+          lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr,
+          page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, masked: tl.constexpr,
+          closing: tl.constexpr):
+    """Attends to keys [start, stop) in blocks. masked: some keys of the range may be hidden from some queries. closing: the
+    sums, which have all keys since `begin` or since they were last closed, are closed where a unit of keys ends, and joined
+    with those closed before."""
     block_m: tl.constexpr = q.shape[0]
     block_d: tl.constexpr = q.shape[1]
     offset, d = tl.arange(0, block_n), tl.arange(0, block_d)
@@ -80,39 +83,53 @@ def _scan(q, acc, peak, total, k_cache, v_cache, table, start, stop, lowest, hig
             if windowed:
                 seen = seen & (key[None] > mine - window)
             scores = tl.where(seen, scores, float("-inf"))
-        top = tl.maximum(peak, tl.max(scores, 1) * factor)
+        full = (first % unit == 0) & (first > begin) if closing else False
+        before = tl.where(full, float("-inf"), peak) if closing else peak
+        top = tl.maximum(before, tl.max(scores, 1) * factor)
         shift = tl.where(top == float("-inf"), 0.0, top) if masked else top
-        old = tl.exp2(peak - shift)
+        old = tl.exp2(before - shift)
+        if full:
+            closed_acc, closed_peak, closed_total = _merge(closed_acc, closed_peak, closed_total, acc, peak, total)
+            old = tl.zeros((block_m,), tl.float32)  # as it is already: so this comes after the scores, when `acc` is complete
         factors = tl.full(scores.shape, factor, tl.float32)
         weights = tl.exp2(tl.fma(scores, factors, tl.broadcast_to(-shift[:, None], scores.shape)))
         total = tl.fma(total, old, tl.sum(weights, 1))
         acc = tl.dot(weights.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
         peak = top
-    return acc, peak, total
+    return acc, peak, total, closed_acc, closed_peak, closed_total
 
 
 @triton.jit
-def _attend(q, k_cache, v_cache, table, start, stop, opened, closed, lowest, highest, position, scale, softcap, window,
+def _attend(q, k_cache, v_cache, table, start, stop, unit, opened, closed, lowest, highest, position, scale, softcap, window,
             page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
-            windowed: tl.constexpr, capped: tl.constexpr, edges: tl.constexpr):
+            windowed: tl.constexpr, capped: tl.constexpr, edges: tl.constexpr, closing: tl.constexpr):
     """A partial softmax: the sum of weighted values, the greatest score and the sum of weights over keys [start, stop).
 
     Keys of [opened, closed), multiples of the block, are seen by all queries of the tile; that matters if there are edges.
+    closing: it is that of each unit of keys, joined in their order.
     """
     acc = tl.zeros(q.shape, tl.float32)
     peak = tl.full((q.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((q.shape[0],), tl.float32)
+    whole, whole_peak, whole_total, begin = acc, peak, total, start
     if edges:
         if windowed:
-            acc, peak, total = _scan(q, acc, peak, total, k_cache, v_cache, table, start, tl.minimum(stop, opened), lowest,
-                                     highest, position, scale, softcap, window, page_stride, slot_stride, group, size,
-                                     page_size, block_n, windowed, capped, True)
-        acc, peak, total = _scan(q, acc, peak, total, k_cache, v_cache, table, tl.maximum(start, opened),
-                                 tl.minimum(stop, closed), lowest, highest, position, scale, softcap, window, page_stride,
-                                 slot_stride, group, size, page_size, block_n, windowed, capped, False)
+            acc, peak, total, whole, whole_peak, whole_total = _scan(
+                q, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start,
+                tl.minimum(stop, opened), lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group,
+                size, page_size, block_n, windowed, capped, True, closing)
+        acc, peak, total, whole, whole_peak, whole_total = _scan(
+            q, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table,
+            tl.maximum(start, opened), tl.minimum(stop, closed), lowest, highest, position, scale, softcap, window, page_stride,
+            slot_stride, group, size, page_size, block_n, windowed, capped, False, closing)
         start = tl.maximum(start, closed)
-    return _scan(q, acc, peak, total, k_cache, v_cache, table, start, stop, lowest, highest, position, scale, softcap, window,
-                 page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, True)
+    acc, peak, total, whole, whole_peak, whole_total = _scan(
+        q, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start, stop, lowest, highest,
+        position, scale, softcap, window, page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, True,
+        closing)
+    if closing:
+        acc, peak, total = _merge(whole, whole_peak, whole_total, acc, peak, total)
+    return acc, peak, total
 
 
 @triton.jit
@@ -273,22 +290,26 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
 
     done = 0
     if fixed:
-        acc = tl.zeros((block_m, block_d), tl.float32)
-        peak = tl.full((block_m,), float("-inf"), tl.float32)
-        total = tl.zeros((block_m,), tl.float32)
-        for start in range(begin, end, unit):
-            more_acc, more_peak, more_total = _attend(
-                tile, k_cache, v_cache, table, start, tl.minimum(start + unit, end), opened, closed, lowest, highest, position,
-                scale, softcap, window, page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, edges)
-            if ends == 1:
-                acc, peak, total = _merge(acc, peak, total, more_acc, more_peak, more_total)
-            else:
+        if ends == 1:
+            # One loop over all units: were it one for each, each would wait for its first keys.
+            acc, peak, total = _attend(
+                tile, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position, scale, softcap,
+                window, page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, edges, True)
+        else:
+            acc = tl.zeros((block_m, block_d), tl.float32)
+            peak = tl.full((block_m,), float("-inf"), tl.float32)
+            total = tl.zeros((block_m,), tl.float32)
+            for start in range(begin, end, unit):
+                more_acc, more_peak, more_total = _attend(
+                    tile, k_cache, v_cache, table, start, tl.minimum(start + unit, end), unit, opened, closed, lowest, highest,
+                    position, scale, softcap, window, page_stride, slot_stride, group, size, page_size, block_n, windowed,
+                    capped, edges, False)
                 _store_part(more_acc, more_peak, more_total, parts_acc, parts_sum, own_slot + done * queries, queries, group)
                 done += 1
     else:
         acc, peak, total = _attend(
-            tile, k_cache, v_cache, table, begin, end, opened, closed, lowest, highest, position, scale, softcap, window,
-            page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, edges)
+            tile, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position, scale, softcap, window,
+            page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, edges, False)
         if ends > 1:
             _store_part(acc, peak, total, parts_acc, parts_sum, own_slot, queries, group)
             done += 1

@@ -2,8 +2,9 @@
 
 Every tile multiplies by the same kind of instruction (on Hopper wgmma, whose first operand has 64 rows or a multiple: for few
 rows of x that is the weight), in steps of 16 along K, in order, into one float32 sum. The tile's size and which operand comes
-first change what is multiplied together, not the order within a sum; so the rows may choose the tile, but K is never divided
-among programs. That sums then have the same bits is tested on the GPU, over all tiles and sizes.
+first change what is multiplied together, not the order within a sum; so the rows may choose the tile. K is divided where the
+matrix alone, by its few columns, asks for it: then every tile sums each part by itself and adds the parts in order, whether
+they are of several programs or of one. That sums then have the same bits is tested on the GPU, over all tiles and sizes.
 """
 
 from __future__ import annotations
@@ -12,28 +13,45 @@ import torch
 
 from penstock.ops import gpu
 from penstock.ops.linear import Weight
-from penstock.ops.linear_triton import BOXED, BOXED_GATED, Tile, TritonLinear, boxable, few_rows, launch
+from penstock.ops.linear_triton import BOXED, BOXED_GATED, Tile, TritonLinear, boxable, few_rows, launch, parts
 from penstock.ops.registry import register
 
-_MANY = (BOXED, Tile(128, 128, 64, group=8), Tile(128, 64, 64, stages=5, group=8), Tile(64, 64, 128, group=8))
-_MANY_GATED = (BOXED_GATED, Tile(128, 128, 64, warps=8, group=8), Tile(64, 64, 128, group=8))
-"""For more than 64 rows the first that can be had and makes enough programs."""
+_LEAST = Tile(64, 64, 128, group=8)
+_MANY = {BOXED: 1.0, Tile(128, 128, 64, group=8): 0.6, Tile(128, 64, 64, stages=5, group=8): 0.4, _LEAST: 0.26}
+_MANY_GATED = {BOXED_GATED: 1.0, BOXED_GATED._replace(wide=64, stages=4): 0.6, Tile(128, 128, 64, warps=8, group=8): 1.0,
+               _LEAST: 0.4}
+_MANY_DIVIDED = {BOXED._replace(wide=128, stages=4, joined=True): 0.6, BOXED._replace(wide=64, stages=4, joined=True): 0.4,
+                 Tile(128, 64, 64, group=8, joined=True): 0.5, Tile(128, 64, 64, group=8): 0.55, _LEAST: 0.35}
+"""For more than 64 rows: the time that each takes for all of K, of what the largest takes. That of programs which share a tile
+is a little more, as they leave their sums in memory."""
 _EXACT = Tile(32, 32, 32, stages=2)
 """For float32, whose products are done one by one."""
-_PROGRAMS = 96
-"""So many keep a large GPU busy."""
 
 
 def choose(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, boxes: bool) -> Tile:
-    """The tile for n output columns. It changes only where rows pass a power of two, so that few numbers of rows show all."""
+    """The tile for n output columns. It changes only where rows pass a power of two, so that few numbers of rows show all.
+
+    `Tile.split` depends on n, k, dtype and gated alone.
+    """
     if dtype == torch.float32:
         return _EXACT
+    split = 1 if gated else parts(n, k, gated)
     if rows <= 64:
+        tall = max(16, gpu.covering(rows))
+        if gated and n <= 32 * gpu.MULTIPROCESSORS:
+            return Tile(tall, 32, 128, stages=8, swap=True, ahead=3, paired=True)
+        if split > 1:
+            return Tile(tall, 64, 128, split, stages=6, swap=True, ahead=3)
         return few_rows(rows, n, k, gated, divide=False)
     rows = gpu.covering(rows)
-    options = [tile for tile in (_MANY_GATED if gated else _MANY) if boxes or not tile.boxed]
-    enough = (tile for tile in options if -(-rows // tile.tall) * -(-n // tile.wide) >= _PROGRAMS)
-    return next(enough, options[-1])
+    options = _MANY_GATED if gated else _MANY if split == 1 else _MANY_DIVIDED
+
+    def time(tile: Tile) -> float:
+        programs = 1 if tile.joined else split
+        tiles = -(-rows // tile.tall) * -(-n // tile.wide)
+        return -(-tiles * programs // gpu.MULTIPROCESSORS) * options[tile] / programs
+
+    return min((tile for tile in options if boxes or not tile.boxed), key=time)._replace(split=split)
 
 
 @register("linear", "triton-invariant", rank=-1, supports=gpu.supports)

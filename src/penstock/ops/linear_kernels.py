@@ -95,6 +95,12 @@ def _place(tile, down, across, group: tl.constexpr):
 
 
 @triton.jit
+def _share(k, split: tl.constexpr):
+    """Columns of each part of K but the last: the same whatever the tile, whose depth must divide 128."""
+    return tl.cdiv(k, 128 * split) * 128
+
+
+@triton.jit
 def _dot(w, x, total, swap: tl.constexpr):
     """total + x @ w.T, or its transpose. Products of float32 are float32's own, not tf32's."""
     if swap:
@@ -124,52 +130,67 @@ def _add_up(partial, tile, part, split: tl.constexpr, parts: tl.constexpr, heigh
 
 @triton.jit(do_not_specialize=("rows", "stride"))
 def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.constexpr, wide: tl.constexpr,
-          deep: tl.constexpr, split: tl.constexpr, swap: tl.constexpr, ahead: tl.constexpr, even: tl.constexpr,
-          align: tl.constexpr, group: tl.constexpr, kind: tl.constexpr, threads: tl.constexpr, linked: tl.constexpr):
+          deep: tl.constexpr, split: tl.constexpr, joined: tl.constexpr, paired: tl.constexpr, swap: tl.constexpr,
+          ahead: tl.constexpr, even: tl.constexpr, align: tl.constexpr, group: tl.constexpr, kind: tl.constexpr,
+          threads: tl.constexpr, linked: tl.constexpr):
     """out [rows, n] = x [rows, k] @ weight [n, k].T; with a `kind` the weight is [2 n, k], as in `matvec`.
 
-    `stride` is x's row stride in units of `align` elements. Grid: (tiles, split). Of the programs of a tile, the one that takes
-    the last ticket adds up: `partial` holds `split` sums a tile, `tickets` a zero a tile, which is zero again afterwards.
+    `stride` is x's row stride in units of `align` elements. K is summed in `split` parts, which are then added in order. Grid:
+    (tiles, split), of which the program that takes a tile's last ticket adds up: `partial` holds `split` sums a tile, `tickets`
+    a zero a tile, which is zero again afterwards. Or (tiles, 1) and neither, if `joined`: then a program does all the parts.
     """
     tile = tl.program_id(0)
     row, column = _place(tile, tl.cdiv(rows, tall), tl.cdiv(n, wide), group)
     rm, rn, rk = row * tall + tl.arange(0, tall), column * wide + tl.arange(0, wide), tl.arange(0, deep)
     kept = tl.minimum(rn, n - 1)
-    share = tl.cdiv(k, deep * split) * deep
+    from_rows = kept
+    if paired:
+        both = tl.arange(0, 2 * wide)
+        from_rows = tl.minimum(column * wide + both % wide, n - 1) + both // wide * n
+    two: tl.constexpr = kind is not None and not paired
+    taken: tl.constexpr = 2 * wide if paired else wide
+    share = _share(k, split) if split > 1 else tl.cdiv(k, deep) * deep
     begin = tl.program_id(1) * share
-    end = tl.minimum(begin + share, k)
+    end = k if joined else tl.minimum(begin + share, k)
     beside = tl.cast(n, tl.int64) * k
     if linked:
         if ahead > 0:
             columns = tl.minimum(end - begin, ahead * deep)
-            _fetch(weight + kept.to(tl.int64) * k + begin, columns, wide, threads)
-            if kind is not None:
-                _fetch(weight + beside + kept.to(tl.int64) * k + begin, columns, wide, threads)
+            _fetch(weight + from_rows.to(tl.int64) * k + begin, columns, taken, threads)
+            if two:
+                _fetch(weight + beside + from_rows.to(tl.int64) * k + begin, columns, taken, threads)
         gdc_wait()
         if ahead > 0:
             gdc_launch_dependents()
-    w = weight + kept.to(tl.int64)[:, None] * k + rk[None, :]
+    w = weight + from_rows.to(tl.int64)[:, None] * k + rk[None, :]
     v = x + rm.to(tl.int64)[:, None] * (stride.to(tl.int64) * align) + rk[None, :]
     within = (rm < rows)[:, None]
-    height: tl.constexpr = wide if swap else tall
-    width: tl.constexpr = tall if swap else wide
+    height: tl.constexpr = taken if swap else tall
+    width: tl.constexpr = tall if swap else taken
     total = tl.zeros((height, width), tl.float32)
-    if kind is not None:
+    if two:
         other = tl.zeros((height, width), tl.float32)
+    if joined:
+        whole = tl.zeros((height, width), tl.float32)
     for start in range(begin, end, deep):
         if even:
             a = tl.load(v + start, mask=within, other=0.0)
             total = _dot(tl.load(w + start), a, total, swap)
-            if kind is not None:
+            if two:
                 other = _dot(tl.load(w + beside + start), a, other, swap)
         else:
             mask = (start + rk < k)[None, :]
             a = tl.load(v + start, mask=within & mask, other=0.0)
             total = _dot(tl.load(w + start, mask=mask, other=0.0), a, total, swap)
-            if kind is not None:
+            if two:
                 other = _dot(tl.load(w + beside + start, mask=mask, other=0.0), a, other, swap)
+        if joined and (start + deep) % share == 0:
+            whole += total
+            total = tl.zeros((height, width), tl.float32)
+    if joined:
+        total = whole + total
     last = True
-    if split > 1:
+    if split > 1 and not joined:
         parts: tl.constexpr = 1 if kind is None else 2
         _leave(total, partial, tile, tl.program_id(1) * parts, split, parts, height, width)
         if kind is not None:
@@ -183,10 +204,12 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
                 other = _add_up(partial, tile, 1, split, parts, height, width)
     if last:
         y = total.T if swap else total
+        if paired:
+            y, other = tl.split(tl.permute(tl.reshape(y, (tall, 2, wide)), (0, 2, 1)))
         if bias is not None:
             y += tl.load(bias + kept).to(tl.float32)[None, :]
         if kind is not None:
-            z = other.T if swap else other
+            z = other.T if swap and not paired else other
             if bias is not None:
                 z += tl.load(bias + n + kept).to(tl.float32)[None, :]
             y = _gate(y, z, out.dtype.element_ty, kind)
@@ -196,7 +219,7 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
 
 @triton.jit(do_not_specialize=("rows",))
 def panels(x, weight, bias, out, rows, n, k, tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, group: tl.constexpr,
-           kind: tl.constexpr):
+           split: tl.constexpr, kind: tl.constexpr):
     """As `tiles`, for many rows: x, weight and out are tensor descriptors, so that the copy engine moves whole blocks, and a
     program takes one tile after another, the next one's blocks under way while it stores. Equal order of sums.
 
@@ -205,24 +228,40 @@ def panels(x, weight, bias, out, rows, n, k, tall: tl.constexpr, wide: tl.conste
     """
     down, across = tl.cdiv(rows, tall), tl.cdiv(n, wide)
     halves: tl.constexpr = wide if kind is not None else wide // 2
-    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=True):
+    share = k
+    begins, ends, step = tl.program_id(0), down * across, tl.num_programs(0)
+    if split > 1:
+        share = _share(k, split)
+        whole = tl.zeros((tall, 2 * halves), tl.float32)
+        begins, ends, step = 0, tl.cdiv(ends - begins, step) * split, 1
+    for i in tl.range(begins, ends, step, flatten=True):
+        if split > 1:
+            tile, begin = tl.program_id(0) + i // split * tl.num_programs(0), i % split * share
+        else:
+            tile, begin = i, 0
         row, column = _place(tile, down, across, group)
         total = tl.zeros((tall, 2 * halves), tl.float32)
-        for start in range(0, k, deep):
+        for start in range(0, share, deep):
             if kind is not None:
-                w = tl.reshape(weight.load([0, column * wide, start]), (2 * wide, deep))
+                w = tl.reshape(weight.load([0, column * wide, begin + start]), (2 * wide, deep))
             else:
-                w = weight.load([column * wide, start])
-            total = _dot(w, x.load([row * tall, start]), total, False)
-        first, second = tl.split(tl.permute(tl.reshape(total, (tall, 2, halves)), (0, 2, 1)))
-        if bias is not None:
-            kept = column * wide + tl.arange(0, halves)
-            beside = n if kind is not None else halves
-            last = n * 2 - 1 if kind is not None else n - 1
-            first += tl.load(bias + tl.minimum(kept, last)).to(tl.float32)[None, :]
-            second += tl.load(bias + tl.minimum(kept + beside, last)).to(tl.float32)[None, :]
-        if kind is not None:
-            out.store([row * tall, column * wide], _gate(first, second, out.dtype, kind).to(out.dtype))
-        else:
-            out.store([row * tall, column * wide], first.to(out.dtype))
-            out.store([row * tall, column * wide + halves], second.to(out.dtype))
+                w = weight.load([column * wide, begin + start])
+            total = _dot(w, x.load([row * tall, begin + start]), total, False)
+        last = True
+        if split > 1:
+            whole = tl.where(begin == 0, total, whole + total)
+            total = whole
+            last = i % split == split - 1
+        if last:
+            first, second = tl.split(tl.permute(tl.reshape(total, (tall, 2, halves)), (0, 2, 1)))
+            if bias is not None:
+                kept = column * wide + tl.arange(0, halves)
+                beside = n if kind is not None else halves
+                end = n * 2 - 1 if kind is not None else n - 1
+                first += tl.load(bias + tl.minimum(kept, end)).to(tl.float32)[None, :]
+                second += tl.load(bias + tl.minimum(kept + beside, end)).to(tl.float32)[None, :]
+            if kind is not None:
+                out.store([row * tall, column * wide], _gate(first, second, out.dtype, kind).to(out.dtype))
+            else:
+                out.store([row * tall, column * wide], first.to(out.dtype))
+                out.store([row * tall, column * wide + halves], second.to(out.dtype))

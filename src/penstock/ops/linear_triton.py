@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     """Rows of the weight a program, which are columns of the output."""
     deep: int
     split: int = 1
-    """Programs that share an output tile, each a part of K."""
+    """Parts of K, of which each is summed by itself: by a program of its own, unless `joined`."""
     warps: int = 4
     stages: int = 4
     swap: bool = False
@@ -38,6 +38,10 @@ class Tile(NamedTuple):
     With more than one row, only a kernel that does so lets the next one start early: a long one uses all the room there is."""
     group: int = 1
     """Tiles in this many rows of tiles are computed near one another in time."""
+    joined: bool = False
+    """A program takes all the parts of K, one after another, and adds them in the same order."""
+    paired: bool = False
+    """Both halves of a gated weight are one operand, as they always are if boxed."""
     boxed: bool = False
     """The copy engine moves the blocks (`boxable`)."""
 
@@ -74,6 +78,14 @@ def one_row(n: int, k: int) -> Tile:
     return Tile(1, 4, 256, warps=1, stages=6, ahead=4) if n < 16384 else Tile(1, 16, 256)
 
 
+def parts(n: int, k: int, gated: bool) -> int:
+    """Into how many parts K is divided where few output columns make too few programs."""
+    split = 1
+    while -(-n // 64) * split * (2 if gated else 1) < 64 and k // split >= 512:
+        split *= 2
+    return split
+
+
 def few_rows(rows: int, n: int, k: int, gated: bool, divide: bool) -> Tile:
     """For up to 64 rows. `divide`: K may be divided among programs, for which few output columns are the reason.
 
@@ -87,9 +99,7 @@ def few_rows(rows: int, n: int, k: int, gated: bool, divide: bool) -> Tile:
     programs = -(-n // 64)
     if programs < 32 and (rows > 32 or not divide):
         return Tile(64, 16, 128, 2 if divide else 1, stages=4 if divide else 8, ahead=3)
-    split = 1
-    while divide and programs * split * (2 if gated else 1) < 64 and k // split >= 512:
-        split *= 2
+    split = parts(n, k, gated) if divide else 1
     programs *= split
     stages = 8 if programs <= 64 and k >= 4096 else 6 if programs <= gpu.MULTIPROCESSORS else 4
     return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 128, split, stages=stages, swap=True,
@@ -132,7 +142,7 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
     columns = -(-n // tile.wide)
     linked = gpu.linked(x.device)
     stages = _stages(tile, tile.deep * x.element_size(), x.device, kind is not None)
-    shared = {"wide": tile.wide, "deep": tile.deep, "even": k % (tile.deep * tile.split) == 0, "kind": kind, "linked": linked,
+    shared = {"wide": tile.wide, "deep": tile.deep, "even": k % tile.deep == 0, "kind": kind, "linked": linked,
               "num_warps": tile.warps, "num_stages": stages, "launch_pdl": linked}
     if tile.tall == 1:
         ahead = min(tile.ahead, k // tile.deep)
@@ -140,13 +150,15 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
         return out
     count = columns * -(-rows // tile.tall)
     partial = tickets = out
-    if tile.split > 1:
+    programs = 1 if tile.joined else tile.split
+    if programs > 1:
         tickets = _tickets(x.device)
         assert count <= len(tickets), (tile, count)
         partial = x.new_empty(count * tile.split * (2 if kind else 1) * tile.tall * tile.wide, dtype=torch.float32)
-    kernels.tiles[(count, tile.split)](
+    kernels.tiles[(count, programs)](
         x, weight.data, bias, out, partial, tickets, rows, n, k, x.stride(0) // align, tall=tile.tall, split=tile.split,
-        swap=tile.swap, ahead=tile.ahead if align > 1 else 0, align=align, group=tile.group, threads=32 * tile.warps, **shared)
+        joined=tile.joined, paired=tile.paired, swap=tile.swap, ahead=tile.ahead if align > 1 else 0, align=align,
+        group=tile.group, threads=32 * tile.warps, **shared)
     return out
 
 
@@ -164,7 +176,7 @@ def _launch_boxed(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tenso
     count = -(-rows // tile.tall) * -(-n // tile.wide)
     kernels.panels[(min(count, gpu.multiprocessors(x.device)),)](
         boxes[0], boxes[1], bias, boxes[2], rows, n, k, tall=tile.tall, wide=tile.wide, deep=tile.deep, group=tile.group,
-        kind=kind, num_warps=tile.warps, num_stages=tile.stages)
+        split=tile.split, kind=kind, num_warps=tile.warps, num_stages=tile.stages)
     return out
 
 
