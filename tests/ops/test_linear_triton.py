@@ -18,7 +18,7 @@ from tests.ops.kernels import close, random
 HALF = [dtype for dtype in DTYPES if dtype != torch.float32]
 FEW = [Tile(1, 8, 64, stages=3), Tile(1, 4, 128, warps=2, stages=1, ahead=3)]
 TILES = [Tile(16, 32, 64), Tile(16, 64, 32, split=3, swap=True), Tile(32, 16, 64, split=2), Tile(64, 32, 64, group=4),
-         Tile(32, 32, 64, split=2, joined=True), Tile(16, 32, 64, swap=True, paired=True)]
+         Tile(32, 32, 64, split=2, joined=True)]
 
 
 def matrix(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -34,9 +34,8 @@ def test_product(tile: Tile, dtype: torch.dtype) -> None:
         weight, pair = (TritonLinear.pack(matrix(size, k, dtype=dtype, seed=size)) for size in (n, 2 * n))
         bias = matrix(2 * n, dtype=dtype, seed=3)
         exact, scale = x.double() @ weight.data.double().T, k ** 0.5
-        if not tile.paired:
-            close(launch(tile, x, weight, None, dtype), exact, scale)
-            close(launch(tile, x, weight, bias[:n], torch.float32), exact + bias[:n].double(), scale, factor=4)
+        close(launch(tile, x, weight, None, dtype), exact, scale)
+        close(launch(tile, x, weight, bias[:n], torch.float32), exact + bias[:n].double(), scale, factor=4)
         if tile.joined:
             continue
         wanted = gated(x.double() @ pair.data.double().T + bias.double(), "silu")

@@ -20,10 +20,10 @@ _LEAST = Tile(64, 64, 128, group=8)
 _MANY = {BOXED: 1.0, Tile(128, 128, 64, group=8): 0.6, Tile(128, 64, 64, stages=5, group=8): 0.4, _LEAST: 0.26}
 _MANY_GATED = {BOXED_GATED: 1.0, BOXED_GATED._replace(wide=64, stages=4): 0.6, Tile(128, 128, 64, warps=8, group=8): 1.0,
                _LEAST: 0.4}
-_MANY_DIVIDED = {BOXED._replace(wide=128, stages=4, joined=True): 0.6, BOXED._replace(wide=64, stages=4, joined=True): 0.4,
-                 Tile(128, 64, 64, group=8, joined=True): 0.5, Tile(128, 64, 64, group=8): 0.55, _LEAST: 0.35}
-"""For more than 64 rows: the time that each takes for all of K, of what the largest takes. That of programs which share a tile
-is a little more, as they leave their sums in memory."""
+_MANY_DIVIDED = {BOXED._replace(wide=128, stages=4, joined=True): 1.0, BOXED._replace(wide=64, deep=128, joined=True): 0.7,
+                 Tile(128, 64, 64, group=8, joined=True): 1.9, Tile(128, 64, 64, swap=True, group=8): 2.0, _LEAST: 1.6}
+"""For more than 64 rows: the time that each takes for all of K, of what the first takes. That of programs which share a tile is
+more, as they leave their sums in memory."""
 _EXACT = Tile(32, 32, 32, stages=2)
 """For float32, whose products are done one by one."""
 
@@ -37,11 +37,8 @@ def choose(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, boxes: bo
         return _EXACT
     split = 1 if gated else parts(n, k, gated)
     if rows <= 64:
-        tall = max(16, gpu.covering(rows))
-        if gated and n <= 32 * gpu.MULTIPROCESSORS:
-            return Tile(tall, 32, 128, stages=8, swap=True, ahead=3, paired=True)
         if split > 1:
-            return Tile(tall, 64, 128, split, stages=6, swap=True, ahead=3)
+            return Tile(max(16, gpu.covering(rows)), 64, 128, split, stages=6, swap=True, ahead=3)
         return few_rows(rows, n, k, gated, divide=False)
     rows = gpu.covering(rows)
     options = _MANY_GATED if gated else _MANY if split == 1 else _MANY_DIVIDED

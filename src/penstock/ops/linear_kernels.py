@@ -130,9 +130,9 @@ def _add_up(partial, tile, part, split: tl.constexpr, parts: tl.constexpr, heigh
 
 @triton.jit(do_not_specialize=("rows", "stride"))
 def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.constexpr, wide: tl.constexpr,
-          deep: tl.constexpr, split: tl.constexpr, joined: tl.constexpr, paired: tl.constexpr, swap: tl.constexpr,
-          ahead: tl.constexpr, even: tl.constexpr, align: tl.constexpr, group: tl.constexpr, kind: tl.constexpr,
-          threads: tl.constexpr, linked: tl.constexpr):
+          deep: tl.constexpr, split: tl.constexpr, joined: tl.constexpr, swap: tl.constexpr, ahead: tl.constexpr,
+          even: tl.constexpr, align: tl.constexpr, group: tl.constexpr, kind: tl.constexpr, threads: tl.constexpr,
+          linked: tl.constexpr):
     """out [rows, n] = x [rows, k] @ weight [n, k].T; with a `kind` the weight is [2 n, k], as in `matvec`.
 
     `stride` is x's row stride in units of `align` elements. K is summed in `split` parts, which are then added in order. Grid:
@@ -143,12 +143,6 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
     row, column = _place(tile, tl.cdiv(rows, tall), tl.cdiv(n, wide), group)
     rm, rn, rk = row * tall + tl.arange(0, tall), column * wide + tl.arange(0, wide), tl.arange(0, deep)
     kept = tl.minimum(rn, n - 1)
-    from_rows = kept
-    if paired:
-        both = tl.arange(0, 2 * wide)
-        from_rows = tl.minimum(column * wide + both % wide, n - 1) + both // wide * n
-    two: tl.constexpr = kind is not None and not paired
-    taken: tl.constexpr = 2 * wide if paired else wide
     share = _share(k, split) if split > 1 else tl.cdiv(k, deep) * deep
     begin = tl.program_id(1) * share
     end = k if joined else tl.minimum(begin + share, k)
@@ -156,19 +150,19 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
     if linked:
         if ahead > 0:
             columns = tl.minimum(end - begin, ahead * deep)
-            _fetch(weight + from_rows.to(tl.int64) * k + begin, columns, taken, threads)
-            if two:
-                _fetch(weight + beside + from_rows.to(tl.int64) * k + begin, columns, taken, threads)
+            _fetch(weight + kept.to(tl.int64) * k + begin, columns, wide, threads)
+            if kind is not None:
+                _fetch(weight + beside + kept.to(tl.int64) * k + begin, columns, wide, threads)
         gdc_wait()
         if ahead > 0:
             gdc_launch_dependents()
-    w = weight + from_rows.to(tl.int64)[:, None] * k + rk[None, :]
+    w = weight + kept.to(tl.int64)[:, None] * k + rk[None, :]
     v = x + rm.to(tl.int64)[:, None] * (stride.to(tl.int64) * align) + rk[None, :]
     within = (rm < rows)[:, None]
-    height: tl.constexpr = taken if swap else tall
-    width: tl.constexpr = tall if swap else taken
+    height: tl.constexpr = wide if swap else tall
+    width: tl.constexpr = tall if swap else wide
     total = tl.zeros((height, width), tl.float32)
-    if two:
+    if kind is not None:
         other = tl.zeros((height, width), tl.float32)
     if joined:
         whole = tl.zeros((height, width), tl.float32)
@@ -176,13 +170,13 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
         if even:
             a = tl.load(v + start, mask=within, other=0.0)
             total = _dot(tl.load(w + start), a, total, swap)
-            if two:
+            if kind is not None:
                 other = _dot(tl.load(w + beside + start), a, other, swap)
         else:
             mask = (start + rk < k)[None, :]
             a = tl.load(v + start, mask=within & mask, other=0.0)
             total = _dot(tl.load(w + start, mask=mask, other=0.0), a, total, swap)
-            if two:
+            if kind is not None:
                 other = _dot(tl.load(w + beside + start, mask=mask, other=0.0), a, other, swap)
         if joined and (start + deep) % share == 0:
             whole += total
@@ -204,12 +198,10 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
                 other = _add_up(partial, tile, 1, split, parts, height, width)
     if last:
         y = total.T if swap else total
-        if paired:
-            y, other = tl.split(tl.permute(tl.reshape(y, (tall, 2, wide)), (0, 2, 1)))
         if bias is not None:
             y += tl.load(bias + kept).to(tl.float32)[None, :]
         if kind is not None:
-            z = other.T if swap and not paired else other
+            z = other.T if swap else other
             if bias is not None:
                 z += tl.load(bias + n + kept).to(tl.float32)[None, :]
             y = _gate(y, z, out.dtype.element_ty, kind)

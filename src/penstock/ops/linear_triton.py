@@ -40,8 +40,6 @@ class Tile(NamedTuple):
     """Tiles in this many rows of tiles are computed near one another in time."""
     joined: bool = False
     """A program takes all the parts of K, one after another, and adds them in the same order."""
-    paired: bool = False
-    """Both halves of a gated weight are one operand, as they always are if boxed."""
     boxed: bool = False
     """The copy engine moves the blocks (`boxable`)."""
 
@@ -157,7 +155,7 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
         partial = x.new_empty(count * tile.split * (2 if kind else 1) * tile.tall * tile.wide, dtype=torch.float32)
     kernels.tiles[(count, programs)](
         x, weight.data, bias, out, partial, tickets, rows, n, k, x.stride(0) // align, tall=tile.tall, split=tile.split,
-        joined=tile.joined, paired=tile.paired, swap=tile.swap, ahead=tile.ahead if align > 1 else 0, align=align,
+        joined=tile.joined, swap=tile.swap, ahead=tile.ahead if align > 1 else 0, align=align,
         group=tile.group, threads=32 * tile.warps, **shared)
     return out
 
