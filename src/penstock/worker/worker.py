@@ -23,7 +23,7 @@ from penstock.worker.step import StepBuilder
 
 _ALIKE = 8192
 """Tokens beyond which a library's kernels are those of fewer."""
-LINES = 512
+LINES = 256
 """Rows that are sampled at a time: logits, as wide as the vocabulary, would be the largest tensors of a step of more."""
 
 
