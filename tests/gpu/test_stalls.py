@@ -27,13 +27,13 @@ def test_no_step_waits_for_those_before(tmp_path: Path) -> None:
         plan.enter = [enter._replace(params=SamplingParams(temperature=0.0), tokens=[5] * known, prompt_len=known)
                       for enter in plan.enter]
         worker.run(plan)
-        waited = []
+        waited, none = [], [np.zeros((0, 3), np.int32) for _ in worker.layout.groups]
         for _ in range(60):
             count, prompt = draw.randrange(1, rows), draw.choice((0, 0, draw.randrange(1, 20)))
             counts = np.ones(count, np.int32)
             counts[:draw.randrange(1, count + 1)] += prompt
-            plan = StepPlan(-1, rows=np.arange(count, dtype=np.int32), starts=np.zeros(count, np.int32), counts=counts,
-                            wants=np.full(count, int(Want.SAMPLE), np.int32))
+            plan = StepPlan(-1, edits=none, rows=np.arange(count, dtype=np.int32), starts=np.zeros(count, np.int32),
+                            counts=counts, wants=np.full(count, int(Want.SAMPLE), np.int32))
             torch.cuda.synchronize()
             with torch.cuda.stream(worker.stream):
                 torch.cuda._sleep(SLEEP)
