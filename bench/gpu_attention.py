@@ -89,7 +89,8 @@ DECODE = [Case("b1 128", [(128, 1)]), Case("b1 400", [(400, 1)]), Case("b1 400 q
           Case("b1 2k", [(2048, 1)]), Case("b1 32k", [(32768, 1)]), Case("b1 128k", [(131072, 1)]),
           Case("b8 600", [(600, 1)] * 8), Case("b8 600 qwen", [(600, 1)] * 8, QWEN), Case("b8 32k", [(32768, 1)] * 8),
           Case("b8 128k", [(131072, 1)] * 8), Case("b32 600", [(600, 1)] * 32), Case("b40 2k", [(2048, 1)] * 40),
-          Case("b64 2k", [(2048, 1)] * 64), Case("b128 600", [(600, 1)] * 128), Case("b256 600", [(600, 1)] * 256), Case("b64 ragged", ragged(64)),
+          Case("b64 2k", [(2048, 1)] * 64), Case("b128 600", [(600, 1)] * 128), Case("b256 600", [(600, 1)] * 256),
+          Case("b64 ragged", ragged(64)),
           Case("b63 600 and one of 128k", [(600, 1)] * 63 + [(131072, 1)])]
 SHARED = [Case(f"b{count} {shared} shared by {count // groups}{name}", [(shared + 160, 1)] * count, geometry, shared=shared,
                groups=groups)
