@@ -23,8 +23,9 @@ import numpy as np
 from host import NoEngine, NoLLM, Times, params, prompts
 
 from penstock.cli.bench.environment import environment
-from penstock.cli.bench.fixed import LOAD, PEER, SHAPES, TARGET, Ask, workloads
+from penstock.cli.bench.fixed import LOAD, PEER, SHAPES, TARGET, Ask, sizes, workloads
 from penstock.cli.serve import STEP_TARGET_MS
+from penstock.config.resolve import graph_tokens
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
@@ -53,10 +54,6 @@ AMONG = {"llama8b": (1.04, 550.0, 1100.0), "qwen06b": (1.0, 150.0, 600.0)}
 besides, and one that is launched kernel by kernel: fitted to `results/gpu_mix_steps.txt`."""
 EMPTY = 0.7
 """What a row of padding costs by one of tokens."""
-DECODE, MIXED = decode_sizes(1024), mixed_sizes(2048, 1024, 16_384)
-"""Tokens that captured steps are padded to, as an engine with default options has them."""
-SEGMENTS = mixed_capacity(MIXED[-1], 1024).segments
-"""Most segments of a captured mixed step."""
 
 
 class Card:
@@ -70,6 +67,10 @@ class Card:
         self.reads, (self.among, self.mixed, self.eager) = READS[shape], AMONG[shape]
         # Norms, gate and rope, at the rates of results/gpu_rows.json: they read and write some ten times the width of a row.
         self.row = 0.046 if shape == "llama8b" else 0.0135
+        # What captured steps are padded to, as an engine with default options has them, and the most segments of a mixed one.
+        captured = graph_tokens(sizes(config).weights)
+        self.decode_sizes, self.mixed_sizes = decode_sizes(captured, 1024), mixed_sizes(captured, 1024, 16_384)
+        self.segments = mixed_capacity(captured, 1024).segments
         self.products, self.head = {0: 0.0}, {0: 0.0}
         for product in found["products"]:
             best = min([product["cublas_us"], *(tile["us"] for tile in product["tiles"])])
@@ -81,7 +82,7 @@ class Card:
     def step(self, plan: StepPlan) -> float:
         """Seconds."""
         tokens, context, single = int(plan.counts.sum()), plan.starts + plan.counts, plan.counts == 1
-        padded = _padded(plan)
+        padded = self.padded(plan)
         rows = tokens + EMPTY * (padded - tokens) if padded else tokens
         layer = _between(self.products, rows) * (self.among if rows > 256 else 1.0) + A_KERNEL / 2 + self.row * tokens
         step = A_STEP if padded else A_STEP + self.eager
@@ -96,9 +97,15 @@ class Card:
         lines = int((plan.wants & 1).sum())
         return (layer * self.layers + _between(self.head, lines) + A_LINE * lines + step) / 1e6
 
+    def padded(self, plan: StepPlan) -> int:
+        """Rows of the captured step that a plan fits in; 0 if it is launched kernel by kernel."""
+        tokens, segments = int(plan.counts.sum()), len(plan.rows)
+        sizes = self.decode_sizes if tokens == segments else self.mixed_sizes if segments <= self.segments else []
+        return next((size for size in sizes if size >= tokens), 0)
+
     def launching(self, plan: StepPlan) -> float:
         """Seconds of the host that `host.py`'s worker without kernels does not have: replaying a graph, or launching all."""
-        return (150.0 if _padded(plan) else 150.0 + 10 * EAGER * self.layers) / 1e6
+        return (150.0 if self.padded(plan) else 150.0 + 10 * EAGER * self.layers) / 1e6
 
 
 class VirtualDevice:
@@ -201,13 +208,6 @@ class Server:
         return {"steps": run.steps - steps, "tokens_per_second": round(requests * LOAD[1] / (run.now - began)),
                 "ttft_p50": round(firsts[len(firsts) // 2] * 1e3, 2), "itl_p50": round(gaps[len(gaps) // 2] * 1e3, 2),
                 "itl_p99": round(gaps[int(0.99 * len(gaps))] * 1e3, 2)}
-
-
-def _padded(plan: StepPlan) -> int:
-    """Rows of the captured step that a plan fits in; 0 if it is launched kernel by kernel."""
-    tokens, segments = int(plan.counts.sum()), len(plan.rows)
-    sizes = DECODE if tokens == segments else MIXED if segments <= SEGMENTS else []
-    return next((size for size in sizes if size >= tokens), 0)
 
 
 def _between(table: dict[int, float], at: int) -> float:

@@ -6,8 +6,10 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from penstock import LLM, SamplingParams
+from penstock.layers.block import Block
 from penstock.worker.sizes import fitted, fitted_sizes
 from tests.data import MODELS
 
@@ -39,3 +41,18 @@ def test_padding_changes_no_answer(chunk: int) -> None:
                                                for place in places or () if place]) for output in found]
 
     assert answers(True) == answers(False)
+
+
+def test_every_product_is_computed_with_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does at its start: each product of a layer and the head, as far as they differ."""
+    with LLM(str(MODELS / "stories260k"), max_num_seqs=4, max_model_len=64) as llm:
+        model, found, lines = llm.engine.worker.model, list[tuple[int, int, int]](), list[int]()
+        products = [product for block in model.blocks for product in block.products]
+        different = {(linear.weight.n, linear.weight.k) for linear, _ in products}
+        for linear, product in products:
+            assert len(product(torch.zeros(2, linear.weight.k))) == 2
+        monkeypatch.setattr(Block, "products", [
+            (linear, lambda x, linear=linear: found.append((len(x), linear.weight.n, linear.weight.k))) for linear, _ in products])
+        monkeypatch.setattr(model, "head", lambda x: lines.append(len(x)))
+        model.compute_products([1, 7, 80], [3, 5])
+    assert sorted(found) == sorted((count, n, k) for count in (1, 7, 80) for n, k in different) and lines == [3, 5]

@@ -73,10 +73,10 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         threads=_positive("threads", options.threads, facts.cores),
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
         kernels=(_INVARIANT if gpu and options.batch_invariant else {}) | options.kernels,
-        graph_tokens=min(budget, _graph_tokens(parameters)) if gpu and not options.enforce_eager else 0)
+        graph_tokens=min(budget, graph_tokens(parameters)) if gpu and not options.enforce_eager else 0)
 
 
-def _graph_tokens(parameters: int) -> int:
+def graph_tokens(parameters: int) -> int:
     """Tokens from which on a step keeps the GPU busy for longer than a host needs to enqueue it operation by operation."""
     enough = int(_GRAPH_FLOPS / (2 * max(1, parameters)))
     return max(256, min(4096, 1 << (enough - 1).bit_length()))

@@ -24,13 +24,14 @@ _SEGMENTS = 256
 """Most segments of a captured mixed step: attention must start a program for each that there may be."""
 _NOBODY = np.zeros(0, np.int64)
 _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 128))
-"""Rows of decode steps."""
+"""Rows of decode steps: to 512, and to a quarter of the tokens of the largest mixed step, as they read keys besides."""
 
 
-def decode_sizes(rows: int) -> list[int]:
-    """Rows of decode steps; `rows`, if it is not more than the largest, is the last."""
-    sizes = [size for size in _DECODE if size < rows]
-    return [*sizes, rows] if rows <= _DECODE[-1] else sizes
+def decode_sizes(tokens: int, rows: int) -> list[int]:
+    """Rows of decode steps, where mixed ones have up to `tokens`; `rows`, if it is not more than the largest, is the last."""
+    most = min(max(512, tokens // 4), _DECODE[-1])
+    sizes = [size for size in _DECODE if size < min(rows, most + 1)]
+    return [*sizes, rows] if rows <= most else sizes
 
 
 def mixed_sizes(tokens: int, rows: int, longest: int) -> list[int]:
@@ -47,7 +48,7 @@ def mixed_capacity(tokens: int, rows: int) -> Capacity:
 def capacities(tokens: int, rows: int, longest: int) -> list[Capacity]:
     """All that are captured, the largest first: later graphs fit into the memory of the first."""
     mixed = [mixed_capacity(size, rows) for size in mixed_sizes(tokens, rows, longest)]
-    decode = [Capacity(size, size) for size in decode_sizes(rows)]
+    decode = [Capacity(size, size) for size in decode_sizes(tokens, rows)]
     return sorted([*mixed, *decode], key=lambda capacity: -capacity.tokens)
 
 
@@ -60,7 +61,7 @@ class Graphs:
         self.builder = StepBuilder(model, rows, page, captured=True, fits=True)
         self._columns = rows.tables[0].shape[1]
         self._longest = rows.tokens.shape[1]
-        self._decode = decode_sizes(max_num_seqs)
+        self._decode = decode_sizes(max_tokens, max_num_seqs)
         self._mixed = mixed_sizes(max_tokens, max_num_seqs, self._longest)
         self._rows, self._tokens = max_num_seqs, max_tokens
         self._stream = stream
