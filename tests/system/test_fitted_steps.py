@@ -10,6 +10,7 @@ import torch
 
 from penstock import LLM, SamplingParams
 from penstock.layers.block import Block
+from penstock.layers.linear import Linear, Product
 from penstock.worker.sizes import fitted, fitted_sizes
 from tests.data import MODELS
 
@@ -51,8 +52,11 @@ def test_every_product_is_computed_with_every_number_of_rows(monkeypatch: pytest
         different = {(linear.weight.n, linear.weight.k) for linear, _ in products}
         for linear, product in products:
             assert len(product(torch.zeros(2, linear.weight.k))) == 2
-        monkeypatch.setattr(Block, "products", [
-            (linear, lambda x, linear=linear: found.append((len(x), linear.weight.n, linear.weight.k))) for linear, _ in products])
+
+        def watched(linear: Linear) -> Product:
+            return linear, lambda x: found.append((len(x), linear.weight.n, linear.weight.k))
+
+        monkeypatch.setattr(Block, "products", [watched(linear) for linear, _ in products])
         monkeypatch.setattr(model, "head", lambda x: lines.append(len(x)))
         model.compute_products([1, 7, 80], [3, 5])
     assert sorted(found) == sorted((count, n, k) for count in (1, 7, 80) for n, k in different) and lines == [3, 5]
