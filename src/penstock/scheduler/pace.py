@@ -39,9 +39,9 @@ class Pace:
         """The most tokens of the next step, in which `decoding` sequences take their next token, while `reading` ones have
         prompts to read, of `unread` tokens together, and have waited for `waited` seconds together.
 
-        While most are reading, one long step is better than many if that is all: it keeps the few waiting only once.
+        While most are reading, one long step is better than many if that is most of it: it keeps the few waiting only once.
         """
-        if self._target is None or not self._tokens or (decoding <= reading and decoding + unread <= self._most):
+        if self._target is None or not self._tokens or (decoding <= reading and 2 * unread <= 3 * self._most):
             return self._most
         self._reading += 1
         if self._reading > _PAUSE or decoding > _GROWN * self._rows > 0:
