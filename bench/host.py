@@ -44,7 +44,7 @@ from penstock.ops.step import StepTensors
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.scheduler import Scheduler
 from penstock.text import Tokenizer
-from penstock.worker.graphs import Graphs, capacities
+from penstock.worker.graphs import Graphs
 from penstock.worker.worker import Worker
 
 PAGE = 16
@@ -85,7 +85,7 @@ class NoGraphs(Graphs):
 
     def capture(self) -> None:
         graph = SimpleNamespace(replay=lambda: None)
-        for capacity in capacities(self._tokens, self._rows, self._longest):
+        for capacity in self.capacities.all():
             self._captured[capacity] = graph, torch.zeros(capacity.segments, 1)
 
 

@@ -32,7 +32,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine import engine as engine_module
 from penstock.engine import llm as llm_module
 from penstock.engine.executor import Direct, Pending
-from penstock.worker.graphs import decode_sizes, mixed_capacity, mixed_sizes
+from penstock.worker.graphs import Capacities
 from penstock.worker.worker import Worker
 
 RESULTS = Path(__file__).parent / "results"
@@ -67,10 +67,8 @@ class Card:
         self.reads, (self.among, self.mixed, self.eager) = READS[shape], AMONG[shape]
         # Norms, gate and rope, at the rates of results/gpu_rows.json: they read and write some ten times the width of a row.
         self.row = 0.046 if shape == "llama8b" else 0.0135
-        # What captured steps are padded to, as an engine with default options has them, and the most segments of a mixed one.
-        captured = graph_tokens(sizes(config).weights)
-        self.decode_sizes, self.mixed_sizes = decode_sizes(captured, 1024), mixed_sizes(captured, 1024, 16_384)
-        self.segments = mixed_capacity(captured, 1024).segments
+        # As an engine with default options has them.
+        self.capacities = Capacities(graph_tokens(sizes(config).weights), 1024, 16_384)
         self.products, self.head = {0: 0.0}, {0: 0.0}
         for product in found["products"]:
             best = min([product["cublas_us"], *(tile["us"] for tile in product["tiles"])])
@@ -99,9 +97,8 @@ class Card:
 
     def padded(self, plan: StepPlan) -> int:
         """Rows of the captured step that a plan fits in; 0 if it is launched kernel by kernel."""
-        tokens, segments = int(plan.counts.sum()), len(plan.rows)
-        sizes = self.decode_sizes if tokens == segments else self.mixed_sizes if segments <= self.segments else []
-        return next((size for size in sizes if size >= tokens), 0)
+        capacity = self.capacities.of(plan)
+        return 0 if capacity is None else capacity.tokens
 
     def launching(self, plan: StepPlan) -> float:
         """Seconds of the host that `host.py`'s worker without kernels does not have: replaying a graph, or launching all."""

@@ -27,29 +27,40 @@ _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32),
 """Rows of decode steps: to 512, and to a quarter of the tokens of the largest mixed step, as they read keys besides."""
 
 
-def decode_sizes(tokens: int, rows: int) -> list[int]:
-    """Rows of decode steps, where mixed ones have up to `tokens`; `rows`, if it is not more than the largest, is the last."""
-    most = min(max(512, tokens // 4), _DECODE[-1])
-    sizes = [size for size in _DECODE if size < min(rows, most + 1)]
-    return [*sizes, rows] if rows <= most else sizes
+class Capacities:
+    """What steps are padded to, given options: mixed ones have up to `tokens` tokens, and no more than `rows` rows of `longest`
+    tokens can."""
 
+    def __init__(self, tokens: int, rows: int, longest: int) -> None:
+        most = min(max(512, tokens // 4), _DECODE[-1])
+        self.decode = [size for size in _DECODE if size < min(rows, most + 1)]
+        """Rows of decode steps; `rows`, if it is not more than the largest, is the last."""
+        if rows <= most:
+            self.decode.append(rows)
+        self.mixed = [size for size in _MIXED if size <= min(tokens, rows * (longest - 1))]
+        """Tokens of mixed steps."""
+        self._rows = rows
 
-def mixed_sizes(tokens: int, rows: int, longest: int) -> list[int]:
-    """Tokens of mixed steps, up to those that a step may have, and that `rows` rows of `longest` tokens can."""
-    return [size for size in _MIXED if size <= min(tokens, rows * (longest - 1))]
+    def all(self) -> list[Capacity]:
+        """The largest first: later graphs fit into the memory of the first."""
+        found = [*map(self._of_mixed, self.mixed), *(Capacity(size, size) for size in self.decode)]
+        return sorted(found, key=lambda capacity: -capacity.tokens)
 
+    def of(self, plan: StepPlan) -> Capacity | None:
+        """The smallest that the plan fits in, or None."""
+        tokens, segments = int(plan.counts.sum()), len(plan.rows)
+        sizes = self.decode if tokens == segments else self.mixed
+        at = bisect.bisect_left(sizes, tokens)
+        if at == len(sizes):
+            return None
+        if tokens == segments:
+            return Capacity(sizes[at], sizes[at])
+        found = self._of_mixed(sizes[at])
+        return found if segments <= found.segments else None
 
-def mixed_capacity(tokens: int, rows: int) -> Capacity:
-    """What mixed steps of up to `tokens` tokens are padded to."""
-    # One segment at least has two tokens; fewer segments than tokens is how kernels know a mixed step.
-    return Capacity(tokens, min(rows, tokens - 1, _SEGMENTS))
-
-
-def capacities(tokens: int, rows: int, longest: int) -> list[Capacity]:
-    """All that are captured, the largest first: later graphs fit into the memory of the first."""
-    mixed = [mixed_capacity(size, rows) for size in mixed_sizes(tokens, rows, longest)]
-    decode = [Capacity(size, size) for size in decode_sizes(tokens, rows)]
-    return sorted([*mixed, *decode], key=lambda capacity: -capacity.tokens)
+    def _of_mixed(self, tokens: int) -> Capacity:
+        # One segment at least has two tokens; fewer segments than tokens is how kernels know a mixed step.
+        return Capacity(tokens, min(self._rows, tokens - 1, _SEGMENTS))
 
 
 class Graphs:
@@ -58,12 +69,10 @@ class Graphs:
     def __init__(self, model: Decoder, rows: Rows, page: int, max_num_seqs: int, max_tokens: int,
                  stream: torch.cuda.Stream) -> None:
         self.model = model
-        self.builder = StepBuilder(model, rows, page, captured=True, fits=True)
+        self.builder = StepBuilder(model, rows, page, captured=True)
         self._columns = rows.tables[0].shape[1]
         self._longest = rows.tokens.shape[1]
-        self._decode = decode_sizes(max_tokens, max_num_seqs)
-        self._mixed = mixed_sizes(max_tokens, max_num_seqs, self._longest)
-        self._rows, self._tokens = max_num_seqs, max_tokens
+        self.capacities = Capacities(max_tokens, max_num_seqs, self._longest)
         self._stream = stream
         self._captured: dict[Capacity, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.seconds = 0.0
@@ -72,31 +81,13 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._captured)
 
-    @property
-    def segments(self) -> set[int]:
-        """The numbers of segments that steps are padded to."""
-        return {capacity.segments for capacity in self._captured}
-
-    def capacity(self, plan: StepPlan) -> Capacity | None:
-        """The smallest captured one that the plan fits in, or None."""
-        tokens, segments = int(plan.counts.sum()), len(plan.rows)
-        sizes = self._decode if tokens == segments else self._mixed
-        at = bisect.bisect_left(sizes, tokens)
-        if at == len(sizes):
-            return None
-        if tokens == segments:
-            return Capacity(sizes[at], sizes[at])
-        found = mixed_capacity(sizes[at], self._rows)
-        return found if segments <= found.segments else None
-
     @torch.inference_mode()
     def capture(self) -> None:
         """Runs every capacity once, so that kernels are compiled and loaded, and captures it. Rows must be unused."""
         began = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
-            plans = [(capacity, _example(capacity, self._longest))
-                     for capacity in capacities(self._tokens, self._rows, self._longest)]
+            plans = [(capacity, _example(capacity, self._longest)) for capacity in self.capacities.all()]
             # All arrays once before anything is captured, so that the buffer they share is in its place.
             self.builder.reserve(max(self.builder.fill(plan, capacity, _NOBODY).size for capacity, plan in plans))
             for capacity, plan in plans:

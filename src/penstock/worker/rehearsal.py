@@ -21,7 +21,7 @@ from penstock.ops.gpu import Chip
 from penstock.ops.registry import Kernels
 from penstock.ops.sample import WIDTH
 from penstock.worker.arena import Arena
-from penstock.worker.graphs import capacities as captured
+from penstock.worker.graphs import Capacities
 from penstock.worker.sizes import fitted
 from penstock.worker.step import Capacity
 
@@ -72,7 +72,7 @@ def capacities(rows: int, tokens: int, graph_tokens: int, max_model_len: int) ->
     """Those of captured steps, and examples of those that run eagerly: steps of any size may, for want of a large enough
     graph or because prompts are scored in them."""
     eager = {Capacity(size, segments) for size in _examples(1, fitted(tokens)) for segments in (1, min(fitted(rows), size))}
-    padded = captured(graph_tokens, rows, max_model_len) if graph_tokens else []
+    padded = Capacities(graph_tokens, rows, max_model_len).all() if graph_tokens else []
     return sorted(eager.union(padded), key=lambda capacity: (capacity.tokens, capacity.segments))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,6 @@ from penstock.core.plan import Ints, Logprobs, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.ops.sample import SampleOps
 from penstock.worker.rows import Rows
-from penstock.worker.sizes import fitted
 from penstock.worker.staging import to_host
 
 _LINES = 128
@@ -50,8 +49,10 @@ def _stack(blocks: tuple[torch.Tensor, ...], padding: float) -> npt.NDArray[np.g
                            for block in blocks])
 
 
-def prompts(model: Decoder, ops: SampleOps, hidden: torch.Tensor, plan: StepPlan, rows: Rows) -> Scores:
-    """Of the known prompt tokens that follow the positions of segments with Want.SCORE, given the step's hidden states."""
+def prompts(model: Decoder, ops: SampleOps, hidden: torch.Tensor, plan: StepPlan, rows: Rows,
+            size: Callable[[int], int]) -> Scores:
+    """Of the known prompt tokens that follow the positions of segments with Want.SCORE, given the step's hidden states.
+    `size`: with how many lines the head is computed in place of some."""
     scoring = np.flatnonzero(plan.wants & int(Want.SCORE)).tolist()
     parts: list[tuple[Ints, Ints, Found]] = []
     query_start = np.cumsum(plan.counts) - plan.counts
@@ -62,7 +63,7 @@ def prompts(model: Decoder, ops: SampleOps, hidden: torch.Tensor, plan: StepPlan
         for first in range(start, end, _LINES):
             last = min(end, first + _LINES)
             at = int(query_start[segment]) + first - start
-            logits = model.head(hidden[at:at + fitted(last - first)])[:last - first]
+            logits = model.head(hidden[at:at + size(last - first)])[:last - first]
             found = ops.score(logits, rows.tokens[row, first + 1:last + 1], top)
             parts.append((np.full(last - first, segment, np.int32), np.arange(first + 1, last + 1, dtype=np.int32), found))
     return Scores(parts)

@@ -10,7 +10,7 @@ import torch
 
 from penstock.core.plan import MOST_DEPTH
 
-_SLOTS = 4
+_SLOTS = MOST_DEPTH + 1
 """Host copies of one buffer: more than the plans that can be in flight."""
 
 

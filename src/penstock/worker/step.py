@@ -51,9 +51,8 @@ class Parts:
 class StepBuilder:
     """`fill` on the host, then `step` on the device; `step` alone can be captured and run again after another `fill`."""
 
-    def __init__(self, model: Decoder, rows: Rows, page: int, captured: bool = False, fits: bool = False) -> None:
-        """captured: the steps are to be run again, so nothing in them may depend on what a plan consists of. fits: steps get
-        `fitted` sizes."""
+    def __init__(self, model: Decoder, rows: Rows, page: int, captured: bool = False) -> None:
+        """captured: the steps are to be run again, so nothing in them may depend on what a plan consists of."""
         self.device = rows.device
         self._rows = rows
         self._page = page
@@ -65,25 +64,28 @@ class StepBuilder:
         self._staging = Staging(torch.int32, rows.device)
         self._columns = rows.tables[0].shape[1]
         self._captured = captured
-        self._fits = fits
+        self.fits = rows.device.type == "cuda"
+        """Whether steps have few sizes. On a CPU any size has its kernels, and padding would be computed."""
         self._whole: dict[Geometry, list[Span]] = {}
 
     def reserve(self, size: int) -> None:
         """Room for arrays of `size` elements at one address, which captured graphs will read from."""
         self._staging.reserve(size)
 
+    def size(self, count: int) -> int:
+        """With how many rows products are computed in place of `count`."""
+        return fitted(count) if self.fits else count
+
     def capacity(self, plan: StepPlan) -> Capacity:
         """Room for the plan, and hardly more."""
         tokens, segments = int(plan.counts.sum()), len(plan.rows)
-        if not self._fits:
-            return Capacity(tokens, segments)
+        size = self.size(tokens)
         # As many segments as tokens is how kernels know a step of single tokens.
-        size = fitted(tokens)
-        return Capacity(size, size if tokens == segments else min(fitted(segments), size - 1))
+        return Capacity(size, size if tokens == segments else min(self.size(segments), size - 1))
 
     def ends(self, count: int, capacity: Capacity) -> int:
         """Of how many segments to take the hidden states at their ends, where `count` sample."""
-        return min(fitted(count), capacity.segments) if self._fits else count
+        return min(self.size(count), capacity.segments)
 
     def fill(self, plan: StepPlan, capacity: Capacity, sampling: npt.NDArray[np.int64]) -> Parts:
         """Brings the plan's numbers to the device, in order after everything enqueued there. `sampling`: the plan's segments

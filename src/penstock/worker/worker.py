@@ -81,7 +81,7 @@ class Worker:
         # Layers that keep everything are in one group, and no others share.
         watched = {group for geometry, group in model.geometries.items() if model.kernels.attention.shares(geometry)}
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
-        self.builder = StepBuilder(model, self.rows, layout.page, fits=device.type == "cuda")
+        self.builder = StepBuilder(model, self.rows, layout.page)
         self.sampler = Sampler(model.kernels.sample, self.rows)
         self.clock = Clock(device)
         self.graphs: Graphs | None = None
@@ -100,8 +100,9 @@ class Worker:
             return
         with torch.inference_mode(), self._on_stream:
             torch.empty(scratch, dtype=torch.uint8, device=self.rows.device)
-            captured = () if self.graphs is None else self.graphs.segments
-            lines = {*fitted_sizes(LINES), *(part for count in captured for part in (min(count, LINES), count % LINES) if part)}
+            captured = [] if self.graphs is None else self.graphs.capacities.all()
+            counts = {*fitted_sizes(LINES), *(capacity.segments for capacity in captured)}
+            lines = {min(LINES, count - at) for count in counts for at in range(0, count, LINES)}
             self.model.compute_products(fitted_sizes(min(tokens, _ALIKE)), sorted(lines))
         self.stream.synchronize()
 
@@ -152,7 +153,7 @@ class Worker:
             sampled.append(self.sampler.launch(logits, part))
         if not sampled:
             interval.leave_model()
-        scores = prompts(self.model, self.model.kernels.sample, hidden, plan, self.rows) if scoring else None
+        scores = prompts(self.model, self.model.kernels.sample, hidden, plan, self.rows, self.builder.size) if scoring else None
         return Launched(result, sampled, scores, interval.stop(), self.movers)
 
     def _forward(self, plan: StepPlan, scoring: bool) -> tuple[torch.Tensor, torch.Tensor, Lines]:
@@ -161,7 +162,7 @@ class Worker:
         sampling = (plan.wants & int(Want.SAMPLE)).nonzero()[0]
         count = len(sampling)
         # Graphs give no hidden states to score prompts by.
-        capacity = self.graphs.capacity(plan) if self.graphs is not None and not scoring else None
+        capacity = self.graphs.capacities.of(plan) if self.graphs is not None and not scoring else None
         if self.graphs is not None and capacity is not None:
             builder = self.graphs.builder
             ends = builder.ends(count, capacity)
