@@ -1,7 +1,8 @@
-# Penstock's commands: setup, serve, test, lint, bench. Each sets up what it needs first; once that is done it costs nothing.
+# Penstock's commands: setup, serve, test, test-all, lint, bench. Each sets up what it needs first; once that is done it costs nothing.
 #
 #   make serve [MODEL=<folder or hub id>] [ARGS="--port 8001 ..."]      without MODEL: canary, the small model that comes with it
-#   make test  [ARGS="tests/unit -x"]
+#   make test  [ARGS="tests/unit -x"]         without the tests marked exhaustive
+#   make test-all [ARGS=...]                  with them
 #
 # Serving needs the runtime dependencies alone; test, lint and bench take the dev extra as well.
 
@@ -13,7 +14,7 @@ SERVING := $(VENV)/.ready-to-serve
 DEVELOPING := $(VENV)/.ready-to-develop
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint bench clean
+.PHONY: help setup serve test test-all lint bench clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -24,6 +25,9 @@ serve: $(SERVING)
 	exec $(BIN)/penstock serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 test: $(DEVELOPING)
+	$(BIN)/python -m pytest -m "not exhaustive" $(ARGS)
+
+test-all: $(DEVELOPING)
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(DEVELOPING)
