@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock import LLM, SamplingParams, models
+from penstock import LLM, SamplingParams
+from penstock.checkpoint import resolve_folder
 from penstock.cli.bench.environment import environment
 
 TEXT = "Lily liked to play in the park. Tom had a red ball, and the dog ran after it. "
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "beams.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    peer = AutoModelForCausalLM.from_pretrained(models.resolve_folder(args.model, None), dtype=torch.float32).eval()
+    peer = AutoModelForCausalLM.from_pretrained(resolve_folder(args.model, None), dtype=torch.float32).eval()
     lines = []
     with LLM(args.model, dtype="float32", max_num_seqs=16, threads=args.threads) as llm:
         source = llm.get_tokenizer().encode(TEXT * 200)

@@ -23,6 +23,7 @@ import torch
 
 from penstock.cache.manager import Cache
 from penstock.canary import NAME
+from penstock.checkpoint import resolve_folder
 from penstock.cli.bench.environment import environment
 from penstock.cli.bench.fixed import workloads
 from penstock.core.layout import lay_out
@@ -37,7 +38,6 @@ from penstock.engine.inputs import Inputs
 from penstock.engine.llm import LLM
 from penstock.engine.outputs import Outputs
 from penstock.layers.step import Step
-from penstock.models import resolve_folder
 from penstock.ops.attention import Geometry
 from penstock.ops.attention_triton import TritonAttention
 from penstock.ops.step import StepTensors

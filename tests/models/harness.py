@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
+from penstock.checkpoint import read_config
 from penstock.core.state import Window
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, KVView, Step
-from penstock.models import load, read_config
+from penstock.models import load
 from penstock.ops.registry import Kernels, bind
 from penstock.platform.facts import detect
 

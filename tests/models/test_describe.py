@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from penstock.checkpoint import dtype_of, eos_ids, read_config, read_generation_config
 from penstock.core.errors import ModelError
 from penstock.core.state import Everything, Window
 from penstock.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, NoScaling, YarnScaling
-from penstock.models import describe, dtype_of, eos_ids, families, read_config, read_generation_config, registry
+from penstock.models import describe, families, registry
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,

@@ -15,9 +15,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from penstock.checkpoint import dtype_of, read_config
 from penstock.core.errors import ModelError
 from penstock.layers.decoder import Decoder
-from penstock.models import describe, dtype_of, load, read_config
+from penstock.models import describe, load
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect
 from tests.models.families import CASES, EVEN, ODD, PROMPT, TIED, Case, make, randomise
@@ -330,7 +331,8 @@ def test_dummy_weights_are_made_quickly() -> None:
 MEMORY = """
 import sys, torch
 from pathlib import Path
-from penstock.models import load, read_config
+from penstock.checkpoint import read_config
+from penstock.models import load
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect
 def peak():

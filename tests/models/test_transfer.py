@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import penstock
+from penstock.checkpoint import read_config
 from penstock.core.errors import ModelError
-from penstock.models import describe, read_config, weights
-from penstock.models.checkpoint import Checkpoint
+from penstock.models import describe, weights
+from penstock.models.mapped import Checkpoint
 from penstock.models.registry import family_of
 from penstock.models.transfer import opened
 from penstock.ops.linear import Weight

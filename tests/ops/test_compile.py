@@ -63,11 +63,11 @@ print(json.dumps({"known": known, "other": compile.count(), "names": compile.com
 
 SWEEP = PRELUDE + """
 import logging, sys
-from penstock import models
+from penstock import checkpoint, models
 from penstock.worker import rehearsal
 from penstock.worker.step import Capacity
 
-spec = models.describe(models.read_config(models.resolve_folder("canary", None)))
+spec = models.describe(checkpoint.read_config(checkpoint.resolve_folder("canary", None)))
 options = dict(dtype=torch.bfloat16, tokens=2048, max_model_len=640, page=16, chip=CHIP)
 steps = [(1, 1), (2, 1), (7, 7), (16, 16), (33, 5), (300, 3), (777, 16), (999, 1), (1500, 11), (2047, 16)]
 many = [(513, 513), (700, 300), (800, 799), (801, 801), (1024, 1024), (2000, 1000), (2048, 257)]
@@ -113,10 +113,10 @@ print(json.dumps([[*name, getattr(settle(name[0]), name[1]).cache_key] for name 
 """
 
 QUICK = PRELUDE + """
-from penstock import models
+from penstock import checkpoint, models
 from penstock.worker import rehearsal
 
-spec = models.describe(models.read_config(models.resolve_folder("canary", None)))
+spec = models.describe(checkpoint.read_config(checkpoint.resolve_folder("canary", None)))
 rehearsal.rehearse(spec, registry.bind(FACTS, torch.bfloat16), dtype=torch.bfloat16, rows=16, tokens=2048, max_model_len=640,
                    page=16, graph_tokens=256, chip=CHIP)
 print(json.dumps("torch._dynamo" in sys.modules))

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock import LLM, BeamSearchParams, SamplingParams, models
+from penstock import LLM, BeamSearchParams, SamplingParams
+from penstock.checkpoint import resolve_folder
 from penstock.core.errors import RequestError
 from penstock.core.request import Request, TokenLogprobs, Update
 from penstock.engine.beam import BeamSearch, BeamSearches
@@ -28,7 +29,7 @@ Answers = list[tuple[float, list[int]]]
 
 
 def folder_of(name: str) -> Path:
-    return models.resolve_folder(name, None) if name == "canary" else need(MODELS / name)
+    return resolve_folder(name, None) if name == "canary" else need(MODELS / name)
 
 
 @functools.lru_cache

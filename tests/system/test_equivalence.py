@@ -86,8 +86,9 @@ def _run(folder: Path, batch: int, vocabulary: int, *, chunk: int, depth: int, p
 def _tight(folder: Path, page: int, chunk: int) -> int:
     """Bytes of cache for the longest sequence and little more."""
     from penstock import models
+    from penstock.checkpoint import read_config
 
-    states = models.describe(models.read_config(folder)).states("float32")
+    states = models.describe(read_config(folder)).states("float32")
     layout = lay_out(states, page, 0)
     return layout.slab_bytes * (layout.slabs_for(128, chunk) + 4)
 

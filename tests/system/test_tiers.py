@@ -51,10 +51,11 @@ def folder(model: str) -> str:
 def slab_bytes(model: str) -> tuple[int, int]:
     """Bytes of a slab, and of a device cache that holds the longest sequence and a little more."""
     from penstock import models
+    from penstock.checkpoint import dtype_of, read_config, resolve_folder
 
-    path = models.resolve_folder(folder(model), None)
-    checkpoint = models.read_config(path)
-    layout = lay_out(models.describe(checkpoint).states(models.dtype_of(path, checkpoint)), 16, 0)
+    path = resolve_folder(folder(model), None)
+    checkpoint = read_config(path)
+    layout = lay_out(models.describe(checkpoint).states(dtype_of(path, checkpoint)), 16, 0)
     return layout.slab_bytes, layout.slab_bytes * (layout.slabs_for(LENGTH, CHUNK) + 4)
 
 

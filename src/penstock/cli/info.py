@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import canary
+from penstock.checkpoint import dtype_of, read_config, resolve_folder
 from penstock.config.flags import add_flags, from_args
 from penstock.config.resolve import EngineConfig, MemoryPlan, cache_room, plan_memory, resolve
 from penstock.config.schema import EngineOptions
@@ -51,10 +52,10 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     from penstock.worker import memory
 
     facts = detect(options.device)
-    folder = models.resolve_folder(options.model, options.revision)
-    checkpoint = models.read_config(folder)
+    folder = resolve_folder(options.model, options.revision)
+    checkpoint = read_config(folder)
     spec = models.describe(checkpoint)
-    own_dtype = models.dtype_of(folder, checkpoint)
+    own_dtype = dtype_of(folder, checkpoint)
     config = resolve(options, spec.max_positions, own_dtype, facts, spec.size)
     dtype = getattr(torch, config.dtype)
     kernels = registry.bind(facts, dtype, config.kernels)
@@ -83,14 +84,14 @@ def _describe(spec: ModelSpec) -> dict[str, Any]:
 
 def _files(options: EngineOptions, folder: Path, checkpoint: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
     """The files that would be read. Raises ModelError if tensors are missing, unused or of the wrong shape."""
-    from penstock.models.checkpoint import Checkpoint
+    from penstock.checkpoint.tensors import read_headers
     from penstock.models.registry import family_of
     from penstock.models.weights import assign
 
     text = [name for name in TEXT_FILES if (folder / name).is_file()]
     if options.load_format == "dummy":
         return {"weights": [], "tensors": 0, "bytes": 0, "text": text}
-    tensors = Checkpoint(folder).tensors
+    tensors = read_headers(folder)
     assign(spec, family_of(checkpoint)[1].RULES, tensors)
     return {"weights": sorted({stored.file.name for stored in tensors.values()}), "tensors": len(tensors),
             "bytes": sum(stored.nbytes for stored in tensors.values()), "text": text}

@@ -15,6 +15,7 @@ import torch
 
 from penstock import models
 from penstock.cache.manager import Cache
+from penstock.checkpoint import dtype_of, fingerprint, read_config, resolve_folder
 from penstock.config.resolve import EngineConfig, MemoryPlan, Occupancy, cache_room, check_room, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import RequestError
@@ -49,10 +50,10 @@ class Engine:
         self.options = options
         facts = detect(options.device)
         compiles = facts.kind == "cuda" and compile.watch()
-        self.folder = models.resolve_folder(options.model, options.revision)
-        checkpoint = models.read_config(self.folder)
+        self.folder = resolve_folder(options.model, options.revision)
+        checkpoint = read_config(self.folder)
         spec = models.describe(checkpoint)
-        self.config = resolve(options, spec.max_positions, models.dtype_of(self.folder, checkpoint), facts, spec.size)
+        self.config = resolve(options, spec.max_positions, dtype_of(self.folder, checkpoint), facts, spec.size)
         dtype = getattr(torch, self.config.dtype)
         device = torch.device(device_name(options.device, facts))
         self.kernels = registry.bind(facts, dtype, self.config.kernels)
@@ -74,7 +75,7 @@ class Engine:
                 compilation.load(self.kernels)
         with compile.explained(facts.capability), memory.explained(device):
             self.memory, scratch = _plan_memory(options, self.config, model, device, facts, found)
-            identity = models.fingerprint(self.folder, checkpoint, options.load_format, options.seed)
+            identity = fingerprint(self.folder, checkpoint, options.load_format, options.seed)
             self.tiers = set_up(options, self.config, self.memory.layout, identity, self.kernels.table())
             self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device,
                                  self.config.graph_tokens, self.tiers.behind)

@@ -16,7 +16,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from penstock import canary, models
+from penstock import canary
+from penstock.checkpoint import eos_ids, read_config, read_generation_config, resolve_folder
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Span
@@ -68,19 +69,19 @@ class LLM:
         exist, naming similar ones; ModelError if the model cannot be used.
         """
         self.options = _options(model, tokenizer, options)
-        folder = models.resolve_folder(model, self.options.revision)
+        folder = resolve_folder(model, self.options.revision)
         self._tokenizer: Tokenizer | None = None
         template: ChatTemplate | None = None
         if not self.options.skip_tokenizer_init:
-            home = folder if tokenizer is None else models.resolve_folder(tokenizer)
+            home = folder if tokenizer is None else resolve_folder(tokenizer)
             # Before the weights: this fails in milliseconds.
             self._tokenizer = Tokenizer.load(home)
             template = ChatTemplate.load(home, self.options.chat_template, self._tokenizer.special_tokens)
         with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=None, leave=False) as bar:
             self.engine = Engine(self.options, progress=_shown(bar))
-        config = models.read_generation_config(folder) if self.options.generation_config == "auto" else {}
+        config = read_generation_config(folder) if self.options.generation_config == "auto" else {}
         self.inputs = Inputs(self._tokenizer, template, self.engine.info, config,
-                             models.eos_ids(folder, models.read_config(folder)), self.options.seed)
+                             eos_ids(folder, read_config(folder)), self.options.seed)
         self._outputs = Outputs(self._tokenizer)
         self._count = 0
 

@@ -26,6 +26,7 @@ import msgspec
 import zmq
 
 import penstock
+from penstock.checkpoint import eos_ids, read_config, read_generation_config, resolve_folder
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, EngineDeadError, ModelError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
@@ -257,11 +258,6 @@ def _die_with_parent() -> None:
 
 
 def _load(start: Start, send: Callable[[ToParent], None]) -> EngineLike:
-    # Late: these bring torch, which only the child needs.
-    from penstock.models.config import read_config
-    from penstock.models.generation import eos_ids, read_generation_config
-    from penstock.models.hub import resolve_folder
-
     options = start.options
     folder = resolve_folder(options.model, options.revision)
     tokenizer_folder = resolve_folder(options.tokenizer) if options.tokenizer else folder

@@ -1,11 +1,10 @@
 """Models are data: a family describes itself as a ModelSpec and a table of names, and one decoder and one loader serve all.
 
-This is the whole face of the package. `read_config`, `describe` and `eos_ids` read small files only.
+This is the whole face of the package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +13,13 @@ import torch
 from penstock.core.errors import ModelError
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
-from penstock.models import checkpoint, weights
-from penstock.models.config import read_config
-from penstock.models.generation import eos_ids, read_generation_config
-from penstock.models.hub import resolve_folder
-from penstock.models.identity import fingerprint
+from penstock.models import weights
+from penstock.models.mapped import Checkpoint
 from penstock.models.registry import describe, family_of, registry
 from penstock.models.weights import Progress
 from penstock.ops.registry import Kernels
 
-__all__ = ["Decoder", "ModelSpec", "describe", "dtype_of", "eos_ids", "fingerprint", "load", "read_config",
-           "read_generation_config", "registry", "resolve_folder"]
-
-
-def dtype_of(folder: Path | None, config: Mapping[str, Any]) -> str:
-    """The torch name of a checkpoint's own type: what config.json says, or else what most of its bytes are.
-
-    bfloat16 where there are neither (a folder for dummy weights)."""
-    named = config.get("dtype") or config.get("torch_dtype")
-    if named is None:
-        if folder is None or not any(folder.glob("*.safetensors")):
-            return "bfloat16"
-        return weights.checkpoint_dtype(checkpoint.Checkpoint(folder).tensors)
-    name = str(named).removeprefix("torch.")
-    if name not in ("float32", "float16", "bfloat16"):
-        raise ModelError(f"config.json: the weights are {name}; possible are float32, float16 and bfloat16")
-    return name
+__all__ = ["Decoder", "ModelSpec", "describe", "load", "registry"]
 
 
 def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, device: torch.device, kernels: Kernels,
@@ -60,6 +40,6 @@ def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, dev
     else:
         assert folder is not None, "only dummy weights need no folder"
         _, family = family_of(config)
-        values = weights.stream(spec, family.RULES, checkpoint.Checkpoint(Path(folder)), dtype=dtype, device=device,
+        values = weights.stream(spec, family.RULES, Checkpoint(Path(folder)), dtype=dtype, device=device,
                                 kernels=kernels, progress=progress)
     return Decoder(spec, values, kernels, dtype=dtype, device=device, max_model_len=max_model_len)

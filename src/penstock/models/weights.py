@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.checkpoint.tensors import DTYPES, Stored
 from penstock.core.errors import ModelError
 from penstock.layers.spec import ModelSpec, Parameter
-from penstock.models.checkpoint import DTYPES, Checkpoint, Stored
+from penstock.models.mapped import Checkpoint, stored_dtype
 from penstock.models.rules import Change, Rule
 from penstock.models.transfer import Arrival, opened
 from penstock.ops.linear import Weight
@@ -182,8 +183,8 @@ def _to_device(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Ch
             for source in sources[parameter.name]:
                 stored = checkpoint.tensors[source.name]
                 raw = rows = whole[source.first_row:source.first_row + source.rows]
-                if source.change is not None or DTYPES[stored.dtype] != dtype:
-                    raw = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device=device)
+                if source.change is not None or stored_dtype(stored.dtype) != dtype:
+                    raw = torch.empty(stored.shape, dtype=stored_dtype(stored.dtype), device=device)
                     waiting += raw.nbytes
                 coming.append((source, raw, rows, transfer.send(stored.file, stored.start, raw)))
                 while waiting > _WAITING:
@@ -273,12 +274,3 @@ def _repeat(stretch: torch.Tensor, out: torch.Tensor) -> None:
     times, rest = divmod(len(out), len(stretch))
     out[:times * len(stretch)].view(times, len(stretch)).copy_(stretch)
     out[len(out) - rest:] = stretch[:rest]
-
-
-def checkpoint_dtype(tensors: dict[str, Stored]) -> str:
-    """The torch name of the type that most of a checkpoint's bytes have."""
-    sizes = {name: sum(stored.nbytes for stored in tensors.values() if stored.dtype == name) for name in DTYPES}
-    best = max(sizes, key=lambda name: sizes[name])
-    return str(DTYPES[best]).removeprefix("torch.")
-
-

@@ -10,11 +10,11 @@ import pytest
 
 from penstock import canary
 from penstock.canary.suite import Score, graded, prompts, table
+from penstock.checkpoint import resolve_folder
 from penstock.cli.eval import body, room
 from penstock.cli.main import main
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ModelError
-from penstock.models import resolve_folder
 from tests.unit.cli.fake import FakeApi, served
 
 

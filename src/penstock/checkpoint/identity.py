@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from penstock.models.checkpoint import Checkpoint
+from penstock.checkpoint.tensors import read_headers
 
 _SAMPLES = 8
 """Of each tensor, evenly over it."""
@@ -27,7 +27,7 @@ def fingerprint(folder: Path, checkpoint: dict[str, Any], load_format: str, seed
         return found.hexdigest()
     files: dict[Path, int] = {}
     try:
-        for name, stored in sorted(Checkpoint(folder).tensors.items()):
+        for name, stored in sorted(read_headers(folder).items()):
             found.update(json.dumps([name, stored.dtype, stored.shape]).encode())
             file = files.get(stored.file)
             if file is None:

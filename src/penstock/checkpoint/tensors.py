@@ -1,6 +1,7 @@
-"""The safetensors files of a model folder: checked before they are mapped, mapped, and read a tensor at a time.
+"""The headers of a model folder's safetensors files: which tensors there are, and where. Every offset is checked here, before
+anything is mapped or read.
 
-Nothing here knows what a tensor means. Format: github.com/huggingface/safetensors (8 bytes of header length, a JSON header,
+Format: github.com/huggingface/safetensors (8 bytes of header length, a JSON header,
 then the data that the header's offsets cut).
 """
 
@@ -8,21 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from penstock.checkpoint.config import read_json
 from penstock.core.errors import ModelError
-from penstock.models.config import read_json
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What a weight may be stored as."""
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The types that a plain weight may be stored in, and their torch names."""
 
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
                "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8}
@@ -126,52 +122,39 @@ def _stored(path: Path, name: str, entry: Any, base: int, corrupt: Any) -> Store
     return Stored(name, path, dtype, shape, base + start, base + end)
 
 
-class Checkpoint:
-    """All tensors of a folder by name, and their bytes while `mapped`."""
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """All tensors of a folder by name. ModelError if a file is damaged, or the index does not fit the files."""
+    tensors: dict[str, Stored] = {}
+    for path in find(folder):
+        for name, stored in read_header(path).items():
+            if name in tensors:
+                raise ModelError(f"tensor {name} is both in {tensors[name].file.name} and in {path.name} of {folder}; "
+                                 "only one can be meant")
+            tensors[name] = stored
+    if not (folder / SINGLE).is_file() and (folder / INDEX).is_file():
+        wrong = [f"{name} in {file}" for name, file in sorted(_index(folder).items())
+                 if name not in tensors or tensors[name].file.name != file]
+        if wrong:
+            raise ModelError(f"{folder / INDEX} does not fit its files, which lack {'; '.join(wrong)}; download them again")
+    return tensors
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.tensors: dict[str, Stored] = {}
-        for path in find(folder):
-            for name, stored in read_header(path).items():
-                if name in self.tensors:
-                    raise ModelError(f"tensor {name} is both in {self.tensors[name].file.name} and in {path.name} of {folder}; "
-                                     "only one can be meant")
-                self.tensors[name] = stored
-        if not (folder / SINGLE).is_file() and (folder / INDEX).is_file():
-            wrong = [f"{name} in {file}" for name, file in sorted(_index(folder).items())
-                     if name not in self.tensors or self.tensors[name].file.name != file]
-            if wrong:
-                raise ModelError(f"{folder / INDEX} does not fit its files, which lack {'; '.join(wrong)}; download them again")
-        self._maps: dict[Path, mmap.mmap] = {}
 
-    @contextmanager
-    def mapped(self) -> Iterator[None]:
-        """Maps the files for as long as the context lasts. Tensors from `read` must be gone by its end."""
-        try:
-            for path in {stored.file for stored in self.tensors.values()}:
-                with path.open("rb") as file:
-                    # A private mapping is writable memory to torch, which warns of any other; nothing writes to it.
-                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            yield
-        finally:
-            for mapping in self._maps.values():
-                mapping.close()
-            self._maps.clear()
+def dtype_of(folder: Path | None, config: Mapping[str, Any]) -> str:
+    """The torch name of a checkpoint's own type: the one that config.json states, or else that of most of its bytes.
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor as stored, without a copy: its pages are read from the file as they are touched."""
-        stored = self.tensors[name]
-        dtype = DTYPES[stored.dtype]
-        if stored.nbytes == 0:
-            return torch.empty(stored.shape, dtype=dtype)
-        flat = torch.frombuffer(self._maps[stored.file], dtype=dtype, count=math.prod(stored.shape), offset=stored.start)
-        return flat.view(stored.shape)
+    bfloat16 where there are neither (a folder for dummy weights)."""
+    named = config.get("dtype") or config.get("torch_dtype")
+    if named is None:
+        if folder is None or not any(folder.glob("*.safetensors")):
+            return "bfloat16"
+        return _prevailing(read_headers(folder))
+    name = str(named).removeprefix("torch.")
+    if name not in DTYPES.values():
+        raise ModelError(f"config.json: the weights are {name}; possible are float32, float16 and bfloat16")
+    return name
 
-    def drop(self, name: str) -> None:
-        """Gives back the memory that reading a tensor has touched; the file can be read again."""
-        stored, page = self.tensors[name], mmap.PAGESIZE
-        start = stored.start // page * page
-        length = min(-(-stored.end // page) * page, os.path.getsize(stored.file)) - start
-        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
-            self._maps[stored.file].madvise(mmap.MADV_DONTNEED, start, length)
+
+def _prevailing(tensors: Mapping[str, Stored]) -> str:
+    """The torch name of the type that most of a checkpoint's bytes have."""
+    sizes = {name: sum(stored.nbytes for stored in tensors.values() if stored.dtype == name) for name in DTYPES}
+    return DTYPES[max(sizes, key=lambda name: sizes[name])]

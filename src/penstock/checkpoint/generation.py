@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.config import read_json
 from penstock.core.errors import ModelError
-from penstock.models.config import read_json
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

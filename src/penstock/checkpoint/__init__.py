@@ -1,0 +1,11 @@
+"""Model folders: where they are, and what their small files and tensor headers say. No torch; tensors are read by `models/`."""
+
+from __future__ import annotations
+
+from penstock.checkpoint.config import read_config
+from penstock.checkpoint.generation import eos_ids, read_generation_config
+from penstock.checkpoint.hub import resolve_folder
+from penstock.checkpoint.identity import fingerprint
+from penstock.checkpoint.tensors import dtype_of
+
+__all__ = ["dtype_of", "eos_ids", "fingerprint", "read_config", "read_generation_config", "resolve_folder"]

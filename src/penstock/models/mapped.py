@@ -1,0 +1,61 @@
+"""A checkpoint's safetensors files in memory: mapped, and read a tensor at a time. Nothing here knows what a tensor means."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from penstock.checkpoint.tensors import DTYPES, read_headers
+
+
+class Checkpoint:
+    """All tensors of a folder by name, and their bytes while `mapped`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors = read_headers(folder)
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    @contextmanager
+    def mapped(self) -> Iterator[None]:
+        """Maps the files for as long as the context lasts. Tensors from `read` must be gone by its end."""
+        try:
+            for path in {stored.file for stored in self.tensors.values()}:
+                with path.open("rb") as file:
+                    # A private mapping is writable memory to torch, which warns of any other; nothing writes to it.
+                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            yield
+        finally:
+            for mapping in self._maps.values():
+                mapping.close()
+            self._maps.clear()
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor as stored, without a copy: its pages are read from the file as they are touched."""
+        stored = self.tensors[name]
+        dtype = stored_dtype(stored.dtype)
+        if stored.nbytes == 0:
+            return torch.empty(stored.shape, dtype=dtype)
+        flat = torch.frombuffer(self._maps[stored.file], dtype=dtype, count=math.prod(stored.shape), offset=stored.start)
+        return flat.view(stored.shape)
+
+    def drop(self, name: str) -> None:
+        """Gives back the memory that reading a tensor has touched; the file can be read again."""
+        stored, page = self.tensors[name], mmap.PAGESIZE
+        start = stored.start // page * page
+        length = min(-(-stored.end // page) * page, os.path.getsize(stored.file)) - start
+        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self._maps[stored.file].madvise(mmap.MADV_DONTNEED, start, length)
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """The torch type of a safetensors type."""
+    found = getattr(torch, DTYPES[name])
+    assert isinstance(found, torch.dtype)
+    return found
