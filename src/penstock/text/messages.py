@@ -34,6 +34,8 @@ class Shape:
     """A tool call's arguments as an object; otherwise as JSON text, the way OpenAI's API has them."""
     developer: bool
     """The role developer; otherwise such messages are given as system, which OpenAI defines it to replace."""
+    null: bool = False
+    """A `content` of null, as beside tool calls; otherwise it is given as the empty string."""
 
 
 def check(messages: Any) -> list[dict[str, Any]]:
@@ -86,7 +88,10 @@ def shape(messages: list[dict[str, Any]], wanted: Shape) -> list[dict[str, Any]]
 
 def _shape_one(message: dict[str, Any], wanted: Shape) -> dict[str, Any]:
     content = message.get("content")
-    if isinstance(content, list) and not wanted.parts:
+    if content is None:
+        # transformers hands null on, and many templates fail without the field.
+        message = {**message, "content": None if wanted.null else ""}
+    elif isinstance(content, list) and not wanted.parts:
         message = {**message, "content": "\n".join(part["text"] for part in content)}
     elif isinstance(content, str) and not wanted.strings:
         message = {**message, "content": [{"type": "text", "text": content}]}

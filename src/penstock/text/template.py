@@ -226,19 +226,30 @@ class _Compiled:
         content: Any = text if takes_strings or not takes_parts else parts
         objects = self._calls({"a-key": "a-value"}, content) or not self._calls('{"a-key": "a-value"}', content)
         return chat.Shape(parts=takes_parts, strings=takes_strings or not takes_parts, arguments=objects,
-                          developer="developer" in self._source)
+                          developer="developer" in self._source, null=self._takes_null(content, objects))
 
     def _shows(self, content: Any) -> bool:
         shown = self._try([{"role": "user", "content": content}])
         return "a-text" in shown and not any(sign in shown for sign in ("'type'", '"type"'))
 
     def _calls(self, arguments: Any, content: Any) -> bool:
+        """Whether a tool call's arguments are shown as JSON. Some templates show calls only beside a content of null."""
+        shown = [self._call(arguments, content, beside) for beside in (content, None)]
+        return any("a-key" in text and "{'a-key'" not in text and '\\"a-key' not in text for text in shown)
+
+    def _takes_null(self, content: Any, as_object: bool) -> bool:
+        """Whether a content of null beside tool calls is rendered, and not as the word None or null."""
+        arguments = {"a-key": "a-value"} if as_object else '{"a-key": "a-value"}'
+        null, empty = self._call(arguments, content, None), self._call(arguments, content, "")
+        return bool(null) and not any(word in null and word not in empty for word in ("None", "null"))
+
+    def _call(self, arguments: Any, content: Any, beside: Any) -> str:
+        """A conversation with a tool call and `beside` as the content of the same message; empty if it is refused."""
         call = {"id": "call00001", "type": "function", "function": {"name": "a-tool", "arguments": arguments}}
-        shown = self._try([{"role": "user", "content": content},
-                           {"role": "assistant", "content": content, "tool_calls": [call]},
-                           {"role": "tool", "tool_call_id": "call00001", "name": "a-tool", "content": content},
-                           {"role": "user", "content": content}])
-        return "a-key" in shown and "{'a-key'" not in shown and '\\"a-key' not in shown
+        return self._try([{"role": "user", "content": content},
+                          {"role": "assistant", "content": beside, "tool_calls": [call]},
+                          {"role": "tool", "tool_call_id": "call00001", "name": "a-tool", "content": content},
+                          {"role": "user", "content": content}])
 
     def _try(self, conversation: list[dict[str, Any]]) -> str:
         try:

@@ -35,10 +35,11 @@ OURS_ALONE = {"Kimi-K2-Instruct.jinja", "Kimi-K2-Thinking.jinja", "llama-cpp-dee
 """Templates that transformers does not run: they let a list grow, or write an iterator as JSON."""
 
 
-def conversation(arguments: Any) -> list[dict[str, Any]]:
+def conversation(arguments: Any, beside: Any = "Let me look.") -> list[dict[str, Any]]:
+    """`beside` is the content of the message that has the tool call."""
     call = {"id": "call00001", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather in Zürich?"},
-            {"role": "assistant", "content": "Let me look.", "tool_calls": [call]},
+            {"role": "assistant", "content": beside, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call00001", "name": "get_weather", "content": "{\"degrees\": 3}"},
             {"role": "assistant", "content": "3 degrees."}, {"role": "user", "content": "Thanks <b>& bye</b>"}]
 
@@ -85,6 +86,41 @@ def test_a_conversation_with_tools_as_transformers_writes_it(path: Path, monkeyp
     if "get_weather" in text:
         assert "{'city': 'Z" not in text, "arguments as Python writes them"
         assert '\\"city\\"' not in text, "arguments quoted twice"
+
+
+@pytest.mark.skipif(not CURRENT, reason="test data templates is not here; set PENSTOCK_TEST_DATA to the folder that has it")
+@pytest.mark.parametrize("path", CURRENT + TOOLS, ids=lambda path: path.stem)
+def test_a_tool_call_beside_no_content_as_transformers_writes_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """null is null where transformers renders that without the word None, and the empty string elsewhere."""
+    rendering = pytest.importorskip("transformers.utils.chat_template_utils")
+    monkeypatch.setattr("penstock.text.template.datetime", Noon)
+    monkeypatch.setattr(rendering, "datetime", Noon)
+    template, source = load(path), path.read_text()
+
+    def theirs(messages: list[dict[str, Any]]) -> str:
+        try:
+            return str(rendering.render_jinja_template([messages], [WEATHER], chat_template=source,
+                                                       add_generation_prompt=True, **SPECIALS)[0][0])
+        except Exception:
+            return ""
+
+    for first in (0, 1):  # with and without the system message, which some templates refuse
+        given = conversation('{"city": "Zürich"}', None)[first:]
+        absent = [{key: value for key, value in message.items() if value is not None} for message in given]
+        try:
+            text = template.render(given, [WEATHER])
+        except RequestError:
+            text = ""
+        else:
+            assert text == template.render(absent, [WEATHER]), "a content that is absent is null"
+        if path.name in OURS_ALONE:
+            assert "Zürich" in text
+            continue
+        arguments: list[Any] = [{"city": "Zürich"}, '{"city": "Zürich"}']
+        null = [found for value in arguments if (found := theirs(conversation(value, None)[first:]))]
+        empty = [found for value in arguments if (found := theirs(conversation(value, "")[first:]))]
+        plain = [found for found in null if "None" not in found and "null" not in found]
+        assert text in (plain or empty or [""])
 
 
 @pytest.mark.skipif(not CURRENT, reason="test data templates is not here; set PENSTOCK_TEST_DATA to the folder that has it")
@@ -259,7 +295,7 @@ def test_messages_are_brought_into_the_templates_shape() -> None:
         {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": None},
         {"role": "assistant", "tool_calls": [call]}]).splitlines()]
     assert told[0] == {"role": "system", "content": "x"}
-    assert told[1] == {"role": "assistant", "reasoning": "hm", "thinking": "hm", "reasoning_content": "hm"}
+    assert told[1] == {"role": "assistant", "content": "", "reasoning": "hm", "thinking": "hm", "reasoning_content": "hm"}
     assert told[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     text = ChatTemplate({"default": "{% for m in messages if m.tool_calls %}{{ m.role + m.tool_calls[0].function.arguments }}"
                                     "{% endfor %}"}, {})
@@ -283,5 +319,9 @@ def test_whole_folders_as_apply_chat_template(name: str) -> None:
     expected = theirs.apply_chat_template(conversation({"city": "Zürich"}), tools=[WEATHER], add_generation_prompt=True,
                                           tokenize=False)
     assert ours.render(messages, [WEATHER]) == expected
+    for written in (None, ""):
+        silent = theirs.apply_chat_template(conversation({"city": "Zürich"}, ""), tools=[WEATHER], add_generation_prompt=True,
+                                            tokenize=False)
+        assert ours.render(conversation('{"city": "Zürich"}', written), [WEATHER]) == silent
     ids = theirs.apply_chat_template(conversation({"city": "Zürich"}), add_generation_prompt=True, return_dict=False)
     assert real.load(name).encode(ours.render(messages), add_special_tokens=False) == list(ids)
