@@ -21,6 +21,11 @@ MAX_N = 128
 
 MAX_BEAM_WIDTH = 64
 
+MAX_TEMPERATURE = 1e30
+"""The largest temperature. Its inverse is a float32 on the device; beyond that it would be 0, and 0 times -inf is no number."""
+
+MAX_TOP_K = 2**31 - 1
+
 NOT_FOR_BEAMS = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_p": 1.0, "min_p": 0.0,
                  "stop": None, "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "bad_words_token_ids": None,
                  "prompt_logprobs": None}
@@ -43,7 +48,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Divides positive and multiplies negative logits of tokens in the prompt or the output (Keskar et al. 2019).
     [0.01, 100]: beyond that, logits could overflow."""
     temperature: float = 1.0
-    """0 is greedy: the most likely token, the lowest id among equals. [0, inf)."""
+    """0 is greedy: the most likely token, the lowest id among equals. [0, 1e30]."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens with this much probability. (0, 1]."""
     top_k: int = 0
@@ -117,9 +122,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             need(finite(value) and -2 <= value <= 2, name, "between -2 and 2", value)
         need(finite(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100, "repetition_penalty",
              "between 0.01 and 100", self.repetition_penalty)
-        need(finite(self.temperature) and self.temperature >= 0, "temperature", "a finite number, 0 or above", self.temperature)
+        need(finite(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE, "temperature",
+             f"between 0 and {MAX_TEMPERATURE:g}", self.temperature)
         need(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
-        need(self.top_k >= -1, "top_k", "-1, 0 (all tokens) or a positive number", self.top_k)
+        need(-1 <= self.top_k <= MAX_TOP_K, "top_k", f"-1, 0 (all tokens) or a positive number up to {MAX_TOP_K}", self.top_k)
         need(finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
         need(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer", self.seed)
         need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)

@@ -213,7 +213,8 @@ class AsyncLLM:
         return await asyncio.to_thread(work) if size > LONG_TEXT else work()
 
     def open(self, requests: Sequence[Request]) -> Stream:
-        """Submits requests whose news come in one stream. EngineDeadError if there is no engine.
+        """Submits requests whose news come in one stream. EngineDeadError if there is no engine, RequestError for a request
+        that cannot be encoded; then none of them is open.
 
         Their ids come from `new_id`, each used once: late news of an aborted request must not meet another of its name.
         """
@@ -222,12 +223,17 @@ class AsyncLLM:
         if not self._tracks:
             self._progress = now
         stream = Stream(self)
-        for request in requests:
-            self.outputs.register(request)
-            self._tracks[request.id] = Track(request, stream, now)
-            stream.open.add(request.id)
-            self._process.add(request)
-            self._count_start(request)
+        try:
+            for request in requests:
+                self._tracks[request.id] = Track(request, stream, now)
+                stream.open.add(request.id)
+                self.outputs.register(request)
+                self._process.add(request)
+                self._count_start(request)
+        except BaseException:
+            # Whatever failed, nothing of these requests stays counted as live.
+            stream.close()
+            raise
         return stream
 
     async def generate(self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,

@@ -350,8 +350,12 @@ class EngineProcess:
             raise
 
     def add(self, request: Request) -> None:
-        """Sends a request in. EngineDeadError if there is no engine any more."""
-        self._send(Add(request))
+        """Sends a request in. EngineDeadError if there is no engine any more, RequestError for a number beyond 64 bits."""
+        try:
+            self._send(Add(request))
+        except OverflowError:
+            raise RequestError("a number in the request does not fit in 64 bits; send a smaller one",
+                               code="invalid_value") from None
 
     def abort(self, ids: list[str]) -> None:
         """Asks that requests ("id") or sequences ("id/index") end. Nothing happens if the engine is gone."""
@@ -391,7 +395,12 @@ class EngineProcess:
             raise EngineDeadError(self.dead)
         if self._stopping:
             raise EngineDeadError("the engine is shutting down")
-        self._outbox.send(self._encode(message), zmq.NOBLOCK)
+        encoded = self._encode(message)
+        try:
+            self._outbox.send(encoded, zmq.NOBLOCK)
+        except zmq.Again:
+            # The other end has gone, and the news of its exit is still on the way.
+            raise EngineDeadError("the engine process has gone") from None
 
     def _receive(self) -> None:
         # The descriptor tells of changes only, so everything there is must be read.

@@ -1,0 +1,91 @@
+"""Whatever fails while requests are opened, nothing of them stays counted as live."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from penstock.core.errors import EngineDeadError, RequestError
+from penstock.core.request import EngineInfo, Request
+from penstock.core.sampling import SamplingParams
+from penstock.engine.async_llm import AsyncLLM
+from penstock.engine.outputs import Outputs
+
+
+class BrokenError(Exception):
+    """A bug."""
+
+
+def frontend() -> AsyncLLM:
+    """A frontend that believes its engine is up, and sends to nobody."""
+    llm = AsyncLLM("nowhere")
+    llm.info = EngineInfo(model="nowhere", architecture="", vocab_size=9, max_model_len=9, max_num_seqs=9,
+                          max_num_batched_tokens=9, page_size=1, kv_tokens=9, pages_total=9, dtype="", device="",
+                          weight_bytes=0, step_bytes=0, kv_bytes=0)
+    llm.outputs = Outputs(None)
+    llm._process._outbox = Outbox()  # type: ignore[assignment]
+    return llm
+
+
+class Outbox:
+    """Takes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def send(self, message: bytes, flags: int = 0) -> None:
+        self.sent.append(message)
+
+
+def request(name: str, **params: Any) -> Request:
+    return Request(name, [1, 2], SamplingParams(max_tokens=2, seed=1, **params))
+
+
+def test_a_request_that_cannot_be_encoded_is_not_live() -> None:
+    llm = frontend()
+    with pytest.raises(RequestError, match="64 bits"):
+        llm.open([request("a"), request("b", top_k=2**64)])
+    assert llm.live == 0 and len(llm.outputs) == 0
+    sent = llm._process._outbox.sent  # type: ignore[attr-defined]
+    # The first one was sent already, and is taken back.
+    assert len(sent) == 2 and b"abort" in sent[-1]
+
+
+@pytest.mark.parametrize("place", ["register", "send", "count"])
+def test_any_failure_is_undone(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = frontend()
+
+    def fail(*_: Any) -> None:
+        raise BrokenError
+
+    owner: Any = {"register": llm.outputs, "send": llm._process, "count": llm}[place]
+    monkeypatch.setattr(owner, {"register": "register", "send": "add", "count": "_count_start"}[place], fail)
+    with pytest.raises(BrokenError):
+        llm.open([request("a")])
+    assert llm.live == 0 and len(llm.outputs) == 0
+
+
+def test_a_dead_engine_takes_nothing() -> None:
+    llm = frontend()
+    llm._process.dead = "it was stopped"
+    with pytest.raises(EngineDeadError):
+        llm.open([request("a")])
+    assert llm.live == 0
+
+
+def test_a_number_too_large_from_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = frontend()
+
+    async def run() -> None:
+        from penstock.engine.inputs import Inputs
+
+        assert llm.info is not None
+        llm.inputs = Inputs(None, None, llm.info)
+        with pytest.raises(RequestError, match="64 bits"):
+            async for _ in llm.generate([1], SamplingParams(max_tokens=2), priority=2**70):
+                pass
+
+    asyncio.run(run())
+    assert llm.live == 0 and not llm._given
