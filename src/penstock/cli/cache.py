@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 from penstock.config.flags import integer
 from penstock.core.errors import ConfigError
 from penstock.stores import record
-from penstock.stores.disk import DESCRIPTION, INCOMING, parse
+from penstock.stores.folder import DESCRIPTION, CacheFolder, find, page_of, parse
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -50,9 +52,10 @@ def age(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; for verify 1 if a page is broken. Raises ConfigError for a folder that is none of ours."""
-    versions = survey(args.folder, args.version)
-    return {"ls": _list, "stat": _sum_up, "rm": _remove, "verify": _verify}[args.action](args, versions)
+    """0; for verify 1 if a page is broken. Raises ConfigError for a folder without a cache that this user owns."""
+    folder = find(args.folder)
+    versions = survey(folder, args.version)
+    return {"ls": _list, "stat": _sum_up, "rm": _remove, "verify": _verify}[args.action](args, folder, versions)
 
 
 @dataclass
@@ -84,34 +87,34 @@ class Kept:
                 "bytes": self.nbytes, "last_used": max((page.used for page in self.pages), default=0.0)}
 
 
-def survey(folder: Path, version: str | None = None) -> list[Kept]:
+def survey(folder: CacheFolder, version: str | None = None) -> list[Kept]:
     """The versions in a folder whose id begins with `version`, the most recently used first."""
-    if not (folder / INCOMING).is_dir():
-        raise ConfigError(f"{folder} is not a folder of cached pages; name what --cache-disk names")
     found = []
-    for path in sorted(folder.iterdir()):
-        if path.name == INCOMING or not path.is_dir() or not path.name.startswith(version or ""):
+    for path in sorted(folder.versions()):
+        if not path.name.startswith(version or ""):
             continue
         try:
             facts = json.loads((path / DESCRIPTION).read_text())
         except (OSError, ValueError):
             facts = {}
-        found.append(Kept(path.name, facts, list(_pages(path))))
+        found.append(Kept(path.name, facts if isinstance(facts, dict) else {}, list(_pages(folder, path))))
     if version is not None and not found:
-        raise ConfigError(f"{folder} has no version {version!r}; `penstock cache ls {folder}` lists them")
+        raise ConfigError(f"{folder.path} has no version {version!r}; `penstock cache ls` lists them")
     return sorted(found, key=lambda kept: -kept.summary["last_used"])
 
 
-def _pages(version: Path) -> Iterator[Page]:
-    for path in version.glob("??/*"):
-        try:
-            facts = path.stat()
-        except FileNotFoundError:
-            continue
-        yield Page(path, facts.st_size, facts.st_mtime)
+def _pages(folder: CacheFolder, version: Path) -> Iterator[Page]:
+    for bucket in folder.buckets(version):
+        with suppress(FileNotFoundError), os.scandir(bucket) as found:
+            for entry in found:
+                if page_of(entry, bucket.name) is None:
+                    continue
+                with suppress(FileNotFoundError):
+                    facts = entry.stat(follow_symlinks=False)
+                    yield Page(Path(entry.path), facts.st_size, facts.st_mtime)
 
 
-def _list(args: argparse.Namespace, versions: list[Kept]) -> int:
+def _list(args: argparse.Namespace, _folder: CacheFolder, versions: list[Kept]) -> int:
     if args.pages:
         pages = [{"version": kept.id, "page": page.path.name, "bytes": page.nbytes, "last_used": page.used}
                  for kept in versions for page in sorted(kept.pages, key=lambda page: -page.used)]
@@ -124,9 +127,9 @@ def _list(args: argparse.Namespace, versions: list[Kept]) -> int:
     return 0
 
 
-def _sum_up(args: argparse.Namespace, versions: list[Kept]) -> int:
+def _sum_up(args: argparse.Namespace, folder: CacheFolder, versions: list[Kept]) -> int:
     pages = [page for kept in versions for page in kept.pages]
-    incoming = [path.stat().st_size for path in (args.folder / INCOMING).iterdir()]
+    incoming = [entry.stat(follow_symlinks=False).st_size for entry in folder.incoming()]
     now = time.time()
     figures = {"versions": len(versions), "pages": len(pages), "bytes": sum(page.nbytes for page in pages),
                "tokens": sum(_tokens(kept) for kept in versions),
@@ -147,7 +150,7 @@ def _tokens(kept: Kept) -> int:
     return max(groups.values(), default=0) * int(kept.facts.get("page_size", 0))
 
 
-def _remove(args: argparse.Namespace, versions: list[Kept]) -> int:
+def _remove(args: argparse.Namespace, folder: CacheFolder, versions: list[Kept]) -> int:
     if not (args.all or args.version or args.unused is not None or args.keep_bytes is not None):
         raise ConfigError("say what to remove: --version ID, --unused AGE, --keep-bytes N, or --all")
     pages = sorted((page for kept in versions for page in kept.pages), key=lambda page: page.used)
@@ -160,14 +163,14 @@ def _remove(args: argparse.Namespace, versions: list[Kept]) -> int:
         left -= page.nbytes
         doomed.append(page)
     for page in doomed:
-        page.path.unlink(missing_ok=True)
+        folder.remove(page.path.parent.parent.name, page.path.name)
     nbytes = sum(page.nbytes for page in doomed)
     _print(args, {"removed_pages": len(doomed), "removed_bytes": nbytes, "bytes": left},
            [f"removed {len(doomed):,} pages, {nbytes:,} bytes; {left:,} bytes are left"])
     return 0
 
 
-def _verify(args: argparse.Namespace, versions: list[Kept]) -> int:
+def _verify(args: argparse.Namespace, folder: CacheFolder, versions: list[Kept]) -> int:
     checked, broken = 0, []
     for kept in versions:
         for page in kept.pages:
@@ -179,9 +182,9 @@ def _verify(args: argparse.Namespace, versions: list[Kept]) -> int:
                 why = str(error)
             checked += 1
             if why is not None:
-                broken.append({"page": str(page.path.relative_to(args.folder)), "fault": why})
+                broken.append({"page": str(page.path.relative_to(folder.path)), "fault": why})
                 if args.remove:
-                    page.path.unlink(missing_ok=True)
+                    folder.remove(kept.id, page.path.name)
     verb = "removed" if args.remove else "broken"
     _print(args, {"checked": checked, "broken": broken},
            [*(f"{one['page']}: {one['fault']}" for one in broken), f"{checked:,} pages checked, {len(broken):,} {verb}"])
@@ -190,17 +193,11 @@ def _verify(args: argparse.Namespace, versions: list[Kept]) -> int:
 
 def fault_of(path: Path, version: str) -> str | None:
     """What is wrong with a page's file that lies in the folder of `version`; None if nothing is."""
-    data = memoryview(path.read_bytes())
-    name = parse(path.name)
-    try:
-        id = bytes.fromhex(version)
-    except ValueError:
-        id = b""
-    if name is None or len(id) != 16:
-        return "it is not named as pages are"
+    data, name = memoryview(path.read_bytes()), parse(path.name)
+    assert name is not None, "it was found by its name"
     if len(data) < record.HEADER_BYTES:
         return f"it ends after {len(data)} bytes, within the header"
-    return record.fault(id, name, data[:record.HEADER_BYTES], data[record.HEADER_BYTES:])
+    return record.fault(bytes.fromhex(version), name, data[:record.HEADER_BYTES], data[record.HEADER_BYTES:])
 
 
 def _print(args: argparse.Namespace, data: Any, lines: list[str]) -> None:

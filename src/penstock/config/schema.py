@@ -47,7 +47,9 @@ class EngineOptions:
     cache_tenant_share: float = option(1.0, "the largest fraction of the device's cache that one tenant's pages may occupy")
     cache_host_bytes: int | None = option(None, "host memory for pages that leave the device, pinned on a GPU; by default "
                                                 "none, or 1G as the way to a disk or a remote store")
-    cache_disk: str | None = option(None, "folder where pages outlive the engine; several engines may share it")
+    cache_disk: str | None = option(None, "folder where pages outlive the engine; several engines may share it. The "
+                                         "cache keeps to a subfolder penstock-cache that it creates")
+    cache_disk_adopt: bool = option(False, "allow the cache to create its subfolder in a folder that has other files in it")
     cache_disk_bytes: int = option(64 << 30, "the most that this folder may hold")
     cache_remote: str | None = option(None, "where machines share pages: redis://HOST:PORT, or any URL of fsspec such as "
                                             "s3://BUCKET/FOLDER (pip install 'penstock[remote]')")

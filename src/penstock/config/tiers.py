@@ -20,6 +20,7 @@ class TierPlan:
 
     host_slabs: int
     disk: str | None
+    adopt: bool
     disk_bytes: int
     remote: str | None
 
@@ -39,4 +40,5 @@ def plan_tiers(options: EngineOptions, layout: CacheLayout) -> TierPlan:
                           f"{_LEAST_SLABS} are the least; raise it to {least:,} or more, or leave it out")
     if options.cache_disk is not None and options.cache_disk_bytes < least:
         raise ConfigError(f"cache_disk_bytes is {options.cache_disk_bytes:,}; the least for this model is {least:,}")
-    return TierPlan(asked // layout.slab_bytes, options.cache_disk, options.cache_disk_bytes, options.cache_remote)
+    return TierPlan(asked // layout.slab_bytes, options.cache_disk, options.cache_disk_adopt, options.cache_disk_bytes,
+                    options.cache_remote)

@@ -38,7 +38,7 @@ def set_up(options: EngineOptions, config: EngineConfig, layout: CacheLayout, we
     version = Version(options.model, weights, config.dtype, layout, kernels=exact)
     # Only the disk's size is ours to bound.
     bounds = {"disk": plan.disk_bytes}
-    stores = open_stores(plan.disk, plan.remote, version)
+    stores = open_stores(plan.disk, plan.remote, version, plan.adopt)
     policy = Policy(through=options.cache_write == "through", always=options.cache_load == "always")
     hierarchy = Hierarchy(layout, plan.host_slabs, [(store, bounds.get(store.tier)) for store in stores], policy)
-    return Tiers(hierarchy, Behind(plan.host_slabs, open_stores(plan.disk, plan.remote, version), version.id))
+    return Tiers(hierarchy, Behind(plan.host_slabs, open_stores(plan.disk, plan.remote, version, plan.adopt), version.id))

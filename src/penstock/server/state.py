@@ -29,7 +29,7 @@ class State:
         self.names = options.served_model_name or [llm.options.model]
         self.created = int(time.time())
         self.bodies = BodyReader(options.max_body_bytes)
-        self.tenants = Tenants(options, llm.options.cache_disk)
+        self.tenants = Tenants(options, llm.options.cache_disk, llm.options.cache_disk_adopt)
         self.draining = False
 
     @property

@@ -8,6 +8,7 @@ divides its tenant's namespace further.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 from hashlib import blake2b
@@ -15,24 +16,33 @@ from pathlib import Path
 
 from penstock.config.schema import ServerOptions
 from penstock.core.errors import ConfigError
+from penstock.stores.folder import claim
+
+LOG = logging.getLogger("penstock")
 
 SECRET_BYTES = 32
 
 
 SECRET_NAME = "tenants.secret"
-"""The file in the disk tier's folder. Whoever can read that can read the pages themselves."""
+"""The file in the disk tier's own subfolder. Whoever can read that can read the pages themselves."""
 
 
 class Tenants:
     """The tenants of one server."""
 
-    def __init__(self, options: ServerOptions, cache_disk: str | None = None) -> None:
-        """`cache_disk` is the disk tier's folder: pages that outlive the server need salts that do. ConfigError if the secret's
-        file cannot be used."""
+    def __init__(self, options: ServerOptions, cache_disk: str | None = None, adopt: bool = False) -> None:
+        """`cache_disk` is the disk tier's folder (`adopt`: may be one with other files in it): pages that outlive the server
+        need salts that do. ConfigError if the folder or the secret's file cannot be used."""
         self.isolated = options.cache_isolation == "key" or (options.cache_isolation == "auto" and bool(options.api_key))
-        path = options.cache_secret_file or (f"{cache_disk}/{SECRET_NAME}" if cache_disk else None)
-        named = self.isolated and path is not None
-        self._secret = read_secret(Path(str(path)).expanduser()) if named else secrets.token_bytes(SECRET_BYTES)
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        if self.isolated and options.cache_secret_file:
+            self._secret = read_secret(Path(options.cache_secret_file).expanduser())
+        elif self.isolated and cache_disk:
+            try:
+                self._secret = read_secret(claim(cache_disk, adopt).path / SECRET_NAME)
+            except OSError as error:
+                LOG.warning("cache_disk %s cannot be used now (%s): tenants find nothing there that was kept before this start",
+                            cache_disk, error.strerror)
 
     def of(self, key: bytes, cache_salt: str | None) -> tuple[str, str]:
         """(tenant, salt) of a request that came with `key` (empty if with none) and, perhaps, asks for a salt of its own."""

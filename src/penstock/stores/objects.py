@@ -15,7 +15,7 @@ from uuid import uuid4
 from penstock.core.errors import ConfigError
 from penstock.core.transfer import PageName
 from penstock.stores import Entry, fill
-from penstock.stores.disk import parse
+from penstock.stores.folder import parse
 from penstock.stores.listing import Listing
 from penstock.stores.version import Version
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import main
-from penstock.stores.disk import DiskStore, open_root
+from penstock.stores.disk import DiskStore
+from penstock.stores.folder import INCOMING, SUBFOLDER, claim
 from penstock.stores.record import HEADER_BYTES
 from tests.unit.stores.pages import get, name, page, put, version
 
@@ -23,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     """Six pages of one version, two of another; page i was last used i hours ago."""
     one, other = version(model="one"), version(model="other", dtype="bfloat16")
     for found, numbers in ((one, range(6)), (other, range(6, 8))):
-        store = DiskStore(open_root(str(tmp_path)), found)
+        store = DiskStore(claim(str(tmp_path)), found)
         for i in numbers:
             put(store, found, i)
             then = time.time() - 3600 * i - 10
@@ -49,7 +50,7 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_stat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "incoming" / "left").write_bytes(b"123")
+    (folder / SUBFOLDER / INCOMING / "1-2-3").write_bytes(b"123")
     found = cache(capsys, "stat", str(folder))
     assert found == {"versions": 2, "pages": 8, "bytes": 8 * SIZE, "tokens": 128, "incoming_files": 1, "incoming_bytes": 3,
                      "used_within": {"hour": 1, "day": 8, "week": 8}}
@@ -65,7 +66,7 @@ def test_rm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cache(capsys, "rm", str(folder), "--version", other)["removed_pages"] == 1
     assert cache(capsys, "rm", str(folder), "--keep-bytes", str(4 * SIZE)) == {
         "removed_pages": 2, "removed_bytes": 2 * SIZE, "bytes": 4 * SIZE}
-    store = DiskStore(open_root(str(folder)), version())
+    store = DiskStore(claim(str(folder)), version())
     assert {entry.name for entry in store.changes()[0] if not isinstance(entry.name, str)} == {name(i) for i in range(4)}
     assert cache(capsys, "rm", str(folder), "--unused", "150m")["removed_pages"] == 1
     assert cache(capsys, "rm", str(folder), "--all")["bytes"] == 0
@@ -73,7 +74,7 @@ def test_rm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cache(capsys, "verify", str(folder)) == {"checked": 8, "broken": []}
-    store = DiskStore(open_root(str(folder)), version())
+    store = DiskStore(claim(str(folder)), version())
     flipped = bytearray(store.path(name(1)).read_bytes())
     flipped[200] ^= 1
     store.path(name(1)).write_bytes(flipped)
@@ -81,9 +82,10 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.replace(store.path(name(3)), store.path(name(4)))
     (store.path(name(4)).parent / "README").write_text("hello")
     found = cache(capsys, "verify", str(folder), "--remove", status=1)
-    assert found["checked"] == 8 and len(found["broken"]) == 4
+    assert found["checked"] == 7 and len(found["broken"]) == 3
     assert {one["fault"].split(",")[0] for one in found["broken"]} == {
-        "its checksum is wrong", "it ends after 0 bytes", "it is another page", "it is not named as pages are"}
+        "its checksum is wrong", "it ends after 0 bytes", "it is another page"}
+    assert (store.path(name(4)).parent / "README").read_text() == "hello"
     assert cache(capsys, "verify", str(folder)) == {"checked": 4, "broken": []}
     assert get(store, version(), 0) == page(0)
 

@@ -59,7 +59,7 @@ def test_salts_live_as_long_as_the_pages_on_disk(tmp_path: Path) -> None:
     folder = str(tmp_path / "pages")
     first = tenants("a", disk=folder).of(b"a", None)
     assert tenants("a", disk=folder).of(b"a", None) == first
-    assert [path.name for path in Path(folder).iterdir()] == ["tenants.secret"]
+    assert [str(path.relative_to(folder)) for path in Path(folder).rglob("tenants.secret")] == ["penstock-cache/tenants.secret"]
     assert tenants(disk=str(tmp_path / "unused")).isolated is False and not (tmp_path / "unused").exists()
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.stores import Store
-from penstock.stores.disk import DiskStore, open_root
+from penstock.stores.disk import DiskStore
 from penstock.stores.objects import ObjectStore
 from penstock.stores.opening import open_stores
 from penstock.stores.redis import RedisStore
@@ -192,7 +192,3 @@ def test_a_server_that_answers_nonsense_is_an_oserror(answer: bytes) -> None:
             with pytest.raises(OSError):
                 operation()
         store.close()
-
-
-def test_roots_are_made(tmp_path: Path) -> None:
-    assert (open_root(str(tmp_path / "a" / "b")) / "incoming").is_dir()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cache.tiers.catalog import Catalog, Keeper
-from penstock.stores.disk import DiskStore, open_root
+from penstock.stores.disk import DiskStore
+from penstock.stores.folder import claim
 from penstock.stores.record import HEADER_BYTES
 from tests.unit.stores.pages import name, put, version
 
@@ -17,7 +18,7 @@ SIZE = 3000
 
 
 def catalog(root: Path, bound: int | None = None) -> Catalog:
-    return Catalog(DiskStore(open_root(str(root)), version()), [SIZE, 1000], bound)
+    return Catalog(DiskStore(claim(str(root)), version()), [SIZE, 1000], bound)
 
 
 def size_of(root: Path) -> int:
@@ -114,7 +115,7 @@ def test_bounds_hold_and_the_least_used_goes(tmp_path: Path) -> None:
 
 
 def test_pages_of_other_versions_make_room(tmp_path: Path) -> None:
-    old = DiskStore(open_root(str(tmp_path)), version(dtype="float16"))
+    old = DiskStore(claim(str(tmp_path)), version(dtype="float16"))
     for i in range(8):
         put(old, version(dtype="float16"), i)
     for path in tmp_path.rglob("*-0"):

@@ -17,7 +17,8 @@ from penstock.cache.tiers.hierarchy import Hierarchy, Policy
 from penstock.core.plan import Move, StepPlan
 from penstock.core.transfer import Load, PageName, Piece, Save
 from penstock.stores import Store
-from penstock.stores.disk import DiskStore, open_root
+from penstock.stores.disk import DiskStore
+from penstock.stores.folder import claim
 from penstock.worker.arena import Arena
 from penstock.worker.lanes import Copy, Mark
 from penstock.worker.movers import Behind, Movers
@@ -40,7 +41,7 @@ class Rig:
                  **policy: bool) -> None:
         shape = layout(slabs=SLABS)
         self.arena = Arena(shape, DEVICE)
-        stores = [[wrap(DiskStore(open_root(str(root)), version())) for _ in range(2)]] if root is not None else []
+        stores = [[wrap(DiskStore(claim(str(root)), version())) for _ in range(2)]] if root is not None else []
         self.tiers = Hierarchy(shape, slabs, [(pair[0], None) for pair in stores], Policy(**policy), refresh_seconds=0.02)
         self.movers = Movers(self.arena, Behind(slabs, [pair[1] for pair in stores], version().id), DEVICE)
         self.landed: dict[int, bool] = {}
@@ -215,7 +216,7 @@ def test_broken_pages_are_told_and_dropped(tmp_path: Path) -> None:
     rig.step()
     rig.stored()
     rig.close()
-    disk = DiskStore(open_root(str(tmp_path)), version())
+    disk = DiskStore(claim(str(tmp_path)), version())
     flipped = disk.path(PageName(0, content(1, 0).key))
     data = bytearray(flipped.read_bytes())
     data[500] ^= 4

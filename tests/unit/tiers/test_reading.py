@@ -13,7 +13,8 @@ import torch
 
 from penstock.core.transfer import PageName
 from penstock.stores import record
-from penstock.stores.disk import DiskStore, open_root
+from penstock.stores.disk import DiskStore
+from penstock.stores.folder import claim
 from penstock.worker import reading
 from penstock.worker.reading import Reader
 from tests.unit.stores.pages import name, page, version
@@ -23,7 +24,7 @@ SIZES = (1, 72, 3000, 4096, 10 * 4096 + 8, 64 * 4096, 64 * 4096 + 1, 150 * 4096 
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
-    return DiskStore(open_root(str(tmp_path)), version())
+    return DiskStore(claim(str(tmp_path)), version())
 
 
 def fill(store: DiskStore, number: int, size: int) -> Path:

@@ -2,7 +2,9 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <fcntl.h>
+#include <string>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -42,11 +44,24 @@ int64_t fill(int file, uint8_t* head, int64_t head_bytes, uint8_t* body, int64_t
     return done;
 }
 
+// Opens a file for reading. Neither it nor the folder that it lies in may be a symbolic link. A descriptor, or -errno.
+int open_page(const char* path) {
+    const char* slash = strrchr(path, '/');
+    if (slash == nullptr) return -EINVAL;
+    const std::string folder(path, slash);
+    const int at = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (at < 0) return -errno;
+    const int file = openat(at, slash + 1, O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
+    const int error = errno;
+    close(at);
+    return file < 0 ? -error : file;
+}
+
 // One file: its header and page, and the page's sums. How many bytes there were, or -errno.
 int64_t read_page(const char* path, uint8_t* head, int64_t head_bytes, uint8_t* page, int64_t page_bytes, uint64_t* line_sums,
                   uint64_t* column_sums) {
-    const int file = open(path, O_RDONLY | O_CLOEXEC);
-    if (file < 0) return -errno;
+    const int file = open_page(path);
+    if (file < 0) return file;
     int64_t done = 0, at = 0;
     for (int64_t i = 0; i < kWords; ++i) column_sums[i] = 0;
     do {
