@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 import penstock
 from penstock.core.request import EngineInfo, TierStats
-from penstock.server.errors import UnavailableError, error_response
+from penstock.server.answer import json_response
+from penstock.server.dialect import Route
+from penstock.server.errors import UnavailableError
 from penstock.server.metrics import CONTENT_TYPE, MetricsPage
 from penstock.server.state import State
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    """`value` as JSON."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 class Admin:
@@ -30,18 +27,33 @@ class Admin:
         self.state = state
         self.page = MetricsPage(state.llm, state.name)
 
+    def routes(self) -> Sequence[Route]:
+        """The routes, which belong to no dialect."""
+        return (
+            Route("GET", "/health", self.health, "Whether the engine is alive and makes progress"),
+            Route("GET", "/ready", self.ready, "Whether a request would be taken now"),
+            Route("GET", "/ping", self.health, "The same as /health"),
+            Route("POST", "/ping", self.health, "The same as /health"),
+            Route("GET", "/version", self.version, "The version of Penstock"),
+            Route("GET", "/load", self.load, "How much there is to do"),
+            Route("GET", "/server_info", self.server_info, "What is served and how"),
+            Route("GET", "/kv_event_sources", self.kv_event_sources, "Where the cache's events are published"),
+            Route("GET", "/metrics", self.metrics, "Figures in Prometheus' format"),
+            Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, "Forget everything that is cached"),
+        )
+
     async def health(self, request: Request) -> Response:
         """200 while the engine answers; 503 with the reason while it loads, when it is stuck, and when it is dead."""
         reason = self.state.llm.unhealthy()
         if reason:
-            return error_response(UnavailableError(reason, "unhealthy"))
+            raise UnavailableError(reason, "unhealthy")
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         """200 when a request sent now would be taken."""
         reason = self.state.not_ready()
         if reason:
-            return error_response(UnavailableError(reason, "not_ready"))
+            raise UnavailableError(reason, "not_ready")
         return json_response({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:

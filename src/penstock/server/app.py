@@ -16,14 +16,12 @@ from penstock.core.errors import EngineDeadError, RequestError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.observe.log import LOG
 from penstock.server.admin import Admin
+from penstock.server.dialect import Dialect, ErrorShapes
 from penstock.server.errors import on_client_gone, on_http_exception, on_request_error
 from penstock.server.gate import Gate
-from penstock.server.openai.chat import Chat
-from penstock.server.openai.completions import Completions
-from penstock.server.openai.models import Models
+from penstock.server.openai.dialect import OpenAI
 from penstock.server.schema import openapi
 from penstock.server.state import State
-from penstock.server.tokens import Tokens
 
 
 class Application:
@@ -33,34 +31,26 @@ class Application:
         self.state = State(llm, options)
         self.app = FastAPI(title="Penstock", version=penstock.__version__, openapi_url="/openapi.json", docs_url="/docs",
                            redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
-        self._add_routes(self.app)
+        # The first one shapes the errors of paths that nobody serves.
+        dialects: list[Dialect] = [OpenAI(self.state)]
+        admin = Admin(self.state)
+        routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes()]
+        # Plain routes: the bodies are decoded by msgspec, so FastAPI's own machinery has nothing to do.
+        for route in routes:
+            self.app.add_route(route.path, route.handler, methods=[route.method])
+        self.shapes = ErrorShapes(dialects)
         self.app.add_exception_handler(HTTPException, on_http_exception)
         self.app.add_exception_handler(ClientDisconnect, on_client_gone)
         self.app.add_exception_handler(RequestError, on_request_error)
         self.app.add_exception_handler(EngineDeadError, on_request_error)
         self.app.add_exception_handler(Exception, on_request_error)
-        document: dict[str, Any] = openapi()
+        document: dict[str, Any] = openapi(routes)
         self.app.openapi = lambda: document  # type: ignore[method-assign]
         inner: ASGIApp = self.app
         if options.allowed_origins:
             inner = CORSMiddleware(inner, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-        self.asgi: ASGIApp = Gate(inner, options.api_key, options.admin_api_key, _report)
-
-    def _add_routes(self, app: FastAPI) -> None:
-        # Plain routes: the bodies are decoded by msgspec, so FastAPI's own machinery has nothing to do.
-        chat, completions, models, tokens = Chat(self.state), Completions(self.state), Models(self.state), Tokens(self.state)
-        admin = Admin(self.state)
-        for path, handler in (("/v1/chat/completions", chat.post), ("/v1/completions", completions.post),
-                              ("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize),
-                              ("/reset_prefix_cache", admin.reset_prefix_cache)):
-            app.add_route(path, handler, methods=["POST"])
-        for path, answer in (("/v1/models", models.list), ("/v1/models/{model:path}", models.one), ("/health", admin.health),
-                              ("/ready", admin.ready), ("/metrics", admin.metrics), ("/version", admin.version),
-                              ("/load", admin.load), ("/server_info", admin.server_info),
-                              ("/kv_event_sources", admin.kv_event_sources)):
-            app.add_route(path, answer, methods=["GET"])
-        app.add_route("/ping", admin.health, methods=["GET", "POST"])
+        self.asgi: ASGIApp = Gate(inner, options.api_key, options.admin_api_key, self.shapes, _report)
 
 
 def _report(error: BaseException) -> None:
-    LOG.error("a request failed for a reason nobody foresaw", exc_info=error)
+    LOG.error("a request failed unexpectedly", exc_info=error)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from penstock.core.errors import RequestError
-from penstock.server.errors import explain, unsupported
-from penstock.server.openai.protocol import NEUTRAL
+from penstock.server.errors import ExplainField, explain
 
 Body = TypeVar("Body")
 
 
 class BodyReader:
-    """Decodes bodies of at most `limit` bytes."""
+    """Decodes one dialect's bodies of at most `limit` bytes."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, explain_field: ExplainField, check: Callable[[Any], None] = lambda body: None) -> None:
+        """`explain_field` improves what a decoder says about a field; `check` refuses what a type cannot say."""
         self.limit = limit
+        self._explain_field = explain_field
+        self._check = check
         self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
@@ -31,10 +34,8 @@ class BodyReader:
         try:
             body: Body = decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise explain(error) from None
-        for name, only in NEUTRAL.items():
-            if getattr(body, name, None) not in (None, only):
-                raise unsupported(name)
+            raise explain(error, self._explain_field) from None
+        self._check(body)
         return body
 
     def _check_type(self, request: Request) -> None:

@@ -1,13 +1,13 @@
-"""How a refusal looks on the wire: OpenAI's error object for everything, and what a JSON decoding error says to a user.
+"""Every failure as an HTTP answer, and a JSON decoding error in terms of the request.
 
-`{"error": {"message", "type", "param", "code"}}`, always JSON, from every route and also where there is no route.
+The answer is always JSON, from every route and also where there is no route; its shape is the dialect's
+(`dialect.ErrorShapes`), which the gate has put into the request's scope.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -15,18 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import EngineDeadError, RequestError
-from penstock.server.openai.protocol import WHY_REFUSED
-
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-         405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
-         429: "rate_limit_error", 503: "service_unavailable_error"}
-"""OpenAI's error types by HTTP status."""
+from penstock.server.dialect import ErrorShape
 
 CLIENT_GONE = 499
 """The status of an answer that nobody will read, as nginx has it."""
 
 RETRY_SECONDS = 1
-"""What a refused client is told to wait for."""
+"""How long a refused client is told to wait (Retry-After)."""
 
 
 class UnavailableError(RequestError):
@@ -36,22 +31,16 @@ class UnavailableError(RequestError):
         super().__init__(message, code=code, status=503)
 
 
-def error_body(error: RequestError) -> dict[str, Any]:
-    """The error object of a refused request."""
-    kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
-
-
-def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+def error_response(error: RequestError, shape: ErrorShape, headers: Mapping[str, str] | None = None) -> Response:
     """The whole answer to a refused request."""
     extra = dict(headers or {})
     if error.status in (429, 503):
         extra.setdefault("Retry-After", str(RETRY_SECONDS))
-    return Response(msgspec.json.encode(error_body(error)), error.status, extra, "application/json")
+    return Response(msgspec.json.encode(shape(error)), error.status, extra, "application/json")
 
 
 def as_request_error(error: BaseException) -> RequestError:
-    """Any exception as one that can be shown. What nobody foresaw is status 500, and says its type but not its trace."""
+    """Any exception as one that can be shown. An unexpected one is status 500, and says its type but not its trace."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EngineDeadError):
@@ -73,17 +62,17 @@ def _http_message(error: HTTPException) -> str:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's handler for what its router refuses."""
+    """Starlette's handler for the router's own refusals (404, 405)."""
     assert isinstance(error, HTTPException)
     shown = as_request_error(error)
     if error.status_code in (404, 405):
         shown = RequestError(f"{request.method} {request.url.path}: {shown.message}", code=shown.code, status=shown.status)
-    return error_response(shown, error.headers)
+    return error_response(shown, request.scope["error_shape"], error.headers)
 
 
 async def on_request_error(request: Request, error: Exception) -> Response:
-    """Starlette's handler for what a route raises: refusals, the engine's death, and what nobody foresaw."""
-    return error_response(as_request_error(error))
+    """Starlette's handler for a route's exceptions: refusals, the engine's death, and unexpected ones."""
+    return error_response(as_request_error(error), request.scope["error_shape"])
 
 
 async def on_client_gone(request: Request, error: Exception) -> Response:
@@ -102,7 +91,11 @@ WORDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "t
          "object": "an object", "null": "null"}
 
 
-def explain(error: Exception) -> RequestError:
+ExplainField = Callable[[str, str], RequestError | str]
+"""What a dialect makes of a decoder's complaint (second) about a field (first): a refusal of its own, or a better text."""
+
+
+def explain(error: Exception, explain_field: ExplainField) -> RequestError:
     """A msgspec decoding error in terms of the request: names the field at fault, what was given, what is possible."""
     if isinstance(error, UnicodeDecodeError):
         return RequestError(f"the body is not valid UTF-8: {error.reason} at byte {error.start}", code="invalid_utf8")
@@ -120,17 +113,11 @@ def explain(error: Exception) -> RequestError:
     if found := _MISSING.fullmatch(text):
         name = f"{where}.{found[1]}" if where else found[1]
         return RequestError(f"Missing required parameter: '{name}'", param=name, code="missing_required_parameter")
-    field = re.split(r"[.\[]", where)[0]
-    if field in WHY_REFUSED:
-        return unsupported(field)
-    if where.endswith(".type") and "content" in where:
-        text = f"{text[:1].lower()}{text[1:]}; this server takes text only, in parts of type text or refusal"
+    better = explain_field(where, text)
+    if isinstance(better, RequestError):
+        return better
+    text = better
     return RequestError(f"{where or 'the body'}: {_expectation(text)}", param=where or None, code="invalid_type")
-
-
-def unsupported(field: str) -> RequestError:
-    """The refusal of a recognised field, or of its value, by name."""
-    return RequestError(f"{field} cannot be honoured: {WHY_REFUSED[field]}", param=field, code="unsupported_parameter")
 
 
 def _expectation(text: str) -> str:

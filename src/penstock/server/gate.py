@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.core.errors import RequestError
+from penstock.server.dialect import ErrorShapes
 from penstock.server.errors import as_request_error, error_response
 
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"})
@@ -27,15 +28,17 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 class Gate:
     """Gives each request an id, echoed as X-Request-Id; checks the key; turns the last exceptions into answers.
 
-    The scope of a request that passes has its `request_id` and its `api_key`, b"" if it came with none.
+    The scope of a request that passes has its `request_id`, its `api_key` (b"" if it came with none) and the `error_shape` of
+    its path's dialect.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], admin_keys: Iterable[str],
-                 on_error: Callable[[BaseException], None]) -> None:
+                 shapes: ErrorShapes, on_error: Callable[[BaseException], None]) -> None:
         """`keys` open every route but those of ADMIN_ROUTES, `admin_keys` all. One key alone opens all, as does having none."""
         self.app = app
         self.admin_keys = [key.encode() for key in admin_keys]
         self.keys = [*(key.encode() for key in keys), *self.admin_keys]
+        self.shapes = shapes
         self.on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,6 +49,7 @@ class Gate:
         given = headers.get(b"x-request-id", b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         scope["request_id"] = request_id.decode()
+        scope["error_shape"] = shape = self.shapes.of(scope["path"])
         started = finished = False
 
         async def send_named(message: Message) -> None:
@@ -61,14 +65,14 @@ class Gate:
         if scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
             refusal = self._refusal(key, scope["path"])
             if refusal is not None:
-                await error_response(refusal, {"WWW-Authenticate": "Bearer"})(scope, receive, send_named)
+                await error_response(refusal, shape, {"WWW-Authenticate": "Bearer"})(scope, receive, send_named)
                 return
         try:
             await self.app(scope, receive, send_named)
         except Exception as error:
             self.on_error(error)
             if not started:
-                await error_response(as_request_error(error))(scope, receive, send_named)
+                await error_response(as_request_error(error), shape)(scope, receive, send_named)
             elif not finished:
                 # The status is gone out already; breaking the connection is the only honest end.
                 raise

@@ -26,7 +26,8 @@ from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.process import ENGINE
 from penstock.observe.log import LOG
 from penstock.server.app import Application
-from penstock.server.errors import UnavailableError, error_body
+from penstock.server.dialect import ErrorShape
+from penstock.server.errors import UnavailableError
 
 OnLoading = Callable[[int, int], None]
 """Told (bytes of weights loaded, of how many)."""
@@ -42,11 +43,13 @@ ENGINE_SECONDS = 5.0
 
 
 class JsonProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP, with our error shape also for what is no HTTP at all."""
+    """uvicorn's HTTP, with our error shape also for bytes that are no HTTP at all."""
+
+    shape: ErrorShape
 
     def send_400_response(self, msg: str) -> None:
         error = RequestError(f"this is not a valid HTTP/1.1 request: {msg}", code="invalid_http")
-        body = msgspec.json.encode(error_body(error))
+        body = msgspec.json.encode(type(self).shape(error))
         self.transport.write(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
                              b"connection: close\r\n\r\n%b" % (len(body), body))
         self.transport.close()
@@ -80,6 +83,7 @@ class ServerRun:
             loop.add_signal_handler(number, self._on_signal)
         bound = bind(self.options.host, self.options.port)
         # Listening before loading: a probe is told "loading" instead of being refused.
+        JsonProtocol.shape = staticmethod(self.application.shapes.default)
         listener = Listener(uvicorn.Config(self.application.asgi, http=JsonProtocol, ws="none", lifespan="off",
                                            access_log=False, log_config=None, server_header=False, timeout_keep_alive=30))
         serving = asyncio.create_task(listener.serve([bound]))

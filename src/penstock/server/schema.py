@@ -1,13 +1,14 @@
-"""/openapi.json, made from the structs that really decode the bodies, so that it cannot say anything else."""
+"""/openapi.json, made from the routes and the structs that really decode the bodies, so that it cannot say anything else."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 import penstock
-from penstock.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from penstock.server.dialect import Route
 
 _REF = "#/components/schemas/"
 
@@ -16,60 +17,51 @@ _ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
     "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]},
                    "code": {"type": ["string", "null"]}}}}}
 
-_POSTS: dict[str, tuple[type[Any], str, bool]] = {
-    "/v1/chat/completions": (ChatRequest, "Answer a conversation", True),
-    "/v1/completions": (CompletionRequest, "Continue prompts", True),
-    "/tokenize": (TokenizeRequest, "Turn a text or a conversation into tokens", False),
-    "/detokenize": (DetokenizeRequest, "Turn tokens into text", False),
-}
-
-_GETS = {
-    "/v1/models": "List the served names",
-    "/v1/models/{model}": "Describe one served name",
-    "/health": "Whether the engine is alive and makes progress",
-    "/ready": "Whether a request would be taken now",
-    "/ping": "The same as /health",
-    "/version": "The version of Penstock",
-    "/load": "How much there is to do",
-    "/server_info": "What is served and how",
-    "/kv_event_sources": "Where the cache's events are published",
-}
+TEXT_ROUTES = frozenset({"/metrics"})
+"""Routes whose answer is plain text."""
 
 
-def openapi() -> dict[str, Any]:
+def openapi(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    kinds = [kind for kind, _, _ in _POSTS.values()]
+    kinds = [route.body for route in routes if route.body is not None]
     _, components = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
     components["Error"] = _ERROR
-    paths: dict[str, Any] = {path: {"post": _post(*entry)} for path, entry in _POSTS.items()}
-    paths |= {path: {"get": _get(path, about)} for path, about in _GETS.items()}
-    paths["/reset_prefix_cache"] = {"post": {**_get("/reset_prefix_cache", "Forget everything that is cached"),
-                                             "operationId": "resetPrefixCache", "security": [{"key": []}]}}
-    paths["/metrics"] = {"get": {"summary": "Figures in Prometheus' format", "operationId": "metrics",
-                                 "responses": {"200": {"description": "Figures", "content": {"text/plain": {}}}}}}
+    paths: dict[str, Any] = {}
+    for route in routes:
+        paths.setdefault(_path(route), {})[route.method.lower()] = _describe(route)
     return {"openapi": "3.1.0", "info": {"title": "Penstock", "version": penstock.__version__}, "paths": paths,
             "components": {"schemas": components,
                            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}}
 
 
-def _post(kind: type[Any], about: str, streams: bool) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    if streams:
+def _path(route: Route) -> str:
+    return route.path.replace(":path}", "}")
+
+
+def _describe(route: Route) -> dict[str, Any]:
+    kind = "text/plain" if route.path in TEXT_ROUTES else "application/json"
+    content: dict[str, Any] = {kind: {} if kind == "text/plain" else {"schema": {"type": "object"}}}
+    if route.streams:
         content["text/event-stream"] = {}
-    return {"summary": about, "operationId": kind.__name__, "security": [{"key": []}],
-            "requestBody": {"required": True,
-                            "content": {"application/json": {"schema": {"$ref": _REF + kind.__name__}}}},
-            "responses": {"200": {"description": "The answer", "content": content}, **_failures()}}
-
-
-def _get(path: str, about: str) -> dict[str, Any]:
-    described: dict[str, Any] = {"summary": about, "operationId": "get" + path.replace("/", "_").strip("_{}"),
-                                 "responses": {"200": {"description": about,
-                                                       "content": {"application/json": {"schema": {"type": "object"}}}},
-                                               **_failures()}}
-    if "{model}" in path:
-        described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    described: dict[str, Any] = {
+        "summary": route.about, "operationId": _name(route),
+        "responses": {"200": {"description": "The answer" if route.body else route.about, "content": content}, **_failures()}}
+    if route.method == "POST":
+        described["security"] = [{"key": []}]
+    if route.body is not None:
+        described["requestBody"] = {"required": True, "content": {
+            "application/json": {"schema": {"$ref": _REF + route.body.__name__}}}}
+    if "{" in route.path:
+        name = route.path.partition("{")[2].partition("}")[0].partition(":")[0]
+        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     return described
+
+
+def _name(route: Route) -> str:
+    """The operation's id: the name of the body's type, or method and path."""
+    if route.body is not None:
+        return route.body.__name__
+    return route.method.lower() + _path(route).replace("/", "_").replace("{", "").replace("}", "")
 
 
 def _failures() -> dict[str, Any]:

@@ -13,9 +13,11 @@ from starlette.responses import Response
 from penstock.core.errors import RequestError
 from penstock.core.request import Request as EngineRequest
 from penstock.engine.outputs import Delta
+from penstock.server.body import BodyReader
 from penstock.server.openai.answers import Choices, Usage
 from penstock.server.openai.logprobs import Namer, chat_content, prompt_entries
 from penstock.server.openai.messages import render
+from penstock.server.openai.prepare import prepare
 from penstock.server.openai.protocol import ChatRequest
 from penstock.server.openai.respond import event, respond
 from penstock.server.openai.sampling import check_stream, sampling_params
@@ -136,13 +138,14 @@ class ChatAnswer:
 class Chat:
     """The endpoint."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, bodies: BodyReader) -> None:
         self.state = state
+        self.bodies = bodies
 
     async def post(self, http: Request) -> Response:
         """Answers one chat request. RequestError for what cannot be honoured."""
         state = self.state
-        body = await state.bodies.read(http, ChatRequest)
+        body = await self.bodies.read(http, ChatRequest)
         model = state.admit(body.model)
         check(body)
         prompt = await render(state.llm, body, state.options.trust_request_chat_template)
@@ -151,7 +154,7 @@ class Chat:
         params = sampling_params(body, state.llm.inputs.defaults, limit, logprobs)
         try:
             # A template writes its own special tokens.
-            [request] = await state.prepare(http, [prompt], params, body, add_special_tokens=bool(body.add_special_tokens))
+            [request] = await prepare(state, http, [prompt], params, body, add_special_tokens=bool(body.add_special_tokens))
         except RequestError as error:
             raise in_terms_of_chat(error, body) from None
         answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", model, request, body,

@@ -13,8 +13,10 @@ from starlette.responses import Response
 from penstock.core.errors import RequestError
 from penstock.core.request import Request as EngineRequest
 from penstock.engine.outputs import Delta
+from penstock.server.body import BodyReader
 from penstock.server.openai.answers import Choices, Usage
 from penstock.server.openai.logprobs import CompletionLogprobs, Namer, prompt_entries
+from penstock.server.openai.prepare import prepare, text_of
 from penstock.server.openai.protocol import CompletionRequest
 from penstock.server.openai.respond import event, respond
 from penstock.server.openai.sampling import check_stream, sampling_params
@@ -145,13 +147,14 @@ class CompletionAnswer:
 class Completions:
     """The endpoint."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, bodies: BodyReader) -> None:
         self.state = state
+        self.bodies = bodies
 
     async def post(self, http: Request) -> Response:
         """Answers one completion request. RequestError for what cannot be honoured."""
         state = self.state
-        body = await state.bodies.read(http, CompletionRequest)
+        body = await self.bodies.read(http, CompletionRequest)
         model = state.admit(body.model)
         prompts = split_prompts(body.prompt)
         check(body)
@@ -159,8 +162,8 @@ class Completions:
                                  body.logprobs)
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
             params = params.replace(prompt_logprobs=body.logprobs)
-        requests = await state.prepare(http, prompts, params, body, add_special_tokens=body.add_special_tokens is not False)
-        texts = [state.text_of(prompt) for prompt in prompts] if body.echo else []
+        requests = await prepare(state, http, prompts, params, body, add_special_tokens=body.add_special_tokens is not False)
+        texts = [text_of(state, prompt) for prompt in prompts] if body.echo else []
         answer = CompletionAnswer(f"cmpl-{body.request_id or http.scope['request_id']}", model, requests, texts, body,
                                   Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)), state.llm.tokenizer)
         return await respond(http, state.llm.open(requests), answer, bool(body.stream))

@@ -7,8 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.core.errors import RequestError
-from penstock.server.admin import json_response
+from penstock.server.answer import json_response
 from penstock.server.state import State
 
 
@@ -23,9 +22,7 @@ class Models:
 
     async def one(self, http: Request) -> Response:
         name = http.path_params["model"]
-        if name not in self.state.names:
-            raise RequestError(f"the model {name!r} is not served here; possible: {', '.join(self.state.names)}", param="model",
-                               code="model_not_found", status=404)
+        self.state.check_name(name)
         return json_response(self._describe(name))
 
     def _describe(self, name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.core.errors import EngineDeadError, RequestError
 from penstock.engine.async_llm import Stream
 from penstock.engine.outputs import Delta
-from penstock.server.errors import CLIENT_GONE, as_request_error, error_body
+from penstock.server.errors import CLIENT_GONE, as_request_error
 
 encode = msgspec.json.Encoder().encode
 
@@ -98,7 +98,7 @@ class EventStream(Response):
             except ClientDisconnect:
                 return
             except (RequestError, EngineDeadError) as error:
-                body = event(error_body(as_request_error(error)))
+                body = event(scope["error_shape"](as_request_error(error)))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": DONE, "more_body": False})
         finally:

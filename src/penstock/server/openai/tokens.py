@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import RequestError
-from penstock.server.admin import json_response
+from penstock.server.answer import json_response
+from penstock.server.body import BodyReader
 from penstock.server.openai.messages import render
 from penstock.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from penstock.server.state import State
@@ -18,13 +19,14 @@ from penstock.text import Tokenizer
 class Tokens:
     """The two endpoints."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, bodies: BodyReader) -> None:
         self.state = state
+        self.bodies = bodies
 
     async def tokenize(self, http: Request) -> Response:
         """{prompt} or {messages} -> {count, max_model_len, tokens, token_strs}."""
         state = self.state
-        body = await state.bodies.read(http, TokenizeRequest)
+        body = await self.bodies.read(http, TokenizeRequest)
         state.admit(body.model)
         tokenizer = self._tokenizer()
         if (body.prompt is None) == (body.messages is None):
@@ -45,7 +47,7 @@ class Tokens:
     async def detokenize(self, http: Request) -> Response:
         """{tokens} -> {prompt}."""
         state = self.state
-        body = await state.bodies.read(http, DetokenizeRequest)
+        body = await self.bodies.read(http, DetokenizeRequest)
         state.admit(body.model)
         tokenizer = self._tokenizer()
         for token in body.tokens:

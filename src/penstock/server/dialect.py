@@ -1,0 +1,63 @@
+"""The seam between the server and an API dialect (OpenAI's, Anthropic's, ...): its routes and the shape of its errors.
+
+The rest of `server/` knows no dialect. A dialect is a package beside `openai/` with one `Dialect`, listed in `app.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core.errors import RequestError
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+ErrorShape = Callable[[RequestError], Any]
+"""The JSON object by which a dialect tells a client of a refusal."""
+
+
+class Route(NamedTuple):
+    """One route: how it is reached, who serves it, and what /openapi.json says about it."""
+
+    method: str
+    path: str
+    """Starlette's notation: a parameter is {name} or {name:path}."""
+    handler: Handler
+    about: str
+    body: type[Any] | None = None
+    """The msgspec struct that its body is decoded into."""
+    streams: bool = False
+    """It can answer with server-sent events."""
+
+
+class Dialect(Protocol):
+    """One API."""
+
+    def routes(self) -> Sequence[Route]: ...
+    def error_body(self, error: RequestError) -> Any: ...
+
+
+class ErrorShapes:
+    """Which dialect shapes the errors of a path: the one that has a route there, else the first."""
+
+    def __init__(self, dialects: Sequence[Dialect]) -> None:
+        self.default: ErrorShape = dialects[0].error_body
+        self._exact: dict[str, ErrorShape] = {}
+        self._beginnings: list[tuple[str, ErrorShape]] = []
+        for dialect in dialects:
+            for route in dialect.routes():
+                fixed, parameter, _ = route.path.partition("{")
+                if parameter:
+                    self._beginnings.append((fixed, dialect.error_body))
+                else:
+                    self._exact[fixed] = dialect.error_body
+
+    def of(self, path: str) -> ErrorShape:
+        """The shape for a request's path, which need not exist."""
+        found = self._exact.get(path)
+        if found is not None:
+            return found
+        return next((shape for beginning, shape in self._beginnings if path.startswith(beginning)), self.default)

@@ -1,0 +1,40 @@
+"""OpenAI's API as a dialect: its routes (with vLLM's /tokenize and /detokenize), bodies, and the shape of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.core.errors import RequestError
+from penstock.server.body import BodyReader
+from penstock.server.dialect import Route
+from penstock.server.openai.chat import Chat
+from penstock.server.openai.completions import Completions
+from penstock.server.openai.errors import check_neutral, error_body, explain_field
+from penstock.server.openai.models import Models
+from penstock.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from penstock.server.openai.tokens import Tokens
+from penstock.server.state import State
+
+
+class OpenAI:
+    """The dialect over one server's state."""
+
+    def __init__(self, state: State) -> None:
+        bodies = BodyReader(state.options.max_body_bytes, explain_field, check_neutral)
+        self._chat, self._completions = Chat(state, bodies), Completions(state, bodies)
+        self._models, self._tokens = Models(state), Tokens(state, bodies)
+
+    def routes(self) -> Sequence[Route]:
+        tokens = self._tokens
+        return (
+            Route("POST", "/v1/chat/completions", self._chat.post, "Answer a conversation", ChatRequest, True),
+            Route("POST", "/v1/completions", self._completions.post, "Continue prompts", CompletionRequest, True),
+            Route("POST", "/tokenize", tokens.tokenize, "Turn a text or a conversation into tokens", TokenizeRequest),
+            Route("POST", "/detokenize", tokens.detokenize, "Turn tokens into text", DetokenizeRequest),
+            Route("GET", "/v1/models", self._models.list, "List the served names"),
+            Route("GET", "/v1/models/{model:path}", self._models.one, "Describe one served name"),
+        )
+
+    def error_body(self, error: RequestError) -> Any:
+        return error_body(error)
