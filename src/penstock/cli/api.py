@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from penstock.cli.client import Local, Transport, Wire
+from penstock.cli.model import add_model, model_of
 from penstock.config.flags import add_flags, from_args
 from penstock.config.schema import EngineOptions, ServerOptions
 from penstock.core.errors import ConfigError, PenstockError
@@ -39,7 +40,7 @@ class Api:
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Declares MODEL or --url, and the engine's options."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a Hugging Face folder or hub id, loaded by this command")
+    add_model(parser, "a Hugging Face folder or hub id, loaded by this command")
     parser.add_argument("--url", metavar="URL", help="talk to the server there instead, such as http://127.0.0.1:8000")
     key = os.environ.get("PENSTOCK_API_KEY") or os.environ.get("OPENAI_API_KEY")
     parser.add_argument("--api-key", metavar="KEY", default=key,
@@ -52,7 +53,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 @asynccontextmanager
 async def open_api(args: argparse.Namespace) -> AsyncIterator[Api]:
     """The API that `add_target`'s arguments name. Raises ConfigError if they name none or two."""
-    if bool(args.model) == bool(args.url):
+    model = model_of(args)
+    if bool(model) == bool(args.url):
         raise ConfigError("give either a MODEL to load or the --url of a running server")
     if args.url:
         wire = Wire(args.url, args.api_key)
@@ -61,7 +63,7 @@ async def open_api(args: argparse.Namespace) -> AsyncIterator[Api]:
         finally:
             await wire.close()
         return
-    options = from_args(args, EngineOptions, model=args.model)
+    options = from_args(args, EngineOptions, model=model)
     async with _loaded(options, [args.served_model] if args.served_model else []) as api:
         yield api
 

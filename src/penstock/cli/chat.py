@@ -12,12 +12,13 @@ import sys
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from penstock import canary
 from penstock.cli.api import Api, LoopThread, add_target, complaint, open_api
+from penstock.cli.model import model_or_canary
 from penstock.config.flags import add_flags, nearest
 from penstock.config.schema import option
 from penstock.core.errors import PenstockError
@@ -33,20 +34,23 @@ COMMANDS = {
 }
 
 
+_sampling = partial(option, None, group="Sampling")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatSampling:
     """How answers are sampled."""
 
-    temperature: float | None = option(None, "0 is greedy; by default the model's own")
-    top_p: float | None = option(None, "keep the most likely tokens with this much probability")
-    top_k: int | None = option(None, "keep this many of the most likely tokens")
-    min_p: float | None = option(None, "keep tokens at least this fraction as likely as the likeliest")
-    presence_penalty: float | None = option(None, "discourage tokens that already occurred")
-    frequency_penalty: float | None = option(None, "discourage tokens by how often they occurred")
-    repetition_penalty: float | None = option(None, "divide the logits of tokens that occurred")
-    max_tokens: int | None = option(None, "the longest answer; by default what the context allows")
-    seed: int | None = option(None, "makes answers repeatable")
-    stop: list[str] = option([], "strings that end an answer")
+    temperature: float | None = _sampling("0 is greedy; by default the model's own")
+    top_p: float | None = _sampling("keep the most likely tokens with this much probability")
+    top_k: int | None = _sampling("keep this many of the most likely tokens")
+    min_p: float | None = _sampling("keep tokens at least this fraction as likely as the likeliest")
+    presence_penalty: float | None = _sampling("discourage tokens that already occurred")
+    frequency_penalty: float | None = _sampling("discourage tokens by how often they occurred")
+    repetition_penalty: float | None = _sampling("divide the logits of tokens that occurred")
+    max_tokens: int | None = _sampling("the longest answer; by default what the context allows")
+    seed: int | None = _sampling("makes answers repeatable")
+    stop: list[str] = option([], "string that ends an answer; may be repeated", group="Sampling", commas=False)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +65,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Opens the model, then converses until the end of the input. 1 if input was piped and an answer failed."""
-    if not args.model and not args.url:
-        args.model = canary.NAME
+    if not args.url:
+        args.model = model_or_canary(args)
     with LoopThread() as loop, loop.entered(open_api(args)) as api:
         return Conversation(api, loop, args).converse()
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from tqdm import tqdm
 
-from penstock import canary
 from penstock.canary.item import Item
 from penstock.canary.suite import ALL, SKILLS, Score, graded, prompts, table
 from penstock.cli.api import Api, add_target, complaint, open_api
+from penstock.cli.model import model_of, model_or_canary
 from penstock.config.flags import from_args, integer, nearest
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, PenstockError
@@ -39,8 +39,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("suite", choices=SUITES, help="canary: repeating, retrieving, adding, JSON, tool calls and more")
     add_target(parser)
-    # The names by which other evaluation tools know the same things.
-    parser.add_argument("--model", dest="named", metavar="MODEL", help="the same as MODEL; with --base-url as --served-model")
     parser.add_argument("--base-url", dest="url", metavar="URL", help="the same as --url")
     parser.add_argument("--prompts", type=integer, default=200, metavar="N", help="prompts for each skill (default: 200)")
     parser.add_argument("--skills", metavar="A,B",
@@ -53,15 +51,13 @@ def run(args: argparse.Namespace) -> int:
     if args.prompts < 1:
         raise ConfigError(f"--prompts must be at least 1, got {args.prompts}")
     items = [prompts(skill, args.prompts) for skill in chosen(args.skills)]
-    if args.named and args.url:
-        args.served_model = args.served_model or args.named
-    elif args.named and args.model and args.named != args.model:
-        raise ConfigError(f"MODEL is {args.model} and --model is {args.named}; name one")
-    elif args.named:
-        args.model = args.named
+    model = model_of(args)
+    if args.url and model:
+        # As other evaluation tools have it: the name by which the server knows the model.
+        args.served_model, args.model = args.served_model or model, None
     scores = asyncio.run(_asked(args, items)) if args.url else _here(args, items)
     if args.json:
-        print(json.dumps({"suite": args.suite, "model": args.served_model or args.model or canary.NAME, "url": args.url,
+        print(json.dumps({"suite": args.suite, "model": args.served_model or model_or_canary(args), "url": args.url,
                           "prompts": args.prompts, "scores": [as_json(score) for score in scores]}, indent=2))
     else:
         print(table(scores))
@@ -102,7 +98,7 @@ def _here(args: argparse.Namespace, items: Sequence[list[Item]]) -> list[Score]:
     # Late: this brings torch, which `penstock eval --help` must not.
     from penstock.engine.llm import LLM
 
-    options = from_args(args, EngineOptions, model=args.model or canary.NAME)
+    options = from_args(args, EngineOptions, model=model_or_canary(args))
     given = {field: getattr(options, field) for field in options.__dataclass_fields__}
     with LLM(**given) as llm, _bar(sum(map(len, items))) as bar:
         scores = []

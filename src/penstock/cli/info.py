@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock import canary
 from penstock.checkpoint import dtype_of, read_config, resolve_folder
+from penstock.cli.model import add_model, model_or_canary
 from penstock.config.flags import add_flags, from_args
 from penstock.config.resolve import EngineConfig, MemoryPlan, cache_room, plan_memory, resolve
 from penstock.config.schema import EngineOptions
@@ -27,8 +27,7 @@ TEXT_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "cha
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=canary.NAME,
-                        help="a Hugging Face folder or a hub id; without one, canary, which comes with Penstock")
+    add_model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--load", action="store_true", help="start the engine, and report its own figures for memory")
     add_flags(parser, EngineOptions, skip=("model",))
@@ -36,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises ModelError or ConfigError if the model could not be served as asked."""
-    found = survey(from_args(args, EngineOptions, model=args.model), args.load)
+    found = survey(from_args(args, EngineOptions, model=model_or_canary(args)), args.load)
     print(json.dumps(found, indent=2) if args.json else as_text(found))
     return 0
 

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except PenstockError as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        print(f"penstock: {_in_flags(str(error))}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -46,6 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone; there is nobody to tell. Point stdout elsewhere, or the exit's flush fails too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
+
+
+def _in_flags(message: str) -> str:
+    """An error in the words of the command line: options are called by their flags."""
+    from penstock.config.flags import with_flags
+    from penstock.config.schema import EngineOptions, ServerOptions
+
+    return with_flags(message, EngineOptions, ServerOptions)
 
 
 def _dispatch(words: list[str]) -> int:

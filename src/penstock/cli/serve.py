@@ -10,10 +10,9 @@ import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
-from penstock import canary
+from penstock.cli.model import add_model, model_or_canary
 from penstock.config.flags import add_flags, from_args
 from penstock.config.schema import EngineOptions, ServerOptions
-from penstock.core.errors import ConfigError
 from penstock.core.request import EngineInfo
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -24,17 +23,16 @@ STEP_TARGET_MS = 50.0
 
 def add(parser: ArgumentParser) -> None:
     """Declares the arguments."""
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=canary.NAME,
-                        help="a Hugging Face folder or a hub id; without one, canary, which comes with Penstock")
-    add_flags(parser, ServerOptions)
+    add_model(parser)
+    parser.add_argument("--config", metavar="FILE.yaml", help="read flags from a YAML file (port: 8001); those given here win")
     add_flags(parser, EngineOptions, skip=("model",))
+    add_flags(parser, ServerOptions)
 
 
 def run(args: Namespace) -> int:
     """Serves until a signal; the exit status."""
     options = with_key(from_args(args, ServerOptions))
-    check(options)
-    engine_options = from_args(args, EngineOptions, model=args.model)
+    engine_options = from_args(args, EngineOptions, model=model_or_canary(args))
     if engine_options.step_target_ms is None:
         engine_options = replace(engine_options, step_target_ms=STEP_TARGET_MS)
     return run_server(engine_options, options)
@@ -66,17 +64,6 @@ def with_key(options: ServerOptions) -> ServerOptions:
     """The options with the key of the environment, if there is one."""
     key = os.environ.get(KEY_VARIABLE)
     return replace(options, api_key=[*options.api_key, key]) if key else options
-
-
-def check(options: ServerOptions) -> None:
-    """ConfigError for options of the server that cannot be honoured."""
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port must be between 0 and 65535, got {options.port}")
-    for name in ("shutdown_timeout", "stall_timeout", "max_body_bytes"):
-        if getattr(options, name) < 0 or (name != "shutdown_timeout" and getattr(options, name) == 0):
-            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
-    if any(not key.strip() for key in options.api_key):
-        raise ConfigError("--api-key must not be empty")
 
 
 class LoadingLine:

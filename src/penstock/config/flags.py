@@ -1,7 +1,7 @@
 """Command line flags made from the option dataclasses of `config/schema.py`, and the parser that reports a mistyped one.
 
-A flag exists because a field exists: name, type, choices, help and default are the field's. Nothing is resolved here, and
-nothing here knows a single option by name.
+A flag exists because a field exists: name, type, choices, heading, help and default are the field's. Nothing is resolved here,
+and nothing here knows a single option by name.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import dataclasses
 import difflib
 import json
 import re
-import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
+
+from penstock.config.options import checked, unwrapped
+from penstock.core.errors import ConfigError
 
 Options = TypeVar("Options")
 
@@ -65,19 +67,29 @@ def pairs(text: str) -> dict[str, str]:
     return found
 
 
-class _Collect(argparse.Action):
-    """Adds to what earlier occurrences of the flag gave: lists are joined, mappings merged."""
+class Collect(argparse.Action):
+    """Adds the flag's one value to those of earlier occurrences: lists are joined, mappings merged.
+
+    A list's flag takes one value and not as many as follow: `--api-key SECRET MODEL` must leave MODEL alone.
+    """
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
                  option_string: str | None = None) -> None:
         earlier = getattr(namespace, self.dest, None)
-        if values and isinstance(values[0], dict):
-            merged: dict[str, str] = dict(earlier or {})
-            for value in values:
-                merged.update(value)
-            setattr(namespace, self.dest, merged)
+        if isinstance(values, dict):
+            setattr(namespace, self.dest, {**(earlier or {}), **values})
+        elif earlier is None or earlier is self.default:
+            setattr(namespace, self.dest, list(values))
         else:
-            setattr(namespace, self.dest, [*(earlier or []), *values])
+            setattr(namespace, self.dest, [*earlier, *values])
+
+
+def listed(read: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
+    """A reader of several values with commas between."""
+    def values(text: str) -> list[Any]:
+        return [read(part.strip()) for part in text.split(",")]
+
+    return values
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,12 +103,24 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown))
-        return found
+        path = getattr(found, "config", None)
+        return found if path is None else self._completed(found, path)
+
+    def _completed(self, given: argparse.Namespace, path: str) -> argparse.Namespace:
+        """`given`, and from the file that --config names what the command line leaves open."""
+        words = words_of(path)
+        found, unknown = self.parse_known_args(words)
+        if unknown:
+            self.error(f"{path}: {self._unknown(unknown)}")
+        for name, value in vars(found).items():
+            if not hasattr(given, name) or getattr(given, name) is self.get_default(name):
+                setattr(given, name, value)
+        return given
 
     def _unknown(self, unknown: Sequence[str]) -> str:
         name = next((word for word in unknown if word.startswith("-")), None)
         if name is None:
-            return f"unexpected argument {unknown[0]!r}"
+            return f"unexpected argument {unknown[0]!r}; a flag takes one value: repeat it, or put commas between several"
         flag = name.partition("=")[0]
         return f"unknown flag {flag}{nearest(flag, self.flags())}"
 
@@ -135,47 +159,87 @@ def flag_name(field_name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type[Any], skip: Iterable[str] = ()) -> None:
-    """Adds a flag for every field of the dataclass `cls` that is not in `skip`.
+    """Adds a flag for every field of the dataclass `cls` that is not in `skip`, under its group's heading.
 
-    bool: --flag and --no-flag. list: zero or more values, and the flag may be repeated. dict: see `pairs`, may be repeated.
-    int: see `integer`. A flag that is not given leaves no trace in the namespace, so the dataclass keeps the defaults.
+    bool: --flag and --no-flag. list: one value or several with commas, and the flag may be repeated. dict: see `pairs`, may be
+    repeated. int: see `integer`. A flag that is not given leaves no trace in the namespace: the dataclass has the defaults.
     """
     leave_out = set(skip)
     hints = get_type_hints(cls)
-    group = parser.add_argument_group((cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip("."))
+    groups = {group.title: group for group in parser._action_groups}
     for field in dataclasses.fields(cls):
         if field.name in leave_out:
             continue
-        group.add_argument(flag_name(field.name), default=argparse.SUPPRESS, dest=field.name, help=_help(field),
-                           **_shape(field, hints[field.name]))
+        title = field.metadata["group"] or "Options"
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(flag_name(field.name), default=argparse.SUPPRESS, dest=field.name, help=_help(field),
+                                   **_shape(field, hints[field.name]))
 
 
 def from_args(args: argparse.Namespace, cls: type[Options], **more: Any) -> Options:
-    """The dataclass from what the command line said; `more` gives fields that were positional."""
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)}  # type: ignore[arg-type]
-    return cls(**{**given, **more})
+    """The checked dataclass from the command line; `more` gives fields that were positional. ConfigError as `checked`."""
+    given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return checked(cls(**{name: value for name, value in {**given, **more}.items() if value is not None}))
+
+
+def with_flags(message: str, *classes: type[Any]) -> str:
+    """An error message in which options of `classes` are called as on the command line: max_model_len -> --max-model-len.
+
+    Names of one word (seed, dtype) are common words as well, and are options only where the message begins with them.
+    """
+    names = [field.name for cls in classes for field in dataclasses.fields(cls)]
+    compound = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
+    simple = "|".join(name for name in names if "_" not in name)
+    message = re.sub(rf"(?<![\w.'\"-])({compound})(?![\w'\"-])", lambda found: flag_name(found[1]), message)
+    return re.sub(rf"^({simple}) (?=is |must )", lambda found: flag_name(found[1]) + " ", message)
+
+
+def words_of(path: str) -> list[str]:
+    """The command line that a YAML file stands for: a mapping of flags, without their dashes, to values.
+
+    Lists repeat the flag, mappings become JSON, true and false --flag and --no-flag, and what is null is left out. ConfigError
+    if the file cannot be read or is no such mapping.
+    """
+    import yaml  # type: ignore[import-untyped]  # late: only --config needs it
+
+    try:
+        with open(path) as file:
+            content = yaml.safe_load(file) or {}
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} must map flags to values, as in `port: 8001`")
+    words: list[str] = []
+    for key, value in content.items():
+        flag = flag_name(str(key))
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, dict):
+            words.append(f"{flag}={json.dumps(value)}")
+        else:
+            words += [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
+    return words
 
 
 def _shape(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     """How argparse reads a field of this type."""
-    kind = _unwrap(hint)
-    choices = field.metadata.get("choices") or None
+    kind = unwrapped(hint)
+    choices = field.metadata["choices"] or None
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     origin = get_origin(kind) or kind
     if origin is list:
-        return {"action": _Collect, "nargs": "*", "type": _reader(get_args(kind)[0]), "choices": choices,
-                "metavar": _metavar(get_args(kind)[0])}
+        commas = field.metadata["commas"]
+        return {"action": Collect, "type": listed() if commas else lambda text: [text],
+                "metavar": "TEXT[,TEXT]" if commas else "TEXT"}
     if origin is dict:
-        return {"action": _Collect, "nargs": "+", "type": pairs, "metavar": "KEY=VALUE"}
+        return {"action": Collect, "type": pairs, "metavar": "KEY=VALUE"}
     return {"type": _reader(kind), "choices": choices, **({} if choices else {"metavar": _metavar(kind)})}
-
-
-def _unwrap(hint: Any) -> Any:
-    """int | None -> int."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return next(part for part in get_args(hint) if part is not type(None))
-    return hint
 
 
 def _reader(kind: Any) -> Callable[[str], Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from penstock.config.options import checked
 from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError
@@ -44,33 +45,25 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
             parameters: int = 0) -> EngineConfig:
     """Settles everything that does not depend on how much memory is left once the weights are there. `parameters` is the
     model's size."""
+    options = checked(options)
     gpu = facts.kind != "cpu"
     dtype = checkpoint_dtype if options.dtype == "auto" else options.dtype
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype {dtype!r} is not supported; possible are {', '.join(DTYPE_BYTES)}")
-    length = options.max_model_len or max_positions
+    length = max_positions if options.max_model_len is None else options.max_model_len
     if not 2 <= length <= max_positions:
         raise ConfigError(f"max_model_len is {length}, but this model handles 2 to {max_positions} tokens")
-    rows = _positive("max_num_seqs", options.max_num_seqs, 1024 if gpu else 128)
-    budget = _positive("max_num_batched_tokens", options.max_num_batched_tokens, max(rows, 8192 if gpu else 512))
+    rows = options.max_num_seqs or (1024 if gpu else 128)
+    budget = options.max_num_batched_tokens or max(rows, 8192 if gpu else 512)
     if budget < rows:
         raise ConfigError(f"max_num_batched_tokens is {budget}, but each of max_num_seqs = {rows} sequences needs one token "
                           f"a step; raise it to {rows} or lower max_num_seqs to {budget}")
-    depth = _positive("depth", options.depth, 2)
+    depth = options.depth or 2
     if depth > MOST_DEPTH:
         raise ConfigError(f"depth is {depth}; it may be 1 to {MOST_DEPTH}, and more than 2 gains nothing")
-    if options.step_target_ms is not None and options.step_target_ms <= 0:
-        raise ConfigError(f"step_target_ms is {options.step_target_ms}; it must be above 0")
-    if not 0 < options.gpu_memory_utilization <= 1:
-        raise ConfigError(f"gpu_memory_utilization is {options.gpu_memory_utilization}; it is a fraction above 0, at most 1")
-    if not 0 < options.cache_tenant_share <= 1:
-        raise ConfigError(f"cache_tenant_share is {options.cache_tenant_share}; it is a fraction above 0, at most 1")
-    if options.max_num_queued_reqs < 1:
-        raise ConfigError(f"max_num_queued_reqs is {options.max_num_queued_reqs}; it must be at least 1")
     return EngineConfig(
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
-        page=_positive("block_size", options.block_size, 16), depth=depth,
-        threads=_positive("threads", options.threads, facts.cores),
+        page=options.block_size or 16, depth=depth, threads=options.threads or facts.cores,
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
         kernels=(_INVARIANT if gpu and options.batch_invariant else {}) | options.kernels,
         graph_tokens=min(budget, graph_tokens(parameters)) if gpu and not options.enforce_eager else 0)
@@ -80,13 +73,6 @@ def graph_tokens(parameters: int) -> int:
     """Tokens from which on a step keeps the GPU busy for longer than a host needs to enqueue it operation by operation."""
     enough = int(_GRAPH_FLOPS / (2 * max(1, parameters)))
     return max(256, min(4096, 1 << (enough - 1).bit_length()))
-
-
-def _positive(name: str, value: int | None, default: int) -> int:
-    value = default if value is None else value
-    if value < 1:
-        raise ConfigError(f"{name} is {value}; it must be at least 1")
-    return value
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Every option there is, with its default and its one line of documentation. Frozen; nothing is resolved here.
+"""Every option, with its default, its one line of documentation, its possible values and its heading in `--help`.
 
-A field's name is its keyword in `LLM(...)` and, with dashes, its flag; names are vLLM's where the meaning is the same.
+A field's name is its keyword in `LLM(...)` and, with dashes, its flag; names are vLLM's where the meaning is the same. Nothing
+is resolved here: `options.py` checks single values, `resolve.py` everything that depends on the model and the device.
 """
 
 from __future__ import annotations
@@ -8,10 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+MODEL, MEMORY, CACHE, SCHEDULING = "Model", "Memory", "Cache", "Scheduling"
+EXECUTION, SERVER, OBSERVABILITY = "Execution", "Server", "Observability"
+"""Headings of `--help`."""
 
-def option(default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
-    """A documented dataclass field; the flags are generated from what is kept here."""
-    metadata = {"doc": doc, "choices": choices}
+
+def option(default: Any, doc: str, choices: tuple[str, ...] = (), *, group: str = "", least: float | None = None,
+           fraction: bool = False, commas: bool = True) -> Any:
+    """A documented dataclass field; flags, help and checks are generated from what is kept here.
+
+    choices: the possible values, if they are few. least: the smallest possible number. fraction: above 0 and at most 1.
+    commas: whether one value of a list's flag may hold several, with commas between.
+    """
+    metadata = {"doc": doc, "choices": choices, "group": group, "least": least, "fraction": fraction, "commas": commas}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -19,73 +29,90 @@ def option(default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What a user may say about an engine. None means: decided by `resolve`."""
+    """Options of the engine. None means that `resolve` decides."""
 
-    model: str = option("canary", "a Hugging Face folder or a hub id; canary is the small model that comes with Penstock")
-    tokenizer: str | None = option(None, "folder or hub id of the tokenizer, if not the model's")
-    revision: str | None = option(None, "branch, tag or commit of the hub id")
-    skip_tokenizer_init: bool = option(False, "run on token ids only; no text in or out")
-    chat_template: str | None = option(None, "a chat template's file, its text, or the name of one of the model's own")
-    generation_config: str = option("auto", "auto: default sampling parameters from generation_config.json",
-                                    ("auto", "none"))
-    load_format: str = option("auto", "auto: safetensors; dummy: random weights, for benchmarks", ("auto", "dummy"))
+    model: str = option("canary", "a Hugging Face folder or a hub id; canary is the small model that comes with Penstock",
+                        group=MODEL)
+    tokenizer: str | None = option(None, "folder or hub id of the tokenizer, if not the model's", group=MODEL)
+    revision: str | None = option(None, "branch, tag or commit of the hub id", group=MODEL)
+    skip_tokenizer_init: bool = option(False, "run on token ids only; no text in or out", group=MODEL)
+    chat_template: str | None = option(None, "a chat template's file, its text, or the name of one of the model's own",
+                                       group=MODEL)
+    generation_config: str = option("auto", "auto: default sampling parameters from generation_config.json; none: OpenAI's",
+                                    ("auto", "none"), group=MODEL)
+    load_format: str = option("auto", "auto: safetensors; dummy: random weights, for benchmarks", ("auto", "dummy"),
+                              group=MODEL)
     dtype: str = option("auto", "of weights, activations and cache; auto: the checkpoint's",
-                        ("auto", "float32", "float16", "bfloat16"))
-    device: str = option("auto", "auto, cpu, cuda or cuda:N")
-    seed: int = option(0, "of dummy weights and of the seeds drawn for requests without one")
-    max_model_len: int | None = option(None, "longest prompt plus output; by default the model's own, or what memory allows")
-    max_num_seqs: int | None = option(None, "the most sequences that run at once")
-    max_num_batched_tokens: int | None = option(None, "the most tokens computed in one step; longer prompts are chunked")
-    max_num_queued_reqs: int = option(1024, "requests that may wait; more are refused with status 503")
-    block_size: int | None = option(None, "tokens in a page of the KV cache")
-    gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that this engine may fill")
-    kv_cache_memory_bytes: int | None = option(None, "size of the KV cache; by default what memory allows")
-    enable_prefix_caching: bool = option(True, "find what earlier requests computed")
-    cache_policy: str = option("adaptive", "what leaves the device first among pages of equal priority: the least recently "
-                               "used (lru), what is cheap to compute again (cost), conversations' last tokens (tail), or what "
-                               "is found again least (adaptive)", ("adaptive", "cost", "lru", "tail"))
-    cache_tenant_share: float = option(1.0, "the largest fraction of the device's cache that one tenant's pages may occupy")
-    cache_host_bytes: int | None = option(None, "host memory for pages that leave the device, pinned on a GPU; by default "
-                                                "none, or 1G as the way to a disk or a remote store")
-    cache_disk: str | None = option(None, "folder where pages outlive the engine; several engines may share it. The "
-                                         "cache keeps to a subfolder penstock-cache that it creates")
-    cache_disk_adopt: bool = option(False, "allow the cache to create its subfolder in a folder that has other files in it")
-    cache_disk_bytes: int = option(64 << 30, "the most that this folder may hold")
-    cache_remote: str | None = option(None, "where machines share pages: redis://HOST:PORT, or any URL of fsspec such as "
-                                            "s3://BUCKET/FOLDER (pip install 'penstock[remote]')")
-    cache_write: str = option("through", "save pages behind the device as soon as they are computed (through), or when they "
-                                         "are given up (evict)", ("through", "evict"))
-    cache_load: str = option("auto", "auto: load pages where that is predicted to be faster than computing them; always: "
-                                     "whenever they are found", ("auto", "always"))
-    kv_events_config: dict[str, Any] = option({}, "publish what is cached, as in vLLM: enable_kv_cache_events, publisher, "
-                                                  "endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic")
-    step_target_ms: float | None = option(None, "milliseconds that a step may take at most while requests wait for their next "
-                                          "token and prompts have waited long; serve takes 50, offline nothing is cut")
-    depth: int | None = option(None, "plans in flight: 1 waits for each step, 2 overlaps planning with the step before")
-    batch_invariant: bool = option(False, "the bits of a request's results do not depend on what runs beside it, how it is "
-                                   "chunked, or what was cached; CPUs always keep that, a GPU takes slower kernels for it")
-    enforce_eager: bool = option(False, "capture no CUDA graphs; starts sooner, decodes slower")
-    threads: int | None = option(None, "CPU threads for kernels; by default all cores")
-    kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch")
+                        ("auto", "float32", "float16", "bfloat16"), group=MODEL)
+    seed: int = option(0, "of dummy weights, and of the seeds drawn for requests that bring none", group=MODEL)
+    max_model_len: int | None = option(None, "longest prompt plus output, in tokens; by default the model's own, or what "
+                                             "memory allows", group=MEMORY, least=2)
+    gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that this engine may fill", group=MEMORY,
+                                           fraction=True)
+    kv_cache_memory_bytes: int | None = option(None, "size of the KV cache; by default what memory allows", group=MEMORY,
+                                               least=1)
+    block_size: int | None = option(None, "tokens in a page of the KV cache (default: 16)", group=MEMORY, least=1)
+    enable_prefix_caching: bool = option(True, "reuse the KV cache of earlier requests with the same beginning", group=CACHE)
+    cache_policy: str = option("adaptive", "which pages of equal priority are evicted first: the least recently used (lru), "
+                               "those cheapest to recompute (cost), the last tokens of conversations (tail), or those least "
+                               "likely to be hit again (adaptive)", ("adaptive", "cost", "lru", "tail"), group=CACHE)
+    cache_tenant_share: float = option(1.0, "the largest fraction of the device's cache that one tenant's pages may occupy",
+                                       group=CACHE, fraction=True)
+    cache_host_bytes: int | None = option(None, "host memory for pages evicted from the device, pinned on a GPU; by default "
+                                                "none, or 1G with a disk or a remote store", group=CACHE, least=0)
+    cache_disk: str | None = option(None, "folder where pages outlive the engine; several engines may share it. The cache "
+                                          "keeps to a subfolder penstock-cache that it creates", group=CACHE)
+    cache_disk_adopt: bool = option(False, "allow the cache to create its subfolder in a folder that has other files in it",
+                                    group=CACHE)
+    cache_disk_bytes: int = option(64 << 30, "the most that this folder may hold", group=CACHE, least=1)
+    cache_remote: str | None = option(None, "store that machines share: redis://HOST:PORT, or any URL of fsspec such as "
+                                            "s3://BUCKET/FOLDER (pip install 'penstock[remote]')", group=CACHE)
+    cache_write: str = option("through", "write pages to host, disk and remote store as soon as they are computed (through), "
+                                         "or when they are evicted (evict)", ("through", "evict"), group=CACHE)
+    cache_load: str = option("auto", "auto: load pages where that is predicted to be faster than recomputing them; always: "
+                                     "whenever they are found", ("auto", "always"), group=CACHE)
+    max_num_seqs: int | None = option(None, "the most sequences that run at once (default: 128, on a GPU 1,024)",
+                                      group=SCHEDULING, least=1)
+    max_num_batched_tokens: int | None = option(None, "the most tokens computed in one step; longer prompts are chunked",
+                                                group=SCHEDULING, least=1)
+    max_num_queued_reqs: int = option(1024, "requests that may wait; more are refused with status 503", group=SCHEDULING,
+                                      least=1)
+    step_target_ms: float | None = option(None, "milliseconds that a step may take while requests decode: prompts are cut into "
+                                          "smaller chunks (default: serve 50; offline no limit)", group=SCHEDULING)
+    depth: int | None = option(None, "steps in flight: 1 waits for each step, 2 (the default) plans the next one meanwhile",
+                               group=SCHEDULING, least=1)
+    device: str = option("auto", "auto, cpu, cuda or cuda:N", group=EXECUTION)
+    threads: int | None = option(None, "CPU threads for kernels; by default all cores", group=EXECUTION, least=1)
+    kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch",
+                                     group=EXECUTION)
+    batch_invariant: bool = option(False, "results are bit-identical whatever runs beside a request, however it is chunked, "
+                                   "and whatever was cached; always so on CPUs, on a GPU at the price of slower kernels",
+                                   group=EXECUTION)
+    enforce_eager: bool = option(False, "capture no CUDA graphs: starts sooner, decodes slower", group=EXECUTION)
+    kv_events_config: dict[str, Any] = option({}, "publish KV cache events, as in vLLM: enable_kv_cache_events, publisher, "
+                                                  "endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic",
+                                              group=OBSERVABILITY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What a user may say about the HTTP server in front of an engine."""
+    """Options of the HTTP server in front of an engine."""
 
-    host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0 picks a free one")
-    served_model_name: list[str] = option([], "names that requests may call the model by; by default its folder or id")
-    api_key: list[str] = option([], "keys of which a request must carry one; also read from PENSTOCK_API_KEY")
-    admin_api_key: list[str] = option([], "keys of which a request must carry one that concerns all tenants: "
-                                          "/reset_prefix_cache")
-    cache_isolation: str = option("auto", "whose requests share cached prompts; key: those with the same API key, none: all, "
-                                          "auto: key if the server has API keys", ("auto", "key", "none"))
-    cache_secret_file: str | None = option(None, "file with the secret that tenants' cache namespaces are derived from, made "
-                                                 "if it is missing; without it they are new at each start")
-    shutdown_timeout: float = option(30.0, "seconds that running requests are given to finish after SIGTERM")
-    allowed_origins: list[str] = option([], "origins that browsers may call from (CORS)")
-    max_body_bytes: int = option(16 << 20, "the largest request body")
-    stall_timeout: float = option(60.0, "seconds without progress after which a busy engine counts as stuck")
-    trust_request_chat_template: bool = option(False, "run chat templates that requests bring; a template is a program")
-    log_level: str = option("info", "of the server's own log", ("debug", "info", "warning", "error"))
+    host: str = option("127.0.0.1", "address to listen on", group=SERVER)
+    port: int = option(8000, "port to listen on; 0 picks a free one", group=SERVER, least=0)
+    served_model_name: list[str] = option([], "name by which requests may call the model; by default its folder or id",
+                                          group=SERVER)
+    api_key: list[str] = option([], "key that requests must carry; also read from PENSTOCK_API_KEY", group=SERVER)
+    admin_api_key: list[str] = option([], "key for what concerns all tenants: /reset_prefix_cache", group=SERVER)
+    cache_isolation: str = option("auto", "who shares cached prompts; key: requests with the same API key, none: all, "
+                                          "auto: key if the server has API keys", ("auto", "key", "none"), group=SERVER)
+    cache_secret_file: str | None = option(None, "file with the secret that tenants' cache namespaces are derived from, "
+                                                 "created if missing; without it they are new at each start", group=SERVER)
+    shutdown_timeout: float = option(30.0, "seconds for running requests to finish after SIGTERM", group=SERVER, least=0)
+    allowed_origins: list[str] = option([], "origin that browsers may call from (CORS)", group=SERVER)
+    max_body_bytes: int = option(16 << 20, "the largest request body", group=SERVER, least=1)
+    stall_timeout: float = option(60.0, "seconds without progress after which a busy engine counts as stuck", group=SERVER,
+                                  least=1e-3)
+    trust_request_chat_template: bool = option(False, "run chat templates that requests bring; a template is a program",
+                                               group=SERVER)
+    log_level: str = option("info", "of the server's own log", ("debug", "info", "warning", "error"), group=OBSERVABILITY)

@@ -7,7 +7,6 @@ the figures of what passed. Everything runs on one event loop; only long texts a
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -15,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock import canary
+from penstock.config.options import engine_options
 from penstock.config.schema import EngineOptions
-from penstock.core.errors import ConfigError, EngineDeadError, PenstockError, RequestError
+from penstock.core.errors import EngineDeadError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Span, Timings, Update
 from penstock.core.sampling import SamplingParams
 from penstock.engine.inputs import Inputs
@@ -116,7 +116,7 @@ class AsyncLLM:
         `on_loading` is told (bytes of weights loaded, of how many), `on_death` the reason if the engine goes; `stall_timeout`
         is for `unhealthy`, in seconds. ConfigError for an option that does not exist.
         """
-        self.options = _options(model, options)
+        self.options = engine_options(model, options)
         self.stall_timeout = stall_timeout
         self.on_death = on_death
         self.info: EngineInfo | None = None
@@ -389,13 +389,3 @@ class AsyncLLM:
         figures.output_lengths.observe(tokens)
         if tokens > 1:
             figures.per_token.observe((now - track.first[delta.index]) / (tokens - 1))
-
-
-def _options(model: str | EngineOptions, options: dict[str, Any]) -> EngineOptions:
-    if isinstance(model, EngineOptions):
-        return dataclasses.replace(model, **options)
-    known = {field.name for field in dataclasses.fields(EngineOptions)}
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise ConfigError(f"there is no option {unknown[0]!r}; possible are {', '.join(sorted(known))}")
-    return EngineOptions(model=model, **options)

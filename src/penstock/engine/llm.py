@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import signal
 import threading
@@ -10,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -18,7 +16,7 @@ from tqdm import tqdm
 
 from penstock import canary
 from penstock.checkpoint import eos_ids, read_config, read_generation_config, resolve_folder
-from penstock.config.schema import EngineOptions
+from penstock.config.options import engine_options
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Span
 from penstock.core.sampling import BeamSearchParams, SamplingParams
@@ -34,18 +32,6 @@ Retention = Span | Sequence[Span] | Sequence[Sequence[Span] | None] | None
 """Spans for all prompts, or a list of them for each."""
 Bar = bool | Callable[..., Any]
 """Whether to show a progress bar, or a class like tqdm."""
-
-_OPTIONS = {entry.name: entry for entry in fields(EngineOptions)}
-
-_ELSEWHERE: dict[str, tuple[Any, ...]] = {
-    "trust_remote_code": (True, False),
-    "disable_log_stats": (True, False),
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "quantization": (None,),
-    "tokenizer_mode": ("auto",),
-}
-"""Keywords of vLLM's that are no options here, and the values for which that makes no difference."""
 
 _A_TURN = 64
 """Requests that are handed to the engine before a turn: as a rule more than a step has room for, and less work than a turn."""
@@ -68,7 +54,7 @@ class LLM:
         ConfigError for an option that does not
         exist, naming similar ones; ModelError if the model cannot be used.
         """
-        self.options = _options(model, tokenizer, options)
+        self.options = engine_options(str(model), {"tokenizer": tokenizer, **options})
         folder = resolve_folder(model, self.options.revision)
         self._tokenizer: Tokenizer | None = None
         template: ChatTemplate | None = None
@@ -339,28 +325,6 @@ def _naming(place: int, count: int, what: str) -> Iterator[None]:
             raise
         raise RequestError(f"{what} {place} of {count}: {error.message}", param=error.param, code=error.code,
                            status=error.status) from None
-
-
-def _options(model: str, tokenizer: str | None, given: dict[str, Any]) -> EngineOptions:
-    """EngineOptions from keywords. ConfigError for those that do not exist or cannot have that value."""
-    known: dict[str, Any] = {"model": str(model), "tokenizer": None if tokenizer is None else str(tokenizer)}
-    for name, value in given.items():
-        if name in _ELSEWHERE:
-            if value not in _ELSEWHERE[name]:
-                possible = ", ".join(map(repr, _ELSEWHERE[name]))
-                raise ConfigError(f"{name}={value!r} is not supported; possible is {possible}")
-            continue
-        if name not in _OPTIONS:
-            near = difflib.get_close_matches(name, [*_OPTIONS, *_ELSEWHERE], 3, 0.6)
-            hint = f"; similar are {', '.join(near)}" if near else f"; possible are {', '.join(_OPTIONS)}"
-            raise ConfigError(f"there is no option {name!r}{hint}")
-        # A torch.dtype says torch.float32.
-        value = str(value).removeprefix("torch.") if name == "dtype" else value
-        choices = _OPTIONS[name].metadata["choices"]
-        if choices and value not in choices:
-            raise ConfigError(f"{name} is {value!r}; possible are {', '.join(choices)}")
-        known[name] = value
-    return EngineOptions(**known)
 
 
 def _shown(bar: tqdm[Any]) -> Callable[[int, int], None]:

@@ -96,5 +96,6 @@ def test_a_skill_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]
     assert "did you mean reverse?" in capsys.readouterr().err
     assert main(["eval", "canary", "--prompts", "0"]) == 1
     assert main(["eval", "canary", "--skills", ","]) == 1
-    assert main(["eval", "canary", "a", "--model", "b"]) == 1
+    with pytest.raises(SystemExit):
+        main(["eval", "canary", "a", "--model", "b"])
     assert "name one" in capsys.readouterr().err

@@ -148,7 +148,7 @@ def test_an_open_loop_sends_on_time_however_slow_the_server(capsys: pytest.Captu
     rows = [{"timestamp": t, "input_length": 5, "output_length": 3} for t in (0, 100, 400)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = bench(capsys, FakeApi(), "--trace", str(trace), "--num-prompts", "3", "--use-trace-arrivals", "--time-scale", "0.5",
-                  "--endpoint", "chat", "--save-detailed", "--goodput", "ttft:1000", "tpot:1000")
+                  "--endpoint", "chat", "--save-detailed", "--goodput", "ttft:1000,tpot:1000")
     assert [round(t, 1) for t in found["start_times"]] == [0.0, 0.1, 0.2] or found["start_times"][2] >= 0.2
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])
     assert all(len(text.split()) == 5 for text in found["generated_texts"])

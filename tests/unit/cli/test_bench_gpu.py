@@ -145,7 +145,7 @@ def test_what_invariance_costs(false_engine: type[FalseLLM], capsys: pytest.Capt
 
 def test_steps(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A point is what 32 steps more take; what has no room in context or cache is left out or cut."""
-    result, _ = bench(capsys, "--tables", "curve", "long", "--draw", tmp_path)
+    result, _ = bench(capsys, "--tables", "curve,long", "--draw", tmp_path)
     found = result["shapes"]["tiny"]
     assert [(point["context"], point["batch"]) for point in found["curve"]] == [(64, 1), (64, 2), (582, 1), (582, 2)]
     # Seven contexts have room for 519 tokens each in a cache of 4096, eight for 446; there are only eight rows.

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from penstock.config.flags import Parser, add_flags, from_args, integer, number, pairs
+from penstock.cli import serve
+from penstock.cli.main import main
+from penstock.cli.model import model_of
+from penstock.config.flags import Parser, add_flags, from_args, integer, number, pairs, with_flags
 from penstock.config.schema import EngineOptions, ServerOptions, option
 
 
@@ -22,6 +26,7 @@ class Sample:
     fast: bool = option(False, "be fast")
     safe: bool = option(True, "be safe")
     names: list[str] = option([], "names")
+    whole: list[str] = option([], "texts that may hold commas", commas=False)
     table: dict[str, str] = option({}, "a table")
 
 
@@ -41,9 +46,10 @@ def test_nothing_given_is_the_schema_s_defaults() -> None:
 def test_every_shape() -> None:
     assert parse("--name", "x", "--kind=b", "--size", "4k", "--share", "0.25", "--fast", "--no-safe") == Sample(
         name="x", kind="b", size=4000, share=0.25, fast=True, safe=False)
-    assert parse("--names", "a", "b", "--names", "c") == Sample(names=["a", "b", "c"])
+    assert parse("--names", "a,b", "--names", "c") == Sample(names=["a", "b", "c"])
+    assert parse("--whole", "a,b", "--whole=c") == Sample(whole=["a,b", "c"])
     table = {"a": "1", "b": "2", "c": "x=y", "d": "4"}
-    assert parse("--table", "a=1", "b=2,c=x=y", "--table", '{"d": "4"}') == Sample(table=table)
+    assert parse("--table", "a=1,b=2,c=x=y", "--table", '{"d": "4"}') == Sample(table=table)
 
 
 @pytest.mark.parametrize(("text", "value"), [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("2M", 2 << 20),
@@ -75,6 +81,7 @@ def test_not_numbers_and_pairs() -> None:
     (["--max-num-seqs", "many"], "'many' is not an integer"),
     (["--zzzz"], "unknown flag --zzzz\n"),
     (["m", "extra"], "unexpected argument 'extra'"),
+    (["m", "--kernels", "a=b", "c=d"], "repeat it, or put commas between several"),
     (["--max-model", "5"], "did you mean --max-model-len?"),  # no abbreviations
 ])
 def test_what_is_wrong_is_said(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,3 +101,74 @@ def test_help_holds_every_option_s_documentation_and_default() -> None:
     for field in dataclasses.fields(ServerOptions):
         assert "--" + field.name.replace("_", "-") in text
         assert " ".join(field.metadata["doc"].split()) in text
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name", "--admin-api-key", "--allowed-origins", "--kernels"])
+def test_a_list_flag_leaves_the_model_alone(flag: str) -> None:
+    """`serve --api-key SECRET canary` used to take canary as a second key, which then opened the server."""
+    parser = Parser(prog="penstock serve")
+    serve.add(parser)
+    value = "linear=reference" if flag == "--kernels" else "secret"
+    for words in ([flag, value, "some/model"], ["some/model", flag, value], [f"{flag}={value}", "some/model"]):
+        args = parser.parse_args(words)
+        assert args.model == "some/model"
+        found = getattr(args, flag[2:].replace("-", "_"))
+        assert found == ({"linear": "reference"} if flag == "--kernels" else ["secret"])
+
+
+def test_every_option_has_a_heading(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    headings = ["Model:", "Memory:", "Cache:", "Scheduling:", "Execution:", "Server:", "Observability:"]
+    places = [text.index(f"\n{heading}\n") for heading in headings if heading != "Observability:"]
+    assert places == sorted(places)
+    assert "\nObservability:\n" in text
+    for cls in (EngineOptions, ServerOptions):
+        assert all(f"{field.metadata['group']}:" in headings for field in dataclasses.fields(cls))
+
+
+def test_a_yaml_file_of_flags(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("""
+model: some/model
+port: 8001
+max-model-len: 8K
+served_model_name: [a, b]
+enable-prefix-caching: false
+enforce-eager: true
+kernels: {linear: reference}
+chat-template: null
+""")
+    parser = Parser(prog="penstock serve")
+    serve.add(parser)
+    args = parser.parse_args(["--config", str(path), "--port", "8002", "--served-model-name", "c"])
+    assert model_of(args) == "some/model"
+    engine, server = from_args(args, EngineOptions), from_args(args, ServerOptions)
+    assert (server.port, server.served_model_name) == (8002, ["c"])  # the command line wins
+    assert (engine.max_model_len, engine.enable_prefix_caching, engine.enforce_eager) == (8192, False, True)
+    assert (engine.kernels, engine.chat_template) == ({"linear": "reference"}, None)
+    assert model_of(parser.parse_args(["--config", str(path), "other/model"])) == "other/model"
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("max-model-length: 5", "did you mean --max-model-len?"), ("- a\n- b", "must map flags to values"),
+    ("a: [", "is not YAML"), ("port: many", "'many' is not an integer"), (None, "cannot be read")])
+def test_a_bad_yaml_file(text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "serve.yaml"
+    if text is not None:
+        path.write_text(text)
+    try:
+        status = main(["serve", "--config", str(path)])
+    except SystemExit as exit_:
+        status = int(exit_.code or 0)
+    assert status
+    assert said in capsys.readouterr().err
+
+
+def test_errors_name_the_flag_that_was_typed() -> None:
+    said = "max_model_len is 9; raise it, or lower max_num_seqs ('max_num_seqs' stays, and so does my_block_size)"
+    assert with_flags(said, EngineOptions) == ("--max-model-len is 9; raise it, or lower --max-num-seqs ('max_num_seqs' stays, "
+                                               "and so does my_block_size)")
+    assert with_flags("seed is 'x'; a seed is an integer", EngineOptions) == "--seed is 'x'; a seed is an integer"
+    assert with_flags("the model's dtype is odd", EngineOptions) == "the model's dtype is odd"

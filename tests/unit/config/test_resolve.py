@@ -22,7 +22,7 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize(("changes", "word"), [
-    ({"max_model_len": 4096}, "2048"), ({"max_model_len": 1}, "2 to 2048"), ({"max_num_seqs": 0}, "at least 1"),
+    ({"max_model_len": 4096}, "2048"), ({"max_model_len": 1}, "at least 2"), ({"max_num_seqs": 0}, "at least 1"),
     ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "raise it to 64"), ({"block_size": 0}, "at least 1"),
     ({"gpu_memory_utilization": 1.5}, "fraction"), ({"depth": 0}, "at least 1"), ({"depth": 5}, "1 to 4"),
     ({"dtype": "int3"}, "possible are"),

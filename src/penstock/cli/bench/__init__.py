@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.bench.environment import environment
-from penstock.config.flags import Parser, add_flags, integer, number
+from penstock.cli.model import add_model
+from penstock.config.flags import Collect, Parser, add_flags, integer, listed, number
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
 
@@ -67,13 +68,14 @@ def _save(path: Path, result: dict[str, Any]) -> None:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="also save the result; a .jsonl file is appended to")
-    parser.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="notes to keep with the result")
+    parser.add_argument("--metadata", action=Collect, type=listed(), default=[], metavar="KEY=VALUE",
+                        help="notes to keep with the result")
     parser.add_argument("--compact", action="store_true", help="print the result on one line")
     parser.add_argument("--seed", type=integer, default=0, help="of prompts and arrivals (default: 0)")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder or hub id")
+    add_model(parser)
     add_flags(parser, EngineOptions, skip=("model", "seed"))
 
 
@@ -117,14 +119,16 @@ def _add_gpu(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineOptions, skip=("model", "seed"))
     parser.set_defaults(load_format="dummy", gpu_memory_utilization=0.85, device="cuda")
     group = parser.add_argument_group("Tables")
-    group.add_argument("--tables", nargs="+", default=["workloads"], metavar="NAME",
+    group.add_argument("--tables", action=Collect, type=listed(), default=["workloads"], metavar="NAME",
                        help="workloads, long, curve, invariant, eager, memory, soak, start, http, or all (default: workloads)")
-    group.add_argument("--shape", nargs="+", default=["llama8b", "qwen06b"], metavar="NAME", help="(default: llama8b qwen06b)")
-    group.add_argument("--workload", nargs="+", default=[], metavar="NAME", help="only these of the workloads")
+    group.add_argument("--shape", action=Collect, type=listed(), default=["llama8b", "qwen06b"], metavar="NAME",
+                       help="(default: llama8b,qwen06b)")
+    group.add_argument("--workload", action=Collect, type=listed(), default=[], metavar="NAME",
+                       help="only these of the workloads")
     group.add_argument("--repeats", type=integer, default=3, metavar="N", help="runs after the one that warms up (default: 3)")
     group.add_argument("--soak", type=number, default=60.0, metavar="SECONDS", help="length of the soak (default: 60)")
-    group.add_argument("--concurrency", type=integer, nargs="+", default=[1, 32, 256], metavar="N",
-                       help="requests at once over HTTP (default: 1 32 256)")
+    group.add_argument("--concurrency", action=Collect, type=listed(integer), default=[1, 32, 256], metavar="N",
+                       help="requests at once over HTTP (default: 1,32,256)")
     group.add_argument("--client", type=Path, metavar="FILE",
                        help="script that loads the server instead of `penstock bench serve` (cli/bench/over_http.py)")
     group.add_argument("--draw", type=Path, metavar="FOLDER", help="draw the curve, and the gaps of --profile, as SVG there")
@@ -160,8 +164,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--time-scale", type=number, default=1.0, metavar="X", help="stretches the trace's gaps (default: 1)")
     load.add_argument("--num-warmups", type=integer, default=1, metavar="N", help="unmeasured requests first (default: 1)")
     figures = parser.add_argument_group("Figures")
-    figures.add_argument("--goodput", nargs="*", default=[], metavar="NAME:MS",
-                         help="count requests per second that meet all of these: ttft:200 tpot:50 e2el:5000 itl:100")
+    figures.add_argument("--goodput", action=Collect, type=listed(), default=[], metavar="NAME:MS,...",
+                         help="count requests per second that meet all of these: ttft:200,tpot:50,e2el:5000,itl:100")
     figures.add_argument("--metric-percentiles", default="50,90,95,99", metavar="P,...", help="(default: 50,90,95,99)")
     figures.add_argument("--save-detailed", action="store_true", help="also report every request's times and text")
     figures.add_argument("--quiet", action="store_true", help="no progress bar")

@@ -19,6 +19,7 @@ import msgspec
 from penstock.cli.bench.figures import percentile
 from penstock.cli.bench.timeline import traced
 from penstock.cli.bench.workload import Item, make_workload
+from penstock.cli.model import model_or_canary
 from penstock.config.flags import from_args
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
@@ -93,7 +94,7 @@ class _Run:
     def __init__(self, args: argparse.Namespace) -> None:
         from penstock.engine.llm import LLM  # brings torch, which `penstock bench --help` must not
 
-        self.options = from_args(args, EngineOptions, model=args.model, skip_tokenizer_init=True)
+        self.options = from_args(args, EngineOptions, model=model_or_canary(args), skip_tokenizer_init=True)
         start = time.perf_counter()
         self.llm = LLM(**asdict(self.options))
         self.load_seconds = time.perf_counter() - start

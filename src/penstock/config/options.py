@@ -1,0 +1,120 @@
+"""The one place where options are accepted: known names, their types, choices and ranges.
+
+`LLM`, `AsyncLLM`, the commands and the engine itself all come through here, so that none of them accepts what another refuses.
+Checks that need the model or the device are `resolve.py`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types
+from collections.abc import Mapping
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from penstock.config.schema import EngineOptions, ServerOptions
+from penstock.core.errors import ConfigError
+
+Options = TypeVar("Options")
+
+_IGNORED: dict[str, tuple[Any, ...]] = {
+    "trust_remote_code": (True, False),
+    "disable_log_stats": (True, False),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "quantization": (None,),
+    "tokenizer_mode": ("auto",),
+}
+"""Keywords of vLLM's that are no options here, with the values that change nothing and are therefore accepted."""
+
+
+def engine_options(model: str | EngineOptions, given: Mapping[str, Any]) -> EngineOptions:
+    """EngineOptions from keywords, as `LLM` and `AsyncLLM` take them; `model` may be EngineOptions that `given` changes.
+
+    ConfigError for a name that does not exist, naming similar ones, and for a value that is not possible.
+    """
+    known = {field.name for field in dataclasses.fields(EngineOptions)}
+    wanted: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in known:
+            wanted[name] = value
+        elif name not in _IGNORED:
+            near = difflib.get_close_matches(name, [*known, *_IGNORED], 3, 0.6)
+            hint = f"; similar are {', '.join(near)}" if near else f"; possible are {', '.join(sorted(known))}"
+            raise ConfigError(f"there is no option {name!r}{hint}")
+        elif value not in _IGNORED[name]:
+            possible = ", ".join(map(repr, _IGNORED[name]))
+            raise ConfigError(f"{name}={value!r} is not supported; possible is {possible}")
+    base = model if isinstance(model, EngineOptions) else EngineOptions(model=model)
+    return checked(dataclasses.replace(base, **wanted))
+
+
+def checked(options: Options) -> Options:
+    """The options with every value of its field's type. ConfigError for a value that no model and no device could honour."""
+    found: dict[str, Any] = {}
+    hints = get_type_hints(type(options))
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        value = _typed(field.name, getattr(options, field.name), hints[field.name])
+        if value is not None:
+            _in_range(field, value)
+        found[field.name] = value
+    result = dataclasses.replace(options, **found)  # type: ignore[type-var]
+    if isinstance(result, ServerOptions):
+        _check_server(result)
+    elif isinstance(result, EngineOptions):
+        _check_engine(result)
+    return result
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """`value` as its field's type: paths and torch dtypes become text, an integer may stand for a float."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    elif name == "dtype":
+        value = str(value).removeprefix("torch.")
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{name} must be {_in_words(hint)}, got {value!r}") from None
+
+
+def unwrapped(hint: Any) -> Any:
+    """int | None -> int."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(part for part in get_args(hint) if part is not type(None))
+    return hint
+
+
+def _in_words(hint: Any) -> str:
+    kind = unwrapped(hint)
+    words = {int: "an integer", float: "a number", str: "a text", bool: "True or False", list: "a list of texts",
+             dict: "a mapping"}[get_origin(kind) or kind]
+    return words if kind is hint else f"{words} or None"
+
+
+def _in_range(field: dataclasses.Field[Any], value: Any) -> None:
+    choices, least = field.metadata["choices"], field.metadata["least"]
+    if choices and value not in choices:
+        raise ConfigError(f"{field.name} is {value!r}; possible are {', '.join(choices)}")
+    if field.metadata["fraction"] and not 0 < value <= 1:
+        raise ConfigError(f"{field.name} is {value}; it is a fraction above 0, at most 1")
+    if least is not None and not value >= least:
+        raise ConfigError(f"{field.name} is {value}; it must be at least {least:g}")
+
+
+def _check_engine(options: EngineOptions) -> None:
+    if not options.model:
+        raise ConfigError("model is empty; name a Hugging Face folder or a hub id")
+    if options.step_target_ms is not None and not options.step_target_ms > 0:
+        raise ConfigError(f"step_target_ms is {options.step_target_ms}; it must be above 0")
+
+
+def _check_server(options: ServerOptions) -> None:
+    if options.port > 65535:
+        raise ConfigError(f"port is {options.port}; it must be between 0 and 65535")
+    for name in ("api_key", "admin_api_key", "served_model_name"):
+        if any(not text.strip() for text in getattr(options, name)):
+            raise ConfigError(f"{name} must not be empty")
