@@ -204,6 +204,25 @@ def test_penalize(vocab: int) -> None:
     assert torch.equal(found[[1, 2, 4]].cpu(), logits[[1, 2, 4]])
 
 
+@pytest.mark.parametrize(("vocab", "words"), [(61, 2), (5003, 157), (5003, 3)])
+def test_mask(vocab: int, words: int) -> None:
+    """The bits say what stays, whichever lines are masked; a NaN survives; tokens beyond the words are excluded."""
+    generator = torch.Generator().manual_seed(vocab)
+    bits = torch.randint(-2**31, 2**31, (3, words), generator=generator).int()
+    bits[1], lines = -1, torch.tensor([4, 0, 3], dtype=torch.int32)
+    logits = random(6, vocab, seed=1)
+    logits[4, 7] = torch.nan
+    wanted, found = logits.clone(), _there(logits, 5)
+    REFERENCE.mask(wanted, bits, lines)
+    TRITON.mask(found, bits.to(DEVICE), lines.to(DEVICE))
+    assert torch.equal(found.cpu().nan_to_num(99), wanted.nan_to_num(99)) and wanted[4, 7].isnan()
+    for line, own in zip(lines.tolist(), bits.tolist(), strict=True):
+        for token in range(vocab):
+            kept = token < 32 * words and own[token // 32] >> token % 32 & 1
+            assert token == 7 or float(wanted[line, token]) == (float(logits[line, token]) if kept else -torch.inf)
+    assert torch.equal(wanted[[1, 2, 5]], logits[[1, 2, 5]])
+
+
 def test_edit() -> None:
     vocab = 5003
     words = [[7], [1, 2, 3], [4, 9], [*range(30)], [49, 48]]

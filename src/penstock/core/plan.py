@@ -66,6 +66,8 @@ class StepPlan:
     starts: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     counts: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     wants: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    masked: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Segments, by index, whose tokens are chosen under a mask. The forward pass does not wait for the masks, choosing does."""
     transfers: list[Transfer] = field(default_factory=list)
     """Pages to save to other tiers before `moves`, and to load from them after. Made by `cache/tiers`, carried out by the
     worker's movers; a step without segments that finds loads under way waits until one of them has landed."""
@@ -74,6 +76,15 @@ class StepPlan:
     def idle(self) -> bool:
         """Nothing to compute; rows may still leave and pages move."""
         return len(self.rows) == 0
+
+
+@dataclass(slots=True)
+class Masks:
+    """Which tokens may be chosen by a plan's masked segments. Given to the executor after the plan, before the next plan."""
+
+    bits: Ints
+    """[lines, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set if token t may be chosen; tokens beyond the last word
+    may not. One line for each token that a masked segment chooses, in the order of `StepPlan.masked`."""
 
 
 @dataclass(slots=True)

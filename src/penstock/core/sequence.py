@@ -13,8 +13,8 @@ class Sequence:
     """
 
     __slots__ = ("cached", "cached_by_tier", "children", "computed", "done", "due", "epoch", "goal", "index", "limit", "mark",
-                 "pages", "passed", "planned", "prompt_len", "request", "room", "row", "scores", "scoring", "seed", "stops",
-                 "timings", "tokens")
+                 "masked", "pages", "passed", "planned", "prompt_len", "request", "room", "row", "scores", "scoring", "seed",
+                 "stops", "timings", "tokens")
 
     def __init__(self, request: Request, index: int, seed: int, limit: int) -> None:
         self.request = request
@@ -46,6 +46,8 @@ class Sequence:
         self.scoring = index == 0 and request.params.prompt_logprobs is not None
         """Prompt log probabilities are still owed."""
         self.scores: list[TokenLogprobs] = []
+        self.masked = False
+        """Its tokens are chosen under a mask."""
         self.pages: list[PageRun] = []
         """What the cache holds for it, a run for each group; empty before the first grow. Written by the cache alone."""
         self.room = 0

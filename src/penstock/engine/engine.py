@@ -19,6 +19,7 @@ from penstock.checkpoint import dtype_of, fingerprint, read_config, resolve_fold
 from penstock.config.resolve import EngineConfig, MemoryPlan, Occupancy, cache_room, check_room, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import RequestError
+from penstock.core.plan import StepPlan
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.beam import BeamSearches
 from penstock.engine.events import open_events
@@ -152,15 +153,11 @@ class Engine:
         self.scheduler.stats.plan_seconds += time.perf_counter() - began
         if plan is not None:
             self._flying.append(self.executor.submit(plan))
+            if len(plan.masked):
+                self._mask(plan)
         # Without a new plan there is nothing to overlap with; wait for what flies, one result at a time.
         room = self.config.depth - 1 if plan is not None else max(0, len(self._flying) - 1)
-        while len(self._flying) > room:
-            # Taken off only when it is there: whoever is interrupted while waiting finds it in its place.
-            result = self._flying[0].result()
-            self._flying.popleft()
-            began = time.perf_counter()
-            self.scheduler.apply(result, time.time())
-            self.scheduler.stats.plan_seconds += time.perf_counter() - began
+        self._take_results(room)
         if self.events is not None:
             self.events.flush()
         updates = self.beams.through(self.scheduler.take_updates())
@@ -168,6 +165,24 @@ class Engine:
             # At rest there is time to see whether every page is accounted for (python -X dev).
             self.scheduler.check()
         return updates
+
+    def _take_results(self, room: int) -> None:
+        """Applies results, the oldest first, until no more than `room` plans fly."""
+        while len(self._flying) > room:
+            # Taken off only when it is there: whoever is interrupted while waiting finds it in its place.
+            result = self._flying[0].result()
+            self._flying.popleft()
+            began = time.perf_counter()
+            self.scheduler.apply(result, time.time())
+            self.scheduler.stats.plan_seconds += time.perf_counter() - began
+
+    def _mask(self, plan: StepPlan) -> None:
+        """Gives the plan just submitted its masks. They depend on the tokens of all plans before it, so those are applied
+        first, while the device computes this one's forward pass."""
+        masker = self.scheduler.masker
+        assert masker is not None
+        self._take_results(1)
+        self.executor.mask(plan.id, masker.masks(self.scheduler.masked(plan)))
 
     def stats(self) -> EngineStats:
         """Current figures."""

@@ -11,11 +11,15 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
 
-from penstock.core.plan import StepPlan, StepResult
+from penstock.core.plan import Masks, StepPlan, StepResult
 
 
 class Pending(Protocol):
     """A step that was handed over."""
+
+    def choose(self, masks: Masks) -> None:
+        """The second launch of a plan with masked segments: chooses its tokens."""
+        ...
 
     def result(self) -> StepResult:
         """Waits for the step."""
@@ -25,13 +29,19 @@ class Pending(Protocol):
 class Launches(Protocol):
     """Whatever executes plans: a Worker, or a fake in tests. `launch` need not wait for the device."""
 
-    def launch(self, plan: StepPlan) -> Pending: ...
+    def launch(self, plan: StepPlan) -> Pending:
+        """Begins a step. If segments of the plan are masked, `Pending.choose` must follow before the next plan."""
+        ...
 
 
 class Executor(Protocol):
     """`submit` returns at once if it can; results come in the order of submission."""
 
     def submit(self, plan: StepPlan) -> Pending: ...
+
+    def mask(self, plan_id: int, masks: Masks) -> None:
+        """The masks of the plan that was submitted last. Called once for each plan with masked segments, and for no other."""
+        ...
 
     def close(self) -> None: ...
 
@@ -45,6 +55,7 @@ class Threaded:
     def __init__(self, worker: Launches) -> None:
         self._worker = worker
         self._queue: queue.SimpleQueue[tuple[StepPlan, Future[StepResult]] | None] = queue.SimpleQueue()
+        self._masks: queue.SimpleQueue[tuple[int, Masks] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="penstock-worker", daemon=True)
         self._thread.start()
 
@@ -52,18 +63,32 @@ class Threaded:
         while (item := self._queue.get()) is not None:
             plan, future = item
             try:
-                future.set_result(self._worker.launch(plan).result())
+                launched = self._worker.launch(plan)
+                if len(plan.masked):
+                    launched.choose(self._await_masks(plan.id))
+                future.set_result(launched.result())
             except BaseException as error:
                 future.set_exception(error)
+
+    def _await_masks(self, plan_id: int) -> Masks:
+        found = self._masks.get()
+        if found is None:
+            raise RuntimeError(f"the executor was closed while plan {plan_id} waited for its masks")
+        assert found[0] == plan_id, (found[0], plan_id)
+        return found[1]
 
     def submit(self, plan: StepPlan) -> Pending:
         future: Future[StepResult] = Future()
         self._queue.put((plan, future))
         return future
 
+    def mask(self, plan_id: int, masks: Masks) -> None:
+        self._masks.put((plan_id, masks))
+
     def close(self) -> None:
-        """Finishes what was submitted, then stops the thread."""
+        """Finishes what was submitted, then stops the thread. A plan whose masks never came fails."""
         self._queue.put(None)
+        self._masks.put(None)
         self._thread.join()
 
 
@@ -73,17 +98,27 @@ class Direct:
     def __init__(self, worker: Launches) -> None:
         self._worker = worker
         self._last: Pending | None = None
+        self._unmasked: int | None = None
+        """The plan that waits for its masks."""
 
     def submit(self, plan: StepPlan) -> Pending:
+        assert self._unmasked is None, f"plan {self._unmasked} still waits for its masks"
         with _uninterrupted():
             self._last = self._worker.launch(plan)
+        self._unmasked = plan.id if len(plan.masked) else None
         return self._last
+
+    def mask(self, plan_id: int, masks: Masks) -> None:
+        assert self._last is not None and self._unmasked == plan_id, (self._unmasked, plan_id)
+        with _uninterrupted():
+            self._last.choose(masks)
+        self._unmasked = None
 
     def close(self) -> None:
         """Waits for what was submitted."""
-        if self._last is not None:
+        if self._last is not None and self._unmasked is None:
             self._last.result()
-            self._last = None
+        self._last = None
 
 
 @contextmanager

@@ -197,6 +197,15 @@ class SampleOps:
             at, token, value = (torch.from_numpy(np.concatenate(column)).to(logits.device) for column in where)
             logits.index_put_((at.long(), token.long()), value.view(torch.float32), accumulate=True)
 
+    def mask(self, logits: torch.Tensor, bits: torch.Tensor, lines: torch.Tensor) -> None:
+        """Adds -inf, in place, to what the masks exclude: bits [L, words] int32 belong to the `lines` [L] int32 of logits
+        (float32). Token t may be chosen if bit t % 32 of word t // 32 is set; tokens beyond the last word may not."""
+        shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+        for line, words in zip(lines.tolist(), bits, strict=True):
+            allowed = ((words[:, None] >> shifts) & 1).flatten()[:logits.shape[1]] > 0
+            logits[line, :len(allowed)].add_(torch.where(allowed, 0.0, -torch.inf))
+            logits[line, len(allowed):] -= torch.inf
+
     def score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int,
               lines: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids (int32), log probabilities (float32) and ranks (int32), each [L, 1 + top]: of `tokens` [L] int32 first, then of

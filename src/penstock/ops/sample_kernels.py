@@ -226,6 +226,20 @@ def allow(lines, table, lists, row, logits, stride, tile: tl.constexpr, vocab: t
     tl.store(logits + at, x + float("-inf"), mask=out)
 
 
+@triton.jit(do_not_specialize=["stride", "lines", "bits", "words"])
+def mask(lines, bits, words, logits, stride, tile: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr,
+         linked: tl.constexpr):
+    """Adds -inf to what a mask of `words` words excludes: program (line, part)."""
+    enter(linked)
+    one = tl.program_id(0)
+    at = tl.program_id(1) * tile + tl.arange(0, tile)
+    word = tl.load(bits + one.to(tl.int64) * words + at // 32, mask=at // 32 < words, other=0)
+    out = (((word >> (at & 31)) & 1) == 0) & (at < vocab)
+    logits += tl.load(lines + one).to(tl.int64) * stride * align
+    x = tl.load(logits + at, mask=out, other=0.0)
+    tl.store(logits + at, x + float("-inf"), mask=out)
+
+
 @triton.jit(do_not_specialize=["length", "stride", "row", "position", "lines", "tokens", "lists"])
 def edit(lines, table, lists, row, position, tokens, length, logits, stride, tile: tl.constexpr, align: tl.constexpr,
          linked: tl.constexpr):

@@ -109,6 +109,13 @@ class TritonSample(SampleOps):
         kernels.edit[(len(lines),)](lines, table, lists, row, position, tokens, tokens.shape[1], logits, stride, tile=_EDITS,
                                     align=shape["align"], num_warps=1, **link)
 
+    def mask(self, logits: torch.Tensor, bits: torch.Tensor, lines: torch.Tensor) -> None:
+        from penstock.ops import sample_kernels as kernels
+
+        stride, shape = _strided(logits)
+        kernels.mask[(len(lines), -(-shape["vocab"] // _TILE))](lines, bits, bits.shape[1], logits, stride, tile=_TILE,
+                                                                 num_warps=8, **shape, **_linked(logits.device))
+
     def score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int,
               lines: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         from penstock.ops import sample_kernels as kernels

@@ -17,6 +17,7 @@ import numpy as np
 
 from penstock.cache.manager import Cache, Reuse
 from penstock.core.errors import RequestError
+from penstock.core.masking import MaskedSegment, Masker
 from penstock.core.plan import NOT_FINITE, Enter, Logprobs, StepPlan, StepResult, Want
 from penstock.core.request import EngineStats, Request, TokenLogprobs, Update
 from penstock.core.sequence import Sequence
@@ -44,10 +45,12 @@ class _Flight:
 class Scheduler:
     """Owns every sequence from `add` until its last update."""
 
-    def __init__(self, cache: Cache, limits: Limits, policy: Policy = first_come) -> None:
+    def __init__(self, cache: Cache, limits: Limits, policy: Policy = first_come, masker: Masker | None = None) -> None:
+        """`masker`: who constrains tokens; it is asked which requests are."""
         self.cache = cache
         self.limits = limits
         self.policy = policy
+        self.masker = masker
         self.admission = Admission(limits, cache.layout)
         self.pace = Pace(limits.step_target, limits.max_num_batched_tokens)
         self.waiting: list[Sequence] = []
@@ -78,6 +81,9 @@ class Scheduler:
         seed = request.params.seed or 0
         parent, *children = (Sequence(request, i, (seed + i) & (2**64 - 1), limit) for i in range(request.params.n))
         parent.children = children
+        if self.masker is not None and self.masker.wants(request):
+            for sequence in (parent, *children):
+                sequence.masked = True
         self._requests[request.id] = dict(enumerate([parent, *children]))
         self._wait(parent)
 
@@ -125,8 +131,17 @@ class Scheduler:
         self.flights.append(flight)
         plan = StepPlan(flight.id, enter, leave, rows=np.array(rows, np.int32), starts=np.array(starts, np.int32),
                         counts=np.array(flight.counts, np.int32), wants=np.array(flight.wants, np.int32))
+        if self.masker is not None:
+            plan.masked = np.array([i for i, (sequence, want) in enumerate(zip(flight.sequences, flight.wants, strict=True))
+                                    if sequence.masked and want & _SAMPLE], np.int32)
         self.cache.drain(plan)
         return plan
+
+    def masked(self, plan: StepPlan) -> list[MaskedSegment]:
+        """Of the plan that was made last, the segments that are masked."""
+        flight = self.flights[-1]
+        assert flight.id == plan.id, (flight.id, plan.id)
+        return [MaskedSegment(flight.sequences[segment], []) for segment in plan.masked.tolist()]
 
     def _plan_running(self, flight: _Flight, now: float) -> int | None:
         """Segments for the running sequences in order. Returns the token budget left, or None if one had to be preempted.

@@ -21,20 +21,26 @@ class Clock:
         """An interval that begins now."""
         interval = self._intervals[self._next]
         self._next = (self._next + 1) % _KEPT
-        interval.mark(0)
+        interval.begin()
         return interval
 
 
 class Interval:
-    """Four moments of a step: its begin, the model's begin and end, its end."""
+    """Moments of a step: its begin, the begin and end of the forward pass, its end; and when choosing began, if that waited for
+    masks."""
 
     def __init__(self) -> None:
-        self._moments = [0.0] * 4
+        self._moments = [0.0] * 5
+        self._resumed = False
         self.seconds = 0.0
         self.kernel_seconds = 0.0
 
     def mark(self, which: int) -> None:
         self._moments[which] = time.perf_counter()
+
+    def begin(self) -> None:
+        self._resumed = False
+        self.mark(0)
 
     def enter_model(self) -> None:
         self.mark(1)
@@ -42,14 +48,21 @@ class Interval:
     def leave_model(self) -> None:
         self.mark(2)
 
+    def resume(self) -> None:
+        """Work goes on after masks were waited for, which does not count."""
+        self.mark(4)
+        self._resumed = True
+
     def stop(self) -> Interval:
         self.mark(3)
         return self
 
     def wait(self) -> None:
         """Returns when the step has ended; `seconds` and `kernel_seconds` are then its times."""
-        began, entered, left, ended = self._moments
+        began, entered, left, ended, resumed = self._moments
         self.seconds, self.kernel_seconds = ended - began, left - entered
+        if self._resumed:
+            self.seconds -= resumed - left
 
 
 class DeviceInterval(Interval):
@@ -57,12 +70,14 @@ class DeviceInterval(Interval):
 
     def __init__(self) -> None:
         super().__init__()
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
 
     def mark(self, which: int) -> None:
         self._events[which].record()
 
     def wait(self) -> None:
-        began, entered, left, ended = self._events
+        began, entered, left, ended, resumed = self._events
         ended.synchronize()
         self.seconds, self.kernel_seconds = began.elapsed_time(ended) / 1e3, entered.elapsed_time(left) / 1e3
+        if self._resumed:
+            self.seconds -= left.elapsed_time(resumed) / 1e3

@@ -134,6 +134,7 @@ def _sample(kernels: Kernels, logits: torch.Tensor, known: torch.Tensor) -> None
 
     table, lists, row, position, picked = ints(len(known), WIDTH), ints(4096), ints(lines), ints(lines), ints(lines)
     ops.edit(logits, table, lists, known, row, position, picked)
+    ops.mask(logits, ints(lines, -(-logits.shape[1] // 32)), picked)
     ops.penalize(logits, table, known, row, position, picked)
     for threshold in (None, ops.threshold(logits, table, row)):
         tokens = ops.choose(logits, table, known, row, position, threshold)

@@ -2,7 +2,8 @@
 
 A row's choice depends on its own logits, parameters, seed and position alone.
 
-Order, as in vLLM: edits (allowed tokens, bias, bad words, minimum length), penalties, temperature, min_p, top_k, top_p, draw.
+Order, as in vLLM: masks, edits (allowed tokens, bias, bad words, minimum length), penalties, temperature, min_p, top_k, top_p,
+draw.
 Reported log probabilities are those of the model's own logits, before all of that.
 
 Nothing here waits for the device: what the host wants to know is on its way when `launch` returns.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +51,15 @@ class Lines:
             yield Lines(self.segments[part], self.rows[part], self.positions[part], self.row[part], self.position[part])
 
 
+class LineMasks(NamedTuple):
+    """Masks of some of a step's lines."""
+
+    bits: Ints
+    """[L, words], as in core/plan.py::Masks."""
+    lines: npt.NDArray[np.int64]
+    """[L], which lines."""
+
+
 class Sampled:
     """What was chosen. Its parts may be read once the device has come past `Sampler.launch`."""
 
@@ -72,6 +83,7 @@ class Sampler:
         self._rows = rows
         self._staging = Staging(torch.int32, rows.device)
         self._staging.reserve(3 * len(rows.tokens))
+        self._bits = Staging(torch.int32, rows.device)
         self._outbox = Outbox(len(rows.tokens), torch.int32) if rows.device.type == "cuda" else None
 
     def plain(self, rows: Ints) -> bool:
@@ -87,21 +99,23 @@ class Sampler:
         """
         return self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, threshold, out)
 
-    def launch(self, logits: torch.Tensor, lines: Lines) -> Sampled:
+    def launch(self, logits: torch.Tensor, lines: Lines, masks: LineMasks | None = None) -> Sampled:
         """Chooses tokens given logits [S, V] float32, which are changed in place, and writes them to their rows."""
         features = self._rows.parameters.features[lines.rows]
         every = int(np.bitwise_or.reduce(features, initial=0))
         out = None
         if self._outbox is not None and not every & int(Feature.LOGPROBS):
             out = self._outbox.take(len(lines.rows))
-        if not every & _MORE:
+        if masks is None and not every & _MORE:
             return Sampled(lines, self.choose(logits, lines.row, lines.position, None, out), None)
         picks = [np.flatnonzero(features & which) for which in (_EDITED, int(Feature.PENALTY), int(Feature.LOGPROBS))]
         edited, penalized, asking = self._bring(picks)
         rows, parameters = self._rows, self._rows.parameters
         own: tuple[torch.Tensor, torch.Tensor | None] = logits, asking
-        if (features[picks[2]] & _CHANGED).any():
+        if len(asking) and (masks is not None or (features[picks[2]] & _CHANGED).any()):
             own = logits[asking.long()], None
+        if masks is not None:
+            self._mask(logits, masks)
         if len(edited):
             self._ops.edit(logits, parameters.table, parameters.lists, rows.tokens, lines.row, lines.position, edited)
         if len(penalized):
@@ -113,6 +127,15 @@ class Sampler:
         top = max(map(parameters.logprobs, lines.rows[picks[2]].tolist()))
         found = self._ops.score(own[0], tokens[asking.long()], top, own[1])
         return Sampled(lines, tokens, Scores([(lines.segments[picks[2]], lines.positions[picks[2]], found)]))
+
+    def _mask(self, logits: torch.Tensor, masks: LineMasks) -> None:
+        count, words = masks.bits.shape
+        size = count * (words + 1)
+        host = self._bits.host(size)
+        host[:count * words], host[count * words:size] = masks.bits.ravel(), masks.lines
+        self._bits.send(size)
+        there = self._bits.device(size)
+        self._ops.mask(logits, there[:count * words].view(count, words), there[count * words:])
 
     def _bring(self, lists: list[npt.NDArray[np.int64]]) -> tuple[torch.Tensor, ...]:
         """Lists of lines on the device, int32, in one upload."""

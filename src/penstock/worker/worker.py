@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import gc
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import torch
 
 from penstock.core.layout import CacheLayout
-from penstock.core.plan import NOT_SAMPLED, StepPlan, StepResult, Want
+from penstock.core.plan import NOT_SAMPLED, Masks, StepPlan, StepResult, Want
 from penstock.layers.decoder import Decoder
 from penstock.worker.arena import Arena
 from penstock.worker.clock import Clock, Interval
 from penstock.worker.graphs import Graphs
 from penstock.worker.movers import Behind, Movers
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import Lines, Sampled, Sampler
+from penstock.worker.sampler import LineMasks, Lines, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
 from penstock.worker.sizes import fitted_sizes
 from penstock.worker.step import StepBuilder
@@ -33,19 +35,41 @@ def compute_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Launched:
-    """A step that the device has been told to do. Its parts are copied to the host by the device itself."""
+@dataclass(slots=True)
+class Forward:
+    """What the first launch of a step leaves for the second."""
 
-    def __init__(self, result: StepResult, sampled: list[Sampled], scores: Scores | None, interval: Interval,
-                 movers: Movers | None) -> None:
-        self._result = result
-        self._sampled = sampled
-        self._scores = scores
+    hidden: torch.Tensor
+    """Of all tokens, if prompts are scored by them."""
+    ends: torch.Tensor
+    """Hidden states of the tokens behind which tokens are chosen, and perhaps of padding."""
+    lines: Lines
+    logits: torch.Tensor | None
+    """Of the first LINES lines, until they are used; None if no token is chosen."""
+
+
+class Launched:
+    """A step that the device has begun. Its results are copied to the host by the device itself."""
+
+    def __init__(self, plan: StepPlan, interval: Interval, movers: Movers | None,
+                 choose: Callable[[Masks | None], tuple[list[Sampled], Scores | None]] | None) -> None:
+        """`choose` enqueues the second launch; None for a plan that computes nothing."""
+        self._result = StepResult(plan.id, np.full(len(plan.rows), NOT_SAMPLED, np.int32))
+        self._sampled: list[Sampled] = []
+        self._scores: Scores | None = None
         self._interval: Interval | None = interval
         self._movers = movers
+        self._choose = choose
+
+    def choose(self, masks: Masks | None) -> None:
+        """The second launch: chooses tokens from the logits. Called once; by `Worker.launch` itself if nothing is masked."""
+        assert self._choose is not None, "the tokens of this step are chosen already"
+        choose, self._choose = self._choose, None
+        self._sampled, self._scores = choose(masks)
 
     def result(self) -> StepResult:
         """Waits until the device is through with the step."""
+        assert self._choose is None, "the step waits for its masks"
         result = self._result
         if self._interval is not None:
             self._interval.wait()
@@ -125,9 +149,13 @@ class Worker:
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Enqueues a plan. Nothing here waits for the device."""
+        """Enqueues a plan; of one with masked segments the forward pass alone, and `Launched.choose` the rest. Nothing here
+        waits for the device."""
         with torch.inference_mode(), self._on_stream:
-            return self._launch(plan)
+            launched = self._launch(plan)
+        if not plan.idle and not len(plan.masked):
+            launched.choose(None)
+        return launched
 
     def _launch(self, plan: StepPlan) -> Launched:
         interval = self.clock.start()
@@ -137,24 +165,38 @@ class Worker:
         self.arena.copy(plan.moves)
         if self.movers is not None:
             self.movers.load(plan)
-        result = StepResult(plan.id, np.full(len(plan.rows), NOT_SAMPLED, np.int32))
-        if plan.idle:
-            interval.enter_model()
-            interval.leave_model()
-            return Launched(result, [], None, interval.stop(), self.movers)
         interval.enter_model()
-        scoring = bool((plan.wants & int(Want.SCORE)).any())
-        hidden, ends, lines = self._forward(plan, scoring)
-        sampled = []
-        for at, part in enumerate(lines.parts(LINES)):
-            logits = self.model.head(ends[at * LINES:(at + 1) * LINES])[:len(part.rows)]
-            if not at:
-                interval.leave_model()
-            sampled.append(self.sampler.launch(logits, part))
-        if not sampled:
+        if plan.idle:
             interval.leave_model()
-        scores = prompts(self.model, self.model.kernels.sample, hidden, plan, self.rows, self.builder.size) if scoring else None
-        return Launched(result, sampled, scores, interval.stop(), self.movers)
+            return Launched(plan, interval.stop(), self.movers, None)
+        hidden, ends, lines = self._forward(plan, bool((plan.wants & int(Want.SCORE)).any()))
+        count = len(lines.rows)
+        forward = Forward(hidden, ends, lines, self.model.head(ends[:LINES])[:min(LINES, count)] if count else None)
+        interval.leave_model()
+        return Launched(plan, interval, self.movers, partial(self._choose, plan, forward, interval))
+
+    def _choose(self, plan: StepPlan, forward: Forward, interval: Interval,
+                masks: Masks | None) -> tuple[list[Sampled], Scores | None]:
+        with torch.inference_mode(), self._on_stream:
+            if masks is not None:
+                interval.resume()
+            sampled, at, line = [], 0, 0
+            logits, forward.logits = forward.logits, None
+            for part in forward.lines.parts(LINES):
+                if logits is None:
+                    logits = self.model.head(forward.ends[at:at + LINES])[:len(part.rows)]
+                masked = None
+                if masks is not None:
+                    which = np.flatnonzero(np.isin(part.segments, plan.masked))
+                    masked = LineMasks(masks.bits[line:line + len(which)], which) if len(which) else None
+                    line += len(which)
+                sampled.append(self.sampler.launch(logits, part, masked))
+                logits, at = None, at + LINES
+            scores = None
+            if (plan.wants & int(Want.SCORE)).any():
+                scores = prompts(self.model, self.model.kernels.sample, forward.hidden, plan, self.rows, self.builder.size)
+            interval.stop()
+        return sampled, scores
 
     def _forward(self, plan: StepPlan, scoring: bool) -> tuple[torch.Tensor, torch.Tensor, Lines]:
         """Hidden states of the plan's tokens, if prompts are scored by them; those of the tokens that are sampled after, and
