@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,11 +16,10 @@ Body = TypeVar("Body")
 class BodyReader:
     """Decodes one dialect's bodies of at most `limit` bytes."""
 
-    def __init__(self, limit: int, explain_field: ExplainField, check: Callable[[Any], None] = lambda body: None) -> None:
-        """`explain_field` improves what a decoder says about a field; `check` refuses what a type cannot say."""
+    def __init__(self, limit: int, explain_field: ExplainField) -> None:
+        """`explain_field` improves what a decoder says about a field."""
         self.limit = limit
         self._explain_field = explain_field
-        self._check = check
         self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
@@ -35,7 +33,6 @@ class BodyReader:
             body: Body = decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise explain(error, self._explain_field) from None
-        self._check(body)
         return body
 
     def _check_type(self, request: Request) -> None:

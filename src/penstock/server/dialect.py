@@ -31,6 +31,8 @@ class Route(NamedTuple):
     """The msgspec struct that its body is decoded into."""
     streams: bool = False
     """It can answer with server-sent events."""
+    parts: tuple[type[Any], ...] = ()
+    """Structs that the body's schema refers to by name alone."""
 
 
 class Dialect(Protocol):

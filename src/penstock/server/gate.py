@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.core.errors import RequestError
 from penstock.server.dialect import ErrorShapes
 from penstock.server.errors import as_request_error, error_response
+from penstock.server.ignored import ignored_header
 
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"})
 """What a probe or a person may ask without a key. Everything else needs one, routes that do not exist among them."""
@@ -56,7 +57,7 @@ class Gate:
             nonlocal started, finished
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *ignored_header(scope)]
             elif not message.get("more_body"):
                 finished = True
             await send(message)

@@ -23,7 +23,7 @@ TEXT_ROUTES = frozenset({"/metrics"})
 
 def openapi(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    kinds = [route.body for route in routes if route.body is not None]
+    kinds = [kind for route in routes for kind in (route.body, *route.parts) if kind is not None]
     _, components = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
     components["Error"] = _ERROR
     paths: dict[str, Any] = {}

@@ -41,7 +41,7 @@ class State:
             raise UnavailableError(f"the engine has stopped: {self.llm.dead}", "engine_dead")
         if self.llm.info is None:
             raise UnavailableError("the model is still loading", "loading")
-        if model is None:
+        if not model:
             return self.name
         self.check_name(model)
         return model

@@ -36,6 +36,8 @@ class Shape:
     """The role developer; otherwise such messages are given as system, which OpenAI defines it to replace."""
     null: bool = False
     """A `content` of null, as beside tool calls; otherwise it is given as the empty string."""
+    function: bool = False
+    """The role function; otherwise such messages, OpenAI's older tool results, are given as tool."""
 
 
 def check(messages: Any) -> list[dict[str, Any]]:
@@ -56,7 +58,20 @@ def check(messages: Any) -> list[dict[str, Any]]:
         if content is not None and not isinstance(content, str):
             message["content"] = _text_parts(content, f"messages[{place}].content")
         checked.append(message)
-    return checked
+    return _with_tool_calls(checked)
+
+
+def _with_tool_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with OpenAI's older function_call as one of tool_calls, whose id the function's answer then carries."""
+    identifier = ""
+    for place, message in enumerate(messages):
+        if "function_call" in message and "tool_calls" not in message:
+            identifier = f"call{place:05d}"
+            call = {"id": identifier, "type": "function", "function": message.pop("function_call")}
+            message["tool_calls"] = [call]
+        elif message["role"] == "function":
+            message.setdefault("tool_call_id", identifier)
+    return messages
 
 
 def _text_parts(content: Any, where: str) -> list[dict[str, Any]]:
@@ -97,6 +112,8 @@ def _shape_one(message: dict[str, Any], wanted: Shape) -> dict[str, Any]:
         message = {**message, "content": [{"type": "text", "text": content}]}
     if message["role"] == "developer" and not wanted.developer:
         message = {**message, "role": "system"}
+    elif message["role"] == "function" and not wanted.function:
+        message = {**message, "role": "tool"}
     reasoning = next((message[field] for field in _REASONING if message.get(field) is not None), None)
     if reasoning is not None:
         # Most templates read reasoning_content, gpt-oss's reads thinking.
@@ -125,7 +142,7 @@ def _shape_call(call: Any, as_object: bool) -> dict[str, Any]:
         arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
     elif arguments is None:
         arguments = {}
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
 def _refusal(message: str) -> RequestError:

@@ -139,6 +139,10 @@ class ChatTemplate:
         """The names of the templates; empty if the model has none."""
         return list(self.sources)
 
+    def reads(self, variable: str) -> bool:
+        """Whether any of the templates has this word."""
+        return any(variable in source for source in self.sources.values())
+
     def using(self, override: str) -> ChatTemplate:
         """The same variables with another template, for one request: a name among these, or a template's text; no files."""
         if override in self.sources:
@@ -224,31 +228,33 @@ class _Compiled:
         text, parts = "a-text", [{"type": "text", "text": "a-text"}]
         takes_parts, takes_strings = self._shows(parts), self._shows(text)
         content: Any = text if takes_strings or not takes_parts else parts
-        objects = self._calls({"a-key": "a-value"}, content) or not self._calls('{"a-key": "a-value"}', content)
+        objects = self._calls(True, content) or not self._calls(False, content)
         return chat.Shape(parts=takes_parts, strings=takes_strings or not takes_parts, arguments=objects,
-                          developer="developer" in self._source, null=self._takes_null(content, objects))
+                          developer="developer" in self._source, null=self._takes_null(content, objects),
+                          function="a-result" in self._call(objects, content, content, role="function"))
 
     def _shows(self, content: Any) -> bool:
         shown = self._try([{"role": "user", "content": content}])
         return "a-text" in shown and not any(sign in shown for sign in ("'type'", '"type"'))
 
-    def _calls(self, arguments: Any, content: Any) -> bool:
+    def _calls(self, as_object: bool, content: Any) -> bool:
         """Whether a tool call's arguments are shown as JSON. Some templates show calls only beside a content of null."""
-        shown = [self._call(arguments, content, beside) for beside in (content, None)]
+        shown = [self._call(as_object, content, beside) for beside in (content, None)]
         return any("a-key" in text and "{'a-key'" not in text and '\\"a-key' not in text for text in shown)
 
     def _takes_null(self, content: Any, as_object: bool) -> bool:
         """Whether a content of null beside tool calls is rendered, and not as the word None or null."""
-        arguments = {"a-key": "a-value"} if as_object else '{"a-key": "a-value"}'
-        null, empty = self._call(arguments, content, None), self._call(arguments, content, "")
+        null, empty = self._call(as_object, content, None), self._call(as_object, content, "")
         return bool(null) and not any(word in null and word not in empty for word in ("None", "null"))
 
-    def _call(self, arguments: Any, content: Any, beside: Any) -> str:
-        """A conversation with a tool call and `beside` as the content of the same message; empty if it is refused."""
+    def _call(self, as_object: bool, content: Any, beside: Any, role: str = "tool") -> str:
+        """A conversation with a tool call, `beside` as its message's content, and its result; empty if it is refused."""
+        arguments = {"a-key": "a-value"} if as_object else '{"a-key": "a-value"}'
+        result = "a-result" if isinstance(content, str) else [{"type": "text", "text": "a-result"}]
         call = {"id": "call00001", "type": "function", "function": {"name": "a-tool", "arguments": arguments}}
         return self._try([{"role": "user", "content": content},
                           {"role": "assistant", "content": beside, "tool_calls": [call]},
-                          {"role": "tool", "tool_call_id": "call00001", "name": "a-tool", "content": content},
+                          {"role": role, "tool_call_id": "call00001", "name": "a-tool", "content": result},
                           {"role": "user", "content": content}])
 
     def _try(self, conversation: list[dict[str, Any]]) -> str:

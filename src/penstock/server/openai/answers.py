@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.core.request import Request, TokenLogprobs
+import penstock
+from penstock.core.request import EngineInfo, Request, TokenLogprobs
 from penstock.engine.outputs import Delta
 from penstock.server.openai.protocol import GenerationFields
 
@@ -26,6 +28,19 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+
+
+def fingerprint(info: EngineInfo | None) -> str | None:
+    """`system_fingerprint`: equal where a seed gives the same answer, because version, model, number format and kernels are."""
+    if info is None:
+        return None
+    facts = (penstock.__version__, info.model, info.architecture, info.dtype, info.device, *map(tuple, info.kernels))
+    return "fp_" + blake2b(repr(facts).encode(), digest_size=5).hexdigest()
+
+
+def tier(body: GenerationFields) -> str | None:
+    """`service_tier` of the answer: there is one tier, which is named to those who ask for any."""
+    return None if body.service_tier is None else "default"
 
 
 class Growth:

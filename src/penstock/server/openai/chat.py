@@ -14,9 +14,10 @@ from penstock.core.errors import RequestError
 from penstock.core.request import Request as EngineRequest
 from penstock.engine.outputs import Delta
 from penstock.server.body import BodyReader
-from penstock.server.openai.answers import Choices, Usage
+from penstock.server.ignored import note_ignored
+from penstock.server.openai.answers import Choices, Usage, fingerprint, tier
 from penstock.server.openai.logprobs import Namer, chat_content, prompt_entries
-from penstock.server.openai.messages import render
+from penstock.server.openai.messages import choose, ignored, render
 from penstock.server.openai.prepare import prepare
 from penstock.server.openai.protocol import ChatRequest
 from penstock.server.openai.respond import event, respond
@@ -44,6 +45,8 @@ class Chunk(msgspec.Struct):
     model: str
     choices: list[ChunkChoice]
     object: str = "chat.completion.chunk"
+    system_fingerprint: str | None = None
+    service_tier: str | UnsetType | None = UNSET
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -70,16 +73,21 @@ class ChatCompletion(msgspec.Struct):
     choices: list[AnswerChoice]
     usage: Usage
     object: str = "chat.completion"
+    system_fingerprint: str | None = None
+    service_tier: str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class ChatAnswer:
     """One request's answer, as it grows."""
 
-    def __init__(self, answer_id: str, model: str, request: EngineRequest, body: ChatRequest, namer: Namer) -> None:
+    def __init__(self, answer_id: str, model: str, request: EngineRequest, body: ChatRequest, namer: Namer,
+                 system_fingerprint: str | None = None) -> None:
         self.id = answer_id
         self.model = model
+        self.system_fingerprint = system_fingerprint
+        self.service_tier = tier(body)
         self.created = int(time.time())
         self.request = request
         self.choices = Choices([request], body)
@@ -108,7 +116,10 @@ class ChatAnswer:
         return opening + event(self._chunk(line))
 
     def _chunk(self, line: ChunkChoice, first: bool = False) -> Chunk:
-        chunk = Chunk(self.id, self.created, self.model, [line], usage=self.choices.chunk_usage())
+        chunk = Chunk(self.id, self.created, self.model, [line], system_fingerprint=self.system_fingerprint,
+                      usage=self.choices.chunk_usage())
+        if first and self.service_tier is not None:
+            chunk.service_tier = self.service_tier
         if first and self.choices.want_ids:
             chunk.prompt_token_ids = self.request.prompt_ids
         return chunk
@@ -116,7 +127,8 @@ class ChatAnswer:
     def last_events(self) -> bytes:
         if not self.choices.usage_at_end:
             return b""
-        return event(Chunk(self.id, self.created, self.model, [], usage=self.choices.usage()))
+        return event(Chunk(self.id, self.created, self.model, [], system_fingerprint=self.system_fingerprint,
+                           usage=self.choices.usage()))
 
     def add(self, deltas: list[Delta]) -> None:
         self.choices.add(deltas)
@@ -127,7 +139,8 @@ class ChatAnswer:
             logprobs = {"content": chat_content(growth.logprobs, self.namer), "refusal": None} if self.want_logprobs else None
             lines.append(AnswerChoice(index, AnswerMessage("".join(growth.text)), logprobs, growth.finish_reason,
                                       growth.stop_reason, growth.token_ids if choices.want_ids else UNSET))
-        answer = ChatCompletion(self.id, self.created, self.model, lines, choices.usage())
+        answer = ChatCompletion(self.id, self.created, self.model, lines, choices.usage(),
+                                system_fingerprint=self.system_fingerprint, service_tier=self.service_tier)
         if choices.want_ids:
             answer.prompt_token_ids = self.request.prompt_ids
         if self.request.params.prompt_logprobs is not None:
@@ -149,6 +162,7 @@ class Chat:
         model = state.admit(body.model)
         check(body)
         prompt = await render(state.llm, body, state.options.trust_request_chat_template)
+        note_ignored(http, ignored(choose(state.llm.template, body.chat_template, True), body))
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = sampling_params(body, state.llm.inputs.defaults, limit, logprobs)
@@ -158,7 +172,7 @@ class Chat:
         except RequestError as error:
             raise in_terms_of_chat(error, body) from None
         answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", model, request, body,
-                            Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)))
+                            Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)), fingerprint(state.llm.info))
         return await respond(http, state.llm.open([request]), answer, bool(body.stream))
 
 
@@ -183,11 +197,7 @@ def check(body: ChatRequest) -> None:
     if len(limits) > 1:
         raise RequestError("max_tokens and max_completion_tokens are two names of one limit; give one of them",
                            param="max_tokens", code="invalid_value")
-    if body.tools and body.parallel_tool_calls is False:
-        raise RequestError("parallel_tool_calls cannot be honoured: structured output is not supported yet, so the model "
-                           "cannot be kept from calling several tools", param="parallel_tool_calls",
-                           code="unsupported_parameter")
-    if body.tool_choice is not None and not body.tools:
+    if body.tool_choice not in (None, "none") and not body.tools:
         raise RequestError("tool_choice is only possible with tools", param="tool_choice", code="invalid_value")
     if body.echo:
         raise RequestError("echo cannot be honoured: it is supported by /v1/completions only", param="echo",

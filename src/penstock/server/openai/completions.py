@@ -14,7 +14,7 @@ from penstock.core.errors import RequestError
 from penstock.core.request import Request as EngineRequest
 from penstock.engine.outputs import Delta
 from penstock.server.body import BodyReader
-from penstock.server.openai.answers import Choices, Usage
+from penstock.server.openai.answers import Choices, Usage, fingerprint, tier
 from penstock.server.openai.logprobs import CompletionLogprobs, Namer, prompt_entries
 from penstock.server.openai.prepare import prepare, text_of
 from penstock.server.openai.protocol import CompletionRequest
@@ -35,7 +35,7 @@ class Choice(msgspec.Struct):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class Completion(msgspec.Struct):
@@ -46,6 +46,8 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[Choice]
     object: str = "text_completion"
+    system_fingerprint: str | None = None
+    service_tier: str | None = None
     usage: Usage | UnsetType | None = UNSET
 
 
@@ -53,9 +55,11 @@ class CompletionAnswer:
     """One HTTP request's answer, over all its prompts, as it grows."""
 
     def __init__(self, answer_id: str, model: str, requests: list[EngineRequest], texts: list[str], body: CompletionRequest,
-                 namer: Namer, tokenizer: Tokenizer | None) -> None:
+                 namer: Namer, tokenizer: Tokenizer | None, system_fingerprint: str | None = None) -> None:
         self.id = answer_id
         self.model = model
+        self.system_fingerprint = system_fingerprint
+        self.service_tier = tier(body)
         self.created = int(time.time())
         self.requests = requests
         self.texts = texts
@@ -102,7 +106,7 @@ class CompletionAnswer:
                 choice.prompt_token_ids = request.prompt_ids
         if delta.finish_reason:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-        return event(Completion(self.id, self.created, self.model, [choice], usage=self._shown(choices.chunk_usage())))
+        return event(self._completion([choice], choices.chunk_usage()))
 
     def _with_prompt(self, request: EngineRequest, ids: list[int], lines: list[Any]) -> tuple[list[int], list[Any]]:
         """The prompt's tokens and scores before those of the answer; its first token has no score."""
@@ -111,7 +115,11 @@ class CompletionAnswer:
     def last_events(self) -> bytes:
         if not self.choices.usage_at_end:
             return b""
-        return event(Completion(self.id, self.created, self.model, [], usage=self._shown(self.choices.usage())))
+        return event(self._completion([], self.choices.usage()))
+
+    def _completion(self, choices: list[Choice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(self.id, self.created, self.model, choices, system_fingerprint=self.system_fingerprint,
+                          service_tier=self.service_tier, usage=self._shown(usage))
 
     def add(self, deltas: list[Delta]) -> None:
         self.choices.add(deltas)
@@ -120,8 +128,7 @@ class CompletionAnswer:
         choices = self.choices
         for place, request in enumerate(self.requests):
             self._scores[request.id] = choices.growths[place * choices.n].prompt_logprobs or []
-        return Completion(self.id, self.created, self.model, [self._whole_choice(i) for i in range(len(choices.growths))],
-                          usage=self._shown(choices.usage()))
+        return self._completion([self._whole_choice(i) for i in range(len(choices.growths))], choices.usage())
 
     def _whole_choice(self, index: int) -> Choice:
         choices, growth = self.choices, self.choices.growths[index]
@@ -165,7 +172,8 @@ class Completions:
         requests = await prepare(state, http, prompts, params, body, add_special_tokens=body.add_special_tokens is not False)
         texts = [text_of(state, prompt) for prompt in prompts] if body.echo else []
         answer = CompletionAnswer(f"cmpl-{body.request_id or http.scope['request_id']}", model, requests, texts, body,
-                                  Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)), state.llm.tokenizer)
+                                  Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)), state.llm.tokenizer,
+                                  fingerprint(state.llm.info))
         return await respond(http, state.llm.open(requests), answer, bool(body.stream))
 
 

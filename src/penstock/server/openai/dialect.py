@@ -10,9 +10,9 @@ from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
 from penstock.server.openai.chat import Chat
 from penstock.server.openai.completions import Completions
-from penstock.server.openai.errors import check_neutral, error_body, explain_field
+from penstock.server.openai.errors import error_body, explain_field
 from penstock.server.openai.models import Models
-from penstock.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from penstock.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
 from penstock.server.openai.tokens import Tokens
 from penstock.server.state import State
 
@@ -21,14 +21,15 @@ class OpenAI:
     """The dialect over one server's state."""
 
     def __init__(self, state: State) -> None:
-        bodies = BodyReader(state.options.max_body_bytes, explain_field, check_neutral)
+        bodies = BodyReader(state.options.max_body_bytes, explain_field)
         self._chat, self._completions = Chat(state, bodies), Completions(state, bodies)
         self._models, self._tokens = Models(state), Tokens(state, bodies)
 
     def routes(self) -> Sequence[Route]:
         tokens = self._tokens
         return (
-            Route("POST", "/v1/chat/completions", self._chat.post, "Answer a conversation", ChatRequest, True),
+            Route("POST", "/v1/chat/completions", self._chat.post, "Answer a conversation", ChatRequest, True,
+                  (Message,)),
             Route("POST", "/v1/completions", self._completions.post, "Continue prompts", CompletionRequest, True),
             Route("POST", "/tokenize", tokens.tokenize, "Turn a text or a conversation into tokens", TokenizeRequest),
             Route("POST", "/detokenize", tokens.detokenize, "Turn tokens into text", DetokenizeRequest),

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from penstock.core.errors import RequestError
-from penstock.server.openai.protocol import NEUTRAL, WHY_REFUSED
+from penstock.server.openai.protocol import WHY_REFUSED
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
          405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
@@ -34,12 +34,6 @@ def explain_field(where: str, text: str) -> RequestError | str:
     if field in WHY_REFUSED:
         return unsupported(field)
     if where.endswith(".type") and "content" in where:
-        return f"{text[:1].lower()}{text[1:]}; this server takes text only, in parts of type text or refusal"
+        return (f"{text[:1].lower()}{text[1:]}; this server takes text only, in parts of type text, input_text, output_text, "
+                "refusal or thinking")
     return text
-
-
-def check_neutral(body: Any) -> None:
-    """RequestError for a field of which only one value is possible, if the body has another."""
-    for name, only in NEUTRAL.items():
-        if getattr(body, name, None) not in (None, only):
-            raise unsupported(name)

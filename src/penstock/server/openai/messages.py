@@ -17,6 +17,9 @@ from penstock.text import ChatTemplate
 Templated = ChatRequest | TokenizeRequest
 """Bodies that have messages and what a template takes with them."""
 
+STYLE = ("reasoning_effort", "verbosity")
+"""Fields that mean what the model's template makes of them."""
+
 _TAKEN = frozenset(inspect.signature(ChatTemplate.render).parameters)
 """Names that `ChatTemplate.render` has a meaning of its own for."""
 
@@ -24,13 +27,12 @@ _TAKEN = frozenset(inspect.signature(ChatTemplate.render).parameters)
 async def render(llm: AsyncLLM, body: Templated, trust_template: bool) -> Marked:
     """The conversation written out by the model's template, with its marks. RequestError if there is none, or it refuses."""
     template = choose(llm.template, body.chat_template, trust_template)
-    messages = msgspec.to_builtins(body.messages)
     # With tool_choice none the model is not told of the tools: nothing else could keep it from calling them.
     tools = msgspec.to_builtins(body.tools) if body.tools and body.tool_choice != "none" else None
     opening = body.add_generation_prompt if body.add_generation_prompt is not None else not body.continue_final_message
     write = functools.partial(template.render, add_generation_prompt=opening, documents=body.documents,
                               continue_final_message=bool(body.continue_final_message), **_variables(template, body))
-    marked: Marked = await llm.off_loop(_size(body), lambda: written(write, messages, tools))
+    marked: Marked = await llm.off_loop(_size(body), lambda: written(write, body.messages or [], tools))
     return marked
 
 
@@ -54,15 +56,17 @@ def _variables(template: ChatTemplate, body: Templated) -> dict[str, Any]:
     if taken:
         raise RequestError(f"chat_template_kwargs may not set {', '.join(taken)}; these are fields of the request",
                            param="chat_template_kwargs", code="invalid_value")
-    if body.reasoning_effort is not None:
-        if not any("reasoning_effort" in source for source in template.sources.values()):
-            raise RequestError("reasoning_effort cannot be honoured: this model's chat template does not know it",
-                               param="reasoning_effort", code="unsupported_parameter")
-        variables["reasoning_effort"] = body.reasoning_effort
-    return variables
+    # A template is told only of what it reads, so that a value which it ignores cannot change anything.
+    return {**{name: getattr(body, name) for name in STYLE if getattr(body, name) is not None and template.reads(name)},
+            **variables}
+
+
+def ignored(template: ChatTemplate, body: Templated) -> list[str]:
+    """Fields of `body` that are for the template, which does not read them."""
+    return [name for name in STYLE if getattr(body, name) is not None and not template.reads(name)]
 
 
 def _size(body: Templated) -> int:
     """About how many characters there are to write."""
-    return sum(len(message.content) if isinstance(message.content, str) else sum(map(len, map(str, message.content or ())))
-               for message in body.messages or ())
+    contents = [message.get("content") or () for message in body.messages or ()]
+    return sum(len(content) if isinstance(content, str) else sum(map(len, map(str, content))) for content in contents)

@@ -27,12 +27,8 @@ Word = Annotated[str, Meta(min_length=1, max_length=1000)]
 Ttl = Annotated[str, Meta(pattern="^[0-9]{1,9}[smhd]$")]
 """A time like 90s, 5m, 1h or 2d."""
 OnlyFalse = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]
-OnlyTrue = Annotated[bool, Meta(extra_json_schema={"enum": [True]})]
-
-NEUTRAL: dict[str, Any] = {
-    "spaces_between_special_tokens": True,
-}
-"""Fields of which only one value is possible."""
+Empty = Annotated[str, Meta(max_length=0)]
+NoList = Annotated[list[Any], Meta(max_length=0)]
 
 _GUIDED = "structured output is not supported yet"
 WHY_REFUSED: dict[str, str] = {
@@ -46,11 +42,9 @@ WHY_REFUSED: dict[str, str] = {
     "modalities": "this server gives text only; the only possible value is [\"text\"]",
     "web_search_options": "this server does not search the web",
     "prediction": "predicted output is not supported",
-    "verbosity": "it has no meaning for the models served here; say it in the prompt",
     "suffix": "insertion is not supported; write the prompt in the model's own fill-in-the-middle format",
     "prompt_embeds": "prompts are text or token ids",
     "echo": "it is supported by /v1/completions only",
-    "spaces_between_special_tokens": "only true is supported",
     "thinking_token_budget": "reasoning is not told apart from the answer yet",
     "include_reasoning": "reasoning is not told apart from the answer yet",
     "mm_processor_kwargs": "this server takes text only",
@@ -120,8 +114,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     skip_special_tokens: bool | None = None
     prompt_logprobs: Top | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Count | None = None
-    """Keep only this many of the prompt's last tokens."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    """Keep only this many of the prompt's last tokens; -1 keeps as many as fit."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Name tokens in logprobs as "token_id:N"."""
@@ -155,8 +149,10 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    spaces_between_special_tokens: bool | None = None
+    """Spaces are put only by tokenizers that transformers calls slow; here both values mean the same."""
+
     # Only one value possible, or none.
-    spaces_between_special_tokens: OnlyTrue | None = None
     structured_outputs: None = None
     guided_json: None = None
     guided_regex: None = None
@@ -177,7 +173,7 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
     logprobs: Top | None = None
     best_of: Count | None = None
     """Only as many as n."""
-    suffix: None = None
+    suffix: Empty | None = None
     prompt_embeds: None = None
 
 
@@ -186,36 +182,64 @@ class TextPart(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     cache_control: CacheControl | None = None
 
 
+class InputTextPart(TextPart, kw_only=True, tag_field="type", tag="input_text"):
+    """The Responses API's name for a text part of a user."""
+
+
+class OutputTextPart(TextPart, kw_only=True, tag_field="type", tag="output_text"):
+    """The Responses API's name for a text part of an assistant."""
+
+
 class RefusalPart(msgspec.Struct, kw_only=True, tag_field="type", tag="refusal"):
     refusal: str
 
 
-class ToolCallFunction(msgspec.Struct, kw_only=True):
+class ThinkingPart(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
+    thinking: str
+
+
+Part = TextPart | InputTextPart | OutputTextPart | RefusalPart | ThinkingPart
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
     name: str
-    arguments: str = "{}"
+    arguments: str | dict[str, Any] | None = "{}"
+    """JSON text, as OpenAI has it; some clients send the object."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    id: str
-    function: ToolCallFunction
+    function: FunctionCall
+    id: str | None = None
     type: Literal["function"] = "function"
 
 
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One message. What a template does not read of it is lost, as with any engine."""
+class Message(msgspec.Struct, kw_only=True):
+    """The fields of a message that are checked. All other fields are handed to the chat template as they are."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | RefusalPart] | None = None
+    role: Annotated[str, Meta(min_length=1)]
+    """system, developer, user, assistant, tool, function, or a role that the model's template knows."""
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
     cache_control: CacheControl | None = None
+    function_call: FunctionCall | None = None
+    """The older form of tool_calls, answered by a message of the role function."""
     audio: None = None
-    function_call: None = None
+
+
+class Conversation(msgspec.Struct):
+    """Checks messages under the path that their errors name."""
+
+    messages: list[Message]
+
+
+AnyMessage = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/Message"})]
+Messages = Annotated[list[AnyMessage], Meta(min_length=1)]
+"""Messages as they were sent: a template may read fields that no schema knows. `Conversation` checks them."""
 
 
 class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -234,11 +258,12 @@ class Tool(msgspec.Struct, kw_only=True):
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Messages
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     reasoning_effort: str | None = None
-    """Handed to the chat template; refused if that does not know it."""
+    """Handed to the chat template, as verbosity is. Models whose template does not know it ignore it."""
+    verbosity: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
@@ -255,34 +280,41 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
 
     audio: None = None
     echo: OnlyFalse | None = None
-    function_call: None = None
-    functions: None = None
+    function_call: Literal["none"] | None = None
+    functions: NoList | None = None
     include_reasoning: None = None
     media_io_kwargs: None = None
     mm_processor_kwargs: None = None
     moderation: None = None
     prediction: None = None
     thinking_token_budget: None = None
-    verbosity: None = None
     web_search_options: None = None
+
+    def __post_init__(self) -> None:
+        msgspec.convert({"messages": self.messages}, Conversation)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /tokenize: of a prompt, or of messages and what a chat template takes with them."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    messages: Messages | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.messages is not None:
+            msgspec.convert({"messages": self.messages}, Conversation)
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -59,7 +59,8 @@ def retained(body: GenerationFields) -> list[Span]:
 
 def check_stream(body: GenerationFields) -> None:
     """RequestError for what does not go together with streaming."""
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and (options.include_usage or options.continuous_usage_stats) and not body.stream:
         raise RequestError("stream_options is only possible when stream is true", param="stream_options", code="invalid_value")
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs is only possible when stream is false", param="prompt_logprobs",
