@@ -231,3 +231,11 @@ def test_end_of_sequence_tokens_of_both_files(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(ModelError, match="eos_token_id"):
         eos_ids(tmp_path, {})
+
+
+def test_a_mixture_of_experts_is_called_one() -> None:
+    """Mixtral's hint used to name Mistral, whose folder would not help."""
+    mixtral = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
+    with pytest.raises(ModelError, match="MixtralForCausalLM', a mixture-of-experts model") as caught:
+        describe(mixtral)
+    assert "nearest" not in str(caught.value)

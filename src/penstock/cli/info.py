@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.checkpoint import dtype_of, read_config, resolve_folder
 from penstock.cli.model import add_model, model_or_canary
 from penstock.config.flags import add_flags, from_args
-from penstock.config.resolve import EngineConfig, MemoryPlan, cache_room, plan_memory, resolve
+from penstock.config.resolve import EngineConfig, MemoryPlan, resolve
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import plan_tiers
 from penstock.core.device import DeviceFacts
@@ -61,11 +61,8 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     if load:
         figures = _loaded(options)
     else:
-        weights = spec.nbytes(config.dtype)
-        step = memory.counted(spec, dtype, config.max_num_batched_tokens, config.max_num_seqs)
         device = torch.device(device_name(options.device, facts))
-        room = cache_room(options, facts, memory.free_bytes(device, options.gpu_memory_utilization) - weights, step)
-        figures = _planned(options, plan_memory(options, config, spec.states(config.dtype), weights, step, room), config)
+        figures = _planned(options, memory.predicted(options, config, spec, device, facts), config)
     return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},
             "files": _files(options, folder, checkpoint, spec),
             "device": _device(facts), "memory": figures,

@@ -106,6 +106,11 @@ def plan_memory(options: EngineOptions, config: EngineConfig, states: list[State
     layout = lay_out(states, config.page, asked if asked is not None else max(0, min(useful, free_bytes)))
     longest = layout.longest(config.max_num_batched_tokens) + 1 if layout.slabs else 0
     if longest < config.max_model_len and (options.max_model_len is not None or longest < 2):
+        if asked is not None:
+            least = one if options.max_model_len is not None else whole.slabs_for(2, 2) * whole.slab_bytes
+            shorter = f", or lower max_model_len to {longest}" if longest >= 2 else ""
+            raise ConfigError(f"kv_cache_memory_bytes is {asked:,}, which holds {max(0, longest)} tokens of this model; "
+                              f"raise it to {least:,} or more{shorter}")
         needed = one / _GIB
         busy = "" if occupancy is None else f" at gpu_memory_utilization {options.gpu_memory_utilization} ({occupancy})"
         raise ConfigError(
@@ -149,6 +154,17 @@ def check_room(utilization: float, weight_bytes: int, found: Occupancy) -> None:
     if needed <= found.total * _MOST:
         raise ConfigError(f"{what}. Stop what uses the GPU (nvidia-smi lists it), or choose another (--device cuda:N)")
     raise ConfigError(f"{what}. This model needs a larger GPU: use a smaller model or dtype")
+
+
+def check_host(weight_bytes: int, step_bytes: int, available: int, total: int) -> None:
+    """Raises ConfigError before anything is loaded on a CPU, if weights and steps cannot fit; it says what would."""
+    if weight_bytes + step_bytes <= available:
+        return
+    fitting = max(0, available - step_bytes)
+    raise ConfigError(f"this model does not fit into memory: its weights take {weight_bytes / _GIB:.1f} GiB and a step "
+                      f"{step_bytes / _GIB:.1f}, but of this computer's {total / _GIB:.1f} GiB only {available / _GIB:.1f} are "
+                      f"available. Weights of up to {fitting / _GIB:.1f} GiB fit, which is about {fitting / 2e9:.1f} billion "
+                      "parameters in bfloat16: use a smaller model or dtype, or stop other programs")
 
 
 _MOST = 0.98

@@ -16,7 +16,7 @@ import torch
 from penstock import models
 from penstock.cache.manager import Cache
 from penstock.checkpoint import dtype_of, fingerprint, read_config, resolve_folder
-from penstock.config.resolve import EngineConfig, MemoryPlan, Occupancy, cache_room, check_room, plan_memory, resolve
+from penstock.config.resolve import EngineConfig, MemoryPlan, Occupancy, cache_room, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import RequestError
 from penstock.core.plan import StepPlan
@@ -64,7 +64,7 @@ class Engine:
         found = memory.occupancy(device)
         if found is not None:
             memory.settle_allocator()
-            check_room(options.gpu_memory_utilization, spec.nbytes(self.config.dtype), found)
+        memory.check(options, self.config, spec, device, facts, found)
         compilation = _compile(self.config, spec, self.kernels, device) if compiles else None
         with memory.explained(device):
             model = models.load(self.folder, checkpoint, dtype=dtype, device=device, kernels=self.kernels,

@@ -55,9 +55,16 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType]:
         if name in table:
             return table[name].ARCHITECTURES[0], table[name]
         what = f"model_type {name!r} (and no architecture)" if name else "neither architectures nor model_type"
+    if any(config.get(key) for key in _EXPERTS):
+        raise ModelError(f"config.json names {what}, a mixture-of-experts model, which Penstock does not run yet; it runs "
+                         f"{', '.join(sorted(table))}")
     nearest = difflib.get_close_matches(name, table, 1, 0.0)
     raise ModelError(f"config.json names {what}, which Penstock does not know. The nearest that it knows is "
                      f"{nearest[0] if nearest else next(iter(table))}; all are {', '.join(sorted(table))}")
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys by which configs of mixture-of-experts models say how many there are."""
 
 
 def describe(config: Mapping[str, Any]) -> ModelSpec:

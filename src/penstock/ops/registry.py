@@ -104,6 +104,14 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
     """
     load()
     prefer = prefer or {}
+    unknown = sorted(prefer.keys() - _TABLE.keys() - {"*"})
+    if unknown:
+        raise ConfigError(f"kernels names {unknown[0]!r}, which is no operation; possible are {', '.join(sorted(_TABLE))}, "
+                          "and * for all")
+    names = {name for found in _TABLE.values() for name in found}
+    if "*" in prefer and prefer["*"] not in names:
+        raise ConfigError(f"kernels asks for {prefer['*']!r} everywhere, which no operation has; possible are "
+                          f"{', '.join(sorted(names))}")
     chosen: dict[str, Implementation] = {}
     refused: dict[str, list[tuple[str, str]]] = {}
     for op, found in _TABLE.items():

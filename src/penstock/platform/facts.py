@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from functools import cache
 from pathlib import Path
 
@@ -41,13 +42,18 @@ def available_memory() -> int:
     except OSError:
         available = _cpu().memory
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            text = limit.read().strip()
-            if text != "max":
-                available = min(available, int(text) - int(current.read()))
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((_CGROUP / "memory.current").read_text())
+            # The group is charged for cached files as well, which the kernel gives back when memory is needed.
+            found = re.search(r"^inactive_file (\d+)$", (_CGROUP / "memory.stat").read_text(), re.M)
+            available = min(available, int(limit) - used + (int(found[1]) if found else 0))
     except OSError:
         pass
-    return available
+    return max(0, available)
+
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def detect(device: str = "auto") -> DeviceFacts:

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock.config.resolve import Occupancy
+from penstock.config.resolve import EngineConfig, MemoryPlan, Occupancy, cache_room, check_host, check_room, plan_memory
+from penstock.config.schema import EngineOptions
+from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError
 from penstock.core.layout import lay_out
 from penstock.core.plan import Enter, StepPlan, Want
@@ -50,6 +52,32 @@ def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
     widest = max(parameter.shape[0] for parameter in spec.parameters() if parameter.name.startswith("blocks."))
     layer = tokens * (4 * spec.width + 2 * widest) * dtype.itemsize
     return layer + min(rows, LINES) * spec.vocab_size * 4 * 6
+
+
+def predicted(options: EngineOptions, config: EngineConfig, spec: ModelSpec, device: torch.device,
+              facts: DeviceFacts) -> MemoryPlan:
+    """The memory plan before anything is loaded; exact on a CPU. ConfigError if it cannot be had as asked."""
+    weights = spec.nbytes(config.dtype)
+    step = counted(spec, getattr(torch, config.dtype), config.max_num_batched_tokens, config.max_num_seqs)
+    free = free_bytes(device, options.gpu_memory_utilization)
+    if device.type == "cpu":
+        check_host(weights, step, free, facts.memory)
+    room = cache_room(options, facts, free - weights, step)
+    return plan_memory(options, config, spec.states(config.dtype), weights, step, room)
+
+
+def check(options: EngineOptions, config: EngineConfig, spec: ModelSpec, device: torch.device, facts: DeviceFacts,
+          found: Occupancy | None) -> None:
+    """ConfigError before anything is loaded, if it could not fit. `found` is a GPU's `occupancy`."""
+    if found is None:
+        predicted(options, config, spec, device, facts)
+        return
+    weights = spec.nbytes(config.dtype)
+    check_room(options.gpu_memory_utilization, weights, found)
+    if options.kv_cache_memory_bytes is not None:
+        # How much a step takes is measured later; even without one, this must fit.
+        room = free_bytes(device, options.gpu_memory_utilization) - weights
+        plan_memory(options, config, spec.states(config.dtype), weights, 0, room, occupancy=found)
 
 
 def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device,
