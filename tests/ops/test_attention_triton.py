@@ -11,8 +11,8 @@ import torch
 
 from tests.ops.interpreter import DEVICE, DTYPES  # isort: skip  (before Triton's kernels are imported)
 
-from penstock.ops import attention_triton, attention_work
-from penstock.ops.attention import Geometry
+from penstock.ops import attention_library, attention_work
+from penstock.ops.attention import Geometry, Span
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
 from penstock.ops.attention_work import FIELDS, LISTED, Item, Launch
 from tests.ops.kernels import close, random, reference
@@ -105,24 +105,52 @@ def test_padding_does_nothing_and_counters_end_at_zero(attention: TritonAttentio
         assert torch.equal(work, before)
 
 
+def by_library(case: Case, monkeypatch: pytest.MonkeyPatch) -> list[Span]:
+    """The segments of a case that the library is to serve, after comparing the result with the reference."""
+    monkeypatch.setattr(attention_library, "available", lambda: True)
+    counts = np.array([count for _, count in case.segments], np.int32)
+    context = np.array([context for context, _ in case.segments], np.int32)
+    geometry = Geometry(case.heads, case.kv, case.size, 16)
+    spans = TRITON.whole(geometry, counts, context)
+    assert not INVARIANT.whole(geometry, counts, context)
+    assert not TRITON.whole(dataclasses.replace(geometry, window=64), counts, context)
+    check(TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, case.size ** -0.5, whole=spans),
+          wanted(case))
+    return spans
+
+
 def test_long_prompts_by_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the host names, beside others; padded lengths, and no room behind the last token."""
-    monkeypatch.setattr(attention_triton, "_cudnn", lambda: True)
     for segments in ([(1100, 1), (1010, 1010), (1200, 90), (1100, 1100)], [(1024, 1024)], [(1500, 1500), (64, 64)],
                      [(1024, 1024)] * 2, [(9, 9), (1500, 1500), (1490, 1490), (1470, 1470)]):
-        case = built(Case(segments, heads=2, kv=1), HALF)
-        counts = np.array([count for _, count in segments], np.int32)
-        context = np.array([context for context, _ in segments], np.int32)
-        geometry = Geometry(2, 1, 64, 16)
-        spans = TRITON.whole(geometry, counts, context)
+        spans = by_library(built(Case(segments, heads=2, kv=1), HALF), monkeypatch)
         named = [s for s, (end, count) in enumerate(segments) if end == count and (count == 1024 or count > 1400)]
         assert [span.segment for span in spans] == named
-        assert not INVARIANT.whole(geometry, counts, context)
-        assert not TRITON.whole(dataclasses.replace(geometry, window=64), counts, context)
-        found = TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, 0.125, whole=spans)
-        check(found, wanted(case))
-        groups = [len(group) for group in attention_triton._groups(spans)]
+        groups = [len(group) for group in attention_library.groups(spans)]
         assert groups == {2: [2], 3: [2, 1]}.get(len(spans), [1] * len(spans))
+
+
+@pytest.mark.parametrize("segments, served, joined", [
+    ([(1024 + 256, 1024)], [0], [2]),
+    ([(40, 3), (1500 + 676, 1500), (9, 9)], [1], [4, 2]),
+    ([(1472 + 999, 1472), (1024, 1024)], [0, 1], [4, 4]),
+    ([(1024 + 3, 1024)], [], []),
+], ids=str)
+def test_chunks_behind_a_context_by_a_library(segments: list[tuple[int, int]], served: list[int], joined: list[int],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context in blocks of two sizes and a rest, so many parts that they are joined in between, beside other segments."""
+    monkeypatch.setattr(attention_library, "BLOCKS", (256, 64))
+    counts: list[int] = []
+    real = attention_library._join
+
+    def join(parts: list[attention_library._Part], out: torch.Tensor) -> attention_library._Part:
+        counts.append(len(parts))
+        return real(parts, out)
+
+    monkeypatch.setattr(attention_library, "_join", join)
+    case = built(Case(segments, heads=6, kv=2, size=24), HALF)
+    assert [span.segment for span in by_library(case, monkeypatch)] == served
+    assert counts == joined
 
 
 @pytest.fixture

@@ -35,11 +35,15 @@ class Geometry:
 
 
 class Span(NamedTuple):
-    """A whole prompt in a step: a segment that begins at position 0, and its tokens."""
+    """A long prefill segment of a step, for implementations that serve such segments in another way."""
 
     segment: int
     first: int
+    """Its first token among the step's."""
     count: int
+    """Its queries."""
+    before: int = 0
+    """Positions of context before them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +63,16 @@ class AttentionOps:
 
     @staticmethod
     def whole(geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
-        """Prompts of a step of these segments which are served faster if the host names them to `prepare` and `apply`.
+        """Long prefill segments of a step, which are served faster if the host names them to `prepare` and `apply`.
 
         Only for steps that run eagerly: what is captured must not depend on what a step consists of.
         """
+        return []
+
+    @staticmethod
+    def contexts(most: int) -> list[int]:
+        """Contexts, of up to `most` positions, with which long prefill segments between them launch every kernel and take the
+        most memory; none if neither depends on the context."""
         return []
 
     @staticmethod

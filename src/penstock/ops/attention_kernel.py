@@ -224,10 +224,11 @@ def _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, fi
     tl.store(out_at, result.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit(do_not_specialize=["table", "count"])
-def gather(k_cache, v_cache, k, v, table, count, page_stride, head_stride, slot_stride, size: tl.constexpr,
+@triton.jit(do_not_specialize=["table", "begin", "end"])
+def gather(k_cache, v_cache, k, v, table, begin, end, page_stride, head_stride, slot_stride, size: tl.constexpr,
            page_size: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, linked: tl.constexpr):
-    """The first `count` keys and values of a row of the table, in order, and zeros behind them: k and v [N, KV heads, size].
+    """Keys and values of a block table's row from position `begin` on, in order, and zeros from `end` on: k and v
+    [N, KV heads, size].
 
     Grid (KV heads, N / block_n).
     """
@@ -235,14 +236,57 @@ def gather(k_cache, v_cache, k, v, table, count, page_stride, head_stride, slot_
         gdc_launch_dependents()
         gdc_wait()
     head = tl.program_id(0)
-    key, d = tl.program_id(1) * block_n + tl.arange(0, block_n), tl.arange(0, block_d)
-    page = tl.load(table + key // page_size, mask=key < count, other=0).to(tl.int64)
+    place, d = tl.program_id(1) * block_n + tl.arange(0, block_n), tl.arange(0, block_d)
+    key = begin + place
+    page = tl.load(table + key // page_size, mask=key < end, other=0).to(tl.int64)
     here = (page * page_stride + key % page_size * slot_stride)[:, None] + head.to(tl.int64) * head_stride + d[None]
-    there = (key.to(tl.int64) * tl.num_programs(0) + head)[:, None] * size + d[None]
+    there = (place.to(tl.int64) * tl.num_programs(0) + head)[:, None] * size + d[None]
     wide = tl.broadcast_to((d < size)[None], here.shape)
-    present = wide & (key < count)[:, None]
+    present = wide & (key < end)[:, None]
     tl.store(k + there, tl.load(k_cache + here, mask=present, other=0.0), mask=wide)
     tl.store(v + there, tl.load(v_cache + here, mask=present, other=0.0), mask=wide)
+
+
+@triton.jit
+def _add_part(acc, peak, total, part, lse, token_stride, lse_stride, at, head, d, kept, seen):
+    """Joins one partial result of `join` to those before it."""
+    token = tl.program_id(0).to(tl.int64)
+    more = tl.load(part + token * token_stride + at, mask=kept, other=0.0).to(tl.float32)
+    score = tl.load(lse + head * lse_stride + token, mask=seen, other=float("-inf")) * _LOG2E
+    return _merge(acc, peak, total, more, score, tl.full(score.shape, 1.0, tl.float32))
+
+
+@triton.jit(do_not_specialize=["heads", "lse_head", "lse0_head", "lse1_head", "lse2_head", "lse3_head"])
+def join(out, lse, part0, part1, part2, part3, lse0, lse1, lse2, lse3, heads, out_token, out_head, lse_head, part0_token,
+         part1_token, part2_token, part3_token, lse0_head, lse1_head, lse2_head, lse3_head, size: tl.constexpr,
+         count: tl.constexpr, block_h: tl.constexpr, block_d: tl.constexpr, linked: tl.constexpr):
+    """Joins `count` partial softmaxes of the same queries over different keys, each [N, H, size] divided by its own sum of
+    weights, with the natural logarithm of that sum in [H, N] (FlashAttention's log-sum-exp). A part's token is contiguous.
+
+    Grid (N, H / block_h).
+    """
+    if linked:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    head, d = tl.program_id(1) * block_h + tl.arange(0, block_h), tl.arange(0, block_d)
+    seen = head < heads
+    kept = seen[:, None] & (d < size)[None]
+    at = head[:, None] * size + d[None]
+    acc = tl.zeros((block_h, block_d), tl.float32)
+    peak = tl.full((block_h,), float("-inf"), tl.float32)
+    total = tl.zeros((block_h,), tl.float32)
+    acc, peak, total = _add_part(acc, peak, total, part0, lse0, part0_token, lse0_head, at, head, d, kept, seen)
+    if count > 1:
+        acc, peak, total = _add_part(acc, peak, total, part1, lse1, part1_token, lse1_head, at, head, d, kept, seen)
+    if count > 2:
+        acc, peak, total = _add_part(acc, peak, total, part2, lse2, part2_token, lse2_head, at, head, d, kept, seen)
+    if count > 3:
+        acc, peak, total = _add_part(acc, peak, total, part3, lse3, part3_token, lse3_head, at, head, d, kept, seen)
+    total = tl.where(total == 0.0, 1.0, total)
+    result = acc / total[:, None]
+    tl.store(out + token * out_token + head[:, None] * out_head + d[None], result.to(out.dtype.element_ty), mask=kept)
+    tl.store(lse + head * lse_head + token, (peak + tl.log2(total)) / _LOG2E, mask=seen)
 
 
 @triton.jit(do_not_specialize=["items", "mates", "counters", "table_row", "scale", "softcap", "window"])

@@ -1,47 +1,34 @@
 """Paged attention on NVIDIA GPUs in Triton: the two implementations of the operation and their launches.
 
-"triton" divides the keys of a step freely, and has cuDNN serve long prompts that it is told of; "triton-invariant" divides
-keys at fixed places, so that the bits of a query's result do not depend on its company. The division is `attention_work.py`,
-the kernels are in `attention_kernel.py`.
+"triton" divides the keys of a step freely, and leaves long prefill segments to `attention_library.py`. "triton-invariant"
+divides keys at fixed places, so that the bits of a query's result do not depend on its company. The division is in
+`attention_work.py`, the kernels are in `attention_kernel.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from penstock.ops import attention_work, gpu
+from penstock.ops import attention_library, attention_work, gpu
 from penstock.ops.attention import Alike, AttentionOps, Geometry, Ints, Span
 from penstock.ops.attention_work import Launch, Shape
 from penstock.ops.registry import register
 
-_LONG = 1024
-"""Tokens of a prompt from which on cuDNN serves it: 612 TFLOP/s of the causal triangle at 8,192 against 440, and 514 at four
-times 2,048 against 335 (bench/results); at 512 what the calls cost has eaten the gain."""
-
-_GRAIN = 512
-"""Prompts are padded to a multiple of this for cuDNN, which takes 30 ms to plan for a length that it has not seen."""
-
 
 class TritonAttention(AttentionOps):
-    """whole, shares, prepare and apply of ops/attention.py."""
+    """whole, contexts, shares, prepare and apply of ops/attention.py."""
 
     def __init__(self, invariant: bool) -> None:
         self.invariant = invariant
 
     def whole(self, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
-        served = not self.invariant and geometry.plain and not geometry.window and geometry.itemsize == 2
-        if not served or geometry.head_size > 128 or geometry.head_size % 8 or not _cudnn():
-            return []
-        # Not those for which padding costs more than cuDNN gains.
-        padded = -(-counts // _GRAIN) * _GRAIN
-        found = np.flatnonzero((counts >= _LONG) & (counts == context) & (padded.astype(float) ** 2 < 1.25 * counts ** 2.0))
-        first = np.cumsum(counts) - counts
-        return [Span(int(s), int(first[s]), int(counts[s])) for s in found]
+        return [] if self.invariant else attention_library.spans(geometry, counts, context)
+
+    def contexts(self, most: int) -> list[int]:
+        return [] if self.invariant else [before for before in attention_library.CONTEXTS if before <= most]
 
     def shares(self, geometry: Geometry) -> bool:
         return attention_work.shares(geometry, self.invariant)
@@ -61,9 +48,8 @@ class TritonAttention(AttentionOps):
         assert v_cache.stride() == stride and stride[3] == 1, "keys and values lie in the same way, each entry contiguous"
         geometry = Geometry(heads, kv_heads, size, page, window, k_cache.element_size())
         segments = context.shape[0]
-        groups = _groups(whole)
-        if len(groups) == 1 and len(whole) == segments and _exact(groups[0]):
-            return _library(q, k_cache, v_cache, table, scale, groups[0]).flatten(0, 1).contiguous()
+        if len(whole) == segments and attention_library.exact(whole) and len(attention_library.groups(whole)) == 1:
+            return attention_library.whole_prompts(q, k_cache, v_cache, table, scale, whole).flatten(0, 1).contiguous()
         if work is None:
             found = self.prepare(geometry, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens, whole)
             work = torch.from_numpy(found).to(q.device)
@@ -73,9 +59,7 @@ class TritonAttention(AttentionOps):
             if launch is not None and len(whole) < segments:
                 self._launch(launch, geometry, launch is layout.broad, q, k_cache, v_cache, table, scale, softcap, sinks, work,
                              out)
-        for group in groups:
-            for span, found in zip(group, _library(q, k_cache, v_cache, table, scale, group), strict=True):
-                out[span.first:span.first + span.count] = found[:span.count]
+        attention_library.attend(q, k_cache, v_cache, table, scale, whole, out)
         return out
 
     def _launch(self, launch: Launch, geometry: Geometry, broad: bool, q: torch.Tensor, k_cache: torch.Tensor,
@@ -100,12 +84,6 @@ class TritonAttention(AttentionOps):
             num_stages=_stages(shape, block_d, geometry.itemsize, q.device), launch_pdl=linked)
 
 
-@cache
-def _cudnn() -> bool:
-    """Whether cuDNN's attention is there, and faster than ours: it was compared on Hopper."""
-    return torch.cuda.is_available() and torch.backends.cudnn.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-
-
 def _stages(shape: Shape, block_d: int, itemsize: int, device: torch.device) -> int:
     """As many stages as the shape has, or as fit: a stage is a block of keys and one of values."""
     room = gpu.shared_bytes(device) - shape.block_m * block_d * itemsize
@@ -114,61 +92,6 @@ def _stages(shape: Shape, block_d: int, itemsize: int, device: torch.device) -> 
 
 def _block(size: int) -> int:
     return max(16, gpu.covering(size))
-
-
-def _padded(span: Span) -> int:
-    return -(-span.count // _GRAIN) * _GRAIN
-
-
-def _groups(whole: Sequence[Span]) -> list[list[Span]]:
-    """Prompts of one padded length that follow one another, in powers of two: one call each, and few sizes to plan for."""
-    groups: list[list[Span]] = []
-    for span in whole:
-        if groups and groups[-1][-1].segment == span.segment - 1 and _padded(groups[-1][-1]) == _padded(span):
-            groups[-1].append(span)
-        else:
-            groups.append([span])
-    cut = []
-    for group in groups:
-        while group:
-            size = 1 << (len(group).bit_length() - 1)
-            cut.append(group[:size])
-            group = group[size:]
-    return cut
-
-
-def _exact(group: list[Span]) -> bool:
-    """Whether no prompt of the group is padded."""
-    return all(span.count == _padded(span) for span in group)
-
-
-def _library(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, scale: float,
-             group: list[Span]) -> torch.Tensor:
-    """The attention of a group of whole prompts by a library, over keys and values gathered from their pages: [G, N, H, D]."""
-    from penstock.ops.attention_kernel import gather  # as above
-
-    _, kv_heads, page, size = k_cache.shape
-    length = _padded(group[0])
-    k = torch.empty(len(group), length, kv_heads, size, dtype=k_cache.dtype, device=q.device)
-    v = torch.empty_like(k)
-    linked = gpu.linked(q.device)
-    for place, span in enumerate(group):
-        gather[(kv_heads, length // 64)](k_cache, v_cache, k[place], v[place], table[span.segment], span.count,
-                                         *k_cache.stride()[:3], size=size, page_size=page, block_n=64, block_d=_block(size),
-                                         linked=linked, num_warps=4, launch_pdl=linked)
-    if _exact(group):
-        queries = q[group[0].first:group[0].first + len(group) * length].unflatten(0, (len(group), length))
-    else:
-        # Queries behind a prompt's last see nothing that others need, and are dropped; no other query sees their keys.
-        queries = q.new_zeros(len(group), length, *q.shape[1:])
-        for place, span in enumerate(group):
-            queries[place, :span.count] = q[span.first:span.first + span.count]
-    ready = [x.transpose(1, 2) for x in (queries, k, v)]
-    if q.device.type == "cpu":
-        found = F.scaled_dot_product_attention(*ready, is_causal=True, scale=scale, enable_gqa=True)
-    else:
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(*ready, None, False, 0.0, True, False, scale=scale)[0]
-    return found.transpose(1, 2)
 
 
 TRITON = TritonAttention(invariant=False)

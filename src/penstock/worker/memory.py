@@ -84,16 +84,18 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
               graph_tokens: int) -> Working:
     """Runs the largest steps on a small cache, captures every graph there, and asks the driver what is gone each time."""
     # Few long segments and many short ones: attention and the sampler have their peaks at opposite ends.
-    shapes = [(segments, min(tokens // segments, max_model_len - 1))
+    shapes = [(segments, min(tokens // segments, max_model_len - 1), 0)
               for segments in {min(rows, -(-tokens // (max_model_len - 1))), min(rows, tokens)}]
+    # A chunk behind a long context may take more than the first one.
+    shapes += [(1, tokens, before) for before in model.kernels.attention.contexts(max_model_len - 1 - tokens)]
     small = lay_out(model.states, page, 0)
-    slabs = max(small.slabs_for(count, count) * segments for segments, count in shapes)
+    slabs = max(small.slabs_for(count, count) * segments for segments, count, _ in shapes)
     layout = lay_out(model.states, page, small.slab_bytes * slabs)
     before = _free(device)
     worker = Worker(model, layout, rows, max_model_len, device)
     held = torch.cuda.memory_reserved(device)
-    for segments, count in shapes:
-        worker.run(probe(worker, segments, count))
+    for segments, count, before in shapes:
+        worker.run(probe(worker, segments, count, before))
     left, scratch = _free(device), torch.cuda.memory_reserved(device) - held
     step, graphs = max(0, before - left - layout.nbytes), 0
     if graph_tokens:
@@ -121,19 +123,21 @@ def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def probe(worker: Worker, segments: int, count: int) -> StepPlan:
-    """An ordinary plan: `segments` rows of `count` tokens each, all sampled at random with everything reported."""
+def probe(worker: Worker, segments: int, count: int, before: int = 0) -> StepPlan:
+    """An ordinary plan: `segments` rows of `count` tokens each behind `before` others, all sampled at random with everything
+    reported."""
     params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=20)
-    enter = [Enter(row, [0] * count, count, params, row, []) for row in range(segments)]
-    pages = -(-count // worker.layout.page)
+    length = before + count
+    enter = [Enter(row, [0] * length, length, params, row, []) for row in range(segments)]
+    pages = -(-length // worker.layout.page)
     row, index = np.divmod(np.arange(segments * pages), pages)
     edits = []
     for group in worker.layout.groups:
-        # Segments of a window's group may share pages: what is written does not matter, where it is does.
+        # Pages may be shared, of a window's group or of a context: their content does not matter.
         page = np.arange(segments * pages) % (worker.layout.slabs * group.per_slab)
         edits.append(np.stack((row, index, page), 1).astype(np.int32))
     rows = np.arange(segments, dtype=np.int32)
-    return StepPlan(-1, enter, [], edits, [], rows, np.zeros(segments, np.int32), np.full(segments, count, np.int32),
+    return StepPlan(-1, enter, [], edits, [], rows, np.full(segments, before, np.int32), np.full(segments, count, np.int32),
                     np.full(segments, int(Want.SAMPLE), np.int32))
 
 

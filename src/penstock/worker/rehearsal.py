@@ -42,6 +42,8 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
         # Any number of segments may end in an eager step, and all tokens may be wanted of one whose prompt is scored.
         for ends in (*_examples(1, fitted(rows)), None):
             _forward(model, Capacity(tokens, 1), known, tables, page, ends)
+        for before in kernels.attention.contexts(max_model_len - tokens):
+            _forward(model, Capacity(tokens, 1), known, tables, page, 1, before)
         # Any number of rows may be sampled after any step.
         for lines in _examples(1, tokens):
             logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))
@@ -103,8 +105,8 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
 
 
 def _forward(model: Decoder, capacity: Capacity, known: torch.Tensor, tables: list[torch.Tensor], page: int,
-             ends: int | None) -> None:
-    """A step of which `ends` tokens are wanted, or all."""
+             ends: int | None, before: int = 0) -> None:
+    """A step of which `ends` tokens are wanted, or all. Each segment has `before` positions of context."""
     segments, tokens = capacity.segments, capacity.tokens
 
     def ints(size: int) -> torch.Tensor:
@@ -114,8 +116,8 @@ def _forward(model: Decoder, capacity: Capacity, known: torch.Tensor, tables: li
     counts[0] += tokens - int(counts.sum())
     work, whole = {}, {}
     for geometry in model.geometries:
-        whole[geometry] = model.kernels.attention.whole(geometry, counts, counts)
-        found = model.kernels.attention.prepare(geometry, counts, counts, segments, tokens, whole[geometry])
+        whole[geometry] = model.kernels.attention.whole(geometry, counts, counts + before)
+        found = model.kernels.attention.prepare(geometry, counts, counts + before, segments, tokens, whole[geometry])
         work[geometry] = None if found is None else ints(len(found))
     query_start, context = ints(segments + 1), ints(segments)
     built = model.kernels.build_step(known, tables, ints(segments), ints(segments), query_start, page, tokens,
