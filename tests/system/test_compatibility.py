@@ -113,6 +113,43 @@ def test_style_that_a_template_ignores_is_named(server: Served) -> None:
     assert server.post("/detokenize", tokens=told["tokens"]).json()["prompt"] == "high"
 
 
+# -- fields that are unknown
+
+HARMLESS = {"session_id": "s", "chat_id": "c", "keep_alive": "5m", "detokenize": True, "rid": "r", "stream_interval": 4,
+            "tags": ["a"], "litellm_metadata": {"a": {"b": 1}}}
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "Once"})],
+                         ids=["chat", "completions"])
+def test_harmless_fields_are_accepted_and_named(server: Served, path: str, body: dict[str, Any]) -> None:
+    plain = server.post(path, **body, **SHORT, logit_bias={"5": -1.5})
+    answer = server.post(path, **body, **SHORT, **HARMLESS, logit_bias={"5": -1.5})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == plain.json()["choices"]
+    assert sorted(answer.headers["x-penstock-ignored"].split(", ")) == sorted(HARMLESS)
+    refused = server.post(path, **body, **SHORT, **HARMLESS, temprature=0.5)
+    assert refused.status_code == 400 and error_of(refused)["param"] == "temprature"
+    wrong = server.post(path, **{**body, **SHORT, **HARMLESS, "max_tokens": "many"})
+    assert wrong.status_code == 400 and error_of(wrong)["param"] == "max_tokens"
+    nested = server.post(path, **body, **SHORT, stream=True, stream_options={"session_id": 1})
+    assert nested.status_code == 400 and error_of(nested)["param"] == "stream_options.session_id"
+
+
+def test_unknown_fields_only_warn_if_wanted() -> None:
+    with served("canary", "--unknown-fields", "warn") as lenient:
+        answer = lenient.post(CHAT, messages=HELLO, **SHORT, temprature=0.5, top_a=1, user_id="u", stream=True,
+                              stream_options={"include_usage": True, "more": [1]},
+                              cache_retention=[{"upto": 1}, {"upto": 2, "x.y": {}}], **{"ü,x": 1})
+        assert answer.status_code == 200, answer.text
+        assert set(answer.headers["x-penstock-ignored"].split(", ")) == {
+            "temprature", "top_a", "user_id", "stream_options.more", "cache_retention[1].x.y", "%C3%BC%2Cx"}
+        spans = [{"upto": 1, **{f"field{i}": i for i in range(20)}}]
+        assert lenient.post(COMPLETIONS, prompt="a", **SHORT, cache_retention=spans).status_code == 400
+        assert lenient.post(COMPLETIONS, prompt=1, top_a=1).status_code == 400
+        assert "'top_a', which is ignored" in lenient.log and "user_id" not in lenient.log
+        assert lenient.log.count("'temprature'") == 1
+
+
 # -- fields of the answer
 
 

@@ -111,6 +111,9 @@ class ServerOptions:
     shutdown_timeout: float = option(30.0, "seconds for running requests to finish after SIGTERM", group=SERVER, least=0)
     allowed_origins: list[str] = option([], "origin that browsers may call from (CORS)", group=SERVER)
     max_body_bytes: int = option(16 << 20, "the largest request body", group=SERVER, least=1)
+    unknown_fields: str = option("refuse", "what to do with fields of a request that the server does not know; warn: ignore "
+                                           "them, with a warning in the log and their names in the header "
+                                           "x-penstock-ignored", ("refuse", "warn"), group=SERVER)
     stall_timeout: float = option(60.0, "seconds without progress after which a busy engine counts as stuck", group=SERVER,
                                   least=1e-3)
     trust_request_chat_template: bool = option(False, "run chat templates that requests bring; a template is a program",

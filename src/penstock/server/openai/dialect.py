@@ -11,6 +11,7 @@ from penstock.server.dialect import Route
 from penstock.server.openai.chat import Chat
 from penstock.server.openai.completions import Completions
 from penstock.server.openai.errors import error_body, explain_field
+from penstock.server.openai.harmless import IGNORED
 from penstock.server.openai.models import Models
 from penstock.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
 from penstock.server.openai.tokens import Tokens
@@ -21,7 +22,7 @@ class OpenAI:
     """The dialect over one server's state."""
 
     def __init__(self, state: State) -> None:
-        bodies = BodyReader(state.options.max_body_bytes, explain_field)
+        bodies = BodyReader(state.options.max_body_bytes, explain_field, IGNORED, state.options.unknown_fields == "warn")
         self._chat, self._completions = Chat(state, bodies), Completions(state, bodies)
         self._models, self._tokens = Models(state), Tokens(state, bodies)
 
