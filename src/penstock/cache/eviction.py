@@ -23,11 +23,11 @@ from penstock.core.request import DEFAULT_PRIORITY
 class Policy:
     """An order among stretches of equal priority; this one is LRU."""
 
-    def kind(self, node: Node) -> int:
+    def kind(self, node: Node) -> int:  # noqa: ARG002 (other policies look at it)
         """Candidates of one kind go in the order of their last use. May change only when the node is used or cut."""
         return 0
 
-    def worth(self, kind: int, age: int) -> float:
+    def worth(self, kind: int, age: int) -> float:  # noqa: ARG002 (other policies look at it)
         """How much it is worth to keep a candidate of this kind that was last used `age` ticks of the clock ago: least goes
         first."""
         return -age
@@ -372,7 +372,7 @@ class Evictor:
 POLICIES: dict[str, Callable[[CacheLayout], Policy]] = {
     "adaptive": lambda layout: Adaptive(layout.page, layout.slabs * max(group.per_slab for group in layout.groups)),
     "cost": CostAware,
-    "lru": lambda layout: Policy(),
+    "lru": lambda _layout: Policy(),
     "tail": lambda layout: TailFirst(layout.page),
 }
 """By the name of the option."""

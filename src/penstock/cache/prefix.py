@@ -111,7 +111,7 @@ class Prefix:
         """Told of a node, a group and its slots whose pages can be found from now on."""
         self.removed: Callable[[Node, int, int], None] | None = None
         """Told of a node, a group and the slot whose page is about to go."""
-        self.added: Callable[[Node, int], None] = lambda node, first: None
+        self.added: Callable[[Node, int], None] = lambda _node, _first: None
         """Told of a node and the slot from which on it is new."""
         self.accounts: dict[str, Account] = {}
         self.roots: dict[tuple[str, str], Node] = {}

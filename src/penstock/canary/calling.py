@@ -170,7 +170,7 @@ def answer(rng: Random, span: float) -> Item:
     question = rng.choice(tool.asks).format(**_spoken(values))
     # Given back as text, which is what OpenAI's API carries.
     content = json.dumps({tool.result: result})
-    messages = [
+    messages: list[Mapping[str, Any]] = [
         {"role": "user", "content": question},
         {"role": "assistant", "content": "", "tool_calls": [
             {"id": "call_1", "type": "function", "function": {"name": tool.name, "arguments": json.dumps(values)}}]},

@@ -7,7 +7,7 @@ source, so a seed gives the same prompts everywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -177,7 +177,7 @@ _EDGE_DIGITS = EDGE - 5
 """Between the digits and the answer are five tokens: the end of the turn, a line's end, and "assistant" in two marks."""
 
 
-def edge(rng: Random, span: float) -> Item:
+def edge(rng: Random, span: float) -> Item:  # noqa: ARG001 (every skill takes a span; this one has a fixed length)
     """So many digits again that each, when it is to be said, is the last token that a window of EDGE still shows.
 
     For canary-edge, whose layers all have that window. Digits repeat too soon to be found by what surrounds them.
@@ -256,7 +256,7 @@ _NOTED = ("Good to know.", "I will remember that.", "Noted.")
 def recall(rng: Random, span: float) -> Item:
     """A fact of an earlier turn, with other facts and small exercises between."""
     kinds = rng.sample(list(_FACTS), rng.randint(1, 3 + round(4 * span)))
-    messages: list[dict[str, Any]] = []
+    messages: list[Mapping[str, Any]] = []
     told: dict[str, str] = {}
     for kind in kinds:
         statement, _, _, values = _FACTS[kind]

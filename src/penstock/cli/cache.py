@@ -116,8 +116,9 @@ def _pages(folder: CacheFolder, version: Path) -> Iterator[Page]:
 
 def _list(args: argparse.Namespace, _folder: CacheFolder, versions: list[Kept]) -> int:
     if args.pages:
-        pages = [{"version": kept.id, "page": page.path.name, "bytes": page.nbytes, "last_used": page.used}
-                 for kept in versions for page in sorted(kept.pages, key=lambda page: -page.used)]
+        pages: list[dict[str, Any]] = [
+            {"version": kept.id, "page": page.path.name, "bytes": page.nbytes, "last_used": page.used}
+            for kept in versions for page in sorted(kept.pages, key=lambda page: -page.used)]
         _print(args, pages, [f"{page['page']}  {page['bytes']:>12,}  {_ago(page['last_used'])}" for page in pages])
         return 0
     found = [kept.summary for kept in versions]

@@ -57,7 +57,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     own_dtype = dtype_of(folder, checkpoint)
     config = resolve(options, spec.max_positions, own_dtype, facts, spec.size)
     dtype = getattr(torch, config.dtype)
-    kernels = registry.bind(facts, dtype, config.kernels)
+    kernels = registry.bind(facts, dtype, config.kernels, batch_invariant=config.batch_invariant)
     if load:
         figures = _loaded(options)
     else:

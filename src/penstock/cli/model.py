@@ -14,7 +14,7 @@ class _Model(argparse.Action):
     """Both ways of naming the model set `model`; two different names are a mistake."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
+                 _option: str | None = None) -> None:
         earlier = getattr(namespace, self.dest, None)
         if earlier not in (None, values):
             parser.error(f"two models are named, {earlier} and {values}; name one")

@@ -73,8 +73,8 @@ class Collect(argparse.Action):
     A list's flag takes one value and not as many as follow: `--api-key SECRET MODEL` must leave MODEL alone.
     """
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
+    def __call__(self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 _option: str | None = None) -> None:
         earlier = getattr(namespace, self.dest, None)
         if isinstance(values, dict):
             setattr(namespace, self.dest, {**(earlier or {}), **values})
@@ -138,7 +138,7 @@ class Parser(argparse.ArgumentParser):
         found: list[str] = []
         for action in self._actions:
             found += action.option_strings
-            if isinstance(action, argparse._SubParsersAction):
+            if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 (argparse has no public name for it)
                 for parser in action.choices.values():
                     found += parser.flags() if isinstance(parser, Parser) else []
         return found
@@ -166,7 +166,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any], skip: Iterable[st
     """
     leave_out = set(skip)
     hints = get_type_hints(cls)
-    groups = {group.title: group for group in parser._action_groups}
+    groups = {group.title: group for group in parser._action_groups}  # noqa: SLF001 (argparse has no public name for them)
     for field in dataclasses.fields(cls):
         if field.name in leave_out:
             continue

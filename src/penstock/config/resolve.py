@@ -16,8 +16,6 @@ from penstock.core.state import DTYPE_BYTES, StateSpec
 _GIB = 1 << 30
 _GRAPH_FLOPS = 1e13
 """14 ms of a fast GPU, which is what a host takes to enqueue the operations of a deep model's step."""
-_INVARIANT = {"linear": "triton-invariant", "attention": "triton-invariant"}
-"""Kernels whose order of summation depends on the row alone. The others have no sums that a batch's shape could change."""
 _CPU_KV_SHARE = 0.5
 """Of a computer's free memory, what the KV cache may take by default; it becomes resident only as it is used."""
 
@@ -35,6 +33,8 @@ class EngineConfig:
     threads: int
     kernels: dict[str, str]
     """Implementations that must be used, by operation."""
+    batch_invariant: bool
+    """Of the others, only those whose results do not depend on the batch. On a CPU all faster ones are."""
     step_target: float | None
     """Seconds."""
     graph_tokens: int
@@ -65,7 +65,7 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
         page=options.block_size or 16, depth=depth, threads=options.threads or facts.cores,
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
-        kernels=(_INVARIANT if gpu and options.batch_invariant else {}) | options.kernels,
+        kernels=options.kernels, batch_invariant=gpu and options.batch_invariant,
         graph_tokens=min(budget, graph_tokens(parameters)) if gpu and not options.enforce_eager else 0)
 
 

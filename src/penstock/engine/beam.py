@@ -105,7 +105,7 @@ class BeamSearch:
         if early is True:
             return False
         longest = self._length if early == "never" and penalty > 0 else length
-        return self.open[0].logprob / longest ** penalty > self.found[-1].score
+        return bool(self.open[0].logprob / longest ** penalty > self.found[-1].score)
 
 
 class _Running:

@@ -26,7 +26,8 @@ from penstock.engine.events import open_events
 from penstock.engine.executor import Direct, Executor, Pending, Threaded
 from penstock.engine.tiers import set_up
 from penstock.observe.log import LOG
-from penstock.ops import compile, gpu, registry
+from penstock.ops import compile as compiling
+from penstock.ops import gpu, registry
 from penstock.ops.compile import Compilation
 from penstock.platform.facts import DeviceFacts, detect, device_name
 from penstock.scheduler.admission import Limits
@@ -50,16 +51,16 @@ class Engine:
         """Loads the model and plans memory. Raises ConfigError or ModelError saying what to change."""
         self.options = options
         facts = detect(options.device)
-        compiles = facts.kind == "cuda" and compile.watch()
+        compiles = facts.kind == "cuda" and compiling.watch()
         self.folder = resolve_folder(options.model, options.revision)
         checkpoint = read_config(self.folder)
         spec = models.describe(checkpoint)
         self.config = resolve(options, spec.max_positions, dtype_of(self.folder, checkpoint), facts, spec.size)
         dtype = getattr(torch, self.config.dtype)
         device = torch.device(device_name(options.device, facts))
-        self.kernels = registry.bind(facts, dtype, self.config.kernels)
+        self.kernels = registry.bind(facts, dtype, self.config.kernels, batch_invariant=self.config.batch_invariant)
         registry.set_threads(self.config.threads, self.kernels)
-        if self.kernels.looking():
+        if self.kernels.uncapturable():
             self.config = replace(self.config, graph_tokens=0)
         found = memory.occupancy(device)
         if found is not None:
@@ -74,7 +75,7 @@ class Engine:
             compilation.finish(self.kernels)
             with torch.cuda.device(device):
                 compilation.load(self.kernels)
-        with compile.explained(facts.capability), memory.explained(device):
+        with compiling.explained(facts.capability), memory.explained(device):
             self.memory, scratch = _plan_memory(options, self.config, model, device, facts, found)
             identity = fingerprint(self.folder, checkpoint, options.load_format, options.seed)
             self.tiers = set_up(options, self.config, self.memory.layout, identity, self.kernels.table())
@@ -207,14 +208,14 @@ def _compile(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Ker
              device: torch.device) -> Compilation | None:
     """Starts compiling what steps will launch, in other processes, while weights load."""
     chip = gpu.chip(device)
-    manifest = compile.Manifest(spec, config, kernels.table(), chip)
+    manifest = compiling.Manifest(spec, config, kernels.table(), chip)
     jobs = manifest.jobs()
     if jobs is None:
         try:
             jobs = rehearse(spec, kernels, dtype=getattr(torch, config.dtype), rows=config.max_num_seqs, page=config.page,
                             tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
                             graph_tokens=config.graph_tokens, chip=chip)
-        except Exception as error:  # costs time at start, and must not cost the start
+        except Exception as error:  # noqa: BLE001 (it costs time at start, and must not cost the start)
             LOG.warning("kernels are compiled one by one as they are needed: %s: %s", type(error).__name__, error)
             return None
         manifest.keep(jobs)
@@ -223,7 +224,7 @@ def _compile(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Ker
 
 def _notes(config: EngineConfig, plan: MemoryPlan, kernels: registry.Kernels, facts: DeviceFacts) -> list[str]:
     notes = []
-    looking = kernels.looking() if facts.kind != "cpu" else []
+    looking = kernels.uncapturable() if facts.kind != "cpu" else []
     if looking:
         why = dict.fromkeys(f"{name}: {reason}" for op in looking for name, reason in kernels.refused.get(op, []))
         notes.append(f"no CUDA graphs: plain PyTorch serves {', '.join(looking)} and waits for the device; decoding is slow"

@@ -17,20 +17,24 @@ from penstock.core.plan import Masks, StepPlan, StepResult
 class Pending(Protocol):
     """A step that was handed over."""
 
-    def choose(self, masks: Masks) -> None:
-        """The second launch of a plan with masked segments: chooses its tokens."""
-        ...
-
     def result(self) -> StepResult:
         """Waits for the step."""
+        ...
+
+
+class Begun(Pending, Protocol):
+    """A step whose forward pass was launched."""
+
+    def choose(self, masks: Masks) -> None:
+        """The second launch of a plan with masked segments: chooses its tokens."""
         ...
 
 
 class Launches(Protocol):
     """Whatever executes plans: a Worker, or a fake in tests. `launch` need not wait for the device."""
 
-    def launch(self, plan: StepPlan) -> Pending:
-        """Begins a step. If segments of the plan are masked, `Pending.choose` must follow before the next plan."""
+    def launch(self, plan: StepPlan) -> Begun:
+        """Begins a step. If segments of the plan are masked, `Begun.choose` must follow before the next plan."""
         ...
 
 
@@ -67,7 +71,7 @@ class Threaded:
                 if len(plan.masked):
                     launched.choose(self._await_masks(plan.id))
                 future.set_result(launched.result())
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 (whoever waits for the step gets it)
                 future.set_exception(error)
 
     def _await_masks(self, plan_id: int) -> Masks:
@@ -97,7 +101,7 @@ class Direct:
 
     def __init__(self, worker: Launches) -> None:
         self._worker = worker
-        self._last: Pending | None = None
+        self._last: Begun | None = None
         self._unmasked: int | None = None
         """The plan that waits for its masks."""
 

@@ -283,7 +283,7 @@ def _interrupts_between_turns() -> Iterator[Callable[[], None]]:
         return
     asked: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(number: int, _frame: FrameType | None) -> None:
         asked.append(number)
         if len(asked) > 1:
             raise KeyboardInterrupt
@@ -365,7 +365,8 @@ def _spans(retention: Retention, count: int) -> list[Sequence[Span]]:
     """The spans of each prompt: the same for all, or a list of them for each."""
     if retention is None:
         return [()] * count
-    spans = [retention] if isinstance(retention, Span) else list(retention)
-    if all(isinstance(span, Span) for span in spans):
+    given = [retention] if isinstance(retention, Span) else list(retention)
+    spans = [span for span in given if isinstance(span, Span)]
+    if len(spans) == len(given):
         return [spans] * count
-    return [each or () for each in _spread(spans, count, "retention")]
+    return [each or () for each in _spread(given, count, "retention")]

@@ -204,7 +204,7 @@ class Loop:
             self.engine.submit(request)
         except RequestError as error:
             self.send(Refused(request.id, error.message, error.param, error.code, error.status))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (reported to the request)
             # Nothing of it runs yet, so it is this request's fault alone.
             traceback.print_exc()
             self.send(Refused(request.id, f"the engine could not take the request: {error!r}", None, "internal_error", 500))
@@ -238,7 +238,7 @@ def main() -> None:
         Loop(engine, inbox, send).run()
         # Not after a failure: a broken engine may not be able to, and the reason must get out.
         engine.close()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (reported to the parent)
         status = 1
         send(_failure(error))
     inbox.close()
@@ -328,7 +328,7 @@ class EngineProcess:
             socket.setsockopt(zmq.LINGER, 0)
         self._outbox.bind(address + "-in")
         self._inbox.bind(address + "-out")
-        self._loop.add_reader(self._inbox.getsockopt(zmq.FD), self._receive)
+        self._loop.add_reader(self._inbox.FD, self._receive)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "penstock.engine.process", stdin=asyncio.subprocess.PIPE, env=_environment())
         assert self._process.stdin is not None
@@ -365,7 +365,8 @@ class EngineProcess:
     async def reset_cache(self) -> bool:
         """Has the engine forget everything that is cached. EngineDeadError if it is gone, or goes meanwhile."""
         number = next(self._numbers)
-        done = self._resets[number] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._resets[number] = done
         try:
             self._send(ResetCache(number))
             return await done
@@ -456,7 +457,7 @@ class EngineProcess:
         if self._ready is not None and self._ready.done() and not self._ready.cancelled():
             # Whoever waited for it may have failed before for a reason of their own.
             self._ready.exception()
-        self._loop.remove_reader(self._inbox.getsockopt(zmq.FD))
+        self._loop.remove_reader(self._inbox.FD)
         self._inbox.close()
         self._outbox.close()
         self._context.term()

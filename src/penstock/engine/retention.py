@@ -200,7 +200,7 @@ def _with_words(messages: Messages) -> tuple[list[Mapping[str, Any]], list[_Plac
         places.append(_Place(name, "mark" + secrets.token_hex(12), *read_mark(mark, name)))
         return places[-1].word
 
-    worded = []
+    worded: list[Mapping[str, Any]] = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             # `render` says what is wrong with it.

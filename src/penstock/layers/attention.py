@@ -25,11 +25,12 @@ class Attention:
         self.o = Linear(spec.output, f"{path}.o", values, kernels)
         self.cos = table[0] if table is not None else None
         self.sin = table[1] if table is not None else None
-        self.q_norm = self.k_norm = None
+        self.q_norm: torch.Tensor | None = None
+        self.k_norm: torch.Tensor | None = None
         self.whole_norm = spec.norm is not None and spec.norm.whole
         self.eps, self.offset = 1e-6, 0.0
         if spec.norm is not None:
-            self.q_norm, self.k_norm = values[f"{path}.q_norm.weight"], values[f"{path}.k_norm.weight"]
+            self.q_norm, self.k_norm = values.tensor(f"{path}.q_norm.weight"), values.tensor(f"{path}.k_norm.weight")
             self.eps, self.offset = spec.norm.norm.eps, spec.norm.norm.offset
         self._kernels = kernels
 
@@ -54,7 +55,7 @@ class Attention:
         qkv = self.qkv(x).view(tokens, heads + 2 * kv_heads, spec.head_size)
         q, k, v = qkv[:, :heads], qkv[:, heads:heads + kv_heads], qkv[:, heads + kv_heads:]
         q_norm, k_norm = self.q_norm, self.k_norm
-        if self.whole_norm:
+        if self.whole_norm and q_norm is not None and k_norm is not None:
             q = kernels.rms_norm(q.flatten(1), q_norm, self.eps, self.offset).view_as(q)
             k = kernels.rms_norm(k.flatten(1), k_norm, self.eps, self.offset).view_as(k)
             q_norm = k_norm = None

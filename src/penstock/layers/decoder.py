@@ -30,13 +30,13 @@ class Decoder:
         ropes = dict.fromkeys(block.attention.rope for block in spec.blocks)
         tables: dict[RopeSpec | None, RopeTable] = {
             rope: rope.table(max_model_len, device) for rope in ropes if rope is not None}
-        self.embedding = values["embedding.weight"]
-        self.positions = values["positions.weight"] if spec.embedding.positions else None
+        self.embedding = values.matrix("embedding.weight")
+        self.positions = values.matrix("positions.weight") if spec.embedding.positions else None
         self.blocks = [Block(block, f"blocks.{i}", values, kernels, tables.get(block.attention.rope))
                        for i, block in enumerate(spec.blocks)]
         self.norm = build_norm(spec.norm, "norm", values, kernels)
-        self.head_weight = self.embedding if spec.head.tied else values["head.weight"]
-        self.head_bias = values["head.bias"] if spec.head.bias else None
+        self.head_weight = self.embedding if spec.head.tied else values.matrix("head.weight")
+        self.head_bias = values.tensor("head.bias") if spec.head.bias else None
         scale = spec.embedding.scale
         self._scale = torch.tensor(scale, dtype=dtype).item() if spec.embedding.round_scale else scale
         self.kernels = kernels

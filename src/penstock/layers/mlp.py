@@ -24,7 +24,7 @@ class MLP:
     def products(self) -> list[Product]:
         return [(self.up, self._widen), (self.down, self.down)]
 
-    def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, _step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         """With `ends` [E], of those tokens alone."""
         return self.down(self._widen(x if ends is None else x.index_select(0, ends)))
 

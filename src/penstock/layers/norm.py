@@ -11,7 +11,7 @@ from penstock.ops.registry import Kernels
 
 class RMSNorm:
     def __init__(self, spec: RMSNormSpec, path: str, values: Values, kernels: Kernels) -> None:
-        self.weight = values[f"{path}.weight"]
+        self.weight = values.tensor(f"{path}.weight")
         self.eps = spec.eps
         self.offset = spec.offset
         self._norm = kernels.rms_norm
@@ -28,8 +28,8 @@ class RMSNorm:
 
 class LayerNorm:
     def __init__(self, spec: LayerNormSpec, path: str, values: Values, kernels: Kernels) -> None:
-        self.weight = values[f"{path}.weight"]
-        self.bias = values[f"{path}.bias"]
+        self.weight = values.tensor(f"{path}.weight")
+        self.bias = values.tensor(f"{path}.bias")
         self.eps = spec.eps
         self._norm = kernels.layer_norm
 

@@ -20,7 +20,7 @@ def base_frequencies(theta: float, dim: int) -> torch.Tensor:
 class RopeScaling(Protocol):
     """A way to use rotary positions beyond the length that they were trained on."""
 
-    def frequencies(self, theta: float, dim: int, max_model_len: int) -> torch.Tensor:
+    def frequencies(self, theta: float, dim: int, max_model_len: int, /) -> torch.Tensor:
         """Radians per position, float32 [ceil(dim / 2)]."""
         ...
 
@@ -37,7 +37,7 @@ class RopeScaling(Protocol):
 class NoScaling:
     """Positions as trained."""
 
-    def frequencies(self, theta: float, dim: int, max_model_len: int) -> torch.Tensor:
+    def frequencies(self, theta: float, dim: int, _max_model_len: int, /) -> torch.Tensor:
         return base_frequencies(theta, dim)
 
     def amplitude(self) -> float:
@@ -53,7 +53,7 @@ class LinearScaling(NoScaling):
 
     factor: float
 
-    def frequencies(self, theta: float, dim: int, max_model_len: int) -> torch.Tensor:
+    def frequencies(self, theta: float, dim: int, _max_model_len: int, /) -> torch.Tensor:
         return base_frequencies(theta, dim) / self.factor
 
     def reach(self, max_positions: int) -> int:
@@ -71,7 +71,7 @@ class DynamicScaling(NoScaling):
     factor: float
     original: int
 
-    def frequencies(self, theta: float, dim: int, max_model_len: int) -> torch.Tensor:
+    def frequencies(self, theta: float, dim: int, max_model_len: int, /) -> torch.Tensor:
         length = max(max_model_len, self.original)
         stretch = self.factor * length / self.original - (self.factor - 1)
         return base_frequencies(theta * stretch ** (dim / (dim - 2)), dim)
@@ -89,7 +89,7 @@ class Llama3Scaling(NoScaling):
     high_freq_factor: float
     original: int
 
-    def frequencies(self, theta: float, dim: int, max_model_len: int) -> torch.Tensor:
+    def frequencies(self, theta: float, dim: int, _max_model_len: int, /) -> torch.Tensor:
         plain = base_frequencies(theta, dim)
         turns = self.original / (2 * math.pi / plain)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -110,7 +110,7 @@ class YarnScaling:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
-    def frequencies(self, theta: float, dim: int, max_model_len: int) -> torch.Tensor:
+    def frequencies(self, theta: float, dim: int, _max_model_len: int, /) -> torch.Tensor:
         def dimension(turns: float) -> float:
             return dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -152,7 +152,7 @@ class LongRopeScaling:
     factor: float
     attention_factor: float | None = None
 
-    def frequencies(self, theta: float, dim: int, max_model_len: int) -> torch.Tensor:
+    def frequencies(self, theta: float, dim: int, max_model_len: int, /) -> torch.Tensor:
         divisors = self.long if max_model_len > self.original else self.short
         return base_frequencies(theta, dim) / torch.tensor(divisors, dtype=torch.float32)
 
@@ -176,7 +176,8 @@ class RopeSpec:
     def table(self, max_model_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, float32 [max_model_len, ceil(dim / 2)]."""
         if device.type == "meta":  # torch's own way to the shapes imports its compiler, which takes seconds
-            return torch.empty(2, max_model_len, -(-self.dim // 2), device=device).unbind(0)
+            both = torch.empty(2, max_model_len, -(-self.dim // 2), device=device)
+            return both[0], both[1]
         frequencies = self.scaling.frequencies(self.theta, self.dim, max_model_len).to(device)
         angles = torch.arange(max_model_len, dtype=torch.float32, device=device)[:, None] * frequencies
         amplitude = self.scaling.amplitude()

@@ -148,24 +148,24 @@ def _optional(where: Config, name: str) -> float | None:
     return where.number(name) if name in where.values else None
 
 
-def _plain(where: Config, config: Config, dim: int) -> RopeScaling:
+def _plain(_where: Config, _config: Config, _dim: int) -> RopeScaling:
     return NoScaling()
 
 
-def _linear(where: Config, config: Config, dim: int) -> RopeScaling:
+def _linear(where: Config, _config: Config, _dim: int) -> RopeScaling:
     return LinearScaling(where.number("factor"))
 
 
-def _dynamic(where: Config, config: Config, dim: int) -> RopeScaling:
+def _dynamic(where: Config, config: Config, _dim: int) -> RopeScaling:
     return DynamicScaling(where.number("factor"), config.integer("max_position_embeddings"))
 
 
-def _llama3(where: Config, config: Config, dim: int) -> RopeScaling:
+def _llama3(where: Config, config: Config, _dim: int) -> RopeScaling:
     return Llama3Scaling(where.number("factor"), where.number("low_freq_factor"), where.number("high_freq_factor"),
                          _original(where, config))
 
 
-def _yarn(where: Config, config: Config, dim: int) -> RopeScaling:
+def _yarn(where: Config, config: Config, _dim: int) -> RopeScaling:
     original = _original(where, config)
     factor = where.number("factor", config.integer("max_position_embeddings") / original)
     return YarnScaling(factor, original, where.number("beta_fast", 32.0),

@@ -53,7 +53,7 @@ class Rule:
         return plain.replace("#", groups.get("layer") or "#").replace("*", groups.get("name") or "*")
 
 
-def transposed(tensor: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+def transposed(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
     """A matrix kept as [inputs, outputs], as GPT-2's. Vectors pass."""
     return tensor.t() if tensor.dim() == 2 else tensor
 

@@ -101,7 +101,7 @@ class Transfer:
                     with torch.cuda.stream(stream), torch.inference_mode(torch.is_inference(chunk.target)):
                         sent = buffers[-1].carry(files[chunk.path], chunk)
                     chunk.arrival.arrived(sent, None)
-                except BaseException as error:
+                except BaseException as error:  # noqa: BLE001 (whoever waits for the bytes gets it)
                     chunk.arrival.arrived(None, error)
         finally:
             for file in files.values():
@@ -129,7 +129,7 @@ class _Buffer:
         if self._sent is not None:
             self._sent.synchronize()
         size, done = len(chunk.target), 0
-        view = memoryview(self._memory.numpy())[:size]
+        view = self._memory.numpy().data[:size]
         if hasattr(os, "posix_fadvise"):  # by itself the system asks the disk for 128 KiB at a time
             os.posix_fadvise(file, chunk.start, size, os.POSIX_FADV_WILLNEED)
         while done < size:

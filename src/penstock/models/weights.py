@@ -18,6 +18,7 @@ import torch
 
 from penstock.checkpoint.tensors import DTYPES, Stored
 from penstock.core.errors import ModelError
+from penstock.layers.linear import Values
 from penstock.layers.spec import ModelSpec, Parameter
 from penstock.models.mapped import Checkpoint, stored_dtype
 from penstock.models.rules import Change, Rule
@@ -113,7 +114,7 @@ def _coverage(spec: ModelSpec, rules: Sequence[Rule], sources: dict[str, list[So
 
 
 def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device,
-           kernels: Kernels, progress: Progress | None) -> dict[str, Weight | torch.Tensor]:
+           kernels: Kernels, progress: Progress | None) -> Values:
     """Every parameter from the checkpoint, in `dtype`, packed where the operation `linear` reads it."""
     try:
         sources = assign(spec, rules, checkpoint.tensors)
@@ -138,9 +139,9 @@ class _Progress:
 
 
 def _to_host(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
-             device: torch.device, kernels: Kernels, progress: _Progress) -> dict[str, Weight | torch.Tensor]:
+             device: torch.device, kernels: Kernels, progress: _Progress) -> Values:
     """One parameter after another, from the mapped files: packing takes what memory there is to spare."""
-    values: dict[str, Weight | torch.Tensor] = {}
+    values = Values()
     with checkpoint.mapped():
         for parameter, bench in _order(spec):
             whole = bench.take(parameter.shape, dtype)
@@ -162,7 +163,7 @@ _WAITING = 2 << 30
 
 
 def _to_device(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
-               device: torch.device, kernels: Kernels, progress: _Progress) -> dict[str, Weight | torch.Tensor]:
+               device: torch.device, kernels: Kernels, progress: _Progress) -> Values:
     """Everything under way at once, straight to where it stays; changes of type and order are made on the device."""
     wholes: dict[str, torch.Tensor] = {}
     coming: deque[tuple[Source, torch.Tensor, torch.Tensor, Arrival]] = deque()
@@ -191,8 +192,8 @@ def _to_device(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Ch
                     settle()
         while coming:
             settle()
-    return {parameter.name: _place(wholes.pop(parameter.name), parameter, device, kernels)
-            for parameter in spec.parameters()}
+    return Values((parameter.name, _place(wholes.pop(parameter.name), parameter, device, kernels))
+                  for parameter in spec.parameters())
 
 
 class _Workbench:
@@ -241,7 +242,7 @@ _RANDOM = 1_000_003
 
 
 def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels: Kernels, seed: int,
-          progress: Progress | None) -> dict[str, Weight | torch.Tensor]:
+          progress: Progress | None) -> Values:
     """Random parameters of the same shapes, a function of the seed alone: for benchmarks.
 
     Matrices are N(0, 1 / columns), so that activations and logits stay of the size of one. They are cut from one stretch of
@@ -250,7 +251,7 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
     stretch = torch.randn(_RANDOM, generator=torch.Generator().manual_seed(seed))
     scaled: dict[int, torch.Tensor] = {}
     done, total = 0, spec.size * dtype.itemsize
-    values: dict[str, Weight | torch.Tensor] = {}
+    values = Values()
     host = device.type == "cpu"
     for parameter, bench in _order(spec):
         if parameter.packed:

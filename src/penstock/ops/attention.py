@@ -40,7 +40,7 @@ class Span(NamedTuple):
     segment: int
     first: int
     """Its first token among the step's."""
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     """Its queries."""
     before: int = 0
     """Positions of context before them."""
@@ -57,31 +57,26 @@ class Alike:
     the least of what is between them."""
 
 
-@register("attention", "reference", rank=0)
 class AttentionOps:
     """The functions of an implementation of `attention`: dividing the work of a step on the host, and doing it."""
 
-    @staticmethod
-    def whole(geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
+    def whole(self, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
         """Long prefill segments of a step, which are served faster if the host names them to `prepare` and `apply`.
 
         Only for steps that run eagerly: what is captured must not depend on what a step consists of.
         """
         return []
 
-    @staticmethod
-    def contexts(most: int) -> list[int]:
+    def contexts(self, most: int) -> list[int]:
         """Contexts, of up to `most` positions, with which long prefill segments between them launch every kernel and take the
         most memory; none if neither depends on the context."""
         return []
 
-    @staticmethod
-    def shares(geometry: Geometry) -> bool:
+    def shares(self, geometry: Geometry) -> bool:
         """Whether `prepare` has any use for `alike`."""
         return False
 
-    @staticmethod
-    def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
+    def prepare(self, geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
                 whole: Sequence[Span] = (), alike: Alike | None = None) -> Ints | None:
         """How the step's work is divided, for `apply`, or None if there is nothing to divide.
 
@@ -92,10 +87,9 @@ class AttentionOps:
         """
         return None
 
-    @staticmethod
-    def apply(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, query_start: torch.Tensor,
-              context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None,
-              work: torch.Tensor | None = None, whole: Sequence[Span] = ()) -> torch.Tensor:
+    def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
+              query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
+              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None, whole: Sequence[Span] = ()) -> torch.Tensor:
         """Causal attention: softmax(cap(q k^T * scale)) v, cap(s) = softcap * tanh(s / softcap) if softcap is not 0.
 
         q [T, H, D]; segment s owns queries query_start[s] to query_start[s + 1], the last of its context[s] positions; what
@@ -140,3 +134,6 @@ class AttentionOps:
                 weights = scores.softmax(-1)[..., :len(key)]
                 out[at:at + len(queries)] = torch.einsum("gntk,gkd->tgnd", weights, values).flatten(1, 2).to(q.dtype)
         return out
+
+
+register("attention", "reference", rank=0, capturable=False)(AttentionOps())

@@ -248,7 +248,7 @@ def gather(k_cache, v_cache, k, v, table, begin, end, page_stride, head_stride, 
 
 
 @triton.jit
-def _add_part(acc, peak, total, part, lse, token_stride, lse_stride, at, head, d, kept, seen):
+def _add_part(acc, peak, total, part, lse, token_stride, lse_stride, at, head, kept, seen):
     """Joins one partial result of `join` to those before it."""
     token = tl.program_id(0).to(tl.int64)
     more = tl.load(part + token * token_stride + at, mask=kept, other=0.0).to(tl.float32)
@@ -276,13 +276,13 @@ def join(out, lse, part0, part1, part2, part3, lse0, lse1, lse2, lse3, heads, ou
     acc = tl.zeros((block_h, block_d), tl.float32)
     peak = tl.full((block_h,), float("-inf"), tl.float32)
     total = tl.zeros((block_h,), tl.float32)
-    acc, peak, total = _add_part(acc, peak, total, part0, lse0, part0_token, lse0_head, at, head, d, kept, seen)
+    acc, peak, total = _add_part(acc, peak, total, part0, lse0, part0_token, lse0_head, at, head, kept, seen)
     if count > 1:
-        acc, peak, total = _add_part(acc, peak, total, part1, lse1, part1_token, lse1_head, at, head, d, kept, seen)
+        acc, peak, total = _add_part(acc, peak, total, part1, lse1, part1_token, lse1_head, at, head, kept, seen)
     if count > 2:
-        acc, peak, total = _add_part(acc, peak, total, part2, lse2, part2_token, lse2_head, at, head, d, kept, seen)
+        acc, peak, total = _add_part(acc, peak, total, part2, lse2, part2_token, lse2_head, at, head, kept, seen)
     if count > 3:
-        acc, peak, total = _add_part(acc, peak, total, part3, lse3, part3_token, lse3_head, at, head, d, kept, seen)
+        acc, peak, total = _add_part(acc, peak, total, part3, lse3, part3_token, lse3_head, at, head, kept, seen)
     total = tl.where(total == 0.0, 1.0, total)
     result = acc / total[:, None]
     tl.store(out + token * out_token + head[:, None] * out_head + d[None], result.to(out.dtype.element_ty), mask=kept)

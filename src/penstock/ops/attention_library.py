@@ -55,7 +55,7 @@ def spans(geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
         return []
     first, before = np.cumsum(counts) - counts, context - counts
     behind = before % BLOCKS[-1]
-    computed = (_padded(behind + counts).astype(float) ** 2) / 2 + _padded(counts).astype(float) * (before - behind)
+    computed = (np.ceil((behind + counts) / GRAIN) * GRAIN) ** 2 / 2 + np.ceil(counts / GRAIN) * GRAIN * (before - behind)
     needed = counts * (before + counts / 2.0)
     return [Span(int(s), int(first[s]), int(counts[s]), int(before[s]))
             for s in np.flatnonzero((counts >= LONG) & (computed < _WASTE * needed))]
@@ -176,7 +176,8 @@ def _call(queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
     if q.device.type == "cpu":
         return _plain(q, k, v, scale, causal)
     found: torch.Tensor
-    found, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
+    found, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001 (the public one gives no log-sum-exp)
+        q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
     found = found.transpose(1, 2)
     assert found.stride(2) == found.shape[3] and found.stride(3) == 1, "results lie as the queries do"
     return found, lse.view(lse.shape[:3])

@@ -96,5 +96,5 @@ def _block(size: int) -> int:
 
 TRITON = TritonAttention(invariant=False)
 INVARIANT = TritonAttention(invariant=True)
-register("attention", "triton", rank=10, supports=gpu.supports)(TRITON)
-register("attention", "triton-invariant", rank=-1, supports=gpu.supports)(INVARIANT)
+register("attention", "triton", rank=10, supports=gpu.supports, batch_invariant=False)(TRITON)
+register("attention", "triton-invariant", rank=5, supports=gpu.supports)(INVARIANT)

@@ -78,7 +78,7 @@ def compiled() -> list[str]:
     return list(_tally.names)
 
 
-def _listen(*, src: Any, cache_hit: bool, **more: Any) -> None:
+def _listen(*, src: Any, cache_hit: bool, **_more: Any) -> None:
     if cache_hit:
         _tally.loaded += 1
     else:
@@ -119,7 +119,7 @@ def recording(chip: Chip) -> Iterator[dict[str, Job]]:
     jobs: dict[str, Job] = {}
     target = Target(10 * chip.capability[0] + chip.capability[1])
 
-    def note(*, fn: Any, compile: dict[str, Any], **more: Any) -> bool:
+    def note(*, fn: Any, compile: dict[str, Any], **_more: Any) -> bool:  # noqa: A002 (Triton passes it by name)
         data = compile["specialization_data"]
         name = f"{fn.module}.{fn.name} {data}"
         if name not in jobs:
@@ -128,7 +128,7 @@ def recording(chip: Chip) -> Iterator[dict[str, Job]]:
             jobs[name] = Job(fn.module, fn.name, data, entry, _caller())
         return True  # nothing is compiled, nothing is launched
 
-    active, hook = driver._active, knobs.runtime.jit_cache_hook
+    active, hook = driver._active, knobs.runtime.jit_cache_hook  # noqa: SLF001 (Triton sets a driver, but does not tell it)
     driver.set_active(target)
     knobs.runtime.jit_cache_hook = note
     try:
@@ -136,17 +136,17 @@ def recording(chip: Chip) -> Iterator[dict[str, Job]]:
             yield jobs
     finally:
         knobs.runtime.jit_cache_hook = hook
-        driver._active = active
+        driver._active = active  # noqa: SLF001
 
 
-def _entry(function: Any, compile: dict[str, Any], options: dict[str, Any], target: Any) -> Path:
+def _entry(function: Any, described: dict[str, Any], options: dict[str, Any], target: Any) -> Path:
     """Where Triton's `compile` will look: the file that lists the kernel's others."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.cache import get_cache_key, get_cache_manager
 
     backend = make_backend(target)
-    source = ASTSource(function, compile["signature"], compile["constants"], compile["configs"][0])
+    source = ASTSource(function, described["signature"], described["constants"], described["configs"][0])
     settled = backend.parse_options({name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})
     key = get_cache_key(source, backend, settled, get_cache_invalidating_env_vars())
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
@@ -155,7 +155,7 @@ def _entry(function: Any, compile: dict[str, Any], options: dict[str, Any], targ
 
 def _caller() -> str:
     """The module of ours that the launch is in."""
-    frame = sys._getframe()
+    frame = sys._getframe()  # noqa: SLF001 (inspect.currentframe is the same, and slower)
     while frame.f_back is not None:
         frame = frame.f_back
         name = str(frame.f_globals.get("__name__", ""))

@@ -83,10 +83,10 @@ class CpuAttention(AttentionOps):
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
-              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None,
-              whole: Sequence[Span] = ()) -> torch.Tensor:
+              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None,  # noqa: ARG002 (nothing is prepared)
+              whole: Sequence[Span] = ()) -> torch.Tensor:  # noqa: ARG002
         if sinks is not None:
-            return AttentionOps.apply(q, k_cache, v_cache, table, query_start, context, scale, window, softcap, sinks)
+            return super().apply(q, k_cache, v_cache, table, query_start, context, scale, window, softcap, sinks)
         tokens, heads, size = q.shape
         out = torch.empty(tokens, heads, size, dtype=q.dtype)
         kc, vc, shape = k_cache.stride(), v_cache.stride(), k_cache.shape
@@ -108,14 +108,12 @@ class CpuOperations:
         self.linear = CpuLinear(self)
         self.attention = CpuAttention(self)
 
-    def supports(self, facts: DeviceFacts, dtype: torch.dtype) -> str | None:
+    def supports(self, facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
         wanted = os.environ.get("PENSTOCK_CPU_ISA")
         if wanted and wanted not in (names := [isa.name for isa in native.INSTRUCTION_SETS]):
             raise ConfigError(f"PENSTOCK_CPU_ISA is {wanted!r}; possible are {', '.join(names)}, or leave it unset")
         if facts.kind != "cpu":
             return "it runs on CPUs"
-        if dtype not in _CODES:
-            return f"it has no {dtype}"
         if wanted and wanted != self.isa.name:
             return f"PENSTOCK_CPU_ISA asks for {wanted}"
         if missing := self.isa.needs - facts.flags:
@@ -201,7 +199,8 @@ def _register() -> None:
     for isa in native.INSTRUCTION_SETS:
         operations = CpuOperations(isa)
         for op in ("linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "attention", "gated", "activation"):
-            register(op, f"cpu-{isa.name}", rank=isa.rank, supports=operations.supports)(getattr(operations, op))
+            register(op, f"cpu-{isa.name}", rank=isa.rank, supports=operations.supports,
+                     dtypes=tuple(_CODES))(getattr(operations, op))
 
 
 _register()

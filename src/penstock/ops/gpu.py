@@ -84,7 +84,7 @@ def covering(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def supports(facts: DeviceFacts, dtype: torch.dtype) -> str | None:
+def supports(facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
     """The reason why Triton's kernels cannot serve here, if there is one."""
     if facts.kind != "cuda":
         return "needs an NVIDIA GPU"

@@ -22,7 +22,7 @@ class Weight:
         self.nbytes = data.numel() * data.element_size()
 
 
-@register("linear", "reference", rank=0)
+@register("linear", "reference", rank=0, batch_invariant=False, threads=True)
 class LinearOps:
     """The four functions of an implementation of `linear`."""
 
@@ -39,7 +39,7 @@ class LinearOps:
         Returns [T, N] in `out_dtype`, by default x's. Sums are float32. Every output row depends on its input row alone:
         the order of summation must not depend on T.
         """
-        out = F.linear(x, weight.data, bias)
+        out: torch.Tensor = F.linear(x, weight.data, bias)
         return out if out_dtype is None else out.to(out_dtype)
 
     @staticmethod

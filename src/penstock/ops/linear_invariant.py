@@ -51,7 +51,7 @@ def choose(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, boxes: bo
     return min((tile for tile in options if boxes or not tile.boxed), key=time)._replace(split=split)
 
 
-@register("linear", "triton-invariant", rank=-1, supports=gpu.supports)
+@register("linear", "triton-invariant", rank=5, supports=gpu.supports)
 class InvariantLinear(TritonLinear):
     """LinearOps (ops/linear.py) for any rows of any alignment, all by Triton."""
 

@@ -186,7 +186,7 @@ def library(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: t
     return out if bias is None else out + bias
 
 
-@register("linear", "triton", rank=10, supports=gpu.supports)
+@register("linear", "triton", rank=10, supports=gpu.supports, batch_invariant=False)
 class TritonLinear:
     """LinearOps (ops/linear.py), except that the order of summation may depend on how many rows there are."""
 

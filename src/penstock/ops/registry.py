@@ -9,25 +9,55 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from penstock.core.errors import ConfigError
+from penstock.ops.contracts import (
+    Activation,
+    AddRmsNorm,
+    BuildStep,
+    LayerNorm,
+    LinearOps,
+    RmsNorm,
+    RopeWrite,
+)
 from penstock.platform.facts import DeviceFacts
+
+if TYPE_CHECKING:
+    from penstock.ops.attention import AttentionOps
+    from penstock.ops.sample import SampleOps
 
 Supports = Callable[[DeviceFacts, torch.dtype], str | None]
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """`call` serves `op`; of those whose `supports` gives no reason against, the highest `rank` is bound."""
+    """`call` serves `op`; of those whose `supports` gives no reason against, the highest `rank` is bound.
+
+    The other fields say what it can do. Whoever needs to know asks for the field, never for the name.
+    """
 
     op: str
     name: str
     call: Any
     supports: Supports
     rank: int
+    capturable: bool = True
+    """It never reads a tensor's values on the host, so a CUDA graph can hold it and it runs on meta tensors."""
+    batch_invariant: bool = True
+    """The bits of a row's result depend on that row alone, not on what else is in the step."""
+    dtypes: tuple[torch.dtype, ...] | None = None
+    """Types of activations that it serves; None: every type of a model."""
+    threads: bool = False
+    """It runs on PyTorch's own pool of CPU threads."""
+
+    def refusal(self, facts: DeviceFacts, dtype: torch.dtype) -> str | None:
+        """Why it cannot serve on this device with activations of this type; None if it can."""
+        if self.dtypes is not None and dtype not in self.dtypes:
+            return f"it has no {dtype}"
+        return self.supports(facts, dtype)
 
 
 _TABLE: dict[str, dict[str, Implementation]] = {}
@@ -37,11 +67,23 @@ _MODULES = ("linear", "norm", "rope", "attention", "attention_triton", "activati
 """Where implementations register themselves on import; a new provider is one more name."""
 
 
-def register(op: str, name: str, *, rank: int, supports: Supports = lambda facts, dtype: None) -> Callable[[Any], Any]:
-    """Decorator: enters a function (or an object with the op's functions) into the table. Rank 0 is the reference."""
+def _anywhere(_facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
+    return None
 
-    def enter(call: Any) -> Any:
-        _TABLE.setdefault(op, {})[name] = Implementation(op, name, call, supports, rank)
+
+Call = TypeVar("Call")
+
+
+def register(op: str, name: str, *, rank: int, supports: Supports = _anywhere, capturable: bool = True,
+             batch_invariant: bool = True, dtypes: tuple[torch.dtype, ...] | None = None,
+             threads: bool = False) -> Callable[[Call], Call]:
+    """Decorator: enters a function (or an object with the op's functions) into the table. Rank 0 is the reference.
+
+    The keywords are the fields of `Implementation`."""
+
+    def enter(call: Call) -> Call:
+        _TABLE.setdefault(op, {})[name] = Implementation(op, name, call, supports, rank, capturable, batch_invariant, dtypes,
+                                                         threads)
         return call
 
     return enter
@@ -67,20 +109,16 @@ def load() -> None:
 class Kernels:
     """The bound table: one attribute an operation. What each takes and returns is the reference's docstring."""
 
-    linear: Any
-    """LinearOps: pack, apply, gated, gather (ops/linear.py)."""
-    rms_norm: Callable[..., torch.Tensor]
-    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    layer_norm: Callable[..., torch.Tensor]
-    rope_write: Callable[..., torch.Tensor]
-    attention: Any
-    """AttentionOps: prepare, apply (ops/attention.py)."""
-    build_step: Callable[..., Any]
-    """Gives StepTensors (ops/step.py)."""
-    gated: Callable[..., torch.Tensor]
-    activation: Callable[..., torch.Tensor]
-    sample: Any
-    """SampleOps: choose, threshold, penalize, edit, score (ops/sample.py)."""
+    linear: LinearOps
+    rms_norm: RmsNorm
+    add_rms_norm: AddRmsNorm
+    layer_norm: LayerNorm
+    rope_write: RopeWrite
+    attention: AttentionOps
+    build_step: BuildStep
+    gated: Activation
+    activation: Activation
+    sample: SampleOps
 
     def __init__(self, chosen: dict[str, Implementation], refused: dict[str, list[tuple[str, str]]]) -> None:
         self.chosen = chosen
@@ -88,19 +126,21 @@ class Kernels:
         for op, implementation in chosen.items():
             setattr(self, op, implementation.call)
 
-    def looking(self) -> list[str]:
-        """The operations of a step whose implementation looks into tensors, so that no CUDA graph can hold it."""
-        return [op for op in ("attention", "rope_write", "build_step") if self.chosen[op].name == "reference"]
+    def uncapturable(self) -> list[str]:
+        """The operations of a model's forward pass that no CUDA graph can hold. Sampling is never captured."""
+        return [op for op in sorted(self.chosen) if not self.chosen[op].capturable and op != "sample"]
 
     def table(self) -> list[tuple[str, str]]:
         """(operation, implementation) pairs, for `penstock info` and the log."""
         return [(op, self.chosen[op].name) for op in sorted(self.chosen)]
 
 
-def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | None = None) -> Kernels:
+def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | None = None, *,
+         batch_invariant: bool = False) -> Kernels:
     """The best implementation of every operation for this device and dtype.
 
     `prefer` maps an operation, or "*", to an implementation's name and must be honoured: ConfigError if it cannot serve.
+    Elsewhere `batch_invariant` admits only implementations that are; ConfigError if an operation has none here.
     """
     load()
     prefer = prefer or {}
@@ -119,7 +159,9 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
         for implementation in sorted(found.values(), key=lambda i: -i.rank):
             if wanted is not None and implementation.name != wanted:
                 continue
-            reason = implementation.supports(facts, dtype)
+            reason = implementation.refusal(facts, dtype)
+            if reason is None and wanted is None and batch_invariant and not implementation.batch_invariant:
+                reason = "its results depend on the batch"
             if reason is None:
                 chosen[op] = implementation
                 break
@@ -128,6 +170,10 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
             if wanted is not None and op in prefer:
                 why = dict(refused.get(op, [])).get(wanted, f"there are only {', '.join(sorted(found))}")
                 raise ConfigError(f"kernel {wanted!r} cannot serve {op}: {why}")
+            if wanted is None:
+                why = "; ".join(f"{name}: {reason}" for name, reason in refused[op])
+                raise ConfigError(f"batch_invariant: no kernel for {op} can serve here ({why}). Leave it out, or choose a "
+                                  f"kernel with --kernels {op}=NAME")
             chosen[op] = found["reference"]
     return Kernels(chosen, refused)
 
@@ -135,10 +181,10 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
 def set_threads(count: int, kernels: Kernels) -> None:
     """How many CPU threads the kernels may use.
 
-    PyTorch's own pool gets them only if it does the products: its threads meet at a barrier after every operation, and with a
+    PyTorch's own pool gets them only if it computes the GEMMs: its threads meet at a barrier after every operation, and with a
     busy neighbour on a core an operation of microseconds then takes milliseconds.
     """
-    torch.set_num_threads(count if kernels.chosen["linear"].name == "reference" else 1)
+    torch.set_num_threads(count if kernels.chosen["linear"].threads else 1)
     for module in _MODULES:
         setter = getattr(importlib.import_module(f"penstock.ops.{module}"), "set_threads", None)
         if setter is not None:

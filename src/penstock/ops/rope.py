@@ -8,7 +8,7 @@ from penstock.ops.norm import rms_norm
 from penstock.ops.registry import register
 
 
-@register("rope_write", "reference", rank=0)
+@register("rope_write", "reference", rank=0, capturable=False)
 def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
                q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 1e-6,

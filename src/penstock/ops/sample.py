@@ -255,4 +255,4 @@ def _hold(edits: npt.NDArray[np.int32], words: npt.NDArray[np.int32], output: np
     return holds
 
 
-register("sample", "reference", rank=0)(SampleOps())
+register("sample", "reference", rank=0, capturable=False)(SampleOps())

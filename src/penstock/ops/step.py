@@ -23,7 +23,7 @@ class StepTensors:
     """[T] int64: page id x page size + offset."""
 
 
-@register("build_step", "reference", rank=0)
+@register("build_step", "reference", rank=0, capturable=False)
 def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tensor, start: torch.Tensor,
                query_start: torch.Tensor, page: int, tokens: int, columns: int) -> StepTensors:
     """Token t of segment s stands at position start[s] + t - query_start[s] of row[s].

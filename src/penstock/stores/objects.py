@@ -44,8 +44,7 @@ class ObjectStore:
         except ImportError as error:
             raise ConfigError(f"cache_remote is {url}, which needs a package that is not installed ({error}); "
                               "pip install 'penstock[remote]' brings fsspec") from None
-        except Exception as error:
-            # Every file system has errors of its own.
+        except Exception as error:  # noqa: BLE001 (every file system has errors of its own)
             raise ConfigError(f"cache_remote is {url}, which cannot be used: {error}") from None
         self._listing = Listing()
 

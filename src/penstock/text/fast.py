@@ -39,7 +39,7 @@ class FastVocabulary:
         try:
             text = path.read_text(encoding="utf-8")
             self._core = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises plain Exception
+        except Exception as error:  # noqa: BLE001 (the library raises plain Exception)
             raise ModelError(f"{path} is not a usable tokenizer: {error}. Download it again, or use a version of the "
                              f"tokenizers library that knows it (this is {tokenizers.__version__})") from None
         # A file may carry these from training; a prompt is never cut or filled up.

@@ -199,7 +199,7 @@ class ChatTemplate:
             raise RequestError(f"the chat template needs something that is not there: {error.message}. A variable of the "
                                "template can be given in chat_template_kwargs", param="messages",
                                code="template_error") from None
-        except Exception as error:  # a template is a program; whatever it does is this request's failure
+        except Exception as error:  # noqa: BLE001 (a template is a program; it fails its own request)
             raise RequestError(f"the chat template fails on these messages: {type(error).__name__}: {error}", param="messages",
                                code="template_error") from None
 
@@ -261,7 +261,7 @@ class _Compiled:
         try:
             return self.run({"messages": conversation, "tools": None, "documents": None, "add_generation_prompt": True,
                              "bos_token": "", "eos_token": ""})
-        except Exception:
+        except Exception:  # noqa: BLE001 (a trial: a template may fail in any way)
             return ""
 
 

@@ -98,7 +98,7 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
         worker.run(probe(worker, segments, count, before))
     left, scratch = _free(device), torch.cuda.memory_reserved(device) - held
     step, graphs = max(0, before - left - layout.nbytes), 0
-    if graph_tokens:
+    if graph_tokens and worker.stream is not None:
         captured = Graphs(worker.model, worker.rows, page, rows, graph_tokens, worker.stream)
         captured.capture()
         graphs = max(0, left - _free(device))
@@ -115,12 +115,12 @@ def settle_allocator() -> None:
     """Lets the allocator grow and shrink what it holds in place, so that steps of many sizes leave no gaps between them. To be
     called before anything is on a GPU; what the user set in the environment stands."""
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # noqa: SLF001 (no public way)
 
 
 def _free(device: torch.device) -> int:
     torch.cuda.synchronize(device)
-    return torch.cuda.mem_get_info(device)[0]
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def probe(worker: Worker, segments: int, count: int, before: int = 0) -> StepPlan:

@@ -66,7 +66,7 @@ class Movers:
         self._arena = arena
         self._device = device
         self._host = Arena(replace(arena.layout, slabs=behind.host_slabs), torch.device("cpu"))
-        self._bytes = memoryview(self._host.whole.numpy())
+        self._bytes = self._host.whole.numpy().data
         self._stores = list(behind.stores)
         self._version = behind.version
         self._saves, self._loads = Lane("penstock-saves", device), Lane("penstock-loads", device)

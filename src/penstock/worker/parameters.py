@@ -63,7 +63,7 @@ class Parameters:
             if self.features[enter.row] & (Feature.EDIT | Feature.ALLOWED):
                 blocks[enter.row] = _block(enter, self._host[enter.row])
         if blocks:
-            changed |= self._place(blocks)
+            changed.update(self._place(blocks))
         if self.table.is_cuda:
             rows = np.fromiter(changed, np.int32, len(changed))
             host = self._lines.host(len(rows) * (1 + WIDTH))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ class Reader:
     def read(self, names: Sequence[PageName], sizes: Sequence[int], memory: torch.Tensor) -> dict[PageName, str]:
         """Fills `memory` (bytes) with pages of these sizes, one behind the other; which of them are not good, and why. A store
         that does not answer is a ConnectionError or TimeoutError."""
-        whole, ends = memoryview(memory.numpy()), list(accumulate(sizes))
+        whole, ends = memory.numpy().data, list(accumulate(sizes))
         pages = [whole[end - size:end] for size, end in zip(sizes, ends, strict=True)]
         if self._files is not None and self._function is not None:
             return self._read_files(self._files, self._function, names, pages, memory)
@@ -74,7 +75,7 @@ class Reader:
             if nbytes < 0:
                 why: str | None = str(OSError(-nbytes, os.strerror(-nbytes), path))
             else:
-                why = self._fault(name, nbytes, memoryview(head), page, mine)
+                why = self._fault(name, nbytes, head.data, page, mine)
             if why is not None:
                 bad[name] = why
         return bad
@@ -99,4 +100,4 @@ def _function() -> Callable[..., None] | None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     function.argtypes = [number, ctypes.POINTER(ctypes.c_char_p), number, *[pointer] * 5]
     function.restype = None
-    return function  # type: ignore[no-any-return]
+    return cast(Callable[..., None], function)

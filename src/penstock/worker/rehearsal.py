@@ -13,6 +13,7 @@ import torch
 
 from penstock.core.layout import lay_out
 from penstock.layers.decoder import Decoder
+from penstock.layers.linear import Values
 from penstock.layers.spec import ModelSpec
 from penstock.layers.step import GroupStep, Step
 from penstock.ops.attention import AttentionOps
@@ -47,7 +48,7 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
         # Any number of rows may be sampled after any step.
         for lines in _examples(1, tokens):
             logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))
-            if lines in (1, 2, rows) and kernels.chosen["sample"].name != "reference":
+            if lines in (1, 2, rows) and kernels.chosen["sample"].capturable:
                 _sample(kernels, logits, known)
     return list(jobs.values())
 
@@ -55,18 +56,21 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
 class _Silent(AttentionOps):
     """Stands for the reference, which launches no kernel of ours and cannot go without values."""
 
-    @staticmethod
-    def apply(q: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
+    def apply(self, q: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
         return torch.empty_like(q)
 
 
+def _silent(q: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
 def _without_values(kernels: Kernels) -> Kernels:
-    """The same, but that no reference looks into a tensor."""
+    """The same kernels, but none of them reads a tensor's values: those of the reference are replaced."""
     kernels = copy.copy(kernels)
-    if kernels.chosen["attention"].name == "reference":
+    if not kernels.chosen["attention"].capturable:
         kernels.attention = _Silent()
-    if kernels.chosen["rope_write"].name == "reference":
-        kernels.rope_write = lambda q, *rest: torch.empty_like(q)
+    if not kernels.chosen["rope_write"].capturable:
+        kernels.rope_write = _silent
     return kernels
 
 
@@ -95,7 +99,7 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
     kinds = {(block, view.group, view.k.data_ptr() % 16, view.v.data_ptr() % 16): view
              for block, view in zip(spec.blocks, views, strict=True)}
     short = dataclasses.replace(spec, blocks=tuple(kind[0] for kind in kinds))
-    values = {}
+    values = Values()
     for parameter in short.parameters():
         tensor = torch.empty(parameter.shape, dtype=dtype, device=_META)
         values[parameter.name] = kernels.linear.pack(tensor) if parameter.packed else tensor

@@ -74,5 +74,5 @@ class Rows:
         self._edits.send(2 * size)
         places, pages = self._edits.device(2 * size).view(2, size)
         sizes = [len(lines) for lines in edits]
-        for table, place, page in zip(self.device_tables, places.long().split(sizes), pages.split(sizes), strict=True):
-            table.view(-1).scatter_(0, place, page)
+        for there, place, page in zip(self.device_tables, places.long().split(sizes), pages.split(sizes), strict=True):
+            there.view(-1).scatter_(0, place, page)

@@ -142,4 +142,5 @@ class Sampler:
         size = sum(map(len, lists))
         self._staging.host(size)[:size] = np.concatenate(lists)
         self._staging.send(size)
-        return self._staging.device(size).split([len(found) for found in lists])
+        parts: tuple[torch.Tensor, ...] = self._staging.device(size).split([len(found) for found in lists])
+        return parts

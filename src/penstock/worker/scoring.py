@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,24 +27,24 @@ class Scores:
 
     def __init__(self, parts: Iterable[tuple[npt.NDArray[np.integer], npt.NDArray[np.integer], Found]]) -> None:
         """Parts are segments [L] and positions [L] of the lines, and what was found for them."""
-        self._parts = [(segments.astype(np.int32), positions.astype(np.int32), tuple(map(to_host, found)))
+        self.parts = [(segments.astype(np.int32), positions.astype(np.int32), tuple(map(to_host, found)))
                        for segments, positions, found in parts]
 
     def logprobs(self, *others: Scores) -> Logprobs | None:
         """All parts as one, and those of others; lines that asked for fewer alternatives are padded with token -1, at the
         end."""
-        parts = [part for scores in (self, *others) for part in scores._parts]
+        parts = [part for scores in (self, *others) for part in scores.parts]
         if not parts:
             return None
         segments, positions, found = zip(*parts, strict=True)
         ids, values, ranks = zip(*found, strict=True)
-        return Logprobs(np.concatenate(segments), np.concatenate(positions), _stack(ids, -1), _stack(values, 0.0),
-                        _stack(ranks, 0))
+        return Logprobs(np.concatenate(segments), np.concatenate(positions), _stack(ids, -1).astype(np.int32, copy=False),
+                        _stack(values, 0.0).astype(np.float32, copy=False), _stack(ranks, 0).astype(np.int32, copy=False))
 
 
-def _stack(blocks: tuple[torch.Tensor, ...], padding: float) -> npt.NDArray[np.generic]:
+def _stack(blocks: tuple[torch.Tensor, ...], padding: float) -> npt.NDArray[Any]:
     if len(blocks) == 1:
-        return blocks[0].numpy()
+        return np.asarray(blocks[0])
     width = max(block.shape[1] for block in blocks)
     return np.concatenate([np.pad(block.numpy(), ((0, 0), (0, width - block.shape[1])), constant_values=padding)
                            for block in blocks])

@@ -116,7 +116,9 @@ class StepBuilder:
         if tail:
             host[first + 1 + segments:parts.query_start.stop] = host[first + segments]
         for geometry, part in parts.work.items():
-            host[part] = work[geometry]
+            array = work[geometry]
+            assert array is not None
+            host[part] = array
         self._staging.send(parts.size)
         # Eager steps may copy just the columns that are in use; a captured one must be ready for any.
         self._columns = -(-int(context.max()) // self._page)

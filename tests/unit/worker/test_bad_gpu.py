@@ -108,7 +108,7 @@ def test_plain_pytorch_serves_and_says_why(capability: tuple[int, int], triton: 
     assert {name for _, name in kernels.table()} == {"reference"}
     plan = MemoryPlan(0, 0, lay_out([StateSpec((Field("k", (1, 8), "float32"),), Everything())], 16, 0), 0, 1 << 20)
     [note] = engine._notes(config(), plan, kernels, facts)
-    assert note.startswith("no CUDA graphs: plain PyTorch serves attention, rope_write, build_step") and reason in note
+    assert note.startswith("no CUDA graphs: plain PyTorch serves attention, build_step, rope_write") and reason in note
     assert engine._notes(config(), plan, kernels, DeviceFacts("cpu", "", 0, 1)) == []
     with pytest.raises(ConfigError, match=f"kernel 'triton' cannot serve attention: {reason}"):
         registry.bind(facts, torch.bfloat16, {"attention": "triton"})

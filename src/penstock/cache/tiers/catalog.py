@@ -36,7 +36,7 @@ class Catalog:
         self.used_bytes = 0
         self.pages = 0
         self.evicted = 0
-        self.told: Callable[[PageName, bool], None] = lambda name, there: None
+        self.told: Callable[[PageName, bool], None] = lambda _name, _there: None
         """Told of every page that comes or goes; from any thread."""
         self._sizes = [HEADER_BYTES + size for size in page_bytes]
         self._spare = max(2 * max(self._sizes), int(_SPARE * (bound or 0)))

@@ -238,9 +238,9 @@ class Hierarchy:
             name = self._wanted.popleft()
             for which, catalog in enumerate(self.catalogs):
                 if name in self.host and catalog.reserve(name, now):
-                    id = next(self._ids)
-                    self._writing[id] = which, name, self._sizes[name.group]
-                    self._transfers.append(Store(id, which, name, self.host.hold(name)))
+                    number = next(self._ids)
+                    self._writing[number] = which, name, self._sizes[name.group]
+                    self._transfers.append(Store(number, which, name, self.host.hold(name)))
 
     def _locate(self, pages: Sequence[Content]) -> list[Piece]:
         """Where each page is to come from; nothing if one of them is nowhere."""

@@ -20,7 +20,7 @@ class HostSlots:
     def __init__(self, layout: CacheLayout, slabs: int) -> None:
         self.layout = replace(layout, slabs=slabs)
         self.evicted = 0
-        self.told: Callable[[PageName, bool], None] = lambda name, there: None
+        self.told: Callable[[PageName, bool], None] = lambda _name, _there: None
         """Told of every page that comes or goes."""
         self._pools = Pools(self.layout)
         self._slots: OrderedDict[PageName, int] = OrderedDict()

@@ -46,7 +46,7 @@ _BURST = 1 << 17
 def free() -> int:
     """Bytes that the driver has left on the GPU."""
     torch.cuda.synchronize()
-    return torch.cuda.mem_get_info()[0]
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def table(say: Callable[[str], None]) -> list[dict[str, Any]]:

@@ -17,13 +17,14 @@ import torch  # noqa: E402, F401
 
 MARKS["torch"] = time.time()
 
+from penstock import models  # noqa: E402
 from penstock.core.sampling import SamplingParams  # noqa: E402
 from penstock.engine import engine  # noqa: E402
 from penstock.engine.llm import LLM  # noqa: E402
-from penstock.ops import compile  # noqa: E402
+from penstock.ops import compile as compiling  # noqa: E402
 
-_STAGES = ((engine, "_compile", "kernels known"), (engine.models, "load", "weights"),
-           (engine.Compilation, "finish", "kernels compiled"), (engine.Compilation, "load", "kernels loaded"),
+_STAGES = ((engine, "_compile", "kernels known"), (models, "load", "weights"),
+           (compiling.Compilation, "finish", "kernels compiled"), (compiling.Compilation, "load", "kernels loaded"),
            (engine, "_plan_memory", "memory planned"), (engine, "Worker", "graphs captured"))
 _LENGTHS = ([1], [2, 3], [17] * 5, [100] * 33, [300, 1, 4000], [9000], [1000] * 9, [16000, 5], [64] * 300)
 _FEATURES: tuple[dict[str, Any], ...] = (
@@ -51,7 +52,7 @@ def main() -> None:
         marked(*stage)
     llm = LLM(model, load_format="dummy", skip_tokenizer_init=True, max_model_len=max_model_len)
     MARKS["ready"] = time.time()
-    ready = compile.count(), compile.loads()
+    ready = compiling.count(), compiling.loads()
 
     def run(lengths: list[int], **params: Any) -> None:
         asked = SamplingParams(**{"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False} | params)
@@ -66,8 +67,8 @@ def main() -> None:
     for params in _FEATURES:
         for lengths in ([5], [100, 3], [30] * 40):
             run(lengths, temperature=1.0, seed=2, **params)
-    print(json.dumps({"marks": MARKS, "at_ready": ready, "after": [compile.count(), compile.loads()],
-                      "names": compile.compiled()}))
+    print(json.dumps({"marks": MARKS, "at_ready": ready, "after": [compiling.count(), compiling.loads()],
+                      "names": compiling.compiled()}))
 
 
 if __name__ == "__main__":

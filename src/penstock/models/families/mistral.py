@@ -17,6 +17,6 @@ def spec(config: Config) -> ModelSpec:
     turn = rope(config, parts.head_size(config))
     width = config.nullable_integer("sliding_window", 4096)
     blocks = []
-    for window in config.windows(config.integer("num_hidden_layers"), lambda layer: True, width):
+    for window in config.windows(config.integer("num_hidden_layers"), lambda _layer: True, width):
         blocks.append(parts.pre_norm_block(parts.attention(config, rope=turn, window=window), mlp, norm))
     return parts.decoder(config, blocks, norm)

@@ -1,0 +1,69 @@
+"""The operations as types: what the kernel table binds for each. What an operation computes is its reference's docstring.
+
+Operations of several functions whose implementations share code are classes instead: `ops/attention.py::AttentionOps` and
+`ops/sample.py::SampleOps`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from penstock.ops.linear import Weight
+    from penstock.ops.step import StepTensors
+
+
+class LinearOps(Protocol):
+    """ops/linear.py: GEMMs with a packed weight, and rows of it."""
+
+    def pack(self, weight: torch.Tensor, /) -> Weight: ...
+
+    def apply(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None,
+              out_dtype: torch.dtype | None = None) -> torch.Tensor: ...
+
+    def gated(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str) -> torch.Tensor: ...
+
+    def gather(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor: ...
+
+
+class RmsNorm(Protocol):
+    """ops/norm.py."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor: ...
+
+
+class AddRmsNorm(Protocol):
+    """ops/norm.py."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+                 offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class LayerNorm(Protocol):
+    """ops/norm.py."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor: ...
+
+
+class RopeWrite(Protocol):
+    """ops/rope.py."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+                 k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None,
+                 sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
+                 eps: float = 1e-6, offset: float = 0.0) -> torch.Tensor: ...
+
+
+class BuildStep(Protocol):
+    """ops/step.py."""
+
+    def __call__(self, known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tensor, start: torch.Tensor,
+                 query_start: torch.Tensor, page: int, tokens: int, columns: int) -> StepTensors: ...
+
+
+class Activation(Protocol):
+    """ops/activation.py."""
+
+    def __call__(self, x: torch.Tensor, kind: str) -> torch.Tensor: ...
