@@ -22,13 +22,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shapes import write
-
 from penstock.cli.bench.environment import environment
 from penstock.config.schema import EngineOptions
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine.engine import Engine
+from shapes import write
 
 PROMPT = 128
 STEPS = {1: 48, 4: 24, 8: 24, 16: 12}

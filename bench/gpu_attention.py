@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
-from gpu_time import copy_bandwidth, graph_us
 
+from gpu_time import copy_bandwidth, graph_us
 from penstock.cli.bench.environment import environment
 from penstock.ops import attention_sharing, attention_work
 from penstock.ops.attention import Alike, AttentionOps, Geometry, Span

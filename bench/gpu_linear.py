@@ -24,8 +24,8 @@ from unittest.mock import patch
 
 import torch
 import triton
-from gpu_time import copy_bandwidth, graph_us
 
+from gpu_time import copy_bandwidth, graph_us
 from penstock.cli.bench.environment import environment
 from penstock.ops import activation_triton, gpu
 from penstock.ops.activation import gated as gate

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from fixed import SHAPES
 from penstock import models
 from penstock.cli.bench.environment import environment
-from penstock.cli.bench.fixed import SHAPES
 from penstock.ops import registry
 from penstock.platform.facts import detect
 

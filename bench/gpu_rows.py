@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_time import copy_bandwidth, graph_us
 
+from gpu_time import copy_bandwidth, graph_us
 from penstock.cli.bench.environment import environment
 from penstock.ops import (
     activation,

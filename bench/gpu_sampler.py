@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_time import copy_bandwidth, graph_us
 
+from gpu_time import copy_bandwidth, graph_us
 from penstock.cli.bench.environment import environment
 from penstock.core.plan import Enter, StepPlan
 from penstock.core.sampling import SamplingParams

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from fixed import workloads
 from penstock.cache.manager import Cache
 from penstock.canary import NAME
 from penstock.checkpoint import resolve_folder
 from penstock.cli.bench.environment import environment
-from penstock.cli.bench.fixed import workloads
 from penstock.core.layout import lay_out
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import EngineInfo

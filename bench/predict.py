@@ -20,10 +20,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from host import NoEngine, NoLLM, Times, params, prompts
 
+from fixed import LOAD, PEER, SHAPES, TARGET, Ask, sizes, workloads
+from host import NoEngine, NoLLM, Times, params, prompts
 from penstock.cli.bench.environment import environment
-from penstock.cli.bench.fixed import LOAD, PEER, SHAPES, TARGET, Ask, sizes, workloads
 from penstock.cli.serve import STEP_TARGET_MS
 from penstock.config.resolve import graph_tokens
 from penstock.core.plan import StepPlan, StepResult
@@ -222,7 +222,7 @@ def _ending(rows: int) -> list[Ask]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="*", default=["llama8b", "qwen06b"], choices=list(SHAPES))
-    parser.add_argument("--workload", nargs="*", default=["offline_mix1000"], help="of penstock bench gpu; all: every one")
+    parser.add_argument("--workload", nargs="*", default=["offline_mix1000"], help="of bench/gpu.py; all: every one")
     parser.add_argument("--rows", type=int, nargs="*", default=[1024], help="max_num_seqs")
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192], help="max_num_batched_tokens")
     parser.add_argument("--given", action="store_true", help="run prompts in the order in which they are given, all at once")

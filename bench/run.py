@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gpu_http import server
 from shapes import SHAPES, write
-
-from penstock.cli.bench.over_http import server
 
 PENSTOCK = [sys.executable, "-m", "penstock"]
 RESULTS = Path(__file__).parent / "results"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.bench import fixed
+import fixed
 
 
 def _llama(**sizes: Any) -> dict[str, Any]:

@@ -15,16 +15,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from host import NoEngine, Times
 from msgspec import structs
-from predict import KV_TOKENS, Card
 
-from penstock.cli.bench.fixed import SHAPES, write
+from fixed import SHAPES, write
+from host import NoEngine, Times
 from penstock.cli.serve import STEP_TARGET_MS, run_server
 from penstock.config.schema import EngineOptions, ServerOptions
 from penstock.core.plan import StepPlan, StepResult
 from penstock.engine.executor import Direct, Pending
 from penstock.worker.worker import Worker
+from predict import KV_TOKENS, Card
 
 
 class SleepingDevice:

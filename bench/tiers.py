@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import SHAPES, write
 
 from penstock.cli.bench.environment import environment
 from penstock.config.schema import EngineOptions
@@ -35,6 +34,7 @@ from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.transfer import Load, PageName, Piece, Save
 from penstock.engine.engine import Engine
+from shapes import SHAPES, write
 
 GIB = 1 << 30
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fixed import write
+from gpu_memory import CONFIGURATIONS, predicted, soak
 from penstock import LLM, SamplingParams
-from penstock.cli.bench.fixed import write
-from penstock.cli.bench.memory import CONFIGURATIONS, predicted, soak
 
 SECONDS = float(os.environ.get("PENSTOCK_TEST_SOAK_SECONDS", "15"))
 

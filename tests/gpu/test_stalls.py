@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fixed import write
+from gpu_memory import CONFIGURATIONS
 from penstock import LLM, SamplingParams
-from penstock.cli.bench.fixed import write
-from penstock.cli.bench.memory import CONFIGURATIONS
 from penstock.core.plan import StepPlan, Want
 from penstock.worker.memory import probe
 

@@ -99,7 +99,7 @@ def test_chat_here_and_with_a_server(folder: Path, url: str, monkeypatch: pytest
 
 def test_bench_serve(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--url", url, "--num-prompts", "24", "--max-concurrency", "8", "--random-input-len", "20",
-                 "--random-output-len", "16", "--vocab-size", "512", "--quiet"]) == 0
+                 "--random-output-len", "16", "--vocab-size", "512", "--quiet", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["completed"], result["failed"]) == (24, 0)
     assert result["model_id"] == "tiny"
@@ -112,7 +112,7 @@ def test_bench_serve(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench_offline(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = {"latency": ["--batch-size", "4", "--input-len", "10", "--output-len", "8", "--num-iters", "2"],
              "throughput": ["--num-prompts", "12", "--random-input-len", "10", "--random-output-len", "8"]}[kind]
-    assert main(["bench", kind, str(folder), *shape, "--load-format", "dummy", "--max-num-seqs", "4"]) == 0
+    assert main(["bench", kind, str(folder), *shape, "--load-format", "dummy", "--max-num-seqs", "4", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["output_tokens_per_second"] > 0
     assert result["engine"]["steps"] >= 8

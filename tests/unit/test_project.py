@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import hashlib
 import importlib.util
 import re
 import resource
@@ -197,3 +198,17 @@ def test_links_between_documents_lead_somewhere() -> None:
     for document in documents():
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
             assert "://" in target or (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_nothing_is_stored_twice() -> None:
+    """Files of 10 kB or more that git tracks differ from each other; what is shared is a symbolic link."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("this is no checkout")
+    seen: dict[bytes, Path] = {}
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        path = ROOT / name
+        if not path.is_symlink() and path.is_file() and path.stat().st_size >= 10_000:
+            digest = hashlib.blake2b(path.read_bytes()).digest()
+            assert digest not in seen, f"{name} is the same as {seen[digest]}: make it a symbolic link"
+            seen[digest] = path

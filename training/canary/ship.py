@@ -8,6 +8,7 @@ What was trained in both rounds is left as the second made it.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import tarfile
 import tempfile
@@ -41,6 +42,11 @@ def ship(archive: Path, logs: Path) -> str:
         shutil.copytree(member / "model", folder)
         for path in folder.iterdir():
             path.chmod(0o644)
+            original = MODEL / path.name
+            if folder != MODEL and original.exists() and path.read_bytes() == original.read_bytes():
+                # The tokenizer and its like are canary's; one copy is enough.
+                path.unlink()
+                path.symlink_to(os.path.relpath(original, folder))
         return f"{name}: {folder}"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -60,12 +59,15 @@ def train(texts: documents.Texts, count: int = 15000) -> Tokenizer:
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
     """Writes the tokenizer as Hugging Face folders hold it."""
+    template = (HERE / "chat_template.jinja").read_text()
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)  # a link to the packaged model's, which is not to be written to
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>",
               "pad_token": "<|endoftext|>", "model_max_length": documents.CONTEXT}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
-    shutil.copy(HERE / "chat_template.jinja", folder)
+    (folder / "chat_template.jinja").write_text(template)
 
 
 def main() -> None:

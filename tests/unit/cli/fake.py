@@ -17,7 +17,7 @@ class FakeApi:
     """Echoes: the answer to a prompt is its words, one chunk each. `max_tokens` caps them.
 
     A prompt of "busy" answers 503 for the first two times, "broken" answers 400, "slow" waits between chunks, "drip" does so
-    for a hundred of them, "crash" breaks off.
+    for a hundred of them, "crash" breaks off, "mute" is one token without text, "endless" has neither text nor an end.
     """
 
     def __init__(self) -> None:
@@ -75,6 +75,14 @@ class FakeApi:
             await self._json(send, 200, {"id": "x-1", "choices": [{"index": 0, **choice}], "usage": usage})
             return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        if words[0] in ("mute", "endless"):
+            reason = "length" if words[0] == "mute" else None
+            choice = {"delta": {"content": ""}} if chat else {"text": ""}
+            if reason or chat:
+                await self._event(send, {"id": "x-1", "choices": [{"index": 0, **choice, "finish_reason": reason}]})
+            await self._event(send, {"id": "x-1", "choices": [], "usage": usage | {"completion_tokens": 1}})
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            return
         gone = asyncio.create_task(self._until_gone(receive))
         for i, word in enumerate(words):
             if gone.done():

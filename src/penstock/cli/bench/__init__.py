@@ -1,6 +1,6 @@
-"""Measure latency, throughput, or a running server; the result is JSON with the environment it was measured in.
-`latency`, `throughput` and `gpu` run the engine in this process, without HTTP. `serve` drives any OpenAI-compatible server by
-URL.
+"""Measure latency, throughput, a running server or a GPU: a table, then JSON with the environment it was measured in.
+`latency` and `throughput` run the engine in this process, without HTTP. `serve` drives any OpenAI-compatible server by URL.
+`gpu` measures what the device itself can do.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +25,57 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_latency(kinds.add_parser("latency", help="seconds for one batch, offline"))
     _add_throughput(kinds.add_parser("throughput", help="tokens per second over many requests, offline"))
     _add_serve(kinds.add_parser("serve", help="TTFT, ITL, TPOT, E2E and goodput of a server"))
-    _add_gpu(kinds.add_parser("gpu", help="what one GPU does, beside floor, target and peer"))
+    _add_gpu(kinds.add_parser("gpu", help="memory and GEMM rates of this machine's GPU, and its clocks"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the result and saves it if asked. 1 if every request failed."""
     if args.kind == "serve":
         from penstock.cli.bench.serve import measure_server as measure
+        from penstock.cli.bench.serve import rows
     elif args.kind == "gpu":
-        from penstock.cli.bench.gpu import measure_gpu as measure
+        from penstock.cli.bench.device import measure_device as measure
+        from penstock.cli.bench.device import rows
     elif args.kind == "latency":
+        from penstock.cli.bench.offline import latency_rows as rows
         from penstock.cli.bench.offline import measure_latency as measure
     else:
         from penstock.cli.bench.offline import measure_throughput as measure
+        from penstock.cli.bench.offline import throughput_rows as rows
     result: dict[str, Any] = measure(args)
+    return finish(args, result, rows(result))
+
+
+Row = tuple[str, Any]
+"""A line of the table for people: what it is, and the value."""
+
+
+def finish(args: argparse.Namespace, result: dict[str, Any], rows: Sequence[Row]) -> int:
+    """Adds metadata and environment to a result, prints it as a table and as JSON, and saves it if asked. The exit status."""
     result["metadata"] = dict(_pair(text) for text in args.metadata)
     result["environment"] = environment()
-    text = json.dumps(result, indent=None if args.compact else 2)
-    print(text)
+    if rows and not args.json:
+        print(table(rows), end="\n\n")
+    print(json.dumps(result, indent=None if args.compact else 2))
     if args.output:
         _save(args.output, result)
     return int(result.get("completed") == 0)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Aligned lines; whole numbers with separators, others with three significant digits or one decimal."""
+    width = max(len(name) for name, _ in rows)
+    shown = [(name, _shown(value)) for name, value in rows]
+    right = max(len(value) for _, value in shown)
+    return "\n".join(f"{name:<{width}}  {value:>{right}}" for name, value in shown)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -66,11 +97,13 @@ def _save(path: Path, result: dict[str, Any]) -> None:
     print(f"saved in {path}", file=sys.stderr)
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Declares what every measurement has: where the result goes, notes, the seed."""
     parser.add_argument("--output", type=Path, metavar="FILE", help="also save the result; a .jsonl file is appended to")
     parser.add_argument("--metadata", action=Collect, type=listed(), default=[], metavar="KEY=VALUE",
                         help="notes to keep with the result")
-    parser.add_argument("--compact", action="store_true", help="print the result on one line")
+    parser.add_argument("--compact", action="store_true", help="print the JSON on one line")
+    parser.add_argument("--json", action="store_true", help="print the JSON alone, without the table before it")
     parser.add_argument("--seed", type=integer, default=0, help="of prompts and arrivals (default: 0)")
 
 
@@ -98,7 +131,7 @@ def _add_workload(parser: argparse.ArgumentParser, num_prompts: int) -> None:
 
 def _add_latency(parser: argparse.ArgumentParser) -> None:
     _add_engine(parser)
-    _add_common(parser)
+    add_common(parser)
     parser.add_argument("--batch-size", type=integer, default=8, metavar="N", help="requests at once (default: 8)")
     parser.add_argument("--input-len", type=integer, default=32, metavar="N", help="prompt tokens (default: 32)")
     parser.add_argument("--output-len", type=integer, default=128, metavar="N", help="output tokens (default: 128)")
@@ -109,30 +142,16 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
 
 def _add_throughput(parser: argparse.ArgumentParser) -> None:
     _add_engine(parser)
-    _add_common(parser)
+    add_common(parser)
     _add_workload(parser, 100)
     _add_profile(parser)
 
 
 def _add_gpu(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser)
-    add_flags(parser, EngineOptions, skip=("model", "seed"))
-    parser.set_defaults(load_format="dummy", gpu_memory_utilization=0.85, device="cuda")
-    group = parser.add_argument_group("Tables")
-    group.add_argument("--tables", action=Collect, type=listed(), default=["workloads"], metavar="NAME",
-                       help="workloads, long, curve, invariant, eager, memory, soak, start, http, or all (default: workloads)")
-    group.add_argument("--shape", action=Collect, type=listed(), default=["llama8b", "qwen06b"], metavar="NAME",
-                       help="(default: llama8b,qwen06b)")
-    group.add_argument("--workload", action=Collect, type=listed(), default=[], metavar="NAME",
-                       help="only these of the workloads")
-    group.add_argument("--repeats", type=integer, default=3, metavar="N", help="runs after the one that warms up (default: 3)")
-    group.add_argument("--soak", type=number, default=60.0, metavar="SECONDS", help="length of the soak (default: 60)")
-    group.add_argument("--concurrency", action=Collect, type=listed(integer), default=[1, 32, 256], metavar="N",
-                       help="requests at once over HTTP (default: 1,32,256)")
-    group.add_argument("--client", type=Path, metavar="FILE",
-                       help="script that loads the server instead of `penstock bench serve` (cli/bench/over_http.py)")
-    group.add_argument("--draw", type=Path, metavar="FOLDER", help="draw the curve, and the gaps of --profile, as SVG there")
-    _add_profile(group)
+    add_common(parser)
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu (default: cuda)")
+    parser.add_argument("--size", type=integer, metavar="N",
+                        help="width of the GEMM's square matrices (default: 8192, on a CPU 1024)")
 
 
 def _add_profile(parser: Any) -> None:
@@ -140,7 +159,7 @@ def _add_profile(parser: Any) -> None:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser)
+    add_common(parser)
     _add_workload(parser, 100)
     target = parser.add_argument_group("Server")
     target.add_argument("--url", default="http://127.0.0.1:8000", help="its address (default: http://127.0.0.1:8000)")

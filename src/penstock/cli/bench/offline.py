@@ -72,6 +72,29 @@ def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
             "clipped_inputs": workload.clipped_inputs, "clipped_outputs": workload.clipped_outputs, **report}
 
 
+def latency_rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The table of `measure_latency` for people."""
+    return [("batch size", result["batch_size"]), ("tokens in, out", f"{result['input_len']}, {result['output_len']}"),
+            ("latency of a batch, mean, s", result["avg_latency"]),
+            *((f"latency of a batch, p{p}, s", result["percentiles"][str(p)]) for p in (50, 90, 99)),
+            ("output tokens/s", result["output_tokens_per_second"]), *_engine_rows(result)]
+
+
+def throughput_rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The table of `measure_throughput` for people."""
+    return [("requests", result["num_requests"]), ("seconds", result["elapsed_time"]),
+            ("tokens in", result["total_input_tokens"]), ("tokens out", result["total_output_tokens"]),
+            ("requests/s", result["requests_per_second"]), ("tokens/s, in and out", result["tokens_per_second"]),
+            ("output tokens/s", result["output_tokens_per_second"]), *_engine_rows(result)]
+
+
+def _engine_rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
+    engine = result["engine"]
+    return [("steps", engine["steps"]), ("preemptions", engine["preemptions"]),
+            ("a step, ms", engine["plan_ms_per_step"] + engine["worker_ms_per_step"]),
+            ("of it not in kernels, ms", engine["overhead_ms_per_step"])]
+
+
 def seconds_for(llm: Any, requests: Sequence[tuple[Any, int]]) -> float:
     """Seconds until all of (token ids, tokens of output), asked at once, are answered in full; ConfigError if one is not."""
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt, _ in requests]

@@ -117,6 +117,8 @@ class Record:
     input_len: int
     stamps: list[float] = field(default_factory=list)
     """When each chunk with text or tokens arrived."""
+    ended: float = 0.0
+    """When the chunk with the reason of the end arrived; 0 if none did."""
     pieces: list[str] = field(default_factory=list)
     output_len: int = 0
     error: str = ""
@@ -181,8 +183,9 @@ class _Load:
         except (PenstockError, msgspec.DecodeError) as error:
             record.error = str(error)
         if not record.stamps and not record.error:
-            record.error = ("the answer had no text; from a server without a tokenizer, ask for tokens with "
-                            """--extra-body '{"return_token_ids": true}'""")
+            # An answer of one token may have no text at all: end-of-sequence, or the first byte of a character.
+            record.stamps = [record.ended] if record.ended else []
+            record.error = "" if record.ended else "the answer had neither text nor an end"
         return record
 
     def _take(self, record: Record, at: float, chunk: _Chunk) -> None:
@@ -192,6 +195,8 @@ class _Load:
             record.input_len = chunk.usage.prompt_tokens or record.input_len
             record.output_len = chunk.usage.completion_tokens
         for choice in chunk.choices:
+            if choice.finish_reason is not None:
+                record.ended = at
             delta = choice.delta
             piece = choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)) or ""
             # A completion's chunk counts even if its text is empty: its token may end no character yet.
@@ -266,6 +271,23 @@ def summary(records: list[Record], start: float, duration: float, percentiles: l
     for name in METRICS:
         result |= spread(name, [value * 1e3 for value in values[name]], percentiles)
     return result
+
+
+def rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The table for people."""
+    names = {"ttft": "time to first token", "tpot": "time per further token", "itl": "time between tokens",
+             "e2el": "whole answer"}
+    ranks = sorted({float(key[1:-8]) for key in result if key.startswith("p") and key.endswith("_ttft_ms")})
+    found = [("requests answered", result["completed"]), ("requests failed", result["failed"]), ("seconds", result["duration"]),
+             ("tokens in", result["total_input_tokens"]), ("tokens out", result["total_output_tokens"]),
+             ("requests/s", result["request_throughput"]), ("output tokens/s", result["output_throughput"]),
+             ("requests at once, at most", result["max_concurrent_requests"])]
+    if result["request_goodput"] is not None:
+        found.append(("requests/s within the limits", result["request_goodput"]))
+    for name, words in names.items():
+        found.append((f"{words}, mean, ms", result[f"mean_{name}_ms"]))
+        found += [(f"{words}, p{rank:g}, ms", result[f"p{rank:g}_{name}_ms"]) for rank in ranks]
+    return found + ([("first error", result["first_error"])] if result["first_error"] else [])
 
 
 def _busiest_second(records: list[Record], start: float) -> float:

@@ -1,6 +1,6 @@
 """From exec to the first token, with an empty kernel cache and a filled one; and what is compiled after the engine was ready.
 
-Each start is a process of its own (cli/bench/start_child.py). After the first token it goes through lengths, batches and every
+Each start is a process of its own (bench/gpu_start_child.py). After the first token it goes through lengths, batches and every
 feature of sampling, and counts the kernels that were compiled, or taken from the cache on disk.
 """
 
@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.bench.fixed import FIRST_TOKEN_TARGET, SHAPES, write
+from fixed import FIRST_TOKEN_TARGET, SHAPES, write
 from penstock.core.errors import ConfigError
 
 _LENGTH = 16384
+_CHILD = Path(__file__).with_name("gpu_start_child.py")
 
 
 def starts(shape: str, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -38,7 +39,7 @@ def starts(shape: str, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
 def start(model: Path, cache: Path, max_model_len: int) -> dict[str, Any]:
     """One start. ConfigError with what the process said last if it fails."""
     began = time.time()
-    done = subprocess.run([sys.executable, "-m", "penstock.cli.bench.start_child", str(model), str(max_model_len)],
+    done = subprocess.run([sys.executable, str(_CHILD), str(model), str(max_model_len)],
                           capture_output=True, text=True, env=os.environ | {"TRITON_CACHE_DIR": str(cache)}, check=False)
     if done.returncode:
         raise ConfigError(f"the engine's process failed: {done.stderr[-2000:].strip()}")

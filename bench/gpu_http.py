@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.bench.fixed import HTTP_PEER, HTTP_TARGET, LOAD, READY_PEER, READY_TARGET, SHAPES, Answers, write
+from fixed import HTTP_PEER, HTTP_TARGET, LOAD, READY_PEER, READY_TARGET, SHAPES, Answers, write
 from penstock.core.errors import ConfigError
 
 _REQUESTS = {1: 6, 32: 128, 256: 1024}

@@ -1,4 +1,6 @@
-"""The tables of what one GPU does, each beside its floor, target and peer: `penstock bench gpu` is the record behind them.
+"""What one GPU does with the fixed workloads, table by table, each figure beside its floor, its target and vLLM's.
+
+usage: python bench/gpu.py [--tables workloads,invariant | all] [--shape llama8b] [--output FILE.json] ...; --help lists all
 
 Every table has an engine of its own, one after another in this process; starts and servers are processes of their own.
 """
@@ -10,19 +12,20 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.bench import curves, timeline
-from penstock.cli.bench.fixed import COPY, PEER, SHAPES, TARGET, Ask, floor, step_bytes, step_floor, workloads, write
+import gpu_curves
+from fixed import COPY, PEER, SHAPES, TARGET, Ask, floor, step_bytes, step_floor, workloads, write
+from penstock.cli.bench import add_common, finish, timeline
 from penstock.cli.bench.offline import seconds_for
-from penstock.config.flags import from_args
+from penstock.config.flags import Collect, Parser, add_flags, from_args, integer, listed, number
 from penstock.config.schema import EngineOptions
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.platform.facts import detect
 
 TABLES = {
@@ -66,24 +69,24 @@ def measure_gpu(args: argparse.Namespace) -> dict[str, Any]:
     detect(args.device)  # no GPU: said at once, and not measured on a CPU instead
     wanted = set(TABLES) if "all" in args.tables else set(args.tables)
     result: dict[str, Any] = {"shapes": {name: _shape(name, wanted, args) for name in args.shape}}
-    # Late: these import what `penstock bench --help` need not.
+    # Late: these import torch, which --help need not.
     if wanted & {"memory", "soak"}:
-        from penstock.cli.bench import memory
+        import gpu_memory
 
         if "memory" in wanted:
-            result["memory"] = memory.table(_say)
+            result["memory"] = gpu_memory.table(_say)
         if "soak" in wanted:
-            result["soak"] = memory.soaked(args.soak, args.seed, _say)
+            result["soak"] = gpu_memory.soaked(args.soak, args.seed, _say)
     # After all that is timed in this process: launches take longer where a profiler has run.
     for name in args.shape if args.profile else []:
         with _bench(name, args) as bench:
             result["shapes"][name]["profile"] = bench.profile(args.profile)
     if "start" in wanted:
-        from penstock.cli.bench.starts import starts
+        from gpu_starts import starts
 
         result["start"] = [one for name in args.shape for one in starts(name, _say)]
     if "http" in wanted:
-        from penstock.cli.bench.over_http import over_http
+        from gpu_http import over_http
 
         result["http"] = [one for name in args.shape for one in over_http(name, args.concurrency, args.client, _say)]
     return result
@@ -113,14 +116,14 @@ def _shape(name: str, wanted: set[str], args: argparse.Namespace) -> dict[str, A
                                                if context * batch <= _MOST])
                 if args.draw:
                     args.draw.mkdir(parents=True, exist_ok=True)
-                    (args.draw / f"gpu_curve_{name}.svg").write_text(curves.draw(name, result["curve"]))
+                    (args.draw / f"gpu_curve_{name}.svg").write_text(gpu_curves.draw(name, result["curve"]))
     return result
 
 
 @contextmanager
 def _bench(name: str, args: argparse.Namespace, longest: bool = False, **changes: Any) -> Iterator[_Bench]:
     """An engine for as long as the block lasts. longest: with the shape's whole context, if the user does not say."""
-    from penstock.engine.llm import LLM  # brings torch, which `penstock bench --help` must not
+    from penstock.engine.llm import LLM  # brings torch, which --help need not
 
     with tempfile.TemporaryDirectory() as folder:
         model = write(SHAPES[name], Path(folder) / name)
@@ -249,3 +252,40 @@ class _Bench:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="bench/gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common(parser)
+    add_flags(parser, EngineOptions, skip=("model", "seed"))
+    parser.set_defaults(load_format="dummy", gpu_memory_utilization=0.85, device="cuda")
+    group = parser.add_argument_group("Tables")
+    group.add_argument("--tables", action=Collect, type=listed(), default=["workloads"], metavar="NAME,...",
+                       help=f"{', '.join(TABLES)}, or all (default: workloads)")
+    group.add_argument("--shape", action=Collect, type=listed(), default=["llama8b", "qwen06b"], metavar="NAME,...",
+                       help="(default: llama8b,qwen06b)")
+    group.add_argument("--workload", action=Collect, type=listed(), default=[], metavar="NAME,...",
+                       help="only these of the workloads")
+    group.add_argument("--repeats", type=integer, default=3, metavar="N", help="runs after the one that warms up (default: 3)")
+    group.add_argument("--soak", type=number, default=60.0, metavar="SECONDS", help="length of the soak (default: 60)")
+    group.add_argument("--concurrency", action=Collect, type=listed(integer), default=[1, 32, 256], metavar="N,...",
+                       help="requests at once over HTTP (default: 1,32,256)")
+    group.add_argument("--client", type=Path, metavar="FILE",
+                       help="script that loads the server instead of `penstock bench serve` (bench/gpu_http.py)")
+    group.add_argument("--draw", type=Path, metavar="FOLDER", help="draw the curve, and the gaps of --profile, as SVG there")
+    group.add_argument("--profile", type=Path, metavar="FOLDER", help="also write Chrome traces of runs of their own there")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit status; what is wrong is one line on the standard error."""
+    args = _parser().parse_args(words)
+    try:
+        return finish(args, measure_gpu(args), [])
+    except PenstockError as error:
+        print(f"bench/gpu.py: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
-"""Draws decode latency and throughput over batch size and context, with the floors: what `penstock bench gpu` calls the curve.
+"""Draws decode latency and throughput over batch size and context, with the floors: what `bench/gpu.py` calls the curve.
 
-usage: python -m penstock.cli.bench.curves RESULT.json FOLDER, which writes gpu_curve_SHAPE.svg for each shape that has one
+usage: python bench/gpu_curves.py RESULT.json FOLDER, which writes gpu_curve_SHAPE.svg for each shape that has one
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
     shapes = json.loads(arguments.result.read_text())["shapes"]
     drawn = {name: found["curve"] for name, found in shapes.items() if found.get("curve")}
     if not drawn:
-        sys.exit(f"{arguments.result} has no curve; penstock bench gpu --tables curve measures one")
+        sys.exit(f"{arguments.result} has no curve; bench/gpu.py --tables curve measures one")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name, curve in drawn.items():
         (arguments.folder / f"gpu_curve_{name}.svg").write_text(draw(name, curve))

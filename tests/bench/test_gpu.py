@@ -1,4 +1,4 @@
-"""`penstock bench gpu`: every table on a small shape; where an engine and a clock are false, figures are worked out by hand."""
+"""bench/gpu.py: every table on a small shape; where an engine and a clock are false, figures are worked out by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.cli.bench import curves, fixed, gpu, memory, offline, over_http, starts, timeline
+import fixed
+import gpu
+import gpu_curves
+import gpu_http
+import gpu_memory
+import gpu_starts
+from penstock.cli.bench import offline, timeline
 from penstock.cli.bench.environment import environment
 from penstock.cli.main import main
 from penstock.core.errors import ConfigError
@@ -107,7 +113,7 @@ def false_engine(monkeypatch: pytest.MonkeyPatch) -> type[FalseLLM]:
 
 
 def bench(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[dict[str, Any], str]:
-    assert main(["bench", "gpu", "--shape", "tiny", "--device", "cpu", *map(str, words)]) == 0
+    assert gpu.main(["--shape", "tiny", "--device", "cpu", *map(str, words)]) == 0
     captured = capsys.readouterr()
     return json.loads(captured.out), captured.err
 
@@ -182,7 +188,7 @@ def test_steps_with_graphs_and_without(false_engine: type[FalseLLM], capsys: pyt
 def test_answers_that_are_too_short(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[str],
                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FalseLLM, "short", 1)
-    assert main(["bench", "gpu", "--shape", "tiny", "--device", "cpu"]) == 1
+    assert gpu.main(["--shape", "tiny", "--device", "cpu"]) == 1
     assert "a request of 3 + 4 tokens ended after 3 (length), so its time would mean nothing" in capsys.readouterr().err
 
 
@@ -191,13 +197,13 @@ def test_answers_that_are_too_short(false_engine: type[FalseLLM], capsys: pytest
     (["--workload", "nap"], "workload 'nap' is not known; possible are decode"),
     (["--tables", "nap"], "table 'nap' is not known; possible are workloads")])
 def test_unknown_names(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "gpu", *words]) == 1
+    assert gpu.main(words) == 1
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "gpu", "--shape", "tiny"]) == 1
+    assert gpu.main(["--shape", "tiny"]) == 1
     assert "device cuda:0 cannot be used by torch" in capsys.readouterr().err
 
 
@@ -224,7 +230,7 @@ def test_offline_measurements_write_traces(kind: str, tmp_path: Path, capsys: py
 
 def test_the_fixed_workloads_are_those_of_the_peer() -> None:
     """Their sizes as the peer's record tells them, and their floors as they were recorded when 256 rows ran at once."""
-    record = json.loads((Path(__file__).parents[3] / "bench" / "results" / "gpu_workloads.json").read_text())
+    record = json.loads((Path(__file__).parents[2] / "bench" / "results" / "gpu_workloads.json").read_text())
     for shape in ("llama8b", "qwen06b"):
         found = dict(fixed.workloads(shape))
         assert list(found) == list(fixed.PEER[shape]) == list(fixed.TARGET[shape])
@@ -258,15 +264,15 @@ def test_free_memory_is_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (order.append("read"), (5, 9))[1])
-    assert memory.free() == 5 and order == ["synchronize", "read"]
+    assert gpu_memory.free() == 5 and order == ["synchronize", "read"]
 
 
 def test_predicted_and_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The lowest reading counts, wherever it is."""
     readings = iter([1 << 40, (1 << 40) - 5_000_000, (1 << 40) - 9_000_000, (1 << 40) - 8_000_000, (1 << 40) - 7_000_000])
-    monkeypatch.setattr(memory, "free", lambda: next(readings))
+    monkeypatch.setattr(gpu_memory, "free", lambda: next(readings))
     options = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20, "max_num_seqs": 8}
-    monkeypatch.setattr(memory, "CONFIGURATIONS", [(TINY, options)])
+    monkeypatch.setattr(gpu_memory, "CONFIGURATIONS", [(TINY, options)])
     result, said = bench(capsys, "--tables", "memory")
     [found] = result["memory"]
     assert found["measured"] == 9_000_000 and found["predicted"] > 4 << 20
@@ -278,8 +284,8 @@ def test_configurations_are_many_and_valid() -> None:
     from penstock import models
     from penstock.config.schema import EngineOptions
 
-    assert len(memory.CONFIGURATIONS) >= 10
-    for config, options in memory.CONFIGURATIONS:
+    assert len(gpu_memory.CONFIGURATIONS) >= 10
+    for config, options in gpu_memory.CONFIGURATIONS:
         assert models.describe(config).size > 0
         EngineOptions(**options)
 
@@ -289,9 +295,9 @@ def test_a_soak(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     def small(model: str, **options: Any) -> LLM:
         return LLM(model, **options, device="cpu", max_num_seqs=16, kv_cache_memory_bytes=42 * 16 * 2 * 16 * 4)
 
-    monkeypatch.setattr(memory, "LLM", small)
-    monkeypatch.setattr(memory, "_BURST", 4000)
-    monkeypatch.setattr(memory, "SHAPES", {"llama8b": TINY})
+    monkeypatch.setattr(gpu_memory, "LLM", small)
+    monkeypatch.setattr(gpu_memory, "_BURST", 4000)
+    monkeypatch.setattr(gpu_memory, "SHAPES", {"llama8b": TINY})
     result, said = bench(capsys, "--tables", "soak", "--soak", 0.5)
     found = result["soak"]
     assert found["bursts"] >= 1 and found["requests"] >= found["bursts"] and found["output_tokens"] >= found["requests"]
@@ -317,7 +323,7 @@ class _Soaked:
     (_Soaked(held=3), "3 pages are held")])
 def test_a_soak_fails(llm: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        memory.soak(llm, 5)
+        gpu_memory.soak(llm, 5)
 
 
 # -- starts and servers
@@ -326,7 +332,7 @@ def test_a_soak_fails(llm: Any, message: str) -> None:
 def test_starts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Real processes, on a CPU, where there is nothing to compile."""
     monkeypatch.setattr(fixed, "FIRST_TOKEN_TARGET", {"filled": 10.0})
-    monkeypatch.setattr(starts, "FIRST_TOKEN_TARGET", {"filled": 10.0})
+    monkeypatch.setattr(gpu_starts, "FIRST_TOKEN_TARGET", {"filled": 10.0})
     result, said = bench(capsys, "--tables", "start")
     [found] = result["start"]
     assert found["shape"] == "tiny" and found["at_ready"] == found["after"] == [0, 0]
@@ -337,12 +343,12 @@ def test_starts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 
 def test_a_start_that_fails(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)the engine's process failed: .*config\.json"):
-        starts.start(tmp_path, tmp_path, 64)
+        gpu_starts.start(tmp_path, tmp_path, 64)
 
 
 def test_over_http(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A real server and a real client, each a process."""
-    monkeypatch.setattr(over_http, "LOAD", (8, 6))
+    monkeypatch.setattr(gpu_http, "LOAD", (8, 6))
     monkeypatch.setitem(fixed.HTTP_PEER, "tiny", {2: fixed.Answers(1.0, 2.0, 3.0, 4.0)})
     monkeypatch.setitem(fixed.HTTP_TARGET, "tiny", {2: fixed.Answers(5.0)})
     result, said = bench(capsys, "--tables", "http", "--concurrency", 2)
@@ -363,17 +369,17 @@ print(json.dumps({"out_tok_s": 10.0, "ttft_p50": 1.5, "itl_p50": 2.5, "itl_p99":
 
 
 def test_another_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(over_http, "LOAD", (8, 6))
+    monkeypatch.setattr(gpu_http, "LOAD", (8, 6))
     client = tmp_path / "client.py"
     client.write_text(CLIENT)
-    assert over_http._load(client, "http://x", tmp_path, 512, 1) == fixed.Answers(10.0, 1.5, 2.5, 1)
+    assert gpu_http._load(client, "http://x", tmp_path, 512, 1) == fixed.Answers(10.0, 1.5, 2.5, 1)
     client.write_text("raise SystemExit(3)")
     with pytest.raises(ConfigError, match="the client failed with status 3"):
-        over_http._load(client, "http://x", tmp_path, 512, 1)
+        gpu_http._load(client, "http://x", tmp_path, 512, 1)
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="ended before it was ready, with status 1"), over_http.server(tmp_path, []):
+    with pytest.raises(ConfigError, match="ended before it was ready, with status 1"), gpu_http.server(tmp_path, []):
         pass
 
 
@@ -454,7 +460,7 @@ def test_curves_from_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
               for context in (512, 8192) for batch in (1, 8, 256)]
     (tmp_path / "r.json").write_text(json.dumps({"shapes": {"llama8b": {"curve": points}, "qwen06b": {}}}))
     monkeypatch.setattr("sys.argv", ["curves", str(tmp_path / "r.json"), str(tmp_path / "out")])
-    curves.main()
+    gpu_curves.main()
     [file] = (tmp_path / "out").iterdir()
     drawn = ElementTree.fromstring(file.read_text())
     first, *_ = (element for element in drawn.iter() if element.tag.endswith("polyline"))
@@ -463,9 +469,9 @@ def test_curves_from_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [y for _, y in places] == sorted((y for _, y in places), reverse=True), "more milliseconds are further up"
     (tmp_path / "r.json").write_text(json.dumps({"shapes": {"llama8b": {}}}))
     with pytest.raises(SystemExit, match="no curve"):
-        curves.main()
+        gpu_curves.main()
 
 
 def test_the_clock_of_a_soak_is_the_wall_s() -> None:
     began = time.monotonic()
-    assert memory.soak(_Soaked(), 0.05)["seconds"] <= time.monotonic() - began  # type: ignore[arg-type]
+    assert gpu_memory.soak(_Soaked(), 0.05)["seconds"] <= time.monotonic() - began  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from penstock.cli.bench.fixed import SHAPES, write
+from fixed import SHAPES, write
 from penstock.core.errors import ConfigError
 from penstock.core.sampling import SamplingParams
 from penstock.engine.llm import LLM

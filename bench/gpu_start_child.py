@@ -1,6 +1,6 @@
-"""The process that cli/bench/starts.py times: an engine, a first token, then whatever might still want to be compiled.
+"""The process that bench/gpu_starts.py times: an engine, a first token, then whatever might still want to be compiled.
 
-usage: python -m penstock.cli.bench.start_child MODEL MAX_MODEL_LEN, which prints a line of JSON; times are time.time()
+usage: python bench/gpu_start_child.py MODEL MAX_MODEL_LEN, which prints a line of JSON; times are time.time()
 """
 
 from __future__ import annotations
