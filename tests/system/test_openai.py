@@ -102,6 +102,30 @@ def test_echo_and_logprobs(client: openai.OpenAI, text: str) -> None:
     assert [at for part in streamed for at in part.logprobs.text_offset] == found.text_offset
 
 
+def test_echo_shows_the_tokens_that_were_computed(server: Served, text: str) -> None:
+    """Special tokens among ids, prompts that are truncated, and ids that end inside a character; streamed and not."""
+    ids = server.post("/tokenize", prompt=PROMPT + " 🅰").json()["tokens"]
+    for prompt, more, begin in ((ids, {"skip_special_tokens": False}, "<s>"), (ids, {}, PROMPT), (ids[:-2], {}, PROMPT),
+                                (PROMPT, {"truncate_prompt_tokens": 3}, ""), ("<s>" + PROMPT, {}, "<s>Once")):
+        body = {**GREEDY, "prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 4, **more}
+        choice = server.complete(**body)["choices"][0]
+        plain = server.complete(**{**body, "echo": False})["choices"][0]
+        assert choice["text"].startswith(begin) and choice["text"].endswith(plain["text"])
+        shown = choice["text"][:len(choice["text"]) - len(plain["text"])]
+        assert "\ufffd" not in shown
+        if "truncate_prompt_tokens" in more:
+            assert shown and shown != PROMPT and PROMPT.endswith(shown.strip())
+        elif isinstance(prompt, str):
+            assert shown == prompt
+        offsets = choice["logprobs"]["text_offset"]
+        assert offsets == sorted(offsets) and offsets[-1] < len(choice["text"])
+        assert offsets[-4:] == [len(shown) + offset for offset in plain["logprobs"]["text_offset"]]
+        events = [json.loads(line[6:])["choices"][0] for line in server.post("/v1/completions", **body, stream=True)
+                  .text.split("\n\n") if line.startswith("data: {")]
+        assert "".join(event["text"] for event in events) == choice["text"]
+        assert [at for event in events for at in event["logprobs"]["text_offset"]] == offsets
+
+
 def test_score_a_prompt(client: openai.OpenAI) -> None:
     whole = client.completions.create(**GREEDY, echo=True, logprobs=0)
     answer = client.completions.create(**{**GREEDY, "max_tokens": 0}, echo=True, logprobs=0)

@@ -29,6 +29,10 @@ class Detokenizer(Protocol):
         """Text that these tokens make certain, after everything returned before. Ids outside the vocabulary have no text."""
         ...
 
+    def held(self) -> str:
+        """Complete characters that are held back all the same, because later tokens may still change them."""
+        ...
+
     def flush(self) -> str:
         """The rest: what was held back will not be completed. The detokenizer is then as new."""
         ...
@@ -67,6 +71,9 @@ class ByteLevel:
         pieces = self._pieces
         return self._decode(b"".join([pieces[token] for token in ids]))
 
+    def held(self) -> str:
+        return ""
+
     def flush(self) -> str:
         return self._decode(b"", True)
 
@@ -75,6 +82,10 @@ class ByteRun(Protocol):
     """What becomes of neighbouring byte tokens. Both rules agree on runs that are valid UTF-8."""
 
     def add(self, byte: int) -> str: ...
+
+    def held(self) -> str:
+        """The run's complete characters that were not returned yet."""
+        ...
 
     def end(self) -> str:
         """The run is over: a token with text follows, or nothing."""
@@ -116,6 +127,10 @@ class WholeRun:
         del held[:complete]
         return text
 
+    def held(self) -> str:
+        # What is held is not broken, so all that can be missing is the end of the last character.
+        return self._held.decode("utf-8", "ignore")
+
     def end(self) -> str:
         self._broken = False
         held = self._held
@@ -140,6 +155,9 @@ class EachCharacter:
     def add(self, byte: int) -> str:
         self._held.append(byte)
         return self._take(False)
+
+    def held(self) -> str:
+        return ""
 
     def end(self) -> str:
         return self._take(True) if self._held else ""
@@ -200,6 +218,10 @@ class ByteFallback:
                 continue
             text += self._cut(part) if self._left else part
         return text
+
+    def held(self) -> str:
+        text = self._run.held()
+        return text[min(len(text) - len(text.lstrip(" ")), self._left):]
 
     def flush(self) -> str:
         text = self._cut(self._run.end())

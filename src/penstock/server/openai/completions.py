@@ -12,11 +12,13 @@ from starlette.responses import Response
 
 from penstock.core.errors import RequestError
 from penstock.core.request import Request as EngineRequest
+from penstock.core.request import TokenLogprobs
 from penstock.engine.outputs import Delta
 from penstock.server.body import BodyReader
 from penstock.server.openai.answers import Choices, Usage, fingerprint, tier
-from penstock.server.openai.logprobs import CompletionLogprobs, Namer, prompt_entries
-from penstock.server.openai.prepare import prepare, text_of
+from penstock.server.openai.echo import Echo, Offsets, echo
+from penstock.server.openai.logprobs import Namer, completion_logprobs, prompt_entries
+from penstock.server.openai.prepare import prepare
 from penstock.server.openai.protocol import CompletionRequest
 from penstock.server.openai.respond import event, respond
 from penstock.server.openai.sampling import check_stream, sampling_params
@@ -54,7 +56,7 @@ class Completion(msgspec.Struct):
 class CompletionAnswer:
     """One HTTP request's answer, over all its prompts, as it grows."""
 
-    def __init__(self, answer_id: str, model: str, requests: list[EngineRequest], texts: list[str], body: CompletionRequest,
+    def __init__(self, answer_id: str, model: str, requests: list[EngineRequest], echoes: list[Echo], body: CompletionRequest,
                  namer: Namer, tokenizer: Tokenizer | None, system_fingerprint: str | None = None) -> None:
         self.id = answer_id
         self.model = model
@@ -62,19 +64,19 @@ class CompletionAnswer:
         self.service_tier = tier(body)
         self.created = int(time.time())
         self.requests = requests
-        self.texts = texts
-        """The prompts as text, for echo."""
+        self.echoes = echoes
+        """How each prompt is shown, if it is."""
         self.choices = Choices(requests, body)
         self.namer = namer
-        self.echo = bool(body.echo)
+        self.echo = bool(echoes)
         self.score_only = body.max_tokens == 0
         """Only the prompt is wanted; the one token that the engine makes all the same is not shown."""
         self.textless = tokenizer is None
         """There is no tokenizer: an event without text says that a token has come."""
         self.want_logprobs = body.logprobs is not None
         self.want_prompt_logprobs = body.prompt_logprobs is not None
-        shown = requests[0].params.skip_special_tokens
-        self._lines = [CompletionLogprobs(namer, tokenizer, shown) for _ in self.choices.growths]
+        self._tokenizer = tokenizer
+        self._offsets: dict[int, Offsets] = {}
         self._scores: dict[str, list[Any]] = {}
 
     def events(self, deltas: list[Delta]) -> bytes:
@@ -94,12 +96,7 @@ class CompletionAnswer:
             growth.started = not opening
             return b""
         text, ids, lines = ("", [], []) if self.score_only else (delta.text, delta.token_ids, delta.logprobs or [])
-        choice = Choice(index, text)
-        if opening and self.echo:
-            choice.text = self.texts[index // choices.n] + text
-        if self.want_logprobs:
-            shown, scored = self._with_prompt(request, ids, lines) if opening and self.echo else (ids, lines)
-            choice.logprobs = self._lines[index].render(shown, scored)
+        choice = self._choice(index, text, ids, lines, opening and self.echo)
         if choices.want_ids:
             choice.token_ids = ids
             if opening:
@@ -108,9 +105,29 @@ class CompletionAnswer:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         return event(self._completion([choice], choices.chunk_usage()))
 
-    def _with_prompt(self, request: EngineRequest, ids: list[int], lines: list[Any]) -> tuple[list[int], list[Any]]:
-        """The prompt's tokens and scores before those of the answer; its first token has no score."""
-        return [*request.prompt_ids, *ids], [None, *self._scores.get(request.id, []), *lines]
+    def _choice(self, index: int, text: str, ids: list[int], lines: list[TokenLogprobs], echo: bool) -> Choice:
+        """A choice with its next text and tokens, `echo`: and those of the prompt before them."""
+        request, choice = self.requests[index // self.choices.n], Choice(index, text)
+        prompt = self.echoes[index // self.choices.n] if echo else None
+        if prompt is not None:
+            choice.text = prompt.text + text
+        if self.want_logprobs:
+            offsets, scored = self._offsets_of(index).of(ids), list[TokenLogprobs | None](lines)
+            if prompt is not None:
+                ids, offsets = [*request.prompt_ids, *ids], [*prompt.offsets, *offsets]
+                # The first token of a prompt has no score.
+                scored = [None, *self._scores.get(request.id, []), *scored]
+            choice.logprobs = completion_logprobs(ids, offsets, scored, self.namer)
+        return choice
+
+    def _offsets_of(self, index: int) -> Offsets:
+        """Where the tokens of a choice's answer begin in its text."""
+        if index not in self._offsets:
+            place, tokenizer = index // self.choices.n, self._tokenizer
+            request = self.requests[place]
+            detokenizer = tokenizer.detokenizer(request.params.skip_special_tokens, request.prompt_ids) if tokenizer else None
+            self._offsets[index] = Offsets(detokenizer, len(self.echoes[place].text) if self.echo else 0)
+        return self._offsets[index]
 
     def last_events(self) -> bytes:
         if not self.choices.usage_at_end:
@@ -134,11 +151,8 @@ class CompletionAnswer:
         choices, growth = self.choices, self.choices.growths[index]
         request = self.requests[index // choices.n]
         text, ids, lines = ("", [], []) if self.score_only else ("".join(growth.text), growth.token_ids, growth.logprobs)
-        choice = Choice(index, self.texts[index // choices.n] + text if self.echo else text, None, growth.finish_reason,
-                        growth.stop_reason)
-        if self.want_logprobs:
-            shown, scored = self._with_prompt(request, ids, lines) if self.echo else (ids, lines)
-            choice.logprobs = self._lines[index].render(shown, scored)
+        choice = self._choice(index, text, ids, lines, self.echo)
+        choice.finish_reason, choice.stop_reason = growth.finish_reason, growth.stop_reason
         if choices.want_ids:
             choice.token_ids, choice.prompt_token_ids = ids, request.prompt_ids
         if self.want_prompt_logprobs:
@@ -169,12 +183,24 @@ class Completions:
                                  body.logprobs)
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
             params = params.replace(prompt_logprobs=body.logprobs)
-        requests = await prepare(state, http, prompts, params, body, add_special_tokens=body.add_special_tokens is not False)
-        texts = [text_of(state, prompt) for prompt in prompts] if body.echo else []
-        answer = CompletionAnswer(f"cmpl-{body.request_id or http.scope['request_id']}", model, requests, texts, body,
+        special = body.add_special_tokens is not False
+        requests = await prepare(state, http, prompts, params, body, add_special_tokens=special)
+        echoes = await self._echoes(prompts, requests, special, body) if body.echo else []
+        answer = CompletionAnswer(f"cmpl-{body.request_id or http.scope['request_id']}", model, requests, echoes, body,
                                   Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)), state.llm.tokenizer,
                                   fingerprint(state.llm.info))
         return await respond(http, state.llm.open(requests), answer, bool(body.stream))
+
+    async def _echoes(self, prompts: list[str | list[int]], requests: list[EngineRequest], special: bool,
+                      body: CompletionRequest) -> list[Echo]:
+        llm, truncated = self.state.llm, body.truncate_prompt_tokens is not None
+
+        def work() -> list[Echo]:
+            return [echo(llm.tokenizer, prompt, request, special, truncated, final=body.max_tokens == 0)
+                    for prompt, request in zip(prompts, requests, strict=True)]
+
+        found: list[Echo] = await llm.off_loop(8 * sum(len(request.prompt_ids) for request in requests), work)
+        return found
 
 
 def check(body: CompletionRequest) -> None:

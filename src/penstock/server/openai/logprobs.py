@@ -48,31 +48,19 @@ def chat_content(lines: list[TokenLogprobs], namer: Namer) -> list[dict[str, Any
              "top_logprobs": [entry(*pair) for pair in zip(line.ids[1:], line.logprobs[1:], strict=True)]} for line in lines]
 
 
-class CompletionLogprobs:
-    """`choices[].logprobs` of a completion. Text offsets count characters from the start of the choice's text to where what
-    the token adds to it begins: a special token that is not shown adds nothing, nor does a part of a character."""
+def completion_logprobs(ids: list[int], offsets: list[int], lines: Sequence[TokenLogprobs | None],
+                        namer: Namer) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion. `lines` has None for a token without a score, as the first one of a prompt is."""
 
-    def __init__(self, namer: Namer, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> None:
-        self._namer = namer
-        self._push = tokenizer.detokenizer(skip_special_tokens).push if tokenizer else lambda ids: ""
-        self._offset = 0
-
-    def render(self, ids: list[int], lines: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """The next tokens; None for a token without a score, which the first one of a prompt is."""
-        tokens = [self._namer.exact_name(token) for token in ids]
-        offsets = []
-        for token in ids:
-            offsets.append(self._offset)
-            self._offset += len(self._push((token,)))
-        return {"text_offset": offsets, "tokens": tokens,
-                "token_logprobs": [None if line is None else max(line.logprobs[0], LEAST) for line in lines],
-                "top_logprobs": [None if line is None else self._top(line) for line in lines]}
-
-    def _top(self, line: TokenLogprobs) -> dict[str, float]:
+    def top(line: TokenLogprobs) -> dict[str, float]:
         found: dict[str, float] = {}
         for token, value in zip(line.ids, line.logprobs, strict=True):
-            found.setdefault(self._namer.exact_name(token), max(value, LEAST))
+            found.setdefault(namer.exact_name(token), max(value, LEAST))
         return found
+
+    return {"text_offset": offsets, "tokens": [namer.exact_name(token) for token in ids],
+            "token_logprobs": [None if line is None else max(line.logprobs[0], LEAST) for line in lines],
+            "top_logprobs": [None if line is None else top(line) for line in lines]}
 
 
 def prompt_entries(lines: list[TokenLogprobs], namer: Namer) -> list[dict[str, Any] | None]:

@@ -32,15 +32,6 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
     return requests
 
 
-def text_of(state: State, prompt: str | list[int]) -> str:
-    """A prompt as text, for echo; empty if it is ids and there is no tokenizer."""
-    if isinstance(prompt, str):
-        return prompt
-    if state.llm.tokenizer is None:
-        return ""
-    return state.llm.tokenizer.decode(prompt)
-
-
 def _effort(prompt: str | list[int] | Marked) -> int:
     """Cost of preparing a prompt, in characters to tokenize. An id costs far less than a character, a request about as much as
     a hundred, and up to each mark the text is tokenized once more."""
