@@ -87,6 +87,11 @@ class Served:
             assert time.monotonic() < until, f"something runs on: {found}"
             time.sleep(0.05)
 
+    def reconnect(self) -> None:
+        """A new connection for `http`."""
+        self.http.close()
+        self.http = httpx.Client(base_url=self.url, timeout=60.0)
+
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
 

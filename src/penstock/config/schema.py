@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODEL, MEMORY, CACHE, SCHEDULING = "Model", "Memory", "Cache", "Scheduling"
-EXECUTION, SERVER, OBSERVABILITY = "Execution", "Server", "Observability"
+EXECUTION, SERVER, LIMITS, OBSERVABILITY = "Execution", "Server", "Limits", "Observability"
 """Headings of `--help`."""
 
 
@@ -110,7 +110,18 @@ class ServerOptions:
                                                  "created if missing; without it they are new at each start", group=SERVER)
     shutdown_timeout: float = option(30.0, "seconds for running requests to finish after SIGTERM", group=SERVER, least=0)
     allowed_origins: list[str] = option([], "origin that browsers may call from (CORS)", group=SERVER)
-    max_body_bytes: int = option(16 << 20, "the largest request body", group=SERVER, least=1)
+    max_body_bytes: int = option(16 << 20, "the largest request body", group=LIMITS, least=1)
+    max_connections: int | None = option(None, "most connections at once; beyond it the oldest idle one is closed; by default "
+                                               "4096, or what ulimit -n allows", group=LIMITS, least=1)
+    max_connections_per_address: int | None = option(None, "most of them from one address; by default three quarters",
+                                                     group=LIMITS, least=1)
+    max_header_bytes: int = option(32 << 10, "most bytes of a request's headers", group=LIMITS, least=256)
+    max_header_count: int = option(100, "most headers of a request", group=LIMITS, least=1)
+    header_timeout: float = option(10.0, "seconds for a request's headers to arrive", group=LIMITS, least=1e-3)
+    body_timeout: float = option(60.0, "seconds for its body to arrive after that", group=LIMITS, least=1e-3)
+    idle_timeout: float = option(30.0, "seconds until a connection without a request is closed", group=LIMITS, least=1e-3)
+    write_timeout: float = option(60.0, "seconds until a connection is closed whose client does not read its answer",
+                                  group=LIMITS, least=1e-3)
     unknown_fields: str = option("refuse", "what to do with fields of a request that the server does not know; warn: ignore "
                                            "them, with a warning in the log and their names in the header "
                                            "x-penstock-ignored", ("refuse", "warn"), group=SERVER)

@@ -25,7 +25,7 @@ class Admin:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.page = MetricsPage(state.llm, state.name)
+        self.page = MetricsPage(state.llm, state.name, lambda: state.connections)
 
     def routes(self) -> Sequence[Route]:
         """The routes, which belong to no dialect."""

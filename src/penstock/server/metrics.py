@@ -5,7 +5,8 @@ The registry belongs to one app. Everything is collected when scraped; nothing i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -14,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from penstock.engine.async_llm import AsyncLLM
 from penstock.observe.figures import Histogram
+from penstock.server.connections import Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -34,13 +36,20 @@ TIER_COUNTERS = (
 )
 """Fields of `core/request.py::TierStats`, published as penstock:cache_FIELD by tier."""
 
+CONNECTIONS = {"accepted": "Connections taken in.",
+               "evicted": "Idle connections closed because there were too many.",
+               "refused": "Connections refused because there were too many.",
+               "timed_out": "Connections closed because a request, or the reading of its answer, took too long."}
+"""Fields of `server/connections.py::Counts`, published as penstock:connections_FIELD."""
+
 
 class EngineCollector(Collector):
     """Renders an AsyncLLM's figures. Yields nothing until the engine is ready."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+    def __init__(self, llm: AsyncLLM, model_name: str, connections: Callable[[], Counts]) -> None:
         self.llm = llm
         self.values = (model_name, "0")
+        self.connections = connections
 
     def collect(self) -> Iterator[Metric]:
         if self.llm.info is None:
@@ -49,6 +58,7 @@ class EngineCollector(Collector):
         yield from self._counters()
         yield from self._tiers()
         yield from self._histograms()
+        yield from self._connections()
         yield self._cache_config()
 
     def _gauges(self) -> Iterator[Metric]:
@@ -93,6 +103,10 @@ class EngineCollector(Collector):
         for reason, count in figures.finished.items():
             success.add_metric((*self.values, reason), count)
         yield success
+
+    def _connections(self) -> Iterator[Metric]:
+        for name, count in asdict(self.connections()).items():
+            yield self._one(CounterMetricFamily(f"penstock:connections_{name}", CONNECTIONS[name], labels=LABELS), count)
 
     def _tiers(self) -> Iterator[Metric]:
         stats, labels = self.llm.stats, (*LABELS, "tier")
@@ -163,9 +177,9 @@ class EngineCollector(Collector):
 class MetricsPage:
     """One app's registry and its rendering."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+    def __init__(self, llm: AsyncLLM, model_name: str, connections: Callable[[], Counts]) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(EngineCollector(llm, model_name))
+        self.registry.register(EngineCollector(llm, model_name, connections))
         ProcessCollector(registry=self.registry)
 
     def render(self) -> bytes:

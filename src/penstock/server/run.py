@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -14,19 +15,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
-import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.config.schema import EngineOptions, ServerOptions
-from penstock.core.errors import ConfigError, RequestError
+from penstock.core.errors import ConfigError
 from penstock.core.request import EngineInfo
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.process import ENGINE
 from penstock.observe.log import LOG
 from penstock.server.app import Application
-from penstock.server.dialect import ErrorShape
+from penstock.server.connections import Connection, Connections, quiet, raise_descriptor_limit
 from penstock.server.errors import UnavailableError
 
 OnLoading = Callable[[int, int], None]
@@ -40,19 +40,6 @@ FAREWELL_SECONDS = 0.5
 
 ENGINE_SECONDS = 5.0
 """How long the engine is given to finish the steps in flight at the end."""
-
-
-class JsonProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP, with our error shape also for bytes that are no HTTP at all."""
-
-    shape: ErrorShape
-
-    def send_400_response(self, msg: str) -> None:
-        error = RequestError(f"this is not a valid HTTP/1.1 request: {msg}", code="invalid_http")
-        body = msgspec.json.encode(type(self).shape(error))
-        self.transport.write(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-                             b"connection: close\r\n\r\n%b" % (len(body), body))
-        self.transport.close()
 
 
 class Listener(uvicorn.Server):
@@ -73,6 +60,8 @@ class ServerRun:
         self.llm = AsyncLLM(engine_options, engine=engine, stall_timeout=options.stall_timeout, on_loading=on_loading,
                             on_death=self._on_death)
         self.application = Application(self.llm, options)
+        self.connections = Connections(options, self.application.shapes.default, raise_descriptor_limit())
+        self.application.state.connections = self.connections.counts
         self._stop = asyncio.Event()
         self._signals = 0
 
@@ -83,9 +72,11 @@ class ServerRun:
             loop.add_signal_handler(number, self._on_signal)
         bound = bind(self.options.host, self.options.port)
         # Listening before loading: a probe is told "loading" instead of being refused.
-        JsonProtocol.shape = staticmethod(self.application.shapes.default)
-        listener = Listener(uvicorn.Config(self.application.asgi, http=JsonProtocol, ws="none", lifespan="off",
-                                           access_log=False, log_config=None, server_header=False, timeout_keep_alive=30))
+        protocol: Any = functools.partial(Connection, self.connections)
+        idle: Any = self.options.idle_timeout
+        listener = Listener(uvicorn.Config(
+            quiet(self.application.asgi), http=protocol, ws="none", lifespan="off", access_log=False, log_config=None,
+            server_header=False, timeout_keep_alive=idle))
         serving = asyncio.create_task(listener.serve([bound]))
         try:
             return await self._serve(f"http://{_shown(self.options.host)}:{bound.getsockname()[1]}")

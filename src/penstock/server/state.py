@@ -7,6 +7,7 @@ import time
 from penstock.config.schema import ServerOptions
 from penstock.core.errors import RequestError
 from penstock.engine.async_llm import AsyncLLM
+from penstock.server.connections import Counts
 from penstock.server.errors import UnavailableError
 from penstock.server.tenants import Tenants
 
@@ -21,6 +22,8 @@ class State:
         self.created = int(time.time())
         self.tenants = Tenants(options, llm.options.cache_disk, llm.options.cache_disk_adopt)
         self.draining = False
+        self.connections = Counts()
+        """What happened to connections; all 0 where the application runs without a server."""
 
     @property
     def name(self) -> str:
