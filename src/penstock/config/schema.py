@@ -123,8 +123,8 @@ class ServerOptions:
     write_timeout: float = option(60.0, "seconds until a connection is closed whose client does not read its answer",
                                   group=LIMITS, least=1e-3)
     unknown_fields: str = option("refuse", "what to do with fields of a request that the server does not know; warn: ignore "
-                                           "them, with a warning in the log and their names in the header "
-                                           "x-penstock-ignored", ("refuse", "warn"), group=SERVER)
+                                           "them, with a warning in the log and their names in a header of the answer",
+                                 ("refuse", "warn"), group=SERVER)
     stall_timeout: float = option(60.0, "seconds without progress after which a busy engine counts as stuck", group=SERVER,
                                   least=1e-3)
     trust_request_chat_template: bool = option(False, "run chat templates that requests bring; a template is a program",
