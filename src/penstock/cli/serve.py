@@ -6,10 +6,13 @@ Options are generated from `config/schema.py`; what is printed while loading is 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from urllib.parse import urlsplit
 
+from penstock import __version__
 from penstock.cli.model import add_model, model_or_canary
 from penstock.config.flags import add_flags, from_args
 from penstock.config.schema import EngineOptions, ServerOptions
@@ -47,17 +50,28 @@ def run_server(engine_options: EngineOptions, options: ServerOptions, engine: st
 
     set_up(options.log_level)
     progress = LoadingLine()
-    print(f"loading {engine_options.model}", flush=True)
+    print(f"Penstock {__version__}, loading {engine_options.model}", flush=True)
 
     def ready(info: EngineInfo, url: str) -> None:
         progress.end()
         print(memory_plan(info), flush=True)
-        print(f"ready at {url}", flush=True)
+        print(addresses(url), flush=True)
 
     try:
         return serve(engine_options, options, engine=engine or ENGINE, on_loading=progress.show, on_ready=ready)
     finally:
         progress.end()
+
+
+def addresses(url: str) -> str:
+    """Where the server is, for people: what to open, and who reaches it if it listens on every address of the machine."""
+    place = urlsplit(url)
+    lines = []
+    if place.hostname in ("0.0.0.0", "::"):
+        port, url = place.port, f"http://127.0.0.1:{place.port}"
+        lines.append(f"  listening on every address of this machine: http://{socket.gethostname()}:{port} from elsewhere")
+    lines += [f"  API {url}/v1, its description {url}/docs, metrics {url}/metrics", f"ready at {url}"]
+    return "\n".join(lines)
 
 
 def with_key(options: ServerOptions) -> ServerOptions:

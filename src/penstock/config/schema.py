@@ -130,3 +130,4 @@ class ServerOptions:
     trust_request_chat_template: bool = option(False, "run chat templates that requests bring; a template is a program",
                                                group=SERVER)
     log_level: str = option("info", "of the server's own log", ("debug", "info", "warning", "error"), group=OBSERVABILITY)
+    log_requests: bool = option(True, "log one line for each request that has ended", group=OBSERVABILITY)

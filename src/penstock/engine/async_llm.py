@@ -59,6 +59,11 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
         self.open: set[str] = set()
         """Ids of requests that have not ended."""
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.ends: dict[str, None] = {}
+        """Totals over the stream's requests, and the finish reasons in order of appearance; for the log."""
 
     def __aiter__(self) -> Stream:
         return self
@@ -227,6 +232,7 @@ class AsyncLLM:
             for request in requests:
                 self._tracks[request.id] = Track(request, stream, now)
                 stream.open.add(request.id)
+                stream.prompt_tokens += len(request.prompt_ids)
                 self.outputs.register(request)
                 self._process.add(request)
                 self._count_start(request)
@@ -316,11 +322,15 @@ class AsyncLLM:
         if track is None:
             return
         if delta.token_ids:
+            if not track.tokens:
+                track.stream.cached_tokens += delta.cached_tokens
+            track.stream.output_tokens += len(delta.token_ids)
             self._count_tokens(track, delta.index, len(delta.token_ids), now)
         if delta.finish_reason == "error":
             track.stream.close(RequestError(f"the request failed: {delta.error}", code="generation_failed", status=500))
             return
         if delta.finish_reason is not None:
+            track.stream.ends[delta.finish_reason] = None
             track.open -= 1
             self._count_end(track, delta, now)
         track.stream.put(delta)

@@ -15,6 +15,7 @@ from penstock.config.schema import ServerOptions
 from penstock.core.errors import EngineDeadError, RequestError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.observe.log import LOG
+from penstock.server.access import AccessLog
 from penstock.server.admin import Admin
 from penstock.server.dialect import Dialect, ErrorShapes
 from penstock.server.errors import on_client_gone, on_http_exception, on_request_error
@@ -49,7 +50,8 @@ class Application:
         inner: ASGIApp = self.app
         if options.allowed_origins:
             inner = CORSMiddleware(inner, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-        self.asgi: ASGIApp = Gate(inner, options.api_key, options.admin_api_key, self.shapes, _report)
+        gate = Gate(inner, options.api_key, options.admin_api_key, self.shapes, _report)
+        self.asgi: ASGIApp = AccessLog(gate) if options.log_requests else gate
 
 
 def _report(error: BaseException) -> None:

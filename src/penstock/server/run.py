@@ -63,6 +63,7 @@ class ServerRun:
         self.connections = Connections(options, self.application.shapes.default, raise_descriptor_limit())
         self.application.state.connections = self.connections.counts
         self._stop = asyncio.Event()
+        self._began = time.monotonic()
         self._signals = 0
 
     async def run(self) -> int:
@@ -94,6 +95,7 @@ class ServerRun:
         if not starting.done():
             starting.cancel()
             await asyncio.wait((starting,))
+            LOG.info("stopped before the model was loaded")
             return 0
         starting.result()
         assert self.llm.info is not None
@@ -116,6 +118,9 @@ class ServerRun:
             LOG.warning("stopping: %d requests did not finish in time and are aborted", self.llm.live)
             self.llm.fail_open(UnavailableError("the server is shutting down", "shutting_down"))
             await asyncio.sleep(0.1)
+        served = sum(self.llm.figures.finished.values())
+        LOG.info("stopped after %s: %d answers, %d tokens in, %d out", _span(time.monotonic() - self._began), served,
+                 self.llm.figures.prompt_tokens, self.llm.figures.generation_tokens)
         return 1 if self.llm.dead else 0
 
     async def _say_farewell(self) -> int:
@@ -152,6 +157,14 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port (0 picks a free "
                           "one)") from None
     return bound
+
+
+def _span(seconds: float) -> str:
+    """A duration for people: 42 s, 5 min, 3 h 12 min."""
+    minutes = round(seconds / 60)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _shown(host: str) -> str:

@@ -55,6 +55,7 @@ class Answer(Protocol):
 async def respond(request: Request, stream: Stream, answer: Answer, streaming: bool) -> Response:
     """The answer to `request`, once it is certain what its status is: for events, when there is a first delta."""
     watch = asyncio.create_task(_close_when_gone(request.receive, stream))
+    request.scope["stream"] = stream  # the access log tells its tokens
     try:
         if streaming:
             first = await anext(stream)

@@ -1,0 +1,53 @@
+"""The access log: one line for each request that has ended, at info. Prompts and answers never enter it."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.engine.async_llm import Stream
+from penstock.observe.log import LOG
+from penstock.server.gate import OPEN_ROUTES
+
+_LONGEST_PATH = 200
+
+
+class AccessLog:
+    """Pure ASGI around everything else. Probes (routes that need no key) are logged at debug, or they would drown the rest."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began = time.monotonic()
+        status, complete = 0, False
+
+        async def watched(message: Message) -> None:
+            nonlocal status, complete
+            await send(message)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif not message.get("more_body"):
+                complete = True
+
+        try:
+            await self.app(scope, receive, watched)
+        finally:
+            write = LOG.debug if scope["path"] in OPEN_ROUTES else LOG.info
+            # The raw path is still percent-encoded, so that no request can write lines of its own into the log.
+            path = (scope.get("raw_path") or scope["path"].encode())[:_LONGEST_PATH].decode("ascii", "backslashreplace")
+            write("%s %s %s in %.3f s%s%s [%s]", scope["method"], path, status or "no answer", time.monotonic() - began,
+                  _tokens(scope.get("stream")), "" if complete else ", the client left", scope.get("request_id", "-"))
+
+
+def _tokens(stream: Stream | None) -> str:
+    """What the request asked of the engine and got."""
+    if stream is None:
+        return ""
+    cached = f" ({stream.cached_tokens} cached)" if stream.cached_tokens else ""
+    ends = ", ".join(stream.ends)
+    return f": {stream.prompt_tokens} tokens in{cached}, {stream.output_tokens} out{ends and ', ' + ends}"
