@@ -167,7 +167,7 @@ FLAGS = ("--dtype", "float32", "--threads", "1", "--max-model-len", "256", "--kv
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(need(MODELS / "stories260k"), *FLAGS, "--api-key", "a", "b", "--admin-api-key", "root", "--cache-tenant-share",
+    with served(need(MODELS / "stories260k"), *FLAGS, "--api-key", "a,b", "--admin-api-key", "root", "--cache-tenant-share",
                 "0.5", "--kv-events-config", json.dumps({"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*",
                                                          "replay_endpoint": "tcp://127.0.0.1:*", "topic": "kv@pod@stories"}),
                 ) as started:
@@ -306,7 +306,7 @@ def test_one_key_or_none_is_the_operators_own() -> None:
 
 def test_a_tenants_pages_outlive_the_server(tmp_path: Path) -> None:
     """The salts are the same after a restart, and the answer says from where the pages came."""
-    flags = (*FLAGS, "--api-key", "a", "b", "--cache-disk", str(tmp_path / "pages"), "--cache-load", "always",
+    flags = (*FLAGS, "--api-key", "a,b", "--cache-disk", str(tmp_path / "pages"), "--cache-load", "always",
              "--cache-host-bytes", "16M")
     with served(need(MODELS / "stories260k"), *flags) as first:
         before = send(first, tokens(1), logprobs=1)

@@ -6,8 +6,10 @@ for little more than one of them, so that pages leave it and come back all the t
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from typing import Any
 import pytest
 
 from penstock import canary
+from penstock.checkpoint import Fingerprint, sample
 from penstock.cli.main import main
 from penstock.config.schema import EngineOptions
 from penstock.core.layout import lay_out
@@ -173,17 +176,100 @@ def test_predicted_costs_decide() -> None:
     engine.close()
 
 
-def test_other_weights_are_another_version(tmp_path: Path) -> None:
-    for _ in range(2):
-        engine = start("stories260k", cache_disk=str(tmp_path), host_slabs=40, cache_load="always")
-        run(engine, [list(range(3, 120))])
-        engine.close()
-    for changed in ({"dtype": "bfloat16"}, {"block_size": 8}, {"load_format": "dummy"}):
-        engine = start("stories260k", cache_disk=str(tmp_path), host_slabs=40, cache_load="always", **changed)
-        run(engine, [list(range(3, 120))])
-        assert figures(engine)["disk"].hit_tokens == 0
-        engine.close()
-    assert len([path for path in tmp_path.iterdir() if path.name != "incoming"]) == 4
+def found_on_disk(root: Path, **options: Any) -> int:
+    """Positions of a fixed prompt that a new engine finds on disk; it leaves what it computes there."""
+    engine = start(options.pop("model", "stories260k"), cache_disk=str(root), host_slabs=40, cache_load="always", **options)
+    run(engine, [list(range(3, 99))])
+    found: int = figures(engine)["disk"].hit_tokens
+    engine.close()
+    return found
+
+
+def test_other_options_find_other_pages(tmp_path: Path) -> None:
+    """Each option that may change an entry; and those that change none find what is there."""
+    assert found_on_disk(tmp_path) == 0
+    assert found_on_disk(tmp_path) == 80
+    for changed in ({"dtype": "bfloat16"}, {"block_size": 8}, {"load_format": "dummy"}, {"load_format": "dummy", "seed": 1},
+                    {"kernels": {"*": "reference"}}, {"kernels": {"rms_norm": "reference"}}):
+        assert found_on_disk(tmp_path, **changed) == 0, changed
+    for same in ({"max_model_len": LENGTH - 16}, {"max_num_seqs": 3}, {"max_num_batched_tokens": 32}, {"cache_policy": "lru"},
+                 {"threads": 1}, {"seed": 5}, {"depth": 1}, {"cache_write": "evict"}):
+        assert found_on_disk(tmp_path, **same) == 80, same
+    assert len(list((tmp_path / "penstock-cache" / "pages").iterdir())) >= 4
+
+
+def test_any_byte_of_the_weights_is_another_model(tmp_path: Path) -> None:
+    """A fine-tune that differs in one value of one row shares nothing: the samples of both are equal, their keys are not."""
+    rng, model = random.Random(2), tmp_path / "model"
+    shutil.copytree(folder("stories260k"), model)
+    path = model / "model.safetensors"
+    whole = path.read_bytes()
+    data_starts = 8 + int.from_bytes(whole[:8], "little")
+    samples = {sample(model, "auto", 0)}
+    assert found_on_disk(tmp_path / "pages", model=str(model)) == 0
+    assert found_on_disk(tmp_path / "pages", model=str(model)) == 80
+    for _ in range(3):
+        changed = bytearray(whole)
+        changed[rng.randrange(data_starts, len(whole))] ^= 1
+        path.write_bytes(changed)
+        samples.add(sample(model, "auto", 0))
+        assert found_on_disk(tmp_path / "pages", model=str(model)) == 0
+    assert len(samples) == 1, "the case that a sample misses"
+    path.write_bytes(whole)
+    assert found_on_disk(tmp_path / "pages", model=str(model)) == 80
+
+
+@pytest.mark.parametrize("scaling", [
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 200, "short_factor": [1.0] * 4,
+     "long_factor": [1.5] * 4}], ids=["dynamic", "longrope"])
+def test_the_same_model_at_another_length(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    """Where `max_model_len` decides how positions are rotated, engines of another length find nothing, and say the same as
+    without a disk."""
+    model = tmp_path / "model"
+    shutil.copytree(folder("stories260k"), model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"rope_scaling": scaling} | ({"max_position_embeddings": 128} if scaling["rope_type"] == "dynamic" else {})
+    (model / "config.json").write_text(json.dumps(config))
+    said = []
+    for disk in (None, str(tmp_path / "pages")):
+        for length in (160, LENGTH):
+            engine = start(str(model), max_model_len=length, cache_load="always",
+                           **({"cache_disk": disk, "host_slabs": 40} if disk else {}))
+            said.append(run(engine, [list(range(3, 99))]))
+            if disk:
+                assert figures(engine)["disk"].hit_tokens == 0
+            engine.close()
+    assert said[:2] == said[2:]
+    assert found_on_disk(tmp_path / "pages", model=str(model)) == 80
+
+
+def test_a_start_does_not_wait_for_the_hash_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is there nothing is stored; then what was computed meanwhile is, and a later engine finds it."""
+    known = threading.Event()
+    hash_file = Fingerprint._hash
+
+    def late(self: Fingerprint, path: Path) -> str:
+        known.wait()
+        return hash_file(self, path)
+
+    monkeypatch.setattr(Fingerprint, "_hash", late)
+    monkeypatch.setattr(tiers, "_SMALL_SECONDS", 0.0)
+    engine = start("stories260k", cache_disk=str(tmp_path), host_slabs=40, cache_load="always")
+    prompt = list(range(3, 99))
+    said = run(engine, [prompt])
+    assert figures(engine)["host"].bytes_in == 0 and engine.writing and not engine.info.cache_identity
+    known.set()
+    until = time.monotonic() + 10
+    while not engine.info.cache_identity and time.monotonic() < until:
+        engine.turn()
+    flush(engine)
+    assert figures(engine)["disk"].stored_pages == 6 and engine.stats().cache_identity
+    engine.close()
+    monkeypatch.undo()
+    engine = start("stories260k", cache_disk=str(tmp_path), host_slabs=40, cache_load="always")
+    assert run(engine, [prompt]) == said and figures(engine)["disk"].hit_tokens == 80
+    engine.close()
 
 
 def test_two_engines_share_a_disk(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
+from penstock.cache import media
 from penstock.cache.keys import Key, number
 
 SCHEMA_VERSION = 1
@@ -27,7 +29,8 @@ class Sink(Protocol):
     def stored(self, group: int, tier: str, parent: Key | None, keys: Sequence[Key], tokens: Sequence[int], salt: str,
                adapter: str) -> None:
         """Consecutive whole pages with these keys and, concatenated, these tokens can be found in `tier` (device, host, disk,
-        remote). `parent` is the key of the page before the first, None at the start of a context."""
+        remote). `parent` is the key of the page before the first, None at the start of a context. Tokens are as the index
+        knows them: negative where a medium is (`cache/media.py`)."""
         ...
 
     def removed(self, group: int, tier: str, keys: Sequence[Key]) -> None:
@@ -55,7 +58,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[Any] | None] | None = None
-    """One entry a page: on the first page of a context the adapter and the salt, as far as there are any."""
+    """One entry a page: on the first page of a context the adapter and the salt, as far as there are any, and on each page the
+    digests of the media in it, in hexadecimal."""
     group_idx: int | None = None
     """Which cache group, where a model has several: layers that keep different stretches of the context."""
     kv_cache_spec_kind: str | None = None
@@ -106,12 +110,15 @@ class Journal:
     def stored(self, group: int, tier: str, parent: Key | None, keys: Sequence[Key], tokens: Sequence[int], salt: str,
                adapter: str) -> None:
         assert len(tokens) == len(keys) * self.page, (len(tokens), len(keys), self.page)
-        extra = [part for part in (adapter, salt) if part] if parent is None else []
+        extra: list[list[Any]] = [[] for _ in keys]
+        if parent is None:
+            extra[0] += [part for part in (adapter, salt) if part]
+        tokens = self._with_placeholders(tokens, extra)
         before = None if parent is None else self._hashes([parent])[0]
         facts, hybrid = self.groups[group], len(self.groups) > 1
         self._events.append(BlockStored(
             self._hashes(keys), before, list(tokens), self.page, None, MEDIUM[tier], adapter or None,
-            [extra, *[None] * (len(keys) - 1)] if extra else None, group if hybrid else None,
+            [one or None for one in extra] if any(extra) else None, group if hybrid else None,
             facts.kind if hybrid else None, facts.window, *_place(tier), SCHEMA_VERSION))
 
     def removed(self, group: int, tier: str, keys: Sequence[Key]) -> None:
@@ -130,6 +137,18 @@ class Journal:
         """The events since the last call; they are the caller's."""
         events, self._events = self._events, []
         return events
+
+    def _with_placeholders(self, tokens: Sequence[int], extra: list[list[Any]]) -> Sequence[int]:
+        """Tokens as a client would name them; the media among them are added to the `extra` of each page."""
+        if not any(token < 0 for token in tokens):
+            return tokens
+        plain = list(tokens)
+        for i, mine in enumerate(extra):
+            for run in media.runs(np.array(plain[i * self.page:(i + 1) * self.page], np.int32)):
+                first = i * self.page + run.at
+                plain[first:first + run.length] = [run.token] * run.length
+                mine.append(run.digest.hex())
+        return plain
 
     def _hashes(self, keys: Sequence[Key]) -> list[Hash]:
         return [number(key) for key in keys] if self._numbers else list(keys)

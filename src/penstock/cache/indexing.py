@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.cache import keys
 from penstock.cache.eviction import Evictor
 from penstock.cache.lookup import Lookup
-from penstock.cache.mark import Mark, mark_of, packed
+from penstock.cache.mark import Mark, mark_of, packed, words
 from penstock.cache.pool import Pools
 from penstock.cache.prefix import TOKEN, Node
 from penstock.core.request import Span
@@ -38,7 +37,7 @@ class Indexer:
         if self.simple and upto == mark.indexed + page and node is not None and self.index.grows(node, sequence, mark.indexed):
             # What happens most: a page more for a sequence that alone goes on with full attention.
             fresh = sequence.pages[0].ids[mark.indexed // page]
-            self.index.append(node, keys.packed(sequence.tokens[mark.indexed:upto]), fresh)
+            self.index.append(node, words(sequence, mark.indexed, upto), fresh)
             mark.indexed = upto
             self.evictor.settle_quota(node.label.account)
             return

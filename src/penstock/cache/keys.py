@@ -1,17 +1,22 @@
 """When two contexts are the same: a chain of hashes over pages of tokens, rooted in model, adapter and the tenant's salt.
 
-Equal keys mean equal tokens from the first on, computed by the same weights for the same namespace, so a page of equal key
-holds equal bytes. BLAKE2b: collisions cannot be constructed, as a cache shared between users requires. A key depends on
-nothing but what is said here, so that it is the same in every process, on every machine and after every restart
+Equal keys mean equal tokens and media from the first on, computed by the same weights for the same namespace, so a page of
+equal key holds equal bytes. BLAKE2b: collisions cannot be constructed, as a cache shared between users requires. A key
+depends on nothing but what is said here, so that it is the same in every process, on every machine and after every restart
 (docs/cache.md, "Keys"; `SCHEMA` changes if this does).
 """
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+
+import numpy as np
+
+from penstock.cache import media
 
 Key = bytes
 """`SIZE` bytes."""
@@ -45,12 +50,29 @@ def chain(parent: Key, tokens: Sequence[int], page: int) -> list[Key]:
 
 
 def links(parent: Key, data: bytes | bytearray, page: int) -> list[Key]:
-    """The same of tokens that are `packed` already. Some 0.7 us a page."""
+    """The same of tokens that are `packed` already, with words in the place of media (`cache/media.py`). Some 0.7 us a page.
+
+    A page with media is hashed with its placeholders, and behind them for each run of positions of one medium: the first of
+    these positions in the page and their number, 4 bytes each, little-endian, and the medium's digest behind its length as 8
+    bytes.
+    """
     width, keys = page * _TOKEN_BYTES, []
+    mixed = bool((np.frombuffer(data, np.int32) < 0).any())
     for start in range(0, len(data) - width + 1, width):
-        parent = blake2b(parent + data[start:start + width], digest_size=SIZE).digest()
+        piece = data[start:start + width]
+        parent = blake2b(parent + (_with_media(piece) if mixed else piece), digest_size=SIZE).digest()
         keys.append(parent)
     return keys
+
+
+def _with_media(piece: bytes | bytearray) -> bytes:
+    """What is hashed of one page."""
+    words = np.frombuffer(piece, np.int32).copy()
+    tail = b""
+    for run in media.runs(words):
+        tail += struct.pack("<iiQ", run.at, run.length, len(run.digest)) + run.digest
+        words[run.at:run.at + run.length] = run.token
+    return words.astype("<i4").tobytes() + tail
 
 
 def packed(tokens: Sequence[int]) -> bytes:

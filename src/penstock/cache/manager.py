@@ -53,11 +53,11 @@ class Reuse(Enum):
 class Cache:
     """Pages of every live sequence, and those that are kept for later ones."""
 
-    def __init__(self, layout: CacheLayout, *, policy: str = POLICY, sharing: bool = True, model: str = "",
+    def __init__(self, layout: CacheLayout, *, policy: str = POLICY, sharing: bool = True, model: str | None = "",
                  quota: float = 1.0, tiers: Tiers | None = None, sink: Sink | None = None) -> None:
-        """`sharing`: whether pages are found again. `model`: what names the weights, for content keys. `quota`: the fraction of
-        the arena that the contexts of one tenant may occupy once their requests have ended. `tiers`: what is behind the device.
-        `sink` is told what can be found."""
+        """`sharing`: whether pages are found again. `model`: what names the weights, for content keys; None if that is not
+        known yet (`name`). `quota`: the fraction of the arena that the contexts of one tenant may occupy once their requests
+        have ended. `tiers`: what is behind the device. `sink` is told what can be found."""
         self.layout = layout
         self.sharing = sharing
         self.tiers = tiers
@@ -78,6 +78,19 @@ class Cache:
         self._loaded = 0
         """Bytes."""
 
+    @property
+    def model(self) -> str | None:
+        """What names the weights in content keys; None if it is not known yet."""
+        return self.index.model
+
+    def name(self, model: str) -> None:
+        """The weights have got their name: from now on pages are saved to tiers, loaded and announced. Those that the device
+        has already are offered and announced at once."""
+        assert self.index.model is None
+        self.index.model = model
+        if self._news is not None:
+            self._news.open()
+
     # -- finding what is there
 
     def must_wait(self, sequence: Sequence) -> bool:
@@ -85,7 +98,9 @@ class Cache:
         or pages of it are being loaded."""
         if not self.sharing or sequence.scoring or sequence.pages or len(sequence.tokens) <= self.layout.page:
             return False
-        return self._follows(sequence) or (self.loading is not None and self._loads(sequence, self.loading))
+        if self._follows(sequence):
+            return True
+        return self.loading is not None and self.index.model is not None and self._loads(sequence, self.loading)
 
     def _loads(self, sequence: Sequence, loading: Loading) -> bool:
         """Whether it waits for pages to be loaded. It does not ask for any before there is room for it: what the device has of

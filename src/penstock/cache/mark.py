@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.cache import keys
+from penstock.cache import keys, media
 from penstock.cache.keys import Key
 from penstock.cache.prefix import TOKEN, Node
 from penstock.core.sequence import Sequence
@@ -16,7 +16,7 @@ class Mark:
 
     def __init__(self) -> None:
         self.packed = bytearray()
-        """Its known tokens as int32, as far as they were needed."""
+        """Its known tokens as the index knows them, as far as they were needed."""
         self.keys: list[Key] = []
         """Content keys of its whole pages, if tiers were asked for them."""
         self.node: Node | None = None
@@ -51,9 +51,19 @@ def mark_of(sequence: Sequence) -> Mark:
 
 
 def packed(sequence: Sequence, upto: int) -> bytearray:
-    """At least the first `upto` tokens of a sequence, as int32; to be read only."""
+    """At least the first `upto` tokens of a sequence as the index knows them (`words`); to be read only."""
     mark = mark_of(sequence)
     have = len(mark.packed) // TOKEN
     if have < upto:
-        mark.packed += keys.packed(sequence.tokens[have:upto])
+        mark.packed += words(sequence, have, upto)
     return mark.packed
+
+
+def words(sequence: Sequence, start: int, end: int) -> bytes | bytearray:
+    """The known tokens at [start, end) as int32, and in the place of media's placeholders the words of the media."""
+    data = keys.packed(sequence.tokens[start:end])
+    if not sequence.request.media:
+        return data
+    mutable = bytearray(data)
+    media.put(mutable, start, sequence.request.media, sequence.tokens)
+    return mutable

@@ -27,7 +27,7 @@ class News:
         index.stored, index.removed = self._stored, self._removed
 
     def _stored(self, node: Node, group: int, slots: list[int]) -> None:
-        if len(node.tokens) < self._index.width:
+        if len(node.tokens) < self._index.width or self._index.model is None:
             return
         if self._tiers is not None:
             self._certain += [self._content(node, group, slot) for slot in slots]
@@ -51,6 +51,8 @@ class News:
         node.label.adapter)
 
     def _removed(self, node: Node, group: int, slot: int) -> None:
+        if self._index.model is None:
+            return
         if self._tiers is not None and self._broken:
             self._tiers.forget([self._content(node, group, slot)])
         elif self._tiers is not None:
@@ -66,6 +68,14 @@ class News:
         page = self._index.page
         tokens: list[int] = np.frombuffer(node.tokens, np.int32, (end - first) * page, first * page * TOKEN).tolist()
         return tokens
+
+    def open(self) -> None:
+        """The index has got its name: tells of all that is in it, parents first."""
+        for node in self._index.nodes():
+            for group, ids in enumerate(node.pages):
+                slots = [slot for slot, page in enumerate(ids) if page >= 0]
+                if slots:
+                    self._stored(node, group, slots)
 
     @contextmanager
     def broken(self) -> Iterator[None]:

@@ -99,7 +99,8 @@ class Trail(NamedTuple):
 class Prefix:
     """The trees of all namespaces. It marks the pages that it keeps in `pools`; the rest of the bookkeeping is its callers'."""
 
-    def __init__(self, pools: Pools, model: str) -> None:
+    def __init__(self, pools: Pools, model: str | None) -> None:
+        """`model` names the weights in keys; with None there are no keys before it is set."""
         layout = pools.layout
         self.pools = pools
         self.page = layout.page
@@ -196,7 +197,7 @@ class Prefix:
         """Whether `author` may add to this leaf in place, at its end."""
         return node.author is author and not node.children and not node.gone and node.end == at
 
-    def append(self, node: Node, tokens: bytes, page: int) -> None:
+    def append(self, node: Node, tokens: bytes | bytearray, page: int) -> None:
         """Adds one slot to a leaf that grows, in an index of one group."""
         slot = len(node.pages[0])
         node.tokens += tokens
@@ -362,6 +363,7 @@ class Prefix:
 
     def root_key(self, root: Node) -> Key:
         """The key before the first page of a namespace."""
+        assert self.model is not None, "the weights have no name yet"
         return keys.root(self.model, root.label.adapter, root.label.salt)
 
     def nodes(self) -> Iterator[Node]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.checkpoint.config import read_config
 from penstock.checkpoint.generation import eos_ids, read_generation_config
 from penstock.checkpoint.hub import resolve_folder
-from penstock.checkpoint.identity import fingerprint
+from penstock.checkpoint.identity import Fingerprint, sample
 from penstock.checkpoint.tensors import dtype_of
 
-__all__ = ["dtype_of", "eos_ids", "fingerprint", "read_config", "read_generation_config", "resolve_folder"]
+__all__ = ["Fingerprint", "dtype_of", "eos_ids", "read_config", "read_generation_config", "resolve_folder", "sample"]

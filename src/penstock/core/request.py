@@ -39,6 +39,16 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
     """How long after the last use the priority holds; then it is DEFAULT_PRIORITY again. Infinity: for good."""
 
 
+class Medium(msgspec.Struct, array_like=True, frozen=True):
+    """An image, sound or video in a prompt: placeholder tokens at [start, start + count) stand for it."""
+
+    start: int
+    count: int
+    digest: bytes
+    """Equal only where the entries at these positions are equal, given equal tokens before them: a hash of the contents and of
+    how they were prepared for the model, not of a name or an address."""
+
+
 class Request(msgspec.Struct, array_like=True):
     """A checked request, in tokens. The engine knows no text."""
 
@@ -59,10 +69,13 @@ class Request(msgspec.Struct, array_like=True):
     retain: list[Span] = []
     """What should stay in the cache, in the order of `upto`."""
     adapter: str = ""
-    """The adapter whose weights compute this request; part of the cache namespace. "" is the bare model."""
+    """The adapter whose weights compute this request, named by a digest of its contents: part of the cache namespace. "" is the
+    bare model."""
     part: bool = False
     """It goes on with a request that was taken in before, as the rounds of a beam search do: it is neither counted again nor
     refused because too many wait."""
+    media: list[Medium] = []
+    """In the order of `start`; they do not overlap."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -159,6 +172,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Plans in flight."""
     tiers: list[TierStats] = []
     """The device first, then further and further away."""
+    cache_identity: str = ""
+    """As in EngineInfo, as soon as it is known."""
 
 
 class EngineInfo(msgspec.Struct):
@@ -197,7 +212,8 @@ class EngineInfo(msgspec.Struct):
     prefix_caching: bool = False
     """Whether requests find what earlier ones computed."""
     cache_identity: str = ""
-    """What the model is called in keys (`cache/keys.py::root`): equal for equal weights and entries."""
+    """What the model is called in keys (`cache/keys.py::root`): equal for equal weights and entries. Empty while the weights
+    are still being hashed."""
     kv_events: dict[str, Any] | None = None
     """Where the cache's events are published, in the words of `GET /kv_event_sources`; None if they are not."""
     notes: list[str] = []

@@ -302,6 +302,8 @@ class AsyncLLM:
         now = time.monotonic()
         if news.stats is not None:
             self.stats = news.stats
+            if self.info is not None:
+                self.info.cache_identity = news.stats.cache_identity
             if news.stats.steps != self._steps:
                 self._steps = news.stats.steps
                 self._progress = now

@@ -186,7 +186,8 @@ class BeamSearches:
         running.round += 1
         for name, beam in zip(running.asked, search.open, strict=True):
             self._add(Request(name, [*request.prompt_ids, *beam.tokens], params, [], request.arrival, request.priority,
-                              request.salt, request.tenant, request.retain, request.adapter, part=bool(beam.tokens)))
+                              request.salt, request.tenant, request.retain, request.adapter, part=bool(beam.tokens),
+                              media=request.media))
 
     def _take(self, running: _Running, update: Update) -> None:
         if update.finish_reason in ("error", "abort"):

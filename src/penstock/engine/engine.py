@@ -15,7 +15,7 @@ import torch
 
 from penstock import models
 from penstock.cache.manager import Cache
-from penstock.checkpoint import dtype_of, fingerprint, read_config, resolve_folder
+from penstock.checkpoint import dtype_of, read_config, resolve_folder
 from penstock.config.resolve import EngineConfig, MemoryPlan, Occupancy, cache_room, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import RequestError
@@ -24,7 +24,7 @@ from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.beam import BeamSearches
 from penstock.engine.events import open_events
 from penstock.engine.executor import Direct, Executor, Pending, Threaded
-from penstock.engine.tiers import set_up
+from penstock.engine.tiers import Naming, set_up
 from penstock.observe.log import LOG
 from penstock.ops import compile as compiling
 from penstock.ops import gpu, registry
@@ -67,6 +67,7 @@ class Engine:
             memory.settle_allocator()
         memory.check(options, self.config, spec, device, facts, found)
         compilation = _compile(self.config, spec, self.kernels, device) if compiles else None
+        self._naming = Naming(options, self.folder)
         with memory.explained(device):
             model = models.load(self.folder, checkpoint, dtype=dtype, device=device, kernels=self.kernels,
                                 load_format=options.load_format, max_model_len=self.config.max_model_len, seed=options.seed,
@@ -77,14 +78,13 @@ class Engine:
                 compilation.load(self.kernels)
         with compiling.explained(facts.capability), memory.explained(device):
             self.memory, scratch = _plan_memory(options, self.config, model, device, facts, found)
-            identity = fingerprint(self.folder, checkpoint, options.load_format, options.seed)
-            self.tiers = set_up(options, self.config, self.memory.layout, identity, self.kernels.table())
+            self.tiers = set_up(options, self.config, self.memory.layout, self.folder, model.computation)
             self.worker = Worker(model, self.memory.layout, self.config.max_num_seqs, self.memory.max_model_len, device,
                                  self.config.graph_tokens, self.tiers.behind)
             self.worker.settle(scratch, self.config.max_num_batched_tokens)
         self.events = open_events(options, self.memory.layout, self.tiers.hierarchy)
-        cache = Cache(self.memory.layout, policy=options.cache_policy, sharing=options.enable_prefix_caching, model=identity,
-                      quota=options.cache_tenant_share, tiers=self.tiers.hierarchy,
+        cache = Cache(self.memory.layout, policy=options.cache_policy, sharing=options.enable_prefix_caching,
+                      model=self._naming.start(model.computation), quota=options.cache_tenant_share, tiers=self.tiers.hierarchy,
                       sink=self.events.sink if self.events is not None else None)
         self.scheduler = Scheduler(cache, Limits(
             max_model_len=self.memory.max_model_len, max_num_seqs=self.config.max_num_seqs,
@@ -103,7 +103,7 @@ class Engine:
             graph_seconds=0.0 if self.worker.graphs is None else self.worker.graphs.seconds,
             compiled=0 if compilation is None else compilation.compiled,
             compile_seconds=0.0 if compilation is None else compilation.seconds,
-            prefix_caching=cache.sharing, cache_identity=identity,
+            prefix_caching=cache.sharing, cache_identity=cache.model or "",
             kv_events=self.events.describe() if self.events is not None else None,
             kernels=self.kernels.table(), notes=_notes(self.config, self.memory, self.kernels, facts))
 
@@ -145,11 +145,20 @@ class Engine:
     @property
     def writing(self) -> bool:
         """Whether cached pages are on their way to stores: a turn now and then, even with nothing to compute, moves them on."""
-        return self.scheduler.cache.writing
+        return self._naming.pending or self.scheduler.cache.writing
+
+    @property
+    def _unwritten(self) -> bool:
+        """Whether pages would be lost to stores if the engine ended now."""
+        cache = self.scheduler.cache
+        return cache.writing or (self._naming.pending and any(cache.pools.kept_pages))
 
     def turn(self) -> list[Update]:
         """One turn of the loop: plan a step and hand it out, then take in results until fewer than `depth` plans fly."""
         began = time.perf_counter()
+        if self._naming.pending and (name := self._naming.poll()) is not None:
+            self.scheduler.cache.name(name)
+            self.info.cache_identity = name
         plan = self.scheduler.plan(time.time())
         self.scheduler.stats.plan_seconds += time.perf_counter() - began
         if plan is not None:
@@ -187,15 +196,18 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Current figures."""
-        return self.scheduler.snapshot(time.time())
+        stats = self.scheduler.snapshot(time.time())
+        stats.cache_identity = self.info.cache_identity
+        return stats
 
     def close(self) -> None:
         """Finishes the plans in flight, and for a moment what is being written to stores; then stops the worker. The engine
         cannot be used afterwards."""
         until = time.monotonic() + _FLUSH_SECONDS
-        while self.writing and not self.scheduler.live and time.monotonic() < until:
+        while self._unwritten and not self.scheduler.live and time.monotonic() < until:
             self.turn()
             time.sleep(0.001)
+        self._naming.close()
         self.executor.close()
         self._flying.clear()
         self.worker.close()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
 
 from penstock.cache.tiers.hierarchy import Hierarchy, Policy
+from penstock.checkpoint import Fingerprint, sample
 from penstock.config.resolve import EngineConfig
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import plan_tiers
@@ -27,18 +31,66 @@ class Tiers:
             self.hierarchy.close()
 
 
-def set_up(options: EngineOptions, config: EngineConfig, layout: CacheLayout, weights: str,
-           kernels: list[tuple[str, str]]) -> Tiers:
-    """Opens the stores, once for each half. `weights` is the fingerprint of the weights. Raises ConfigError for what cannot be
-    had."""
+def set_up(options: EngineOptions, config: EngineConfig, layout: CacheLayout, folder: Path, computation: str) -> Tiers:
+    """Opens the stores, once for each half. `folder` has the weights; `computation` is `Decoder.computation`. Raises
+    ConfigError for what cannot be had."""
     plan = plan_tiers(options, layout)
     if not plan.host_slabs:
         return Tiers()
-    exact = ",".join(f"{operation}={kernel}" for operation, kernel in kernels) if options.batch_invariant else ""
-    version = Version(options.model, weights, config.dtype, layout, kernels=exact)
+    stored = options.cache_disk is not None or options.cache_remote is not None
+    weights = sample(folder, options.load_format, options.seed) if stored else ""
+    version = Version(options.model, config.dtype, weights, computation, layout)
     # Only the disk's size is ours to bound.
     bounds = {"disk": plan.disk_bytes}
     stores = open_stores(plan.disk, plan.remote, version, plan.adopt)
     policy = Policy(through=options.cache_write == "through", always=options.cache_load == "always")
     hierarchy = Hierarchy(layout, plan.host_slabs, [(store, bounds.get(store.tier)) for store in stores], policy)
     return Tiers(hierarchy, Behind(plan.host_slabs, open_stores(plan.disk, plan.remote, version, plan.adopt), version.id))
+
+
+_SMALL_BYTES, _SMALL_SECONDS = 1 << 28, 0.5
+"""So few bytes of weights are hashed before an engine is ready, if it takes no longer than this."""
+
+
+class Naming:
+    """Gives a cache the name of its weights as soon as that is known: their hash takes longer than a start should."""
+
+    def __init__(self, options: EngineOptions, folder: Path) -> None:
+        """Before the weights are loaded."""
+        needed = options.cache_disk is not None or options.cache_remote is not None or bool(options.kv_events_config)
+        self._weights = Fingerprint(folder, options.load_format, options.seed) if needed else None
+        self._sample = "" if needed else sample(folder, options.load_format, options.seed)
+        self._computation = ""
+
+    @property
+    def pending(self) -> bool:
+        """Whether the name may still come."""
+        return self._weights is not None
+
+    def start(self, computation: str) -> str | None:
+        """After the weights are loaded; `computation` is `Decoder.computation`. The name, if it is known so soon. Where nothing
+        outside the process sees keys, it is made of a sample of the weights."""
+        self._computation = computation
+        if self._weights is None:
+            return self._name(self._sample)
+        self._weights.start()
+        until = time.monotonic() + (_SMALL_SECONDS if self._weights.nbytes <= _SMALL_BYTES else 0.0)
+        while (name := self.poll()) is None and self.pending and time.monotonic() < until:
+            time.sleep(0.001)
+        return name
+
+    def poll(self) -> str | None:
+        """The name, once: at the first call after it has become known."""
+        weights = self._weights
+        if weights is None or (weights.value is None and not weights.failed):
+            return None
+        self._weights = None
+        return self._name(weights.value) if weights.value else None
+
+    def _name(self, weights: str) -> str:
+        return blake2b(f"{self._computation} {weights}".encode(), digest_size=16).hexdigest()
+
+    def close(self) -> None:
+        """Ends hashing."""
+        if self._weights is not None:
+            self._weights.close()

@@ -9,6 +9,7 @@ import torch
 from penstock.core.state import StateSpec
 from penstock.layers.attention import RopeTable
 from penstock.layers.block import Block
+from penstock.layers.identity import computation
 from penstock.layers.linear import Values
 from penstock.layers.norm import build_norm
 from penstock.layers.rope import RopeSpec
@@ -26,6 +27,7 @@ class Decoder:
         self.spec = spec
         self.dtype = dtype
         self.device = device
+        self._max_model_len = max_model_len
         self.states: list[StateSpec] = spec.states(str(dtype).removeprefix("torch."))
         ropes = dict.fromkeys(block.attention.rope for block in spec.blocks)
         tables: dict[RopeSpec | None, RopeTable] = {
@@ -44,6 +46,11 @@ class Decoder:
         held = [*values.values(), *(tensor for table in tables.values() for tensor in table)]
         self.weight_bytes: int = sum(value.nbytes for value in held)
         """Bytes of all that the model holds: parameters as packed, and the rope tables."""
+
+    @property
+    def computation(self) -> str:
+        """Equal where equal weights and tokens give equal cache entries (`layers/identity.py`)."""
+        return computation(self.spec, self.states, self.kernels.table(), str(self.dtype), self._max_model_len)
 
     def attach(self, views: list[KVView]) -> None:
         """Gives each layer its window into the cache, in layer order."""

@@ -173,12 +173,16 @@ class RopeSpec:
     dim: int
     scaling: RopeScaling = NoScaling()
 
+    def resolve(self, max_model_len: int) -> tuple[torch.Tensor, float]:
+        """Radians per position, float32 [ceil(dim / 2)], and what cosines and sines are multiplied by. Rotations depend on
+        nothing else, so this is what identifies them (`layers/identity.py`)."""
+        return self.scaling.frequencies(self.theta, self.dim, max_model_len), self.scaling.amplitude()
+
     def table(self, max_model_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, float32 [max_model_len, ceil(dim / 2)]."""
         if device.type == "meta":  # torch's own way to the shapes imports its compiler, which takes seconds
             both = torch.empty(2, max_model_len, -(-self.dim // 2), device=device)
             return both[0], both[1]
-        frequencies = self.scaling.frequencies(self.theta, self.dim, max_model_len).to(device)
-        angles = torch.arange(max_model_len, dtype=torch.float32, device=device)[:, None] * frequencies
-        amplitude = self.scaling.amplitude()
+        frequencies, amplitude = self.resolve(max_model_len)
+        angles = torch.arange(max_model_len, dtype=torch.float32, device=device)[:, None] * frequencies.to(device)
         return angles.cos().mul_(amplitude), angles.sin().mul_(amplitude)

@@ -22,7 +22,7 @@ SIZE = 3000 + HEADER_BYTES
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Six pages of one version, two of another; page i was last used i hours ago."""
-    one, other = version(model="one"), version(model="other", dtype="bfloat16")
+    one, other = version(model="one"), version(model="other", dtype="bfloat16", computation="other")
     for found, numbers in ((one, range(6)), (other, range(6, 8))):
         store = DiskStore(claim(str(tmp_path)), found)
         for i in numbers:
@@ -61,7 +61,7 @@ def test_stat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_rm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "rm", str(folder)]) == 1
     assert "--unused AGE" in capsys.readouterr().err
-    other = version(dtype="bfloat16").id.hex()
+    other = version(dtype="bfloat16", computation="other").id.hex()
     assert cache(capsys, "rm", str(folder), "--version", other, "--unused", "6.5h")["removed_pages"] == 1
     assert cache(capsys, "rm", str(folder), "--version", other)["removed_pages"] == 1
     assert cache(capsys, "rm", str(folder), "--keep-bytes", str(4 * SIZE)) == {

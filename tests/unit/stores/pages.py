@@ -19,7 +19,7 @@ def layout(page: int = 16, slabs: int = 8) -> CacheLayout:
 
 
 def version(**changes: object) -> Version:
-    return Version(**{"model": "m", "weights": "w", "dtype": "float32", "layout": layout(), **changes})  # type: ignore[arg-type]
+    return Version(**{"model": "m", "weights": "w", "dtype": "float32", "computation": "c", "layout": layout(), **changes})  # type: ignore[arg-type]
 
 
 def name(number: int, group: int = 0) -> PageName:

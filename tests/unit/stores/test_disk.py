@@ -91,7 +91,7 @@ def test_use_is_seen_by_others(store: DiskStore) -> None:
 
 def test_two_engines_see_each_other(store: DiskStore, tmp_path: Path) -> None:
     other = DiskStore(claim(str(tmp_path)), version())
-    third = DiskStore(claim(str(tmp_path)), version(dtype="float16"))
+    third = DiskStore(claim(str(tmp_path)), version(computation="other"))
     for i in range(30):
         put((store, other)[i % 2], version(), i)
     for one in (store, other):
@@ -103,7 +103,7 @@ def test_two_engines_see_each_other(store: DiskStore, tmp_path: Path) -> None:
     time.sleep(0.01)
     assert other.changes()[1] == [name(7)]
     # Another version's files can be deleted by what they were listed as.
-    foreign = DiskStore(claim(str(tmp_path)), version(dtype="float16")).changes()[0]
+    foreign = DiskStore(claim(str(tmp_path)), version(computation="other")).changes()[0]
     assert len(foreign) == 30
     for entry in foreign:
         third.delete(entry.name)

@@ -130,10 +130,11 @@ def test_buffers_that_do_not_fit(place: str) -> None:
 
 
 def test_versions_differ_by_what_counts() -> None:
-    same = version(model="another name"), version(layout=layout(slabs=3))
+    same = version(model="another name"), version(dtype="another word"), version(layout=layout(slabs=3))
     assert {found.id for found in same} == {version().id}
-    others = [version(weights="x"), version(dtype="bfloat16"), version(codec="int8"), version(layout=layout(page=32))]
-    assert len({version().id, *(found.id for found in others)}) == 5
+    others = [version(weights="x"), version(computation="x"), version(rank=1, ranks=2), version(ranks=2), version(rank=1),
+              version(layout=layout(page=32))]
+    assert len({version().id, *(found.id for found in others)}) == 7
 
 
 def test_what_cannot_be_opened(tmp_path: Path) -> None:

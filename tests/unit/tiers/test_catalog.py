@@ -115,9 +115,9 @@ def test_bounds_hold_and_the_least_used_goes(tmp_path: Path) -> None:
 
 
 def test_pages_of_other_versions_make_room(tmp_path: Path) -> None:
-    old = DiskStore(claim(str(tmp_path)), version(dtype="float16"))
+    old = DiskStore(claim(str(tmp_path)), version(computation="other"))
     for i in range(8):
-        put(old, version(dtype="float16"), i)
+        put(old, version(computation="other"), i)
     for path in tmp_path.rglob("*-0"):
         os.utime(path, (1, 1))
     one = catalog(tmp_path, 8 * (SIZE + HEADER_BYTES) + 2000)
