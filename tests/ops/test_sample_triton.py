@@ -81,6 +81,14 @@ def test_choose(lines: int, vocab: int, gap: int, limited: bool, dtype: torch.dt
             torch.cuda.synchronize()
         assert given.data_ptr() == out.data_ptr() and int(out[lines]) == 77
         assert torch.equal(given, found if ops is TRITON else wanted)
+        wide = torch.full((2 * lines + 9,), 77, dtype=torch.int32, pin_memory=DEVICE.type == "cuda")
+        ops.choose(logits.clone().to(to), batch_there.table, before.to(to), batch.row.to(to), batch.position.to(to),
+                   None if threshold is None else threshold.to(to), wide,
+                   torch.tensor([lines + 3], dtype=torch.int32, device=to))
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        assert torch.equal(wide[lines + 3:2 * lines + 3], given)
+        assert (wide[:lines + 3] == 77).all() and (wide[2 * lines + 3:] == 77).all()
     before[batch.row.long(), batch.position.long()] = found
     assert torch.equal(there.cpu(), before)
     keys = noise.keys(batch.here.table[batch.row.long(), Column.SEED_KEY], batch.position)[:, None]

@@ -91,10 +91,12 @@ class SampleOps:
     """
 
     def choose(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
-               position: torch.Tensor, threshold: torch.Tensor | None = None,
-               out: torch.Tensor | None = None) -> torch.Tensor:
+               position: torch.Tensor, threshold: torch.Tensor | None = None, out: torch.Tensor | None = None,
+               shift: torch.Tensor | None = None) -> torch.Tensor:
         """The next tokens [S] int32, which are also written into `tokens` at their positions. They are in `out` if that is
-        given, which may be the host's memory: there they are once the device has come so far.
+        given, which may be the host's memory: there they are once the device has come so far. With `shift` [1] int32 they are
+        so many elements behind the start of `out`, which is returned as it is: a captured graph then writes to another place
+        each time.
 
         Rows without Feature.RANDOM take the largest logit, the lowest id of equals. Rows with it draw from the softmax of their
         scaled logits, of those that are not below `threshold` [S] float32 (see `threshold`). NOT_FINITE (0 in `tokens`) where a
@@ -115,6 +117,9 @@ class SampleOps:
             tokens[row.long(), position.long()] = chosen.clamp(min=0)
         else:
             tokens[row[real].long(), position[real].long()] = chosen[real].clamp(min=0)
+        if out is not None and shift is not None:
+            out[int(shift):int(shift) + len(chosen)] = chosen
+            return out
         return chosen if out is None else out.copy_(chosen, non_blocking=True)
 
     def threshold(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

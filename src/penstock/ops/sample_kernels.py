@@ -140,9 +140,10 @@ def race(logits, stride, tiles, table, row, position, threshold, values, places,
     tl.store(places + line * parts + part, tl.min(tl.where(best == most, place, 0x7FFFFFFF), 0))
 
 
-@triton.jit(do_not_specialize=["parts", "length", "row", "position", "tokens", "out"])
-def settle(values, places, parts, row, position, tokens, length, out, wide: tl.constexpr, linked: tl.constexpr):
-    """The best of a line's parts is its token: program line -> out [S], and tokens [R, length] at its position."""
+@triton.jit(do_not_specialize=["parts", "length", "row", "position", "tokens", "out", "shift"])
+def decide(values, places, parts, row, position, tokens, length, out, shift, wide: tl.constexpr, linked: tl.constexpr):
+    """The best of a line's parts is its token: program line -> out [S], `shift` elements further if it is given, and tokens
+    [R, length] at its position."""
     enter(linked)
     line = tl.program_id(0)
     mine = tl.load(row + line)
@@ -154,6 +155,8 @@ def settle(values, places, parts, row, position, tokens, length, out, wide: tl.c
     most = tl.max(value, 0)
     token = tl.min(tl.where(value == most, place, 0x7FFFFFFF), 0)
     token = tl.where((most < float("inf")) & (most > float("-inf")), token, _NOT_FINITE)
+    if shift is not None:
+        out += tl.load(shift)
     tl.store(out + line, token)
     at = tl.load(position + line)
     tl.store(tokens + mine.to(tl.int64) * length + at, tl.maximum(token, 0), mask=at < length)

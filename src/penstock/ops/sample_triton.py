@@ -38,8 +38,8 @@ class TritonSample(SampleOps):
     """SampleOps by kernels that wait for nothing. Lines of logits may be any distance apart, and are contiguous themselves."""
 
     def choose(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
-               position: torch.Tensor, threshold: torch.Tensor | None = None,
-               out: torch.Tensor | None = None) -> torch.Tensor:
+               position: torch.Tensor, threshold: torch.Tensor | None = None, out: torch.Tensor | None = None,
+               shift: torch.Tensor | None = None) -> torch.Tensor:
         from penstock.ops import sample_kernels as kernels  # Triton: heavy, and not everywhere
 
         lines, device = len(logits), logits.device
@@ -54,8 +54,8 @@ class TritonSample(SampleOps):
         out = torch.empty(lines, dtype=torch.int32, device=device) if out is None else out
         kernels.race[(lines, parts)](logits, stride, each, table, row, position, threshold, values, places, tile=_RACE,
                                      fast=device.type != "cpu", num_warps=4, **shape, **link)
-        kernels.settle[(lines,)](values, places, parts, row, position, tokens, tokens.shape[1], out, wide=gpu.covering(tiles),
-                                 num_warps=1, **link)
+        kernels.decide[(lines,)](values, places, parts, row, position, tokens, tokens.shape[1], out, shift,
+                                 wide=gpu.covering(tiles), num_warps=1, **link)
         return out
 
     def threshold(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,88 @@
+"""Remembers how the attention of the last decode step was divided, so that the next one is divided by moving it on.
+
+From one decode step to the next every context grows by one position. As long as no context enters a new block of keys the
+items stay the same but for where their queries stand and where the last keys end. Dividing anew takes 50 to 100 us on the
+host, which is more than a small model's step can hide; moving on takes a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.ops.attention import Alike, Geometry, Ints
+from penstock.ops.attention_work import FIELDS, Item, layout
+
+Divide = Callable[[Ints, Ints, int, int, Alike | None], Ints]
+"""Divides a step of single queries: (counts, context, segments, tokens, alike) as AttentionOps.prepare's."""
+
+
+_WORTH = 3
+"""Steps in a row that must be possible: remembering one costs as much as moving on saves in two."""
+
+
+@dataclass(slots=True)
+class _Last:
+    """A division, and how long it can be moved on."""
+
+    context: Ints
+    segments: int
+    alike: Alike | None
+    work: Ints
+    moving: npt.NDArray[np.int64]
+    """The elements of `work` that grow by one a step: positions of queries, ends of keys at the end of a context."""
+    left: int
+    """Steps until a context enters another block of keys."""
+
+
+class Divider:
+    """Divides the decode steps of one step builder for one geometry. Not thread-safe."""
+
+    def __init__(self, geometry: Geometry, invariant: bool, divide: Divide) -> None:
+        self._geometry = geometry
+        self._invariant = invariant
+        self._divide = divide
+        self._last: _Last | None = None
+
+    def decode(self, counts: Ints, context: Ints, segments: int, alike: Alike | None) -> Ints:
+        """The array of a step of single queries padded to `segments`. Valid until the next call."""
+        last = self._last
+        if (last is not None and last.left > 0 and last.segments == segments and last.alike is alike
+                and len(last.context) == len(context) and bool((context == last.context + 1).all())):
+            last.work[last.moving] += 1
+            last.context = context
+            last.left -= 1
+            return last.work
+        work = self._divide(counts, context, segments, segments, alike)
+        self._last = self._remember(work, context, segments, alike)
+        return work
+
+    def _remember(self, work: Ints, context: Ints, segments: int, alike: Alike | None) -> _Last | None:
+        left = self._steps_left(context, layout(self._geometry, segments, segments, self._invariant).narrow.shape.block_n)
+        if left < _WORTH:
+            return None
+        launch = layout(self._geometry, segments, segments, self._invariant).narrow
+        items = work[launch.offset:launch.offset + launch.items * FIELDS].reshape(-1, FIELDS)
+        active = np.flatnonzero(items[:, Item.QUERIES] > 0)
+        if not len(active):
+            return None
+        chosen = items[active]
+        # Tiles of several segments read keys that lie before all of their queries: those stay as they are.
+        own = (chosen[:, Item.LISTED] == 0) | (chosen[:, Item.QUERIES] == 1) & (
+            chosen[:, Item.POSITION] == context[chosen[:, Item.SEGMENT]] - 1)
+        active, chosen = active[own], chosen[own]
+        at_end = chosen[:, Item.END] == chosen[:, Item.POSITION] + 1
+        first = launch.offset + active * FIELDS
+        moving = np.concatenate((first + Item.POSITION, first[at_end] + Item.END))
+        return _Last(context, segments, alike, work, moving, left)
+
+    def _steps_left(self, context: Ints, unit: int) -> int:
+        """Steps in which no context enters, and no window leaves, a block of keys."""
+        left = int((-context % unit).min())
+        if self._geometry.window:
+            behind = context - self._geometry.window
+            left = min(left, int((unit - 1 - np.where(behind >= 0, behind % unit, behind)).min()))
+        return left
