@@ -1,4 +1,4 @@
-"""The fixed GPU workloads, the two shapes that they run on, and what other engines and the card itself make of them.
+"""The fixed GPU workloads, the shapes that they run on, and what other engines and the card itself make of them.
 
 Weights and tokens are random and outputs have set lengths, so that nothing but speed differs between engines.
 """
@@ -25,8 +25,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 28, "num_attention_heads": 16, "vocab_size": 151936, "max_position_embeddings": 40960,
         "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
         "bos_token_id": 151643, "eos_token_id": 151645},
+    "qwen14b": _COMMON | {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 13824,
+        "num_hidden_layers": 48, "num_attention_heads": 40, "vocab_size": 152064, "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "bos_token_id": 151643, "eos_token_id": 151645},
 }
-"""Config files of the shapes of Llama 3.1 8B and Qwen3 0.6B."""
+"""Config files of the shapes of Llama 3.1 8B, Qwen3 0.6B and Qwen2.5 14B; the last one for long prompts only."""
 
 PEER: dict[str, dict[str, float]] = {
     "llama8b": {"decode_b1": 1.254, "decode_b8": 0.7386, "decode_b32": 1.088, "decode_b128": 2.545, "decode_b256": 4.677,
@@ -44,6 +49,26 @@ TARGET: dict[str, dict[str, float]] = {
 }
 """What Penstock is out to reach on the same card."""
 
+
+
+class Long(NamedTuple):
+    """A long prompt, or decode steps behind long contexts."""
+
+    context: int
+    batch: int
+    target: float
+    peer: float
+    """vLLM 0.25.1 with FlashAttention 3 on one H200, as of 2026-11-22."""
+
+
+LONG_PROMPTS: dict[str, tuple[Long, ...]] = {
+    "llama8b": (Long(32768, 1, 1.05, 1.200), Long(122880, 1, 7.9, 8.93)),
+    "qwen14b": (Long(32768, 1, 2.0, 2.23),),
+}
+"""Seconds from the request to the first token."""
+
+LONG_STEPS: dict[str, tuple[Long, ...]] = {"llama8b": (Long(32768, 8, 12.6, 13.48), Long(32768, 1, 5.98, 5.98))}
+"""Milliseconds of a decode step. For one sequence the peer is the target."""
 
 
 class Answers(NamedTuple):

@@ -8,6 +8,7 @@ Every table has an engine of its own, one after another in this process; starts 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_curves
-from fixed import COPY, PEER, SHAPES, TARGET, Ask, floor, step_bytes, step_floor, workloads, write
+from fixed import COPY, LONG_PROMPTS, LONG_STEPS, PEER, SHAPES, TARGET, Ask, floor, step_bytes, step_floor, workloads, write
 from penstock.cli.bench import add_common, finish, timeline
 from penstock.cli.bench.offline import seconds_for
 from penstock.config.flags import Collect, Parser, add_flags, from_args, integer, listed, number
@@ -31,6 +32,8 @@ from penstock.platform.facts import detect
 TABLES = {
     "workloads": "the fixed workloads: seconds, floor, target, peer",
     "long": "decode steps at contexts of 32k and 128k, as a part of the copy's rate",
+    "prompts": "prompts of 32k and 120k, and decode steps behind them: seconds, target, peer",
+    "processes": "short decodes in many processes, alone and beside busy neighbours: how the seconds are distributed",
     "curve": "decode steps over batch sizes and contexts, with their floors",
     "invariant": "what the batch-invariant mode costs on the workloads",
     "eager": "steps with CUDA graphs and without, below and beyond the largest graph",
@@ -85,6 +88,10 @@ def measure_gpu(args: argparse.Namespace) -> dict[str, Any]:
         from gpu_starts import starts
 
         result["start"] = [one for name in args.shape for one in starts(name, _say)]
+    if "processes" in wanted:
+        from gpu_processes import processes
+
+        result["processes"] = [processes(name, args.processes, args.draw, _say) for name in args.shape if name in PEER]
     if "http" in wanted:
         from gpu_http import over_http
 
@@ -95,6 +102,11 @@ def measure_gpu(args: argparse.Namespace) -> dict[str, Any]:
 def _shape(name: str, wanted: set[str], args: argparse.Namespace) -> dict[str, Any]:
     """The tables of one shape that are made offline."""
     result: dict[str, Any] = {}
+    if "prompts" in wanted and name in LONG_PROMPTS:
+        with _bench(name, args, longest=True) as bench:
+            result["prompts"] = bench.long_prompts()
+    if name not in PEER:
+        return result
     if wanted & {"workloads", "invariant"}:
         with _bench(name, args) as bench:
             result |= bench.facts()
@@ -185,6 +197,30 @@ class _Bench:
             self.llm.reset_prefix_cache()
         return seconds_for(self.llm, [(ask.prompt, ask.output) for ask in asks])
 
+    def long_prompts(self) -> list[dict[str, Any]]:
+        """The shape's long prompts and decode steps behind long contexts. The tokens of a prompt are new each time."""
+        draw, vocab = random.Random(self.args.seed), SHAPES[self.name]["vocab_size"]
+
+        def asks(batch: int, context: int, output: int) -> list[Ask]:
+            return [Ask(draw.choices(range(vocab // 8, vocab // 8 * 7), k=context), output) for _ in range(batch)]
+
+        found = []
+        for context, batch, target, peer in LONG_PROMPTS[self.name]:
+            seconds = [self._run(asks(batch, context, 1)) for _ in range(self.args.repeats + 1)][1:]
+            found.append({"context": context, "batch": batch, "seconds": statistics.median(seconds), "all": seconds,
+                          "target": target, "peer": peer})
+            self._say_long("prompt", found[-1]["seconds"], "s", context, batch, target, peer)
+        for context, batch, target, peer in LONG_STEPS.get(self.name, ()):
+            step = self._step(context, batch)
+            found.append(step | {"target": target, "peer": peer})
+            self._say_long("decode step", step["milliseconds"], "ms", context, batch, target, peer)
+        return found
+
+    @staticmethod
+    def _say_long(what: str, value: float, unit: str, context: int, batch: int, target: float, peer: float) -> None:
+        mark = "" if value <= target else "  over the target"
+        _say(f"  {what} of {context:,} x {batch}: {value:.3f} {unit} (target {target}, peer {peer}){mark}")
+
     def steps(self, points: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
         """Decode steps at (context, batch) points; contexts are cut to what the model and the cache have room for, by no more
         than a half for the cache's sake."""
@@ -267,6 +303,8 @@ def _parser() -> Parser:
     group.add_argument("--workload", action=Collect, type=listed(), default=[], metavar="NAME,...",
                        help="only these of the workloads")
     group.add_argument("--repeats", type=integer, default=3, metavar="N", help="runs after the one that warms up (default: 3)")
+    group.add_argument("--processes", type=integer, default=30, metavar="N",
+                       help="processes of the table of that name (default: 30)")
     group.add_argument("--soak", type=number, default=60.0, metavar="SECONDS", help="length of the soak (default: 60)")
     group.add_argument("--concurrency", action=Collect, type=listed(integer), default=[1, 32, 256], metavar="N,...",
                        help="requests at once over HTTP (default: 1,32,256)")

@@ -7,7 +7,8 @@ import math
 import os
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import gpu
 import gpu_curves
 import gpu_http
 import gpu_memory
+import gpu_processes
 import gpu_starts
 from penstock.cli.bench import offline, timeline
 from penstock.cli.bench.environment import environment
@@ -168,6 +170,47 @@ def test_steps(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[str],
     drawn = ElementTree.fromstring((tmp_path / "gpu_curve_tiny.svg").read_text())
     lines = [element for element in drawn.iter() if element.tag.endswith("polyline")]
     assert len(lines) == 8 and sum("stroke-dasharray" in line.attrib for line in lines) == 4
+
+
+def test_long_prompts(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[str],
+                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fixed.LONG_PROMPTS, "tiny", (fixed.Long(300, 1, 1e-6, 2.0), fixed.Long(500, 2, 1e6, 3.0)))
+    monkeypatch.setitem(fixed.LONG_STEPS, "tiny", (fixed.Long(400, 2, 1e6, 4.0),))
+    result, said = bench(capsys, "--tables", "prompts")
+    found = result["shapes"]["tiny"]["prompts"]
+    assert [(one["context"], one["batch"], one["peer"]) for one in found] == [(300, 1, 2.0), (500, 2, 3.0), (400, 2, 4.0)]
+    assert all(one["seconds"] > 0 for one in found[:2]) and found[2]["milliseconds"] > 0
+    assert said.count("over the target") == 1 and "prompt of 300 x 1" in said and "decode step of 400 x 2" in said
+
+
+def test_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is asked of them, beside whom, and the pictures; the processes themselves are false."""
+    busy: list[bool] = []
+    neighbours = gpu_processes._neighbours
+
+    def run(model: Path) -> dict[str, float]:
+        assert (model / "config.json").is_file()
+        busy.append(bool(inside))
+        return {"decode_b1": 0.1 + 0.01 * len(busy), "decode_b8": 0.2}
+
+    inside: list[int] = []
+
+    @contextmanager
+    def beside() -> Iterator[None]:
+        monkeypatch.setattr(os, "cpu_count", lambda: 1)
+        with neighbours():
+            inside.append(1)
+            yield
+            inside.clear()
+
+    monkeypatch.setattr(gpu_processes, "_run", run)
+    monkeypatch.setattr(gpu_processes, "_neighbours", beside)
+    result, said = bench(capsys, "--tables", "processes", "--processes", "6", "--draw", str(tmp_path))
+    assert busy == [False] * 4 + [True] * 2
+    assert len(result["processes"][0]["runs"]["alone"]) == 4
+    assert "decode_b1 in 4 processes alone: 0.110 least, 0.125 median, 0.140 most" in said
+    for name in ("decode_b1", "decode_b8"):
+        ElementTree.parse(tmp_path / f"gpu_processes_tiny_{name}.svg")
 
 
 def test_steps_with_graphs_and_without(false_engine: type[FalseLLM], capsys: pytest.CaptureFixture[str],
