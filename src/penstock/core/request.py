@@ -76,6 +76,8 @@ class Request(msgspec.Struct, array_like=True):
     refused because too many wait."""
     media: list[Medium] = []
     """In the order of `start`; they do not overlap."""
+    follows: bool = False
+    """Another prompt of the same batch was submitted before: they are refused together or not at all if too many wait."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):

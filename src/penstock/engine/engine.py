@@ -114,7 +114,7 @@ class Engine:
         if request.params.seed is None:
             raise RequestError("the engine needs a seed; the frontend draws one", param="seed")
         if request.params.beam_width:
-            self.scheduler.admission.check(request, len(self.scheduler.waiting))
+            self.scheduler.limit_of(request)
             self.beams.start(request, self.info.vocab_size)
         else:
             self._add(request)

@@ -42,8 +42,12 @@ class Admission:
         self.longest = min(limits.max_model_len, layout.longest(limits.max_num_batched_tokens) + 1)
         """Prompt plus output that one request can have; the last token of all needs no cache entry."""
 
-    def check(self, request: Request, waiting: int) -> int:
-        """The most tokens, prompt included, that each of the request's sequences may have. Raises RequestError."""
+    def check(self, request: Request, waiting: int, free_rows: int) -> int:
+        """The most tokens, prompt included, that each of the request's sequences may have. RequestError if it can never run, or
+        if the queue is full: `waiting` sequences are more than what `free_rows` will take and `max_queued`.
+
+        A request is never refused for its own size, so that an idle server takes any; it may overfill the queue once.
+        """
         prompt = len(request.prompt_ids)
         if prompt == 0:
             raise RequestError("the prompt has no tokens", param="prompt", code="invalid_value")
@@ -58,9 +62,9 @@ class Admission:
             raise RequestError(f"the prompt has {prompt} tokens and max_tokens is {request.params.max_tokens}; at most "
                                f"{self.longest} fit together, so max_tokens can be {self.longest - prompt}",
                                param="max_tokens", code="context_length_exceeded")
-        if waiting + request.params.n > self.limits.max_queued and not request.part:
-            raise RequestError(f"{waiting} requests are waiting and at most {self.limits.max_queued} may; try again later",
-                               code="queue_full", status=503)
+        if waiting >= self.limits.max_queued + free_rows and not (request.part or request.follows):
+            raise RequestError(f"{waiting} requests are waiting and at most {self.limits.max_queued} may "
+                               "(--max-num-queued-reqs); try again later", code="queue_full", status=503)
         return limit
 
     def hold(self, blocked: list[Sequence]) -> bool:

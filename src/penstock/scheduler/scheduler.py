@@ -76,7 +76,7 @@ class Scheduler:
         if request.id in self._requests:
             raise RequestError(f"a request with id {request.id!r} is running already; ids must be unique", param="request_id",
                                code="duplicate_request_id")
-        limit = self.admission.check(request, len(self.waiting))
+        limit = self.limit_of(request)
         request.arrival = request.arrival or now
         seed = request.params.seed or 0
         parent, *children = (Sequence(request, i, (seed + i) & (2**64 - 1), limit) for i in range(request.params.n))
@@ -86,6 +86,11 @@ class Scheduler:
                 sequence.masked = True
         self._requests[request.id] = dict(enumerate([parent, *children]))
         self._wait(parent)
+
+    def limit_of(self, request: Request) -> int:
+        """The most tokens that each of the request's sequences may have. RequestError as `Admission.check`."""
+        # Free rows are of no use to those who wait for pages.
+        return self.admission.check(request, len(self.waiting), 0 if self._crowded else len(self._rows))
 
     def abort(self, ids: Iterable[str], now: float) -> None:
         """Ends requests ("id") or single sequences ("id/index"); unknown ones are ignored. Their rows and pages are free at

@@ -30,12 +30,39 @@ def _request(name: str, prompt: int, output: int | None = 4, **more: object) -> 
     (_request("a", 64), "context_length_exceeded", "the most is 63"),
     (_request("a", 60, 5), "context_length_exceeded", "max_tokens can be 4"),
     (Request("a", [VOCABULARY], SamplingParams()), "invalid_value", "outside the vocabulary"),
-    (Request("a", [1], SamplingParams(n=9, max_tokens=1)), "queue_full", "at most 8"),
 ])
 def test_refused_at_the_door(request_: Request, code: str, words: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         _scheduler().add(request_, 0.0)
     assert caught.value.code == code
+
+
+def test_a_queue_is_full_only_when_others_wait() -> None:
+    """2 rows and 2 places in the queue take 4 of 20 that come at once; what is alone is taken whatever its size."""
+    scheduler, refused = _scheduler(rows=2, queued=2), 0
+    for name in range(20):
+        try:
+            scheduler.add(_request(str(name), 3), 0.0)
+        except RequestError as error:
+            assert (error.code, error.status) == ("queue_full", 503) and "at most 2" in error.message
+            refused += 1
+    assert refused == 16 and len(scheduler.waiting) == 4
+    _scheduler(rows=2, queued=2).add(Request("n", [1], SamplingParams(n=9, max_tokens=1, seed=0)), 0.0)
+    batch = _scheduler(rows=2, queued=2)
+    for place in range(20):
+        batch.add(_request(str(place), 3, follows=place > 0), 0.0)
+    with pytest.raises(RequestError, match="20 requests are waiting"):
+        batch.add(_request("late", 3), 0.0)
+
+
+def test_rows_that_are_taken_or_of_no_use_are_no_places() -> None:
+    scheduler = _scheduler(rows=2, queued=1)
+    for name in "ab":
+        scheduler.add(_request(name, 3), 0.0)
+    assert scheduler.plan(0.0) is not None
+    scheduler.add(_request("c", 3), 0.0)
+    with pytest.raises(RequestError, match="1 requests are waiting"):
+        scheduler.add(_request("d", 3), 0.0)
 
 
 def test_what_the_arena_cannot_hold_is_refused_with_the_largest_that_fits() -> None:

@@ -29,6 +29,8 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
     size = sum(map(_effort, prompts))
     requests: list[Request] = await llm.off_loop(size, work)
     check_something_is_left(requests[0])
+    for request in requests[1:]:
+        request.follows = True
     return requests
 
 
