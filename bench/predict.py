@@ -97,7 +97,7 @@ class Card:
 
     def padded(self, plan: StepPlan) -> int:
         """Rows of the captured step that a plan fits in; 0 if it is launched kernel by kernel."""
-        capacity = self.capacities.of(plan)
+        capacity = self.capacities.of(plan, int((plan.wants & 1).sum()))
         return 0 if capacity is None else capacity.tokens
 
     def launching(self, plan: StepPlan) -> float:

@@ -36,7 +36,7 @@ def measure(rows: int, steps: int = 128) -> dict[str, float]:
         scheduler.add(Request(str(i), [i + 1] * 128, SamplingParams(max_tokens=400, seed=i)), 0.0)
 
     def run(plan: StepPlan) -> StepResult:
-        return StepResult(plan.id, np.ones(len(plan.rows), np.int32))
+        return StepResult(plan.id, np.ones(int(plan.wants.sum()), np.int32), plan.wants)
 
     while scheduler.waiting:
         scheduler.apply(run(scheduler.plan(0.0)), 0.0)

@@ -105,6 +105,28 @@ def test_padding_does_nothing_and_counters_end_at_zero(attention: TritonAttentio
         assert torch.equal(work, before)
 
 
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("segments", [[(900, 1), (33, 1), (64, 5)], [(700, 5), (300, 5), (129, 1)], [(500, 90), (40, 3)]],
+                         ids=str)
+def test_upper_bounds_of_contexts(segments: list[tuple[int, int]], window: int) -> None:
+    """The host divides the work of contexts that may be longer than they are; the device moves the queries to their places."""
+    for lag in ([0] * len(segments), [5, 0, 3, 11][:len(segments)], [7] * len(segments)):
+        case = built(Case(segments, window=window), torch.float32)
+        geometry = Geometry(4, 2, 64, 16, window, 4)
+        counts, context = (np.array(column, np.int32) for column in (case.query_start.diff().tolist(), case.context.tolist()))
+        slack = np.array([min(2 * n, 12) for n in lag], np.int32)
+        room, tokens = len(segments) + 2, int(counts.sum()) + 3
+        bound = context + np.array(lag, np.int32)
+        work = torch.from_numpy(TRITON.prepare(geometry, counts, bound, room, tokens, slack=slack)).to(DEVICE)
+        TRITON.correct(geometry, work, torch.tensor([*lag, 0, 0], dtype=torch.int32, device=DEVICE), room, tokens)
+        q = torch.zeros(tokens, 4, 64, device=DEVICE)
+        q[:len(case.q)] = case.q
+        exact, starts = torch.zeros(room, dtype=torch.int32, device=DEVICE), torch.full((room + 1,), len(case.q), device=DEVICE)
+        exact[:len(segments)], starts[:len(segments) + 1] = case.context, case.query_start
+        found = TRITON.apply(q, case.k, case.v, case.table, starts.int(), exact, case.size ** -0.5, window, work=work)
+        check(found[:len(case.q)], wanted(case))
+
+
 def by_library(case: Case, monkeypatch: pytest.MonkeyPatch) -> list[Span]:
     """The segments of a case that the library is to serve, after comparing the result with the reference."""
     monkeypatch.setattr(attention_library, "available", lambda: True)

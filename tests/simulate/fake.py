@@ -17,7 +17,7 @@ import numpy.typing as npt
 from penstock.cache.keys import Key
 from penstock.cache.tiers import Content
 from penstock.core.layout import CacheLayout
-from penstock.core.plan import NOT_SAMPLED, Logprobs, StepPlan, StepResult, Want
+from penstock.core.plan import Logprobs, StepPlan, StepResult, Want
 from penstock.core.request import TierStats
 from penstock.core.state import Retention
 from penstock.core.transfer import Landing, Receipt
@@ -83,6 +83,8 @@ class FakeWorker:
         self.behind = behind
         self.tokens = np.zeros((rows, length + 1), np.int64)
         self.seed = np.zeros(rows, np.int64)
+        self.length = np.zeros(rows, np.int64)
+        self.rng = random.Random(rows)
         self.tables = [np.full((rows, -(-length // layout.page) + 1), -1, np.int64) for _ in layout.groups]
         self.pages: list[Pages] = [np.full((layout.slabs * g.per_slab, layout.page), -99, np.int64) for g in layout.groups]
 
@@ -99,22 +101,32 @@ class FakeWorker:
             self.pages[move.group][move.target] = self.pages[move.group][move.source]
         if self.behind is not None:
             self.behind.fetch(plan)
-        segments = list(zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.wants.tolist(), strict=True))
+        for proposal in plan.proposals:
+            self.tokens[proposal.row, proposal.position:proposal.position + len(proposal.tokens)] = proposal.tokens
+        segments = list(zip(plan.rows.tolist(), self._starts(plan), plan.counts.tolist(), plan.wants.tolist(), strict=True))
         self._write(segments)
-        out = np.full(len(segments), NOT_SAMPLED, np.int32)
+        out: list[int] = []
+        kept = np.zeros(len(segments), np.int32)
         scores: list[tuple[int, int]] = []
         for i, (row, start, count, want) in enumerate(segments):
             end = start + count
             if want & Want.SAMPLE:
-                total = sum(self._read(g, row, end) for g in range(len(self.tables)))
-                out[i] = (total + int(self.seed[row])) % VOCABULARY
-                self.tokens[row, end] = out[i]
+                first = start + 1 if want & Want.EACH else end
+                picks = [self._pick(row, last) for last in range(first, end + 1)]
+                agree = [pick == int(self.tokens[row, place]) for place, pick in enumerate(picks[:-1], first)]
+                kept[i] = n = 1 + (agree.index(False) if False in agree else len(agree))
+                out += picks[:n]
+                self.tokens[row, first:first + n] = picks[:n]
+                end = first + n - 1
+                self.length[row] = end + 1
+                if plan.draft is not None:
+                    self._draft(row, end + 1, int(plan.draft[i]))
             for g, group in enumerate(self.layout.groups):
                 if group.keep.ahead:
                     self._put(g, row, end - 1, pair(self.tokens[row], end - 1))
             if want & Want.SCORE:
                 scores += [(i, p) for p in range(start + 1, end + 1)]
-        result = StepResult(plan.id, out)
+        result = StepResult(plan.id, np.array(out, np.int32), kept)
         if scores:
             at = np.array(scores, np.int32)
             # The engine drops nothing: what is beyond the prompt is the real worker's business, so leave it out here too.
@@ -122,6 +134,24 @@ class FakeWorker:
         if self.behind is not None:
             result.landings, result.receipts = self.behind.arrived(self.pages, wait=plan.idle)
         return result
+
+    def _starts(self, plan: StepPlan) -> list[int]:
+        """Where the segments begin in truth."""
+        if plan.slack is None:
+            return [int(start) for start in plan.starts]
+        starts = np.where(plan.slack > 0, self.length[plan.rows] - 1, plan.starts)
+        assert ((starts <= plan.starts) & (starts >= plan.starts - plan.slack)).all(), "the plan's bounds are wrong"
+        return [int(start) for start in starts]
+
+    def _pick(self, row: int, end: int) -> int:
+        return (sum(self._read(g, row, end) for g in range(len(self.tables))) + int(self.seed[row])) % VOCABULARY
+
+    def _draft(self, row: int, length: int, count: int) -> None:
+        """Drafts that are right up to some token."""
+        keeps, right = [group.keep for group in self.layout.groups], self.rng.randint(0, count)
+        drafts = expected(self.tokens[row, :length].tolist(), keeps, int(self.seed[row]), right)
+        drafts += [self.rng.randrange(VOCABULARY) for _ in range(count - right)]
+        self.tokens[row, length:length + count] = drafts
 
     def _at(self, g: int, row: int, position: int) -> int:
         page = int(self.tables[g][row, position // self.layout.page])

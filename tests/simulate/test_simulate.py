@@ -20,6 +20,7 @@ from penstock.core.errors import RequestError
 from penstock.core.layout import lay_out
 from penstock.core.request import WHOLE, Request, Span, Update
 from penstock.core.sampling import SamplingParams
+from penstock.core.sequence import Sequence
 from penstock.core.state import Ahead, Chunk, Everything, Field, Retention, Snapshot, StateSpec, Window
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.scheduler import Scheduler
@@ -46,6 +47,19 @@ def _states(rng: random.Random) -> list[StateSpec]:
     return layers
 
 
+class RandomDrafts:
+    """Asks for a few drafts, or for none."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+
+    def count(self, sequence: Sequence) -> int:
+        return self.rng.randint(0, 5)
+
+    def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafted > 0
+
+
 class Run:
     """One workload from its seed."""
 
@@ -63,6 +77,7 @@ class Run:
         self.worker = FakeWorker(layout, rows, length, self.tiers)
         self.policy, self.sharing, self.quota = rng.choice(list(POLICIES)), rng.random() < 0.9, rng.choice([1.0, 1.0, 0.3])
         self.depth = rng.choice([1, 2, 2, 3])
+        self.drafting = RandomDrafts(seed) if seed % 3 == 1 else None
         self.assemble(self.tiers)
         self.flying: deque[object] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}
@@ -78,7 +93,7 @@ class Run:
         """A cache and a scheduler for the worker that there is."""
         self.cache = Cache(self.worker.layout, policy=self.policy, sharing=self.sharing, quota=self.quota, tiers=tiers,
                            sink=sink)
-        self.scheduler = Scheduler(self.cache, self.limits)
+        self.scheduler = Scheduler(self.cache, self.limits, drafting=self.drafting)
 
     def prompt(self) -> list[int]:
         """Something of its own, behind a document's beginning or an earlier conversation."""
@@ -120,8 +135,19 @@ class Run:
             gone = [s for s in self.scheduler.live if s.request.id == name or f"{s.request.id}/{s.index}" == name]
             assert not gone
 
+    def expect(self, rng: random.Random) -> None:
+        """Somebody on the host knows what comes next for a sequence, or thinks so."""
+        sequence = rng.choice(self.scheduler.live or [None])
+        if sequence is not None and len(sequence.tokens) >= sequence.prompt_len:
+            tokens = expected(sequence.tokens, self.keeps, sequence.seed, rng.randint(1, 5))
+            if rng.random() < 0.5:
+                tokens[rng.randrange(len(tokens))] = 5
+            self.scheduler.propose(sequence, len(sequence.tokens), tokens)
+
     def turn(self) -> None:
         self.now += 1
+        if self.drafting is not None and not self.cache.exact:
+            self.expect(self.drafting.rng)
         plan = self.scheduler.plan(self.now)
         if plan is not None:
             assert int(plan.counts.sum()) <= self.limits.max_num_batched_tokens
@@ -185,6 +211,8 @@ class Run:
                 else:
                     assert len(got) == (request.params.max_tokens or self.scheduler.admission.longest - len(request.prompt_ids))
         self.seen["preemptions"] = self.scheduler.stats.preemptions
+        self.seen["drafted"], self.seen["accepted"] = (
+            self.scheduler.stats.drafted_tokens, self.scheduler.stats.accepted_tokens)
         self.seen["evictions"] = sum(self.cache.evictor.evicted)
         if self.tiers is not None:
             self.seen["landed"], self.seen["failed"] = self.tiers.landed, self.tiers.failed
@@ -211,7 +239,7 @@ def seen_in(kind: Callable[[int], Run], seeds: range) -> Counter[str]:
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_workloads(shard: int) -> None:
     seen = seen_in(Run, range(shard * WORKLOADS // SHARDS, (shard + 1) * WORKLOADS // SHARDS))
-    for what in ("cached", "copies", "waits", "evictions", "preemptions", "landed", "failed"):
+    for what in ("cached", "copies", "waits", "evictions", "preemptions", "landed", "failed", "drafted", "accepted"):
         assert seen[what] > (0 if what in ("landed", "failed") else 50), f"the workloads do not strain the cache: {seen}"
 
 

@@ -72,7 +72,8 @@ class Cache:
         self._moves: list[Move] = []
         self._indexer = Indexer(self.lookup, self.evictor, self.pools, self._edits)
         self._keeps = [group.keep for group in layout.groups]
-        self._exact = any(keep.exact for keep in self._keeps)
+        self.exact = any(keep.exact for keep in self._keeps)
+        """Whether some state serves to continue at one position alone."""
         self._generation = 0
         self._hits = 0
         self._loaded = 0
@@ -211,7 +212,7 @@ class Cache:
         room."""
         start, page, found = sequence.planned, self.layout.page, list[tuple[list[int], bool]]()
         for g in range(len(self._keeps)):
-            self._drop_behind(g, sequence, start, certain)
+            self._drop_behind(g, sequence, start - sequence.slack, certain)
         for g, run in enumerate(sequence.pages):
             at, have = start // page, len(run.ids)
             copy = run.first <= at < have and self.pools.shared(g, run.ids[at])
@@ -290,7 +291,7 @@ class Cache:
         """Where a segment [start, end) had better end: at the last page border in it, if some state is a snapshot, so that it
         can be found there again."""
         last = end - end % self.layout.page
-        return last if self._exact and self.sharing and start < last else end
+        return last if self.exact and self.sharing and start < last else end
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence has been given a row: the worker is told its pages, and others may wait for what it will compute."""
@@ -332,7 +333,7 @@ class Cache:
         """The child holds the parent's pages of positions [0, upto) too; nothing is copied until one of them writes. Returns
         where it continues: at `upto`, or at 0 if the parent's state has gone on and cannot be cut; then the child matches as
         others do."""
-        if self._exact:
+        if self.exact:
             return 0
         pages = -(-upto // self.layout.page)
         child.pages = []

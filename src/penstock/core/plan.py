@@ -28,6 +28,11 @@ class Want(IntFlag):
     """Choose the token that follows the segment's last position and append it to the row."""
     SCORE = 2
     """Report the log probability of the known token that follows each of the segment's positions."""
+    EACH = 4
+    """With SAMPLE: choose a token behind each of the segment's positions. Behind its first position the segment holds drafted
+    tokens; those that agree with what is chosen are kept, and the first chosen token that does not."""
+    HIDDEN = 8
+    """Report the hidden state of each of the segment's positions."""
 
 
 class Enter(NamedTuple):
@@ -42,6 +47,14 @@ class Enter(NamedTuple):
     """Tokens that cannot be chosen before `params.min_tokens`: end-of-sequence and stop tokens."""
 
 
+class Proposal(NamedTuple):
+    """Drafted tokens that the host knows, written to a row behind its known tokens, from `position` on."""
+
+    row: int
+    position: int
+    tokens: list[int]
+
+
 class Move(NamedTuple):
     """Copy one page of a cache group to another, before anything of the step is computed."""
 
@@ -52,7 +65,7 @@ class Move(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Segment i is `counts[i]` known positions of `rows[i]` from `starts[i]` on; the order is the batch's order.
+    """One step. Segment i is `counts[i]` positions of `rows[i]` from `starts[i]` on; the order is the batch's order.
 
     edits[g] is an int32 array [edits, 3] of (row, page index within the row, page id) for cache group g.
     """
@@ -68,6 +81,13 @@ class StepPlan:
     wants: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     masked: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     """Segments, by index, whose tokens are chosen under a mask. The forward pass does not wait for the masks, choosing does."""
+    slack: Ints | None = None
+    """[segments] how many positions before `starts[i]` a segment may in truth begin, because drafts are still being checked:
+    it begins at the last token that its row has by then, which the device knows. None: all begin where `starts` says."""
+    proposals: list[Proposal] = field(default_factory=list)
+    draft: Ints | None = None
+    """[segments] how many tokens the worker's drafter should write behind what the segment keeps, for the row's next segment.
+    None: no drafts for anybody."""
     transfers: list[Transfer] = field(default_factory=list)
     """Pages to save to other tiers before `moves`, and to load from them after. Made by `cache/tiers`, carried out by the
     worker's movers; a step without segments that finds loads under way waits until one of them has landed."""
@@ -103,14 +123,27 @@ class Logprobs:
 
 
 @dataclass(slots=True)
+class Hidden:
+    """Hidden states after the last norm, of all positions of the segments that want them, segment after segment."""
+
+    segments: Ints
+    """[lines] whose each line is."""
+    values: npt.NDArray[np.float32]
+    """[lines, width]"""
+
+
+@dataclass(slots=True)
 class StepResult:
-    """What came of a plan. tokens[i] is what segment i sampled, -1 where nothing was wanted, -2 where its logits were not
-    finite."""
+    """What came of a plan: the tokens that each segment adds to its row."""
 
     id: int
     tokens: Ints
+    """Of all segments, one after another; NOT_FINITE where the logits are not."""
+    kept: Ints
+    """[segments] how many of them each segment has: 0 if it wants none, 1, or up to 1 + drafts where drafts were checked."""
     logprobs: Logprobs | None = None
     scores: Logprobs | None = None
+    hidden: Hidden | None = None
     seconds: float = 0.0
     """The whole of the worker's `run`."""
     kernel_seconds: float = 0.0
@@ -123,5 +156,5 @@ class StepResult:
 
 MOST_DEPTH = 4
 """Plans in flight; with two, planning overlaps with running, and more gain nothing."""
-NOT_SAMPLED = -1
 NOT_FINITE = -2
+"""In place of a token where no token can be chosen."""

@@ -176,6 +176,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     """The device first, then further and further away."""
     cache_identity: str = ""
     """As in EngineInfo, as soon as it is known."""
+    drafted_tokens: int = 0
+    """Drafted tokens that were checked."""
+    accepted_tokens: int = 0
+    """Those of them that were kept."""
 
 
 class EngineInfo(msgspec.Struct):

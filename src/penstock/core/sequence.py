@@ -12,9 +12,9 @@ class Sequence:
     Owned by the scheduler; nobody else writes.
     """
 
-    __slots__ = ("cached", "cached_by_tier", "children", "computed", "done", "due", "epoch", "goal", "index", "limit", "mark",
-                 "masked", "pages", "passed", "planned", "prompt_len", "request", "room", "row", "scores", "scoring", "seed",
-                 "stops", "timings", "tokens")
+    __slots__ = ("cached", "cached_by_tier", "children", "computed", "done", "drafted", "due", "epoch", "expected",
+                 "goal", "index", "limit", "mark", "masked", "pages", "passed", "planned", "promised", "prompt_len", "request",
+                 "room", "row", "scores", "scoring", "seed", "slack", "stops", "timings", "tokens")
 
     def __init__(self, request: Request, index: int, seed: int, limit: int) -> None:
         self.request = request
@@ -28,6 +28,15 @@ class Sequence:
         """Positions that should be computed so far: of known tokens and of those that plans in flight will sample, but never
         that of the last token of all, which is not fed back."""
         self.planned = 0
+        """With drafts in flight an upper bound: those that are rejected are subtracted when their result is applied."""
+        self.slack = 0
+        """By how much `planned` may be too high."""
+        self.promised = 0
+        """The most tokens that plans in flight may add."""
+        self.drafted = 0
+        """How many tokens the worker's drafter has been told to write behind the row's known ones, for the next segment."""
+        self.expected: tuple[int, list[int]] | None = None
+        """A position and the tokens that somebody on the host expects from there on; drafts, too."""
         self.computed = 0
         self.epoch = 0
         """Grows on preemption."""
@@ -65,7 +74,7 @@ class Sequence:
     def restart(self) -> None:
         """Forgets what was computed, as preemption does. Known tokens stay; what flies may still add one."""
         self.epoch += 1
-        self.planned = self.computed = 0
+        self.planned = self.computed = self.slack = self.drafted = 0
         self.row = -1
         if self.scoring:
             self.scores.clear()

@@ -77,15 +77,20 @@ class AttentionOps:
         return False
 
     def prepare(self, geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
-                whole: Sequence[Span] = (), alike: Alike | None = None) -> Ints | None:
+                whole: Sequence[Span] = (), alike: Alike | None = None, slack: Ints | None = None) -> Ints | None:
         """How the step's work is divided, for `apply`, or None if there is nothing to divide.
 
         counts and context [S] are the segments' queries and positions; `segments` >= S and `tokens` >= sum(counts) are what the
         step is padded to. A 1-D array whose length, and every grid that follows from it, depends on the geometry and the two
         capacities alone: a captured graph runs again with other contents. `alike` may be left out: what segments share is
-        then read once for each.
+        then read once for each. With `slack` [S] the contexts are upper bounds: in truth they are up to so many positions
+        shorter, and `correct` must follow on the device.
         """
         return None
+
+    def correct(self, geometry: Geometry, work: torch.Tensor | None, lag: torch.Tensor, segments: int, tokens: int) -> None:
+        """Adapts in place what `prepare` gave for upper bounds, once it is on the device: `lag` [segments] int32 says how many
+        positions shorter each context is. `segments` and `tokens` are what `prepare` was given."""
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,

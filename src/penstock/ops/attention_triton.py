@@ -19,7 +19,7 @@ from penstock.ops.registry import register
 
 
 class TritonAttention(AttentionOps):
-    """whole, contexts, shares, prepare and apply of ops/attention.py."""
+    """whole, contexts, shares, prepare, correct and apply of ops/attention.py."""
 
     def __init__(self, invariant: bool) -> None:
         self.invariant = invariant
@@ -34,9 +34,14 @@ class TritonAttention(AttentionOps):
         return attention_work.shares(geometry, self.invariant)
 
     def prepare(self, geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
-                whole: Sequence[Span] = (), alike: Alike | None = None) -> Ints:
+                whole: Sequence[Span] = (), alike: Alike | None = None, slack: Ints | None = None) -> Ints:
+        assert slack is None or not self.invariant, "where sums are cut follows from the exact position"
         return attention_work.prepare(geometry, counts, context, segments, tokens, self.invariant,
-                                      [span.segment for span in whole], alike)
+                                      [span.segment for span in whole], alike, slack)
+
+    def correct(self, geometry: Geometry, work: torch.Tensor | None, lag: torch.Tensor, segments: int, tokens: int) -> None:
+        assert work is not None
+        attention_work.correct(work, attention_work.layout(geometry, segments, tokens, self.invariant), lag)
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,

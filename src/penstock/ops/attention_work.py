@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from penstock.ops.attention import Alike, Geometry, Ints
 from penstock.ops.attention_sharing import Together, together
@@ -207,8 +208,21 @@ def _round(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def correct(work: torch.Tensor, plan: Layout, lag: torch.Tensor) -> None:
+    """Moves the queries of a step's array to where they stand: AttentionOps.correct.
+
+    An item's keys stay as they are: programs read none beyond their queries, so an item that lies wholly beyond contributes
+    nothing. Items of keys that several segments share stay, too: those keys lie before all of their queries in any case.
+    """
+    for launch in (plan.narrow, plan.broad):
+        if launch is not None:
+            items = work[launch.offset:launch.offset + launch.items * FIELDS].view(-1, FIELDS)
+            own = (items[:, Item.LISTED] == 0) | (items[:, Item.QUERIES] == 1)
+            items[:, Item.POSITION] -= lag[items[:, Item.SEGMENT].long()] * own
+
+
 def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int, invariant: bool,
-            without: Sequence[int] = (), alike: Alike | None = None) -> Ints:
+            without: Sequence[int] = (), alike: Alike | None = None, slack: Ints | None = None) -> Ints:
     """The step's array: AttentionOps.prepare (ops/attention.py), `without` some of the segments."""
     plan = layout(geometry, segments, tokens, invariant)
     work = np.zeros(plan.size, np.int32)
@@ -216,16 +230,16 @@ def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, toke
     if without:
         wanted[list(without)] = False
     if plan.broad is None:
-        _fill(work, plan.narrow, geometry, counts, context, wanted, invariant, alike)
+        _fill(work, plan.narrow, geometry, counts, context, wanted, invariant, alike, slack)
         return work
     few = counts <= plan.narrow.shape.queries
-    _fill(work, plan.narrow, geometry, counts, context, wanted & few, invariant, alike)
-    _fill(work, plan.broad, geometry, counts, context, wanted & ~few, invariant)
+    _fill(work, plan.narrow, geometry, counts, context, wanted & few, invariant, alike, slack)
+    _fill(work, plan.broad, geometry, counts, context, wanted & ~few, invariant, None, slack)
     return work
 
 
 def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context: Ints, chosen: Flags, invariant: bool,
-          alike: Alike | None = None) -> None:
+          alike: Alike | None = None, slack: Ints | None = None) -> None:
     """Writes the items of the chosen segments."""
     segment = chosen.nonzero()[0].astype(np.int32)
     if not len(segment):
@@ -240,7 +254,11 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
         segment, token, queries, position = _cut(segment, token, queries, position, shape.queries)
     end = position + queries
     unit = np.maximum(FIRST_UNIT, _power_of_two(-(-end // UNITS))) if invariant else np.int32(shape.block_n)
-    begin = np.maximum(position + (1 - geometry.window), 0) // unit * unit if geometry.window else np.zeros_like(end)
+    begin = np.zeros_like(end)
+    if geometry.window:
+        # The keys of any position where the first query may stand.
+        least = position if slack is None else position - slack[segment]
+        begin = np.maximum(least + (1 - geometry.window), 0) // unit * unit
     found = _found(launch, alike, end)
     if found is not None:
         own, more = _several(found, segment, token, begin)

@@ -18,14 +18,15 @@ import numpy as np
 from penstock.cache.manager import Cache, Reuse
 from penstock.core.errors import RequestError
 from penstock.core.masking import MaskedSegment, Masker
-from penstock.core.plan import NOT_FINITE, Enter, Logprobs, StepPlan, StepResult, Want
+from penstock.core.plan import NOT_FINITE, Enter, Logprobs, Proposal, StepPlan, StepResult, Want
 from penstock.core.request import EngineStats, Request, TokenLogprobs, Update
 from penstock.core.sequence import Sequence
 from penstock.scheduler.admission import Admission, Limits
+from penstock.scheduler.drafting import DraftPolicy
 from penstock.scheduler.pace import Pace
 from penstock.scheduler.policy import Policy, first_come
 
-_SAMPLE, _SCORE = int(Want.SAMPLE), int(Want.SCORE)
+_SAMPLE, _SCORE, _EACH = int(Want.SAMPLE), int(Want.SCORE), int(Want.EACH)
 _NOT_FINITE_ERROR = ("the model gave no usable next-token scores for this request (not a number, infinite, or every token is "
                      "excluded by its parameters)")
 
@@ -38,6 +39,8 @@ class _Flight:
     sequences: list[Sequence] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     wants: list[int] = field(default_factory=list)
+    drafts: dict[int, int] = field(default_factory=dict)
+    """How many of a segment's positions hold drafted tokens, its last ones; segments without any are left out."""
     lost: set[Sequence] = field(default_factory=set)
     """Those preempted since: what it computes for them no longer counts, though the tokens that it samples do."""
 
@@ -45,12 +48,15 @@ class _Flight:
 class Scheduler:
     """Owns every sequence from `add` until its last update."""
 
-    def __init__(self, cache: Cache, limits: Limits, policy: Policy = first_come, masker: Masker | None = None) -> None:
-        """`masker`: who constrains tokens; it is asked which requests are."""
+    def __init__(self, cache: Cache, limits: Limits, policy: Policy = first_come, masker: Masker | None = None,
+                 drafting: DraftPolicy | None = None) -> None:
+        """`masker`: who constrains tokens; it is asked which requests are. `drafting` decides how many tokens the worker's
+        drafter proposes; None if the worker has none."""
         self.cache = cache
         self.limits = limits
         self.policy = policy
         self.masker = masker
+        self.drafting = drafting
         self.admission = Admission(limits, cache.layout)
         self.pace = Pace(limits.step_target, limits.max_num_batched_tokens)
         self.waiting: list[Sequence] = []
@@ -126,6 +132,10 @@ class Scheduler:
             budget = self.limits.max_num_batched_tokens
         if budget is not None:
             self._admit(flight, budget, now)
+        # Only while drafts are being checked is there a sequence that may begin before `planned`.
+        unsure = any(flown.drafts for flown in self.flights)
+        slack = np.array([sequence.slack for sequence in flight.sequences], np.int32) if unsure else None
+        proposals = self._proposals(flight) if flight.drafts else []
         rows, starts = self._hand_out(flight)
         # A plan without segments only moves pages; if nothing else flies, its result says what has come of that.
         if not flight.sequences and (self.flights or not self.cache.writing):
@@ -135,7 +145,11 @@ class Scheduler:
         leave, self._leave = self._leave, []
         self.flights.append(flight)
         plan = StepPlan(flight.id, enter, leave, rows=np.array(rows, np.int32), starts=np.array(starts, np.int32),
-                        counts=np.array(flight.counts, np.int32), wants=np.array(flight.wants, np.int32))
+                        counts=np.array(flight.counts, np.int32), wants=np.array(flight.wants, np.int32),
+                        slack=slack if slack is not None and slack.any() else None, proposals=proposals)
+        if self.drafting is not None:
+            draft = np.array([sequence.drafted for sequence in flight.sequences], np.int32)
+            plan.draft = draft if draft.any() else None
         if self.masker is not None:
             plan.masked = np.array([i for i, (sequence, want) in enumerate(zip(flight.sequences, flight.wants, strict=True))
                                     if sequence.masked and want & _SAMPLE], np.int32)
@@ -146,7 +160,14 @@ class Scheduler:
         """Of the plan that was made last, the segments that are masked."""
         flight = self.flights[-1]
         assert flight.id == plan.id, (flight.id, plan.id)
-        return [MaskedSegment(flight.sequences[segment], []) for segment in plan.masked.tolist()]
+        drafts = {proposal.row: proposal.tokens for proposal in plan.proposals}
+        return [MaskedSegment(flight.sequences[segment], drafts.get(int(plan.rows[segment]), []))
+                for segment in plan.masked.tolist()]
+
+    def propose(self, sequence: Sequence, at: int, tokens: list[int]) -> None:
+        """Somebody on the host expects these tokens from position `at` on, at least len(sequence.tokens). They are checked like
+        any drafts, so a wrong one costs time alone."""
+        sequence.expected = (at, tokens) if tokens else None
 
     def _plan_running(self, flight: _Flight, now: float) -> int | None:
         """Segments for the running sequences in order. Returns the token budget left, or None if one had to be preempted.
@@ -160,10 +181,18 @@ class Scheduler:
             if not count:
                 at += 1
                 continue
+            drafts, spare = 0, budget - (len(running) - at - 1)
             if count > 1:
-                count = self._chunk(sequence, max(1, min(count, budget - (len(running) - at - 1))))
+                count = self._chunk(sequence, max(1, min(count, spare)))
+            elif sequence.drafted or sequence.expected is not None:
+                drafts = self._drafts(sequence, spare - 1)
+                count += drafts
             upto = sequence.planned + count
             while upto > sequence.room and not self.cache.grow(sequence, upto):
+                if drafts:
+                    # Nobody loses pages for the sake of drafts.
+                    upto, count, drafts = upto - drafts, count - drafts, 0
+                    continue
                 preempted = True
                 if self._shed_waiting():
                     continue
@@ -173,6 +202,8 @@ class Scheduler:
                     self._cornered = None if running else sequence
                     break
             else:
+                if drafts:
+                    flight.drafts[len(flight.sequences)] = drafts
                 flight.sequences.append(sequence)
                 flight.counts.append(count)
                 budget -= count
@@ -270,16 +301,47 @@ class Scheduler:
         """How many of the next `count` positions make a good segment."""
         return self.cache.border(sequence.planned, sequence.planned + count) - sequence.planned
 
+    def _drafts(self, sequence: Sequence, room: int) -> int:
+        """How many drafted tokens the next segment checks, behind the last known one; at most `room`. None may stand where the
+        last token of all will, as that is not fed back."""
+        room = min(room, sequence.limit - 2 - sequence.planned)
+        expected = self._expected(sequence)
+        return max(0, min(room, len(expected) if expected else sequence.drafted))
+
+    def _expected(self, sequence: Sequence) -> list[int]:
+        """What the host expects behind the sequence's next segment, if it knows where that begins."""
+        if sequence.expected is None or sequence.slack:
+            return []
+        at, tokens = sequence.expected
+        return tokens[sequence.planned + 1 - at:] if at <= sequence.planned + 1 else []
+
+    def _proposals(self, flight: _Flight) -> list[Proposal]:
+        found = []
+        for segment, drafts in flight.drafts.items():
+            sequence = flight.sequences[segment]
+            expected = self._expected(sequence)
+            if expected:
+                found.append(Proposal(sequence.row, sequence.planned + 1, expected[:drafts]))
+        return found
+
     def _hand_out(self, flight: _Flight) -> tuple[list[int], list[int]]:
         """Moves the sequences of a plan on by its segments. Returns the segments' rows and starts."""
-        sequences, starts, wants = flight.sequences, [], flight.wants
-        for sequence, count in zip(sequences, flight.counts, strict=True):
+        sequences, starts, wants, drafts = flight.sequences, [], flight.wants, flight.drafts
+        for i, (sequence, count) in enumerate(zip(sequences, flight.counts, strict=True)):
             start, want = sequence.planned, 0
             sequence.planned = end = start + count
-            if end == sequence.goal:
+            if end >= sequence.goal:
                 want = _SAMPLE
                 if end < sequence.limit - 1:
                     sequence.goal = end + 1
+                checked = drafts.get(i, 0) if drafts else 0
+                if checked:
+                    want = _SAMPLE | _EACH
+                    sequence.slack += checked
+                    sequence.goal = max(end, sequence.goal)
+                sequence.promised += 1 + checked
+                if self.drafting is not None:
+                    sequence.drafted = self._wanted(sequence, self.drafting)
             if sequence.scoring and start < sequence.prompt_len:
                 want |= _SCORE
             starts.append(start)
@@ -288,6 +350,13 @@ class Scheduler:
             if sequence.children and end >= sequence.prompt_len:
                 self._fork(sequence)
         return [sequence.row for sequence in sequences], starts
+
+    def _wanted(self, sequence: Sequence, drafting: DraftPolicy) -> int:
+        """How many tokens to draft behind the segment just handed out. None where they could not be checked: a mask is made for
+        tokens that the host knows, and a state that holds one position cannot go back to an earlier one."""
+        if sequence.masked or self.cache.exact:
+            return 0
+        return max(0, min(drafting.count(sequence), sequence.limit - 2 - sequence.planned))
 
     def _fork(self, parent: Sequence) -> None:
         """The request's other sequences share the pages of its prompt, and compute only the prompt's last position again."""
@@ -335,38 +404,74 @@ class Scheduler:
         assert flight.id == result.id, (flight.id, result.id)
         logprobs = _lines_by_segment(result.logprobs, flight.sequences, "logprobs")
         scores = _lines_by_segment(result.scores, flight.sequences, "prompt_logprobs")
-        settle, lost = self.cache.settle, flight.lost
-        segments = zip(flight.sequences, flight.counts, flight.wants, result.tokens.tolist(), strict=True)
-        for i, (sequence, count, want, token) in enumerate(segments):
+        settle, lost, drafts = self.cache.settle, flight.lost, flight.drafts
+        tokens, at = result.tokens.tolist(), 0
+        segments = zip(flight.sequences, flight.counts, flight.wants, result.kept.tolist(), strict=True)
+        for i, (sequence, count, want, kept) in enumerate(segments):
+            own = tokens[at:at + kept]
+            at += kept
             if sequence.done:
                 continue
-            if not lost or sequence not in lost:
+            gone = bool(lost) and sequence in lost
+            if drafts and i in drafts:
+                count = self._take_drafts(sequence, drafts[i], own, gone)
+            if not gone:
                 sequence.computed = computed = sequence.computed + count
                 # What gave no usable logits must not be found again.
-                if computed >= sequence.due and not (want & _SAMPLE and token == NOT_FINITE):
+                if computed >= sequence.due and not (own and own[-1] == NOT_FINITE):
                     settle(sequence)
                 if want & _SCORE:
                     sequence.scores += scores.get(i, ())
             if want & _SAMPLE:
-                self._take_token(sequence, token, logprobs.get(i), now)
-        tokens_done, decoded = sum(flight.counts), flight.counts.count(1)
+                sequence.promised -= 1
+                self._take_token(sequence, own, logprobs.get(i), now)
+        decoded = flight.counts.count(1) + len(drafts)
+        checked = sum(drafts.values())
+        tokens_done = sum(flight.counts)
         self.cache.report(result.landings, result.receipts, tokens_done, result.seconds)
-        self.pace.learn(decoded, tokens_done - decoded, result.seconds)
+        self.pace.learn(decoded, tokens_done - decoded - checked, result.seconds)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds
         self.stats.kernel_seconds += result.kernel_seconds
 
-    def _take_token(self, sequence: Sequence, token: int, logprobs: list[TokenLogprobs] | None, now: float) -> None:
-        request, tokens = sequence.request, sequence.tokens
+    def _take_drafts(self, sequence: Sequence, drafts: int, own: list[int], gone: bool) -> int:
+        """Takes in what came of checked drafts. `own`, the tokens that were kept, is cut at the end of the sequence; all of it
+        but the last, which is `_take_token`'s, become known. Returns how many positions are computed. `gone`: it was preempted
+        since, and its counts start from 0 again."""
+        for j, token in enumerate(own):
+            if token in sequence.stops or len(sequence.tokens) + j + 1 >= sequence.limit:
+                del own[j + 1:]
+                break
+        sequence.promised -= drafts
+        sequence.tokens += own[:-1]
+        if not gone:
+            sequence.slack -= drafts
+            sequence.planned -= drafts + 1 - len(own)
+        # The last of `own` is still promised.
+        sequence.goal = min(len(sequence.tokens) + sequence.promised, sequence.limit - 1)
+        if len(own) <= drafts:
+            sequence.expected = None
+        self.stats.drafted_tokens += drafts
+        self.stats.accepted_tokens += len(own) - 1
+        if self.drafting is not None:
+            self.drafting.learn(sequence, drafts, len(own) - 1)
+        return len(own)
+
+    def _take_token(self, sequence: Sequence, own: list[int], logprobs: list[TokenLogprobs] | None, now: float) -> None:
+        """The tokens that a segment adds; all but the last are known already."""
+        request, tokens, token = sequence.request, sequence.tokens, own[-1]
         if token == NOT_FINITE:
-            self._finish(sequence, Update(request.id, sequence.index, [], finish_reason="error", error=_NOT_FINITE_ERROR), now)
+            self._finish(sequence, Update(request.id, sequence.index, own[:-1], finish_reason="error", error=_NOT_FINITE_ERROR,
+                                          logprobs=logprobs[:len(own) - 1] if logprobs else None), now)
             return
         tokens.append(token)
-        self.stats.generation_tokens += 1
-        update, known = Update(request.id, sequence.index, [token], logprobs=logprobs), len(tokens)
+        self.stats.generation_tokens += len(own)
+        update, known = Update(request.id, sequence.index, own, logprobs=logprobs), len(tokens)
+        if len(own) > 1 and logprobs is not None:
+            update.logprobs = logprobs[:len(own)]
         if sequence.scoring and sequence.computed >= sequence.prompt_len:
             update.prompt_logprobs, sequence.scoring = sequence.scores, False
-        if known == sequence.prompt_len + 1:
+        if known - len(own) == sequence.prompt_len:
             sequence.timings.first_token = now
             update.cached_tokens, update.cached_by_tier = sequence.cached, sequence.cached_by_tier
         if token in sequence.stops:
@@ -425,9 +530,11 @@ class Scheduler:
         assert sorted(rows + self._rows) == list(range(self.limits.max_num_seqs)), "a row is lost or owned twice"
         assert len(self.running) + len(self.waiting) + sum(len(s.children) for s in live) == len(live), "a sequence is lost"
         for sequence in live:
-            promised = sum(want & _SAMPLE for flight in self.flights for owner, want in
-                           zip(flight.sequences, flight.wants, strict=True) if owner is sequence)
-            assert sequence.computed <= sequence.planned <= sequence.goal
+            promised = sum((want & _SAMPLE) + flight.drafts.get(i, 0) for flight in self.flights
+                           for i, (owner, want) in enumerate(zip(flight.sequences, flight.wants, strict=True))
+                           if owner is sequence)
+            assert sequence.promised == promised
+            assert sequence.computed <= sequence.planned - sequence.slack <= sequence.planned <= sequence.goal
             assert sequence.goal == min(sequence.known + promised, sequence.limit - 1)
             assert sequence.known <= sequence.limit
             assert (sequence.row >= 0) == (sequence in self.running)

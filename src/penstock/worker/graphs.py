@@ -10,19 +10,17 @@ import bisect
 import time
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from penstock.core.plan import StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.worker.rows import Rows
-from penstock.worker.step import Capacity, Parts, StepBuilder
+from penstock.worker.step import Capacity, Parts, Picks, StepBuilder, picks_of
 
 _MIXED = (32, 64, 96, 128, 192, 256, 320, *range(384, 2049, 128), 2304, 2560, 3072, 3584, 4096)
 """Tokens of mixed steps. Matrix products go by tiles of 64 or 128 rows, so padding to that costs little."""
 _SEGMENTS = 256
 """Most segments of a captured mixed step: attention must start a program for each that there may be."""
-_NOBODY = np.zeros(0, np.int64)
 _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 128))
 """Rows of decode steps: to 512, and to a quarter of the tokens of the largest mixed step, as they read keys besides."""
 
@@ -46,8 +44,8 @@ class Capacities:
         found = [*map(self._of_mixed, self.mixed), *(Capacity(size, size) for size in self.decode)]
         return sorted(found, key=lambda capacity: -capacity.tokens)
 
-    def of(self, plan: StepPlan) -> Capacity | None:
-        """The smallest that the plan fits in, or None."""
+    def of(self, plan: StepPlan, picks: int) -> Capacity | None:
+        """The smallest that the plan fits in, of which so many tokens are chosen, or None."""
         tokens, segments = int(plan.counts.sum()), len(plan.rows)
         sizes = self.decode if tokens == segments else self.mixed
         at = bisect.bisect_left(sizes, tokens)
@@ -56,7 +54,7 @@ class Capacities:
         if tokens == segments:
             return Capacity(sizes[at], sizes[at])
         found = self._of_mixed(sizes[at])
-        return found if segments <= found.segments else None
+        return found if max(segments, picks) <= found.segments else None
 
     def _of_mixed(self, tokens: int) -> Capacity:
         # One segment at least has two tokens; fewer segments than tokens is how kernels know a mixed step.
@@ -89,9 +87,9 @@ class Graphs:
         with torch.cuda.stream(self._stream):
             plans = [(capacity, _example(capacity, self._longest)) for capacity in self.capacities.all()]
             # All arrays once before anything is captured, so that the buffer they share is in its place.
-            self.builder.reserve(max(self.builder.fill(plan, capacity, _NOBODY).size for capacity, plan in plans))
+            self.builder.reserve(max(self.builder.fill(plan, capacity, picks_of(plan)).size for capacity, plan in plans))
             for capacity, plan in plans:
-                parts = self.builder.fill(plan, capacity, _NOBODY)
+                parts = self.builder.fill(plan, capacity, picks_of(plan))
                 self._run(capacity, parts)
                 self._stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
@@ -106,10 +104,10 @@ class Graphs:
         ends = None if capacity.tokens == capacity.segments else capacity.segments
         return self.model.forward(self.builder.step(capacity, parts, ends, self._columns))
 
-    def forward(self, plan: StepPlan, capacity: Capacity, sampling: npt.NDArray[np.int64]) -> tuple[torch.Tensor, Parts]:
-        """Hidden states, then of padding: of a decode step's tokens, or at the ends of a mixed one's segments that sample
-        (`sampling`). Overwritten by the next step of that capacity."""
-        parts = self.builder.fill(plan, capacity, sampling)
+    def forward(self, plan: StepPlan, capacity: Capacity, picks: Picks) -> tuple[torch.Tensor, Parts]:
+        """Hidden states, then of padding: of a decode step's tokens, or of the tokens of a mixed one that are picked.
+        Overwritten by the next step of that capacity."""
+        parts = self.builder.fill(plan, capacity, picks)
         graph, hidden = self._captured[capacity]
         graph.replay()
         return hidden, parts

@@ -23,7 +23,10 @@ class Rows:
         """`watched`: the cache group in which to look for rows that begin with the same pages."""
         self.device = device
         self.tokens = torch.zeros((max_num_seqs, max_model_len), dtype=torch.int32, device=device)
-        """[row, position]; positions at and beyond the row's length hold anything."""
+        """[row, position]; positions at and beyond the row's length hold drafts, or anything."""
+        self.length = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        """[row] how many tokens are known. Kept for rows whose drafts are checked or that get some: the host does not know it
+        until the result is in. Plans say exactly where the segments of other rows begin."""
         self.tables = [np.zeros((max_num_seqs, -(-max_model_len // page)), np.int32) for _ in range(groups)]
         """For each cache group [row, page index] -> page id; entries behind a window are stale."""
         self.device_tables = [torch.from_numpy(table).to(device) for table in self.tables]
@@ -39,6 +42,8 @@ class Rows:
         self.parameters.leave(plan.leave)
         self.parameters.enter(plan.enter)
         self._take_tokens(plan.enter)
+        for row, position, tokens in plan.proposals:
+            self.tokens[row, position:position + len(tokens)] = torch.tensor(tokens, dtype=torch.int32, device=self.device)
         self._take_edits(plan.edits)
         if self.sharing is not None and self._watched is not None:
             self.sharing.forget([*plan.leave, *(enter.row for enter in plan.enter)])

@@ -63,8 +63,9 @@ class LineMasks(NamedTuple):
 class Sampled:
     """What was chosen. Its parts may be read once the device has come past `Sampler.launch`."""
 
-    def __init__(self, lines: Lines, tokens: torch.Tensor, scores: Scores | None) -> None:
-        self.lines = lines
+    def __init__(self, tokens: torch.Tensor, scores: Scores | None) -> None:
+        self.chosen = tokens
+        """[S] int32, on the device unless they were written to the host at once."""
         self.scores = scores
         """Of the chosen tokens, for the lines whose rows ask for them."""
         self._tokens = to_host(tokens)
@@ -99,15 +100,16 @@ class Sampler:
         """
         return self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, threshold, out)
 
-    def launch(self, logits: torch.Tensor, lines: Lines, masks: LineMasks | None = None) -> Sampled:
-        """Chooses tokens given logits [S, V] float32, which are changed in place, and writes them to their rows."""
+    def launch(self, logits: torch.Tensor, lines: Lines, masks: LineMasks | None = None, stay: bool = False) -> Sampled:
+        """Chooses tokens given logits [S, V] float32, which are changed in place, and writes them to their rows. `stay`: the
+        chosen tokens are wanted on the device, too."""
         features = self._rows.parameters.features[lines.rows]
         every = int(np.bitwise_or.reduce(features, initial=0))
         out = None
-        if self._outbox is not None and not every & int(Feature.LOGPROBS):
+        if self._outbox is not None and not stay and not every & int(Feature.LOGPROBS):
             out = self._outbox.take(len(lines.rows))
         if masks is None and not every & _MORE:
-            return Sampled(lines, self.choose(logits, lines.row, lines.position, None, out), None)
+            return Sampled(self.choose(logits, lines.row, lines.position, None, out), None)
         picks = [np.flatnonzero(features & which) for which in (_EDITED, int(Feature.PENALTY), int(Feature.LOGPROBS))]
         edited, penalized, asking = self._bring(picks)
         rows, parameters = self._rows, self._rows.parameters
@@ -123,10 +125,10 @@ class Sampler:
         threshold = self._ops.threshold(logits, parameters.table, lines.row) if every & int(Feature.FILTER) else None
         tokens = self.choose(logits, lines.row, lines.position, threshold, out)
         if not len(asking):
-            return Sampled(lines, tokens, None)
+            return Sampled(tokens, None)
         top = max(map(parameters.logprobs, lines.rows[picks[2]].tolist()))
         found = self._ops.score(own[0], tokens[asking.long()], top, own[1])
-        return Sampled(lines, tokens, Scores([(lines.segments[picks[2]], lines.positions[picks[2]], found)]))
+        return Sampled(tokens, Scores([(lines.segments[picks[2]], lines.positions[picks[2]], found)]))
 
     def _mask(self, logits: torch.Tensor, masks: LineMasks) -> None:
         count, words = masks.bits.shape

@@ -57,7 +57,8 @@ class Sharing:
             return self._answer
         segments = np.flatnonzero(plan.counts == 1)
         for segment in segments[self._placed[plan.rows[segments]] < 0].tolist():
-            self._place(int(plan.rows[segment]), int(plan.starts[segment]) // self._page)
+            begin = int(plan.starts[segment]) - (0 if plan.slack is None else int(plan.slack[segment]))
+            self._place(int(plan.rows[segment]), begin // self._page)
         self._asked, self._changed = asked, False
         self._answer = self._alike(plan.rows, segments)
         return self._answer

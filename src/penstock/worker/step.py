@@ -7,12 +7,13 @@ so a captured graph finds the next step's numbers in the places of the last one'
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.core.plan import Ints, StepPlan
+from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step
 from penstock.ops.attention import Geometry, Span
@@ -21,6 +22,8 @@ from penstock.worker.sampler import Lines
 from penstock.worker.sizes import fitted
 from penstock.worker.staging import Staging
 
+Places = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -28,6 +31,8 @@ class Capacity:
 
     tokens: int
     segments: int
+    picks: int = 0
+    """Tokens that are chosen, where those may be more than the segments."""
 
 
 @dataclass(slots=True)
@@ -39,13 +44,37 @@ class Parts:
     context: slice
     query_start: slice
     heads: slice
-    """Places among the step's tokens of the last ones of the segments that sample; 0 behind them."""
+    """Places among the step's tokens of those behind which a token is chosen; 0 behind them."""
     lines_row: slice
-    """Those segments' rows; -1 behind them."""
+    """Their rows; -1 behind them."""
     lines_position: slice
-    """Where their sampled tokens will stand."""
+    """Where the chosen tokens will stand."""
+    lines_segment: slice
+    """Their segments; filled only for plans with slack, as is the next part."""
+    slack: slice
     work: dict[Geometry, slice]
     size: int
+
+
+class Picks(NamedTuple):
+    """The places of a plan behind which a token is chosen, in order: [L] each."""
+
+    segments: Places
+    """Which of the plan's segments."""
+    offsets: Places
+    """Which of the segment's positions."""
+
+
+def picks_of(plan: StepPlan) -> Picks:
+    """Behind the last position of each segment that samples, or behind each of its positions if its drafts are checked."""
+    segments = (plan.wants & int(Want.SAMPLE)).nonzero()[0]
+    last = plan.counts[segments].astype(np.int64) - 1
+    each = (plan.wants[segments] & int(Want.EACH)) > 0
+    if not each.any():
+        return Picks(segments, last)
+    count = np.where(each, last + 1, 1)
+    within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    return Picks(np.repeat(segments, count), np.where(np.repeat(each, count), within, np.repeat(last, count)))
 
 
 class StepBuilder:
@@ -76,26 +105,27 @@ class StepBuilder:
         """With how many rows products are computed in place of `count`."""
         return fitted(count) if self.fits else count
 
-    def capacity(self, plan: StepPlan) -> Capacity:
+    def capacity(self, plan: StepPlan, picks: int) -> Capacity:
         """Room for the plan, and hardly more."""
         tokens, segments = int(plan.counts.sum()), len(plan.rows)
         size = self.size(tokens)
         # As many segments as tokens is how kernels know a step of single tokens.
-        return Capacity(size, size if tokens == segments else min(self.size(segments), size - 1))
+        room = size if tokens == segments else min(self.size(segments), size - 1)
+        return Capacity(size, room, self.size(picks) if picks > room else 0)
 
     def ends(self, count: int, capacity: Capacity) -> int:
-        """Of how many segments to take the hidden states at their ends, where `count` sample."""
-        return min(self.size(count), capacity.segments)
+        """Of how many tokens to take the hidden states, where a token is chosen behind `count`."""
+        return min(self.size(count), max(capacity.segments, capacity.picks))
 
-    def fill(self, plan: StepPlan, capacity: Capacity, sampling: npt.NDArray[np.int64]) -> Parts:
-        """Brings the plan's numbers to the device, in order after everything enqueued there. `sampling`: the plan's segments
-        that sample."""
+    def fill(self, plan: StepPlan, capacity: Capacity, picks: Picks) -> Parts:
+        """Brings the plan's numbers to the device, in order after everything enqueued there."""
         counts, context = plan.counts, plan.starts + plan.counts
         if not self._captured:
             self._whole = {geometry: self._attention.whole(geometry, counts, context) for geometry in self._geometries}
         alike = self._rows.sharing.of(plan) if self._rows.sharing is not None else None
         work = {geometry: self._attention.prepare(geometry, counts, context, capacity.segments, capacity.tokens,
-                                                  self._whole.get(geometry, ()), alike if geometry in self._sharing else None)
+                                                  self._whole.get(geometry, ()), alike if geometry in self._sharing else None,
+                                                  plan.slack)
                 for geometry in self._geometries}
         parts = self._lay_out(capacity, work)
         host = self._staging.host(parts.size)
@@ -106,23 +136,40 @@ class StepBuilder:
         first = parts.query_start.start
         host[first] = 0
         counts.cumsum(out=host[first + 1:first + 1 + segments])
-        lines = len(sampling)
-        host[parts.heads.start:parts.heads.start + lines] = host[first + 1 + sampling] - 1
+        chosen, lines = picks.segments, len(picks.segments)
+        host[parts.heads.start:parts.heads.start + lines] = host[first + chosen] + picks.offsets
         # Hidden states are taken at all places of a capacity: padding points at the first token.
         host[parts.heads.start + lines:parts.heads.stop] = 0
-        host[parts.lines_row.start:parts.lines_row.start + lines] = plan.rows[sampling]
+        host[parts.lines_row.start:parts.lines_row.start + lines] = plan.rows[chosen]
         host[parts.lines_row.start + lines:parts.lines_row.stop] = -1
-        host[parts.lines_position.start:parts.lines_position.start + lines] = context[sampling]
+        host[parts.lines_position.start:parts.lines_position.start + lines] = plan.starts[chosen] + picks.offsets + 1
         if tail:
             host[first + 1 + segments:parts.query_start.stop] = host[first + segments]
         for geometry, part in parts.work.items():
             array = work[geometry]
             assert array is not None
             host[part] = array
+        if plan.slack is not None:
+            for part, values in ((parts.slack, plan.slack), (parts.lines_segment, chosen)):
+                host[part.start:part.start + len(values)] = values
+                host[part.start + len(values):part.stop] = 0
         self._staging.send(parts.size)
+        if plan.slack is not None:
+            self._correct(capacity, parts)
         # Eager steps may copy just the columns that are in use; a captured one must be ready for any.
         self._columns = -(-int(context.max()) // self._page)
         return parts
+
+    def _correct(self, capacity: Capacity, parts: Parts) -> None:
+        """Where the host knows only upper bounds, the device fills in where the segments begin: at their rows' last tokens."""
+        there = self._staging.device(parts.size)
+        start = there[parts.start]
+        lag = (start + 1 - self._rows.length[there[parts.row].long()]) * (there[parts.slack] > 0)
+        start -= lag
+        there[parts.context] -= lag
+        there[parts.lines_position] -= lag[there[parts.lines_segment].long()]
+        for geometry, part in parts.work.items():
+            self._attention.correct(geometry, there[part], lag, capacity.segments, capacity.tokens)
 
     def _lay_out(self, capacity: Capacity, work: dict[Geometry, Ints | None]) -> Parts:
         parts = self._parts.get(capacity)
@@ -139,23 +186,25 @@ class StepBuilder:
         segments = capacity.segments
         row, start, context = take(segments), take(segments), take(segments)
         query_start = take(segments + 1)
-        heads, lines_row, lines_position = take(segments), take(segments), take(segments)
+        lines = max(segments, capacity.picks)
+        heads, lines_row, lines_position, lines_segment = take(lines), take(lines), take(lines), take(lines)
+        slack = take(segments)
         taken = {geometry: take(len(array)) for geometry, array in work.items() if array is not None}
-        parts = Parts(row, start, context, query_start, heads, lines_row, lines_position, taken, at)
+        parts = Parts(row, start, context, query_start, heads, lines_row, lines_position, lines_segment, slack, taken, at)
         if len(self._parts) > 512:
             self._parts.clear()
         self._parts[capacity] = parts
         return parts
 
     def heads(self, parts: Parts, count: int) -> torch.Tensor:
-        """Where among its tokens the step's `count` sampling segments end, [count] int32."""
+        """Where among the step's tokens those are behind which a token is chosen, [count] int32."""
         return self._staging.device(parts.size)[parts.heads][:count]
 
-    def lines(self, parts: Parts, plan: StepPlan, sampling: npt.NDArray[np.int64]) -> Lines:
-        """Whose logits the step's are, given the plan's segments that sample."""
-        there = self._staging.device(parts.size)
-        row, position = there[parts.lines_row][:len(sampling)], there[parts.lines_position][:len(sampling)]
-        return Lines(sampling, plan.rows[sampling], (plan.starts + plan.counts)[sampling], row, position)
+    def lines(self, parts: Parts, plan: StepPlan, picks: Picks) -> Lines:
+        """Whose logits the step's are."""
+        there, chosen, count = self._staging.device(parts.size), picks.segments, len(picks.segments)
+        row, position = there[parts.lines_row][:count], there[parts.lines_position][:count]
+        return Lines(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1, row, position)
 
     def step(self, capacity: Capacity, parts: Parts, ends: int | None = None, columns: int | None = None) -> Step:
         """The step whose numbers were brought last. `ends`: hidden states are wanted at so many of its segments' ends alone.

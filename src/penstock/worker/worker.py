@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 
 import numpy as np
 import torch
 
 from penstock.core.layout import CacheLayout
-from penstock.core.plan import NOT_SAMPLED, Masks, StepPlan, StepResult, Want
+from penstock.core.plan import Hidden, Ints, Logprobs, Masks, StepPlan, StepResult, Want
 from penstock.layers.decoder import Decoder
 from penstock.worker.arena import Arena
 from penstock.worker.clock import Clock, Interval
+from penstock.worker.drafting import Drafter, Drafting
 from penstock.worker.graphs import Graphs
 from penstock.worker.movers import Behind, Movers
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LineMasks, Lines, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
 from penstock.worker.sizes import fitted_sizes
-from penstock.worker.step import StepBuilder
+from penstock.worker.staging import to_host
+from penstock.worker.step import StepBuilder, picks_of
+from penstock.worker.verify import Verified, Verifier
 
+_ALL = int(Want.SCORE | Want.HIDDEN)
+"""Wants that need the hidden states of all tokens."""
 _ALIKE = 8192
 """Tokens beyond which a library's kernels are those of fewer."""
 LINES = 256
@@ -48,44 +53,69 @@ class Forward:
     """Of the first LINES lines, until they are used; None if no token is chosen."""
 
 
+@dataclass(slots=True)
+class Chosen:
+    """What the second launch of a step leaves: all on its way to the host."""
+
+    sampled: list[Sampled] = field(default_factory=list)
+    verified: Verified | None = None
+    """Where drafts were checked, or the next ones are written."""
+    scores: Scores | None = None
+    hidden: tuple[Ints, torch.Tensor] | None = None
+
+
 class Launched:
     """A step that the device has begun. Its results are copied to the host by the device itself."""
 
     def __init__(self, plan: StepPlan, interval: Interval, movers: Movers | None,
-                 choose: Callable[[Masks | None], tuple[list[Sampled], Scores | None]] | None) -> None:
+                 choose: Callable[[Masks | None], Chosen] | None) -> None:
         """`choose` enqueues the second launch; None for a plan that computes nothing."""
-        self._result = StepResult(plan.id, np.full(len(plan.rows), NOT_SAMPLED, np.int32))
-        self._sampled: list[Sampled] = []
-        self._scores: Scores | None = None
-        self._interval: Interval | None = interval
+        self._plan = plan
+        self._interval = interval
         self._movers = movers
         self._choose = choose
+        self._chosen = Chosen()
+        self._result: StepResult | None = None
 
     def choose(self, masks: Masks | None) -> None:
         """The second launch: chooses tokens from the logits. Called once; by `Worker.launch` itself if nothing is masked."""
         assert self._choose is not None, "the tokens of this step are chosen already"
         choose, self._choose = self._choose, None
-        self._sampled, self._scores = choose(masks)
+        self._chosen = choose(masks)
 
     def result(self) -> StepResult:
         """Waits until the device is through with the step."""
         assert self._choose is None, "the step waits for its masks"
-        result = self._result
-        if self._interval is not None:
+        if self._result is None:
             self._interval.wait()
-            result.seconds, result.kernel_seconds = self._interval.seconds, self._interval.kernel_seconds
-            self._interval = None
+            self._result = self._gather(self._plan, self._chosen)
+            self._result.seconds, self._result.kernel_seconds = self._interval.seconds, self._interval.kernel_seconds
             if self._movers is not None:
                 # With nothing computed there may be loads that the engine waits for.
-                result.landings, result.receipts = self._movers.arrived(wait=not len(result.tokens))
-        for sampled in self._sampled:
-            result.tokens[sampled.lines.segments] = sampled.tokens()
-        asked = [sampled.scores for sampled in self._sampled if sampled.scores is not None]
+                self._result.landings, self._result.receipts = self._movers.arrived(wait=self._plan.idle)
+            self._chosen = Chosen()
+        return self._result
+
+    @staticmethod
+    def _gather(plan: StepPlan, chosen: Chosen) -> StepResult:
+        tokens = [sampled.tokens() for sampled in chosen.sampled]
+        result = StepResult(plan.id, np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+                            plan.wants & np.int32(Want.SAMPLE))
+        asked = [sampled.scores for sampled in chosen.sampled if sampled.scores is not None]
         if asked:
             result.logprobs = asked[0].logprobs(*asked[1:])
-        if self._scores is not None:
-            result.scores = self._scores.logprobs()
-        self._sampled, self._scores = [], None
+        verified = chosen.verified
+        if verified is not None and (plan.wants & int(Want.EACH)).any():
+            result.kept, picks, scored = verified.kept(), picks_of(plan), result.logprobs
+            result.tokens = result.tokens[verified.holds(result.kept, picks.segments,
+                                                         plan.starts[picks.segments] + picks.offsets + 1)]
+            if scored is not None:
+                held = verified.holds(result.kept, scored.segments, scored.positions)
+                result.logprobs = Logprobs(*(getattr(scored, one.name)[held] for one in fields(scored)))
+        if chosen.scores is not None:
+            result.scores = chosen.scores.logprobs()
+        if chosen.hidden is not None:
+            result.hidden = Hidden(chosen.hidden[0], chosen.hidden[1].numpy())
         return result
 
 
@@ -107,6 +137,8 @@ class Worker:
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
         self.builder = StepBuilder(model, self.rows, layout.page)
         self.sampler = Sampler(model.kernels.sample, self.rows)
+        self.verifier = Verifier(self.rows)
+        self.drafter: Drafter | None = None
         self.clock = Clock(device)
         self.graphs: Graphs | None = None
         self.stream = compute_stream(device) if device.type == "cuda" else None
@@ -169,56 +201,76 @@ class Worker:
         if plan.idle:
             interval.leave_model()
             return Launched(plan, interval.stop(), self.movers, None)
-        hidden, ends, lines = self._forward(plan, bool((plan.wants & int(Want.SCORE)).any()))
+        hidden, ends, lines = self._forward(plan, bool((plan.wants & _ALL).any()))
         count = len(lines.rows)
         forward = Forward(hidden, ends, lines, self.model.head(ends[:LINES])[:min(LINES, count)] if count else None)
         interval.leave_model()
         return Launched(plan, interval, self.movers, partial(self._choose, plan, forward, interval))
 
-    def _choose(self, plan: StepPlan, forward: Forward, interval: Interval,
-                masks: Masks | None) -> tuple[list[Sampled], Scores | None]:
+    def _choose(self, plan: StepPlan, forward: Forward, interval: Interval, masks: Masks | None) -> Chosen:
         with torch.inference_mode(), self._on_stream:
             if masks is not None:
                 interval.resume()
-            sampled, at, line = [], 0, 0
-            logits, forward.logits = forward.logits, None
-            for part in forward.lines.parts(LINES):
-                if logits is None:
-                    logits = self.model.head(forward.ends[at:at + LINES])[:len(part.rows)]
-                masked = None
-                if masks is not None:
-                    which = np.flatnonzero(np.isin(part.segments, plan.masked))
-                    masked = LineMasks(masks.bits[line:line + len(which)], which) if len(which) else None
-                    line += len(which)
-                sampled.append(self.sampler.launch(logits, part, masked))
-                logits, at = None, at + LINES
-            scores = None
+            found, lines = Chosen(), forward.lines
+            checks = plan.slack is not None or plan.draft is not None or bool((plan.wants & int(Want.EACH)).any())
+            drafts = self.verifier.drafts(lines) if checks and len(lines.rows) else None
+            found.sampled = list(self._sample(plan, forward, masks, checks))
+            if drafts is not None:
+                chosen = torch.cat([sampled.chosen for sampled in found.sampled])
+                found.verified = self.verifier.verify(plan, lines, drafts, chosen)
+                if plan.draft is not None and self.drafter is not None:
+                    self._draft(self.drafter, plan.draft, forward, found.verified)
             if (plan.wants & int(Want.SCORE)).any():
-                scores = prompts(self.model, self.model.kernels.sample, forward.hidden, plan, self.rows, self.builder.size)
+                found.scores = prompts(self.model, self.model.kernels.sample, forward.hidden, plan, self.rows,
+                                       self.builder.size)
+            if (plan.wants & int(Want.HIDDEN)).any():
+                of = np.repeat(np.arange(len(plan.rows), dtype=np.int32), plan.counts)
+                at = np.flatnonzero(plan.wants[of] & int(Want.HIDDEN))
+                found.hidden = of[at], to_host(forward.hidden[torch.from_numpy(at).to(forward.hidden.device)].float())
             interval.stop()
-        return sampled, scores
+        return found
 
-    def _forward(self, plan: StepPlan, scoring: bool) -> tuple[torch.Tensor, torch.Tensor, Lines]:
-        """Hidden states of the plan's tokens, if prompts are scored by them; those of the tokens that are sampled after, and
-        perhaps of some more; and whose these are."""
-        sampling = (plan.wants & int(Want.SAMPLE)).nonzero()[0]
-        count = len(sampling)
-        # Graphs give no hidden states to score prompts by.
-        capacity = self.graphs.capacities.of(plan) if self.graphs is not None and not scoring else None
+    def _sample(self, plan: StepPlan, forward: Forward, masks: Masks | None, stay: bool) -> Iterator[Sampled]:
+        """Tokens of the step's lines, LINES at a time."""
+        at, line = 0, 0
+        logits, forward.logits = forward.logits, None
+        for part in forward.lines.parts(LINES):
+            if logits is None:
+                logits = self.model.head(forward.ends[at:at + LINES])[:len(part.rows)]
+            masked = None
+            if masks is not None:
+                which = np.flatnonzero(np.isin(part.segments, plan.masked))
+                masked = LineMasks(masks.bits[line:line + len(which)], which) if len(which) else None
+                line += len(which)
+            yield self.sampler.launch(logits, part, masked, stay)
+            logits, at = None, at + LINES
+
+    def _draft(self, drafter: Drafter, draft: Ints, forward: Forward, verified: Verified) -> None:
+        count = draft[verified.segments]
+        if count.any():
+            drafter.propose(Drafting(self.rows, verified.row, verified.length, count, forward.ends, verified.first))
+
+    def _forward(self, plan: StepPlan, every: bool) -> tuple[torch.Tensor, torch.Tensor, Lines]:
+        """Hidden states of the plan's tokens, if those of `every` one are wanted; those of the tokens behind which one is
+        chosen, and perhaps of some more; and whose these are."""
+        picks = picks_of(plan)
+        count = len(picks.segments)
+        # Graphs give no hidden states of all tokens.
+        capacity = self.graphs.capacities.of(plan, count) if self.graphs is not None and not every else None
         if self.graphs is not None and capacity is not None:
             builder = self.graphs.builder
             ends = builder.ends(count, capacity)
-            hidden, parts = self.graphs.forward(plan, capacity, sampling)
+            hidden, parts = self.graphs.forward(plan, capacity, picks)
             if capacity.tokens == capacity.segments and count < len(plan.rows):
                 hidden = hidden.index_select(0, builder.heads(parts, ends))
         else:
             builder = self.builder
-            capacity = builder.capacity(plan)
+            capacity = builder.capacity(plan, count)
             ends = builder.ends(count, capacity)
-            parts = builder.fill(plan, capacity, sampling)
-            if scoring:
+            parts = builder.fill(plan, capacity, picks)
+            if every:
                 hidden = self.model.forward(builder.step(capacity, parts))
-                return hidden, hidden.index_select(0, builder.heads(parts, ends)), builder.lines(parts, plan, sampling)
-            single = count == len(plan.rows) == int(plan.counts.sum())
-            hidden = self.model.forward(builder.step(capacity, parts, None if single else ends))
-        return hidden, hidden[:ends], builder.lines(parts, plan, sampling)
+                return hidden, hidden.index_select(0, builder.heads(parts, ends)), builder.lines(parts, plan, picks)
+            whole = count == int(plan.counts.sum())
+            hidden = self.model.forward(builder.step(capacity, parts, None if whole else ends))
+        return hidden, hidden[:ends], builder.lines(parts, plan, picks)
