@@ -37,7 +37,7 @@ from penstock.engine.executor import Direct, Pending
 from penstock.engine.inputs import Inputs
 from penstock.engine.llm import LLM
 from penstock.engine.outputs import Outputs
-from penstock.layers.step import Step
+from penstock.layers.step import Step, Works
 from penstock.ops.attention import Geometry
 from penstock.ops.attention_triton import TritonAttention
 from penstock.ops.step import StepTensors
@@ -56,8 +56,10 @@ class NoModel:
 
     def __init__(self) -> None:
         self.states = [StateSpec((Field("k", (1, 8), "bfloat16"), Field("v", (1, 8), "bfloat16")), Everything())]
-        self.geometries = {Geometry(32, 8, 128, PAGE): 0}
-        self.kernels = SimpleNamespace(attention=TritonAttention(invariant=False), build_step=self._build, sample=self)
+        attention = TritonAttention(invariant=False)
+        self.works = Works()
+        self.works.index(0, Geometry(32, 8, 128, PAGE), attention)
+        self.kernels = SimpleNamespace(attention=attention, build_step=self._build, sample=self)
         self._hidden = torch.zeros(1 << 14, 1)
         self._tokens = torch.full((1 << 10,), 17, dtype=torch.int32)
 

@@ -11,7 +11,7 @@ import torch
 from penstock.checkpoint import read_config
 from penstock.core.state import Window
 from penstock.layers.decoder import Decoder
-from penstock.layers.step import GroupStep, KVView, Step
+from penstock.layers.step import GroupStep, StateView, Step
 from penstock.models import load
 from penstock.ops.registry import Kernels, bind
 from penstock.platform.facts import detect
@@ -54,10 +54,9 @@ class Runner:
         self.tables = [torch.randperm(self.rows * columns, generator=generator).view(self.rows, columns).int() for _ in keeps]
         views = []
         for state in self.decoder.states:
-            shape = (self.rows * columns, state.fields[0].shape[0], self.page, state.fields[0].shape[1])
-            dtype = getattr(torch, state.fields[0].dtype)
-            k, v = torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype)
-            views.append(KVView(keeps.index(state.keep), k, v))
+            views.append(StateView(keeps.index(state.keep), {
+                field.name: torch.full((self.rows * columns, field.shape[0], self.page, field.shape[1]), float("nan"),
+                                       dtype=getattr(torch, field.dtype)) for field in state.fields}))
         self.keeps = keeps
         self.decoder.attach(views)
 
@@ -81,7 +80,7 @@ class Runner:
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         step = Step(torch.tensor([t for _, tokens in segments for t in tokens]), positions.int(), starts.int(),
                     torch.tensor([self.computed[row] for row, _ in segments], dtype=torch.int32), groups,
-                    dict.fromkeys(self.decoder.geometries))
+                    [None for _ in self.decoder.works], [[] for _ in self.decoder.works])
         with torch.inference_mode():
             return self.decoder.head(self.decoder.forward(step))
 

@@ -101,15 +101,15 @@ def test_real_configs(name: str, tmp_path: Path) -> None:
 def test_windows_and_rotations_by_layer() -> None:
     gemma = describe({**REAL["gemma-3-1b"][0]})
     assert [state.keep for state in gemma.states("bfloat16")][:7] == [Window(512)] * 5 + [Everything()] + [Window(512)]
-    assert [block.attention.rope.theta for block in gemma.blocks if block.attention.rope][4:6] == [10000.0, 1000000.0]
+    assert [attention.rope.theta for attention in gemma.attentions if attention.rope][4:6] == [10000.0, 1000000.0]
     smol = describe(REAL["SmolLM3-3B"][0])
-    assert [block.attention.rope is None for block in smol.blocks] == [False, False, False, True] * 9
+    assert [attention.rope is None for attention in smol.attentions] == [False, False, False, True] * 9
     field = gemma.states("bfloat16")[0].fields[1]
     assert (field.name, field.shape, field.dtype) == ("v", (1, 256), "bfloat16")
     nested = read_config_of(REAL["gemma-3-4b"][0])
-    assert describe(nested).blocks[5].attention.rope == describe(nested).blocks[11].attention.rope
-    assert describe(nested).blocks[5].attention.rope.scaling == LinearScaling(8.0)  # type: ignore[union-attr]
-    assert describe(nested).blocks[0].attention.rope.scaling == NoScaling()  # type: ignore[union-attr]
+    assert describe(nested).attentions[5].rope == describe(nested).attentions[11].rope
+    assert describe(nested).attentions[5].rope.scaling == LinearScaling(8.0)  # type: ignore[union-attr]
+    assert describe(nested).attentions[0].rope.scaling == NoScaling()  # type: ignore[union-attr]
 
 
 def read_config_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def test_old_and_new_names_of_rope_scalings_agree(scaling: Any, expected: Any, p
     modern = {name: value for name, value in LLAMA.items() if name not in ("rope_scaling", "rope_theta")}
     new = describe({**modern, "rope_parameters": {"rope_theta": 500000.0, **(scaling or {})}})
     assert old == new
-    assert (old.blocks[0].attention.rope.scaling, old.max_positions) == (expected, positions)  # type: ignore[union-attr]
+    assert (old.attentions[0].rope.scaling, old.max_positions) == (expected, positions)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("changes", "words"), [

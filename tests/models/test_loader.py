@@ -155,7 +155,7 @@ def test_tied_weights_are_held_once(tmp_path: Path, kernels: str) -> None:
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, tmp_path / "model.safetensors")
     decoder = open_model(tmp_path, kernels=reference() if kernels == "reference" else None)
     assert torch.equal(Runner(decoder).prompt(0, PROMPT_IDS), plain)
-    assert decoder.head_weight is decoder.embedding
+    assert decoder.logits.weight is decoder.embedding.weight
     tables = 2 * 256 * 8 * 4
     parameters = decoder.spec.nbytes("float32")
     assert parameters + tables <= decoder.weight_bytes <= 1.1 * parameters + tables

@@ -43,7 +43,8 @@ def _states(rng: random.Random) -> list[StateSpec]:
     layers = []
     for keep in keeps:
         size = rng.choice([8, 8, 16, 24])
-        layers += [StateSpec((Field("k", (1, size), "float32"), Field("v", (1, size), "float32")), keep)] * rng.randint(1, 3)
+        fields = tuple(Field(name, (1, size), "float32", per="page" if keep.exact else "position") for name in "kv")
+        layers += [StateSpec(fields, keep)] * rng.randint(1, 3)
     return layers
 
 

@@ -25,6 +25,7 @@ from penstock.canary.item import Item, parse_calls
 from penstock.canary.suite import SKILLS, Score, graded, prompts
 from penstock.cli.eval import answers, room
 from penstock.cli.main import main
+from penstock.layers.attention import Attention
 from penstock.layers.step import Step
 from tests.system.served import served
 
@@ -166,9 +167,8 @@ def test_three_bits_cost_right_answers(llm: LLM, tmp_path: Path) -> None:
 
 def resize_windows(llm: LLM, size: Callable[[int], int]) -> None:
     """Every windowed layer sees as much as `size` makes of its window."""
-    for block in llm.engine.worker.model.blocks:
-        attention = block.attention
-        if attention.spec.window:
+    for attention in (mixer for block in llm.engine.worker.model.blocks for mixer in block.mixers):
+        if isinstance(attention, Attention) and attention.spec.window:
             attention.spec = replace(attention.spec, window=size(attention.spec.window))
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
-from penstock.layers.block import Block
-from penstock.layers.linear import Linear, Product
+from penstock.layers.linear import Activated, Linear
+from penstock.layers.step import BASE
 from penstock.worker.sizes import fitted, fitted_sizes
 from tests.data import MODELS
 
@@ -44,19 +44,21 @@ def test_padding_changes_no_answer(chunk: int) -> None:
     assert answers(True) == answers(False)
 
 
-def test_every_product_is_computed_with_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does at its start: each product of a layer and the head, as far as they differ."""
+def test_every_gemm_runs_with_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up of a GPU: each projection of a layer and the head, as far as their shapes differ."""
     with LLM(str(MODELS / "stories260k"), max_num_seqs=4, max_model_len=64) as llm:
-        model, found, lines = llm.engine.worker.model, list[tuple[int, int, int]](), list[int]()
-        products = [product for block in model.blocks for product in block.products]
-        different = {(linear.weight.n, linear.weight.k) for linear, _ in products}
-        for linear, product in products:
-            assert len(product(torch.zeros(2, linear.weight.k))) == 2
+        model, found, rows = llm.engine.worker.model, list[tuple[int, int, int]](), list[int]()
+        different = {(linear.weight.n, linear.weight.k) for linear in model.linears}
+        assert len(model.linears) == 4 * len(model.blocks) and len(different) == 4
+        for linear in model.linears:
+            assert len(linear(torch.zeros(2, linear.weight.k), BASE)) == 2
 
-        def watched(linear: Linear) -> Product:
-            return linear, lambda x: found.append((len(x), linear.weight.n, linear.weight.k))
+        def watch(kind: type[Linear]) -> None:
+            monkeypatch.setattr(kind, "__call__",
+                                lambda linear, x, step: found.append((len(x), linear.weight.n, linear.weight.k)))
 
-        monkeypatch.setattr(Block, "products", [watched(linear) for linear, _ in products])
-        monkeypatch.setattr(model, "head", lambda x: lines.append(len(x)))
-        model.compute_products([1, 7, 80], [3, 5])
-    assert sorted(found) == sorted((count, n, k) for count in (1, 7, 80) for n, k in different) and lines == [3, 5]
+        watch(Linear)
+        watch(Activated)
+        monkeypatch.setattr(model, "head", lambda x: rows.append(len(x)))
+        model.warm_up_gemms([1, 7, 80], [3, 5])
+    assert sorted(found) == sorted((count, n, k) for count in (1, 7, 80) for n, k in different) and rows == [3, 5]

@@ -19,6 +19,9 @@ from penstock.core.errors import ModelError
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The types that a plain weight may be stored in, and their torch names."""
+TORCH_NAMES = {**DTYPES, "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn",
+               "F8_E5M2": "float8_e5m2"}
+"""All types that a scheme may store."""
 
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
                "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8}

@@ -11,7 +11,7 @@ from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError
 from penstock.core.layout import CacheLayout, lay_out
 from penstock.core.plan import MOST_DEPTH
-from penstock.core.state import DTYPE_BYTES, StateSpec
+from penstock.core.state import MODEL_DTYPES, StateSpec
 
 _GIB = 1 << 30
 _GRAPH_FLOPS = 1e13
@@ -48,8 +48,8 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     options = checked(options)
     gpu = facts.kind != "cpu"
     dtype = checkpoint_dtype if options.dtype == "auto" else options.dtype
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype {dtype!r} is not supported; possible are {', '.join(DTYPE_BYTES)}")
+    if dtype not in MODEL_DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not supported; possible are {', '.join(MODEL_DTYPES)}")
     length = max_positions if options.max_model_len is None else options.max_model_len
     if not 2 <= length <= max_positions:
         raise ConfigError(f"max_model_len is {length}, but this model handles 2 to {max_positions} tokens")

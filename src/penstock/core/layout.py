@@ -1,8 +1,8 @@
 """How the cache's byte arena is cut: groups of layers, pages, slabs. Pure arithmetic that both halves of the engine share.
 
-A group is the layers of equal retention. A page holds all layers of its group for a stretch of positions, so that any tier
-can move it in one copy. The arena is cut into equal slabs; a slab is lent to a group and carved into its pages, so groups of
-different page sizes trade memory with no fixed ratio.
+A group is the states of equal retention, most often one of each layer. A page holds all states of its group for a stretch of
+positions, or one snapshot of each, so that any tier can move it in one copy. The arena is cut into equal slabs; a slab is lent
+to a group and carved into its pages, so groups of different page sizes trade memory with no fixed ratio.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share pages. Sizes in bytes; `stride` is the distance between pages, constant across slabs."""
+    """States that share pages. Sizes in bytes; `stride` is the distance between pages, constant across slabs."""
 
     layers: tuple[int, ...]
+    """Which states, by their places in the model's list."""
     keep: Retention
     offsets: tuple[int, ...]
-    """Where each layer's entries begin within a page."""
+    """Where each state begins within a page."""
     page_bytes: int
     per_slab: int
     stride: int
@@ -72,7 +73,7 @@ class CacheLayout:
 
 
 def lay_out(states: Sequence[StateSpec], page: int, arena_bytes: int) -> CacheLayout:
-    """Groups the layers by retention and cuts `arena_bytes` into slabs; the result may have 0 slabs if it is too small."""
+    """Groups the states by retention and cuts `arena_bytes` into slabs; the result may have 0 slabs if it is too small."""
     by_keep: dict[Retention, list[int]] = {}
     for layer, state in enumerate(states):
         by_keep.setdefault(state.keep, []).append(layer)
@@ -81,7 +82,7 @@ def lay_out(states: Sequence[StateSpec], page: int, arena_bytes: int) -> CacheLa
         offsets, at = [], 0
         for layer in layers:
             offsets.append(at)
-            at += _up(states[layer].nbytes * page, ALIGN)
+            at += _up(states[layer].page_bytes(page), ALIGN)
         sizes.append((keep, layers, offsets, at))
     largest = max(size for *_, size in sizes)
     counts = [largest // size for *_, size in sizes]

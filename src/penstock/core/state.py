@@ -8,24 +8,39 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "int8": 1,
+               "int32": 4, "int64": 8}
+"""Bytes of an element, by torch name: of stored tensors and of cached fields."""
+MODEL_DTYPES = ("float32", "float16", "bfloat16")
+"""The types in which a model computes."""
+
+
+FIELD_ALIGN = 16
+"""Bytes: the widest load of a thread."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of an entry: `shape` per position, `dtype` a torch name, `split` how tensor parallelism cuts it."""
+    """One tensor of a state: `shape` for each position, or for a whole page; `dtype` a torch name; `split` how tensor
+    parallelism cuts it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     split: str = "heads"
+    per: Literal["position", "page"] = "position"
+    """A snapshot, or a scale for all of a page, is there once a page."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes for one position."""
+        """Bytes of one: for a position, or for a page."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def page_bytes(self, page: int) -> int:
+        """Bytes in a page of `page` positions."""
+        return self.nbytes * (page if self.per == "position" else 1)
 
 
 class Retention(Protocol):
@@ -124,12 +139,24 @@ class Ahead(_Entries):
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What one layer keeps per position, and for how long. Layers of equal `keep` share a cache group."""
+    """What a mixer remembers, and for how long. States of equal `keep` share a cache group."""
 
     fields: tuple[Field, ...]
     keep: Retention
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes for one position of one layer; of an exact state, a page's share of it."""
-        return sum(field.nbytes for field in self.fields)
+    def __post_init__(self) -> None:
+        assert not self.keep.exact or all(field.per == "page" for field in self.fields), \
+            "of a state that holds one snapshot a page, every field is there once a page"
+        assert len({field.name for field in self.fields}) == len(self.fields), "fields are told apart by their names"
+
+    def offsets(self, page: int) -> tuple[int, ...]:
+        """Where in a page of `page` positions each field begins, in bytes from the state's beginning, and at last the end."""
+        found = [0]
+        for field in self.fields:
+            begin = -(-found[-1] // FIELD_ALIGN) * FIELD_ALIGN
+            found[-1:] = [begin, begin + field.page_bytes(page)]
+        return tuple(found)
+
+    def page_bytes(self, page: int) -> int:
+        """Bytes in a page of `page` positions."""
+        return self.offsets(page)[-1]

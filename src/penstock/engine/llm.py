@@ -63,7 +63,7 @@ class LLM:
             # Before the weights: this fails in milliseconds.
             self._tokenizer = Tokenizer.load(home)
             template = ChatTemplate.load(home, self.options.chat_template, self._tokenizer.special_tokens)
-        with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=None, leave=False, delay=1.0) as bar:
+        with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=None, leave=False) as bar:
             self.engine = Engine(self.options, progress=_shown(bar))
         config = read_generation_config(folder) if self.options.generation_config == "auto" else {}
         self.inputs = Inputs(self._tokenizer, template, self.engine.info, config,

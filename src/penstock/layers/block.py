@@ -1,33 +1,66 @@
-"""One layer of the decoder: branches around the residual stream, in the order that a BlockSpec says.
+"""One layer of the decoder: branches around the residual stream, each with one mixer, in the order that a BlockSpec says.
 
 The stream is carried as a sum not yet done, `residual + delta`, so that the addition can be part of the next norm's kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
-from penstock.layers.attention import Attention, RopeTable
-from penstock.layers.linear import Product, Values
-from penstock.layers.mlp import MLP
-from penstock.layers.norm import build_norm
-from penstock.layers.spec import AttentionSpec, BlockSpec, BranchSpec
+from penstock.layers.build import Build
+from penstock.layers.mixer import Mixer, MixerSpec
+from penstock.layers.norm import NormSpec, build_norm
+from penstock.layers.parameter import Parameter
 from penstock.layers.step import Step
-from penstock.ops.registry import Kernels
+
+
+@dataclass(frozen=True)
+class BranchSpec:
+    """scale * post(body(pre(x))): what one sublayer adds to the stream."""
+
+    body: MixerSpec
+    pre: NormSpec | None = None
+    post: NormSpec | None = None
+    scale: float = 1.0
+
+    def parameters(self, path: str) -> Iterator[Parameter]:
+        for name, norm in (("pre", self.pre), ("post", self.post)):
+            if norm is not None:
+                yield from norm.parameters(f"{path}.{self.body.name}.{name}", self.body.width)
+        yield from self.body.parameters(f"{path}.{self.body.name}")
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """Stages, one after another; the branches of a stage read the same stream and are added to it together.
+
+    ((attention,), (mlp,)) is the usual block, ((attention, mlp),) has a parallel residual (Wang and Komatsuzaki 2021).
+    """
+
+    stages: tuple[tuple[BranchSpec, ...], ...]
+
+    @property
+    def mixers(self) -> list[MixerSpec]:
+        """In the order in which they run."""
+        return [branch.body for stage in self.stages for branch in stage]
+
+    def parameters(self, path: str) -> Iterator[Parameter]:
+        for stage in self.stages:
+            for branch in stage:
+                yield from branch.parameters(path)
 
 
 class Branch:
-    """scale * post(body(pre(x)))."""
+    """A mixer with its norms."""
 
-    def __init__(self, spec: BranchSpec, path: str, values: Values, kernels: Kernels, table: RopeTable | None) -> None:
+    def __init__(self, spec: BranchSpec, path: str, build: Build) -> None:
         path = f"{path}.{spec.body.name}"
-        self.body: Attention | MLP
-        if isinstance(spec.body, AttentionSpec):
-            self.body = Attention(spec.body, path, values, kernels, table)
-        else:
-            self.body = MLP(spec.body, path, values, kernels)
-        self.pre = build_norm(spec.pre, f"{path}.pre", values, kernels) if spec.pre is not None else None
-        self.post = build_norm(spec.post, f"{path}.post", values, kernels) if spec.post is not None else None
+        self.body: Mixer = spec.body.build(path, build)
+        self.pre = build_norm(spec.pre, f"{path}.pre", build) if spec.pre is not None else None
+        self.post = build_norm(spec.post, f"{path}.post", build) if spec.post is not None else None
         self.scale = spec.scale
 
     def enter(self, delta: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,29 +81,26 @@ class Branch:
 
 
 class Block:
-    """One layer. `attention` is its one attention."""
+    """One layer."""
 
-    def __init__(self, spec: BlockSpec, path: str, values: Values, kernels: Kernels, table: RopeTable | None) -> None:
-        self.stages = [[Branch(branch, path, values, kernels, table) for branch in stage] for stage in spec.stages]
-        (self.attention,) = (b.body for stage in self.stages for b in stage if isinstance(b.body, Attention))
-
-    @property
-    def products(self) -> list[Product]:
-        """All of its products."""
-        return [product for stage in self.stages for branch in stage for product in branch.body.products]
+    def __init__(self, spec: BlockSpec, path: str, build: Build) -> None:
+        self.stages = [[Branch(branch, path, build) for branch in stage] for stage in spec.stages]
+        self.mixers: list[Mixer] = [branch.body for stage in self.stages for branch in stage]
+        looking = [i for i, stage in enumerate(self.stages) if any(branch.body.looks_around for branch in stage)]
+        # From this stage on, nothing looks at another token than its own.
+        self._last = max(looking, default=0)
 
     def __call__(self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step,
                  ends: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and gives the stream as (delta, residual), all [T, W]; with `ends` [E], gives it at those tokens alone."""
-        for first, *others in self.stages:
+        for i, (first, *others) in enumerate(self.stages):
             x, residual = first.enter(delta, residual)
-            # Once attention has read all tokens, nothing of a layer looks at another token than its own.
-            at = ends if any(branch.body is self.attention for branch in (first, *others)) else None
+            at = ends if i == self._last else None
             delta = first.leave(x, step, at)
             for branch in others:
                 x, _ = branch.enter(None, residual)
                 delta = delta + branch.leave(x, step, at)
             if at is not None:
-                residual, ends = residual.index_select(0, at), None
+                residual = residual.index_select(0, at)
         assert delta is not None
         return delta, residual

@@ -1,41 +1,86 @@
-"""A product with one packed weight, several of a checkpoint's matrices stacked into it."""
+"""Projections. `Linear` is the only place where one is computed, so an adapter's delta and a rank's collective have one home.
+
+Several of a checkpoint's matrices may be joined into one (q, k and v; gate and up), and an activation may follow in the same
+kernel (`Activated`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from penstock.layers.spec import LinearSpec
-from penstock.ops.linear import Weight
-from penstock.ops.registry import Kernels
+from penstock.layers.build import Build
+from penstock.layers.parameter import Parameter, Piece, Split
+from penstock.layers.step import Adapted
+from penstock.quant.scheme import PLAIN
 
 
-class Values(dict[str, Weight | torch.Tensor]):
-    """Loaded parameters by path: packed matrices and plain tensors."""
+@dataclass(frozen=True)
+class LinearSpec:
+    """x times one matrix, the rows of `outputs` stacked in order, and perhaps a bias."""
 
-    def matrix(self, path: str) -> Weight:
-        found = self[path]
-        assert isinstance(found, Weight), path
-        return found
+    inputs: int
+    outputs: tuple[Piece, ...]
+    bias: bool = False
+    split: Split = Split.WHOLE
+    unit: int = 1
+    """Inputs that stay together on one rank, if they are split."""
 
-    def tensor(self, path: str) -> torch.Tensor:
-        found = self[path]
-        assert isinstance(found, torch.Tensor), path
-        return found
+    @property
+    def rows(self) -> int:
+        return sum(piece.rows for piece in self.outputs)
+
+    def parameters(self, path: str) -> Iterator[Parameter]:
+        """`path` is that of the joined parameter; pieces are its siblings."""
+        for kind, shape in (("weight", (self.rows, self.inputs)), ("bias", (self.rows,))):
+            if kind == "bias" and not self.bias:
+                continue
+            parent = path.rpartition(".")[0]
+            pieces = tuple(Piece(f"{parent}.{piece.name}.{kind}", piece.rows, piece.unit) for piece in self.outputs)
+            # A bias is added to the sum over ranks, so ranks that divide the inputs have it whole.
+            split = Split.WHOLE if kind == "bias" and self.split is Split.COLUMNS else self.split
+            yield Parameter(f"{path}.{kind}", shape, PLAIN if kind == "weight" else None, pieces if len(pieces) > 1 else (),
+                            split=split, unit=self.unit if self.split is Split.COLUMNS else self.outputs[0].unit)
 
 
 class Linear:
     """x [T, K] -> [T, N] in x's dtype."""
 
-    def __init__(self, spec: LinearSpec, path: str, values: Values, kernels: Kernels) -> None:
-        self.weight = values.matrix(f"{path}.weight")
-        self.bias = values.tensor(f"{path}.bias") if spec.bias else None
-        self._apply = kernels.linear.apply
+    def __init__(self, spec: LinearSpec, path: str, build: Build) -> None:
+        self.path = path
+        self.weight = build.values.matrix(f"{path}.weight")
+        self.bias = build.values.tensor(f"{path}.bias") if spec.bias else None
+        self._apply = self.weight.ops.apply
+        self._reduce = build.reduce if spec.split is Split.COLUMNS else None
+        self.shape: tuple[object, ...] = (type(self.weight.ops), self.weight.n, self.weight.k, self.bias is None)
+        """Equal for projections that launch the same kernels for the same rows."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._apply(x, self.weight, self.bias)
+    def __call__(self, x: torch.Tensor, step: Adapted) -> torch.Tensor:
+        """`step` says which rows have which adapter."""
+        out = self._apply(x, self.weight, self.bias) if self._reduce is None else self._partial(x)
+        return out if step.delta is None else step.delta(self.path, x, out)
+
+    def _partial(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of what each computes with its inputs."""
+        assert self._reduce is not None
+        out = self._reduce(self._apply(x, self.weight, None))
+        return out if self.bias is None else out + self.bias
 
 
-Product = tuple[Linear, Callable[[torch.Tensor], torch.Tensor]]
-"""A layer, and what does its product, perhaps with more: x [T, K] -> [T, any]."""
+class Activated(Linear):
+    """activation(x W^T + b); gated, with the two halves g and u of the projection: activation(g) * u."""
+
+    def __init__(self, spec: LinearSpec, path: str, build: Build, kind: str, gated: bool) -> None:
+        super().__init__(spec, path, build)
+        self._kind = kind
+        self._fused = self.weight.ops.gated if gated else None
+        self._activate = build.kernels.gated if gated else build.kernels.activation
+        self.shape = (*self.shape, kind, gated)
+
+    def __call__(self, x: torch.Tensor, step: Adapted) -> torch.Tensor:
+        # The activation is fused only where nothing has to be added before it.
+        if self._fused is not None and step.delta is None:
+            return self._fused(x, self.weight, self.bias, self._kind)
+        return self._activate(super().__call__(x, step), self._kind)

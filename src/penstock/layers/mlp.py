@@ -1,34 +1,69 @@
-"""The feed-forward layer, gated or plain."""
+"""The feed-forward layer, gated or plain: a mixer without a state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import torch
 
-from penstock.layers.linear import Linear, Product, Values
-from penstock.layers.spec import MLPSpec
-from penstock.layers.step import Step
-from penstock.ops.registry import Kernels
+from penstock.core.state import StateSpec
+from penstock.layers.build import Build
+from penstock.layers.linear import Activated, Linear, LinearSpec
+from penstock.layers.parameter import Parameter, Piece, Split
+from penstock.layers.step import StateView, Step, Works
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """down(activation(gate(x)) * up(x)) if gated, else down(activation(up(x)))."""
+
+    width: int
+    inner: int
+    activation: str
+    gated: bool = True
+    bias: bool = False
+
+    name = "mlp"
+
+    @property
+    def input(self) -> LinearSpec:
+        outputs = (Piece("gate", self.inner), Piece("up", self.inner)) if self.gated else (Piece("up", self.inner),)
+        return LinearSpec(self.width, outputs, self.bias, Split.ROWS)
+
+    @property
+    def output(self) -> LinearSpec:
+        return LinearSpec(self.inner, (Piece("down", self.width),), self.bias, Split.COLUMNS)
+
+    def parameters(self, path: str) -> Iterator[Parameter]:
+        yield from self.input.parameters(f"{path}.gate_up" if self.gated else f"{path}.up")
+        yield from self.output.parameters(f"{path}.down")
+
+    def states(self, _dtype: str) -> tuple[StateSpec, ...]:
+        return ()
+
+    def build(self, path: str, build: Build) -> MLP:
+        return MLP(self, path, build)
 
 
 class MLP:
-    """x [T, W] -> [T, W]; looks at no other position."""
+    """x [T, W] -> [T, W]."""
 
-    def __init__(self, spec: MLPSpec, path: str, values: Values, kernels: Kernels) -> None:
-        self.up = Linear(spec.input, f"{path}.gate_up" if spec.gated else f"{path}.up", values, kernels)
-        self.down = Linear(spec.output, f"{path}.down", values, kernels)
-        self._kind = spec.activation
-        self._gated = spec.gated
-        self._kernels = kernels
+    looks_around = False
+
+    def __init__(self, spec: MLPSpec, path: str, build: Build) -> None:
+        self.up = Activated(spec.input, f"{path}.gate_up" if spec.gated else f"{path}.up", build, spec.activation, spec.gated)
+        self.down = Linear(spec.output, f"{path}.down", build)
 
     @property
-    def products(self) -> list[Product]:
-        return [(self.up, self._widen), (self.down, self.down)]
+    def linears(self) -> Sequence[Linear]:
+        return self.up, self.down
 
-    def __call__(self, x: torch.Tensor, _step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
-        """With `ends` [E], of those tokens alone."""
-        return self.down(self._widen(x if ends is None else x.index_select(0, ends)))
+    def attach(self, views: Sequence[StateView], works: Works) -> None:
+        """It has no states."""
 
-    def _widen(self, x: torch.Tensor) -> torch.Tensor:
-        if self._gated:
-            return self._kernels.linear.gated(x, self.up.weight, self.up.bias, self._kind)
-        return self._kernels.activation(self.up(x), self._kind)
+    def detach(self) -> None:
+        """It has no states."""
+
+    def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
+        return self.down(self.up(x if ends is None else x.index_select(0, ends), step), step)

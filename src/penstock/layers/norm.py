@@ -1,21 +1,48 @@
-"""Norms, each in two forms: of a tensor, and of the stream after adding what a branch gave."""
+"""Norms: their descriptions, and the layers in two forms: of a tensor, and of the stream after a branch's result is added."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
-from penstock.layers.linear import Values
-from penstock.layers.spec import LayerNormSpec, NormSpec, RMSNormSpec
-from penstock.ops.registry import Kernels
+from penstock.layers.build import Build
+from penstock.layers.parameter import Parameter
+
+
+@dataclass(frozen=True)
+class RMSNormSpec:
+    """x / rms(x) * (offset + weight)."""
+
+    eps: float
+    offset: float = 0.0
+
+    def parameters(self, path: str, width: int) -> Iterator[Parameter]:
+        yield Parameter(f"{path}.weight", (width,), rest=1.0 - self.offset)
+
+
+@dataclass(frozen=True)
+class LayerNormSpec:
+    """(x - mean) / deviation * weight + bias."""
+
+    eps: float
+
+    def parameters(self, path: str, width: int) -> Iterator[Parameter]:
+        yield Parameter(f"{path}.weight", (width,), rest=1.0)
+        yield Parameter(f"{path}.bias", (width,))
+
+
+NormSpec = RMSNormSpec | LayerNormSpec
 
 
 class RMSNorm:
-    def __init__(self, spec: RMSNormSpec, path: str, values: Values, kernels: Kernels) -> None:
-        self.weight = values.tensor(f"{path}.weight")
+    def __init__(self, spec: RMSNormSpec, path: str, build: Build) -> None:
+        self.weight = build.values.tensor(f"{path}.weight")
         self.eps = spec.eps
         self.offset = spec.offset
-        self._norm = kernels.rms_norm
-        self._add_norm = kernels.add_rms_norm
+        self._norm = build.kernels.rms_norm
+        self._add_norm = build.kernels.add_rms_norm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, W], last dimension contiguous."""
@@ -27,11 +54,11 @@ class RMSNorm:
 
 
 class LayerNorm:
-    def __init__(self, spec: LayerNormSpec, path: str, values: Values, kernels: Kernels) -> None:
-        self.weight = values.tensor(f"{path}.weight")
-        self.bias = values.tensor(f"{path}.bias")
+    def __init__(self, spec: LayerNormSpec, path: str, build: Build) -> None:
+        self.weight = build.values.tensor(f"{path}.weight")
+        self.bias = build.values.tensor(f"{path}.bias")
         self.eps = spec.eps
-        self._norm = kernels.layer_norm
+        self._norm = build.kernels.layer_norm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, W], last dimension contiguous."""
@@ -46,8 +73,6 @@ class LayerNorm:
 Norm = RMSNorm | LayerNorm
 
 
-def build_norm(spec: NormSpec, path: str, values: Values, kernels: Kernels) -> Norm:
+def build_norm(spec: NormSpec, path: str, build: Build) -> Norm:
     """The layer of a spec."""
-    if isinstance(spec, RMSNormSpec):
-        return RMSNorm(spec, path, values, kernels)
-    return LayerNorm(spec, path, values, kernels)
+    return RMSNorm(spec, path, build) if isinstance(spec, RMSNormSpec) else LayerNorm(spec, path, build)

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from penstock.ops.attention import Geometry, Span
+from penstock.ops.attention import AttentionOps, Geometry, Span
+
+
+class Delta(Protocol):
+    """The adapters of a step: what is added to a projection's result for the rows that have one."""
+
+    def __call__(self, path: str, x: torch.Tensor, out: torch.Tensor, /) -> torch.Tensor:
+        """`out`, which may be changed in place, with the deltas of the projection at `path` of its input x."""
+        ...
+
+
+class Adapted(Protocol):
+    """What a projection is told of its rows."""
+
+    @property
+    def delta(self) -> Delta | None: ...
+
+
+class Base:
+    """Rows without adapters, outside of a step."""
+
+    delta: Delta | None = None
+
+
+BASE = Base()
 
 
 @dataclass(slots=True)
@@ -32,24 +58,48 @@ class Step:
     context: torch.Tensor
     """[S] int32: positions of the row that exist after this step, those of the segment included."""
     groups: list[GroupStep]
-    work: dict[Geometry, torch.Tensor | None]
-    """What `kernels.attention.prepare` gave for each geometry that the model has."""
+    work: list[torch.Tensor | None]
+    """What `prepare` gave for each of the model's `Works`, on the device."""
+    whole: list[list[Span]]
+    """The long prefill segments that were named to `prepare`, for each of the model's `Works`."""
     ends: torch.Tensor | None = None
     """[E] int32: the only tokens whose hidden states are wanted after the last layer; None: those of all."""
-    whole: dict[Geometry, list[Span]] = field(default_factory=dict)
-    """The prompts that were named to `prepare`; a geometry may be missing."""
+    delta: Delta | None = None
+    """None if no row has an adapter."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Host-side preparation of each step that layers share."""
+
+    group: int
+    geometry: Geometry
+    ops: AttentionOps
+    """Whose `whole` and `prepare` are asked."""
+
+
+@dataclass
+class Works:
+    """All that a model's layers have prepared, one for each (cache group, geometry)."""
+
+    found: dict[tuple[int, Geometry], Work] = field(default_factory=dict)
+
+    def index(self, group: int, geometry: Geometry, ops: AttentionOps) -> int:
+        """Where a layer finds its own in `Step.work` and `Step.whole`."""
+        self.found.setdefault((group, geometry), Work(group, geometry, ops))
+        return list(self.found).index((group, geometry))
+
+    def __iter__(self) -> Iterator[Work]:
+        return iter(self.found.values())
 
 
 @dataclass(slots=True)
-class KVView:
-    """One layer's window into the arena, and the group whose table and slots it goes by."""
+class StateView:
+    """A mixer's window into the arena: the fields of one of its states by name, and the group whose pages they are in."""
 
     group: int
-    k: torch.Tensor
-    """[pages, KV heads, page, head size], strided."""
-    v: torch.Tensor
+    fields: Mapping[str, torch.Tensor]
+    """A field of shape (..., d) per position is [pages, ..., page, d], strided; one per page is [pages, ...]."""
 
-    def geometry(self, heads: int, window: int, plain: bool = True) -> Geometry:
-        """That of a layer of `heads` query heads which keeps its entries here."""
-        _, kv_heads, page, size = self.k.shape
-        return Geometry(heads, kv_heads, size, page, window, self.k.element_size(), plain)
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.fields[name]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.tensors import DTYPES, read_headers
+from penstock.checkpoint.tensors import TORCH_NAMES, read_headers
 
 
 class Checkpoint:
@@ -56,6 +56,6 @@ class Checkpoint:
 
 def stored_dtype(name: str) -> torch.dtype:
     """The torch type of a safetensors type."""
-    found = getattr(torch, DTYPES[name])
+    found = getattr(torch, TORCH_NAMES[name])
     assert isinstance(found, torch.dtype)
     return found

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from penstock.layers.attention import AttentionSpec, QueryKeyNorm
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.embedding import EmbeddingSpec, HeadSpec
+from penstock.layers.mlp import MLPSpec
+from penstock.layers.norm import NormSpec, RMSNormSpec
 from penstock.layers.rope import NoScaling, RopeSpec
-from penstock.layers.spec import (
-    AttentionSpec,
-    BlockSpec,
-    BranchSpec,
-    EmbeddingSpec,
-    HeadSpec,
-    MLPSpec,
-    ModelSpec,
-    NormSpec,
-    QueryKeyNorm,
-    RMSNormSpec,
-)
+from penstock.layers.spec import ModelSpec
 from penstock.models.config import ACTIVATIONS, Config
 
 
@@ -63,7 +57,8 @@ def decoder(config: Config, blocks: Iterable[BlockSpec], norm: NormSpec, *, embe
     """
     blocks = tuple(blocks)
     if max_positions is None:
-        ropes = [block.attention.rope for block in blocks if block.attention.rope is not None]
+        mixers = [mixer for block in blocks for mixer in block.mixers]
+        ropes = [mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec) and mixer.rope is not None]
         scaling = ropes[0].scaling if ropes else NoScaling()
         max_positions = scaling.reach(config.integer("max_position_embeddings"))
     return ModelSpec(architecture="", vocab_size=config.integer("vocab_size"), width=config.integer("hidden_size"),

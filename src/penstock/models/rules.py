@@ -60,7 +60,7 @@ def transposed(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
 
 def interleaved(tensor: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
     """Rows ordered by head and then query, key, value, as GPT-NeoX's, to all queries, all keys, all values."""
-    heads = spec.blocks[0].attention.heads
+    heads = spec.attentions[0].heads
     return tensor.view(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
 
 

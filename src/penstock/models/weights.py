@@ -16,15 +16,18 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.checkpoint.tensors import DTYPES, Stored
+from penstock.checkpoint.tensors import DTYPES, TORCH_NAMES, Stored
 from penstock.core.errors import ModelError
-from penstock.layers.linear import Values
-from penstock.layers.spec import ModelSpec, Parameter
+from penstock.core.state import MODEL_DTYPES
+from penstock.layers.build import Values
+from penstock.layers.parameter import Parameter, Piece
+from penstock.layers.spec import ModelSpec
 from penstock.models.mapped import Checkpoint, stored_dtype
 from penstock.models.rules import Change, Rule
 from penstock.models.transfer import Arrival, opened
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Kernels
+from penstock.quant.scheme import PLAIN, Part, Scheme, pack
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -32,38 +35,81 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint's tensor and the rows of a parameter that it fills."""
+    """A checkpoint's tensor, and where it goes: a parameter's stored tensor `part`, in which it fills places from `first` on
+    along the axis `axis`."""
 
     name: str
-    first_row: int
+    part: str
+    row: int
+    """The first of the parameter's rows that it holds something of."""
     rows: int
+    axis: int | None
+    first: int
+    count: int
     change: Change | None
 
 
-def assign(spec: ModelSpec, rules: Sequence[Rule], tensors: dict[str, Stored]) -> dict[str, list[Source]]:
-    """The sources of every parameter. One ModelError lists every missing, unused, doubled, wrongly shaped or typed tensor."""
-    places = {}
+@dataclass(frozen=True)
+class _Place:
+    """What a checkpoint's name may stand for: rows of a parameter's stored tensor."""
+
+    parameter: Parameter
+    part: Part
+    """As these rows alone have it."""
+    row: int
+    rows: int
+    first: int
+    """Where they begin along the part's axis of rows."""
+
+
+def stored(parameter: Parameter, dtype: str, rows: int | None = None) -> tuple[Part, ...]:
+    """The tensors that hold a parameter, or so many rows of it, in a model of `dtype`."""
+    if parameter.scheme is not None:
+        return parameter.parts(dtype, rows)
+    shape = parameter.shape if rows is None else (rows, *parameter.shape[1:])
+    return (Part("", shape, dtype),)
+
+
+def _places(spec: ModelSpec, dtype: str) -> dict[str, _Place]:
+    """By name, as rules map to them: of every parameter, whole and by pieces."""
+    found: dict[str, _Place] = {}
     for parameter in spec.parameters():
-        places[parameter.name] = (parameter, 0, parameter.shape[0])
-        row = 0
-        for piece in parameter.pieces:
-            places[piece.name] = (parameter, row, piece.rows)
-            row += piece.rows
+        row, at = 0, dict[str, int]()
+        for piece in (Piece(parameter.name, parameter.shape[0]), *parameter.pieces):
+            whole = piece.name == parameter.name
+            for part in stored(parameter, dtype, piece.rows):
+                name = f"{piece.name.removesuffix('.weight')}.{part.suffix}" if part.suffix else piece.name
+                first = 0 if whole else at.get(part.suffix, 0)
+                found[name] = _Place(parameter, part, row, piece.rows, first)
+                if not whole and part.rows is not None:
+                    at[part.suffix] = first + part.shape[part.rows]
+            row += 0 if whole else piece.rows
+    return found
+
+
+def assign(spec: ModelSpec, rules: Sequence[Rule], tensors: dict[str, Stored],
+           dtype: str = "float32") -> dict[str, list[Source]]:
+    """The sources of every parameter of a model in `dtype`. One ModelError lists every missing, unused, doubled, wrongly shaped
+    or typed tensor."""
+    places = _places(spec, dtype)
     sources: dict[str, list[Source]] = {parameter.name: [] for parameter in spec.parameters()}
     unused, wrong = [], []
-    for name, stored in tensors.items():
+    for name, tensor in tensors.items():
         rule, target = next(((rule, target) for rule in rules if (target := rule.match(name)) is not None), (None, None))
         if target == "" or (target == "head.weight" and spec.head.tied):
             continue
         if rule is None or target not in places:
-            unused.append(f"{name} {list(stored.shape)}")
+            unused.append(f"{name} {list(tensor.shape)}")
             continue
-        parameter, first, rows = places[target]
-        problem = _misfit(stored, (rows, *parameter.shape[1:]), rule.change, spec)
+        place = places[target]
+        problem = _misfit(tensor, place.part, place.parameter.scheme, rule.change, spec)
         if problem:
             wrong.append(f"{name} {problem}")
-        sources[parameter.name].append(Source(name, first, rows, rule.change))
-    missing, doubled = _coverage(spec, rules, sources)
+        axis = place.part.rows
+        count = place.part.shape[axis] if axis is not None else 0
+        sources[place.parameter.name].append(
+            Source(name, place.part.suffix, place.row, place.rows, axis, place.first, count, rule.change))
+    missing, doubled = _coverage(spec, rules, sources, dtype)
     problems = [f"{title} ({len(names)}):\n  " + "\n  ".join(sorted(names)) for title, names in (
         ("missing", missing), ("unused", unused), ("of the wrong shape or type", wrong), ("doubled", doubled)) if names]
     if problems:
@@ -72,44 +118,53 @@ def assign(spec: ModelSpec, rules: Sequence[Rule], tensors: dict[str, Stored]) -
     return sources
 
 
-def _misfit(stored: Stored, shape: tuple[int, ...], change: Change | None, spec: ModelSpec) -> str | None:
-    """Why a tensor cannot fill rows of `shape`, if so."""
-    if stored.dtype not in DTYPES:
-        return f"is {stored.dtype}; weights can be {', '.join(DTYPES)}"
-    found: tuple[int, ...] | str = stored.shape
+def _misfit(tensor: Stored, part: Part, scheme: Scheme | None, change: Change | None, spec: ModelSpec) -> str | None:
+    """Why a checkpoint's tensor cannot be a part, if so."""
+    if part.dtype in MODEL_DTYPES:
+        if tensor.dtype not in DTYPES:
+            return f"is {tensor.dtype}; weights can be {', '.join(DTYPES)}"
+    elif TORCH_NAMES.get(tensor.dtype) != part.dtype:
+        return f"is {tensor.dtype}; the scheme stores it as {part.dtype}"
+    if change is not None and scheme is not None and scheme != PLAIN:
+        return f"has to be rearranged for this family, which can be done with plain matrices, not with {scheme.name}"
+    found: tuple[int, ...] | str = tensor.shape
     if change is not None:
         try:
-            found = tuple(change(torch.empty(stored.shape, device="meta"), spec).shape)
+            found = tuple(change(torch.empty(tensor.shape, device="meta"), spec).shape)
         except RuntimeError:
             found = "something that cannot be arranged"
-    if found == shape:
+    if found == part.shape:
         return None
-    after = f" (arranged as {list(found) if isinstance(found, tuple) else found})" if found != stored.shape else ""
-    return f"is {list(stored.shape)}{after}; the config asks for {list(shape)}"
+    after = f" (arranged as {list(found) if isinstance(found, tuple) else found})" if found != tensor.shape else ""
+    return f"is {list(tensor.shape)}{after}; the config asks for {list(part.shape)}"
 
 
-def _coverage(spec: ModelSpec, rules: Sequence[Rule], sources: dict[str, list[Source]]) -> tuple[list[str], list[str]]:
-    """Checkpoint names of parameters, or pieces of them, that nothing fills, and of those that are filled twice."""
+def _coverage(spec: ModelSpec, rules: Sequence[Rule], sources: dict[str, list[Source]],
+              dtype: str) -> tuple[list[str], list[str]]:
+    """Checkpoint names of stored tensors, or pieces of them, that nothing fills, and of those that are filled twice."""
 
     def usual(name: str) -> str | None:
         return next((found for rule in rules if (found := rule.name_of(name)) is not None), None)
 
-    missing, doubled = [], []
+    missing, doubled = list[str](), list[str]()
     for parameter in spec.parameters():
-        filled = sorted(sources[parameter.name], key=lambda source: source.first_row)
-        if not filled:
-            names = [usual(parameter.name)] if usual(parameter.name) else [usual(p.name) or p.name for p in parameter.pieces]
-            missing += [name or parameter.name for name in names or [parameter.name]]
-            continue
-        covered = {source.first_row for source in filled}
-        if all(source.rows < parameter.shape[0] for source in filled):
-            row = 0
-            for piece in parameter.pieces:
-                if row not in covered:
-                    missing.append(usual(piece.name) or piece.name)
-                row += piece.rows
-        if sum(source.rows for source in filled) > sum({s.first_row: s.rows for s in filled}.values()):
-            doubled.append(" and ".join(source.name for source in filled))
+        for part in stored(parameter, dtype):
+            whole, *pieces = (f"{name.removesuffix('.weight')}.{part.suffix}" if part.suffix else name
+                              for name in (parameter.name, *(piece.name for piece in parameter.pieces)))
+            filled = sorted((source for source in sources[parameter.name] if source.part == part.suffix),
+                            key=lambda source: source.row)
+            if not filled:
+                missing += [usual(whole) or whole] if usual(whole) or not pieces else [usual(name) or name for name in pieces]
+                continue
+            covered = {source.row for source in filled}
+            if all(source.rows < parameter.shape[0] for source in filled):
+                row = 0
+                for piece, name in zip(parameter.pieces, pieces, strict=True):
+                    if row not in covered:
+                        missing.append(usual(name) or name)
+                    row += piece.rows
+            if sum(source.rows for source in filled) > sum({s.row: s.rows for s in filled}.values()):
+                doubled.append(" and ".join(source.name for source in filled))
     return missing, doubled
 
 
@@ -117,7 +172,7 @@ def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dt
            kernels: Kernels, progress: Progress | None) -> Values:
     """Every parameter from the checkpoint, in `dtype`, packed where the operation `linear` reads it."""
     try:
-        sources = assign(spec, rules, checkpoint.tensors)
+        sources = assign(spec, rules, checkpoint.tensors, str(dtype).removeprefix("torch."))
     except ModelError as error:
         raise ModelError(f"{checkpoint.folder}: {error}") from None
     read = _to_host if device.type == "cpu" else _to_device
@@ -132,8 +187,8 @@ class _Progress:
         self._done = 0
         self._told = told
 
-    def add(self, stored: Stored) -> None:
-        self._done += stored.nbytes
+    def add(self, tensor: Stored) -> None:
+        self._done += tensor.nbytes
         if self._told is not None:
             self._told(self._done, self._total)
 
@@ -144,17 +199,17 @@ def _to_host(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Chec
     values = Values()
     with checkpoint.mapped():
         for parameter, bench in _order(spec):
-            whole = bench.take(parameter.shape, dtype)
+            wholes = {suffix: bench.take(shape, kind) for suffix, (shape, kind) in _wholes(parameter, sources, dtype).items()}
             for source in sources[parameter.name]:
                 tensor = checkpoint.read(source.name)
                 if source.change is not None:
                     tensor = source.change(tensor, spec)
-                whole[source.first_row:source.first_row + source.rows].copy_(tensor)
+                _rows(wholes[source.part], source).copy_(tensor)
                 del tensor
                 checkpoint.drop(source.name)
                 progress.add(checkpoint.tensors[source.name])
-            values[parameter.name] = _place(whole, parameter, device, kernels)
-            del whole
+            values[parameter.name] = _place(wholes, parameter, dtype, device, kernels)
+            del wholes
     return values
 
 
@@ -165,11 +220,11 @@ _WAITING = 2 << 30
 def _to_device(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
                device: torch.device, kernels: Kernels, progress: _Progress) -> Values:
     """Everything under way at once, straight to where it stays; changes of type and order are made on the device."""
-    wholes: dict[str, torch.Tensor] = {}
+    wholes: dict[str, dict[str, torch.Tensor]] = {}
     coming: deque[tuple[Source, torch.Tensor, torch.Tensor, Arrival]] = deque()
     waiting = 0
 
-    def settle() -> None:
+    def finish_one() -> None:
         nonlocal waiting
         source, raw, rows, arrival = coming.popleft()
         arrival.wait()
@@ -180,20 +235,39 @@ def _to_device(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Ch
 
     with opened(device) as transfer:
         for parameter, _ in _order(spec):
-            whole = wholes[parameter.name] = torch.empty(parameter.shape, dtype=dtype, device=device)
+            mine = wholes[parameter.name] = {suffix: torch.empty(shape, dtype=kind, device=device) for suffix, (shape, kind)
+                                             in _wholes(parameter, sources, dtype).items()}
             for source in sources[parameter.name]:
-                stored = checkpoint.tensors[source.name]
-                raw = rows = whole[source.first_row:source.first_row + source.rows]
-                if source.change is not None or stored_dtype(stored.dtype) != dtype:
-                    raw = torch.empty(stored.shape, dtype=stored_dtype(stored.dtype), device=device)
+                tensor = checkpoint.tensors[source.name]
+                raw = rows = _rows(mine[source.part], source)
+                if source.change is not None or stored_dtype(tensor.dtype) != raw.dtype or not raw.is_contiguous():
+                    raw = torch.empty(tensor.shape, dtype=stored_dtype(tensor.dtype), device=device)
                     waiting += raw.nbytes
-                coming.append((source, raw, rows, transfer.send(stored.file, stored.start, raw)))
+                coming.append((source, raw, rows, transfer.send(tensor.file, tensor.start, raw)))
                 while waiting > _WAITING:
-                    settle()
+                    finish_one()
         while coming:
-            settle()
-    return Values((parameter.name, _place(wholes.pop(parameter.name), parameter, device, kernels))
+            finish_one()
+    return Values((parameter.name, _place(wholes.pop(parameter.name), parameter, dtype, device, kernels))
                   for parameter in spec.parameters())
+
+
+def _wholes(parameter: Parameter, sources: dict[str, list[Source]],
+            dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each stored tensor of a parameter. Of one that comes in pieces, the pieces one behind the other."""
+    found = {}
+    for part in stored(parameter, str(dtype).removeprefix("torch.")):
+        shape = list(part.shape)
+        if part.rows is not None:
+            shape[part.rows] = max(source.first + source.count for source in sources[parameter.name]
+                                   if source.part == part.suffix)
+        found[part.suffix] = tuple(shape), getattr(torch, part.dtype)
+    return found
+
+
+def _rows(whole: torch.Tensor, source: Source) -> torch.Tensor:
+    """The part of a stored tensor that a source fills."""
+    return whole if source.axis is None else whole.narrow(source.axis, source.first, source.count)
 
 
 class _Workbench:
@@ -232,9 +306,11 @@ def _order(spec: ModelSpec) -> Iterator[tuple[Parameter, _Workbench]]:
             yield parameter, bench
 
 
-def _place(whole: torch.Tensor, parameter: Parameter, device: torch.device, kernels: Kernels) -> Weight | torch.Tensor:
-    whole = whole.to(device)
-    return kernels.linear.pack(whole) if parameter.packed else whole
+def _place(parts: dict[str, torch.Tensor], parameter: Parameter, dtype: torch.dtype, device: torch.device,
+           kernels: Kernels) -> Weight | torch.Tensor:
+    """A parameter as layers take it, given its stored tensors."""
+    parts = {suffix: whole.to(device) for suffix, whole in parts.items()}
+    return parts[""] if parameter.scheme is None else pack(parameter.scheme, parameter.shape, parts, dtype, kernels)
 
 
 _RANDOM = 1_000_003
@@ -254,7 +330,7 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
     values = Values()
     host = device.type == "cpu"
     for parameter, bench in _order(spec):
-        if parameter.packed:
+        if parameter.scheme is not None:
             columns = parameter.shape[1]
             if columns not in scaled:
                 scaled[columns] = (stretch * columns**-0.5).to(dtype).to(device)
@@ -262,8 +338,9 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
             _repeat(scaled[columns].roll(-(zlib.crc32(parameter.name.encode()) % _RANDOM)), whole.view(-1))
         else:
             whole = torch.full(parameter.shape, parameter.rest, dtype=dtype, device=device)
-        values[parameter.name] = _place(whole, parameter, device, kernels)
-        del whole
+        parts = {"": whole} if parameter.scheme is None else parameter.scheme.encode(whole)
+        values[parameter.name] = _place(parts, parameter, dtype, device, kernels)
+        del whole, parts
         done += parameter.size * dtype.itemsize
         if progress is not None:
             progress(done, total)

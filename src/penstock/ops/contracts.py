@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from penstock.ops.step import StepTensors
 
 
-class LinearOps(Protocol):
+class MatrixOps(Protocol):
     """ops/linear.py: GEMMs with a packed weight, and rows of it."""
 
-    def pack(self, weight: torch.Tensor, /) -> Weight: ...
+    def pack(self, weight: torch.Tensor, /) -> Weight:
+        """Of a kernel for another scheme than plain: of that scheme's parts, as its `pack` hands them over."""
+        ...
 
     def apply(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor: ...

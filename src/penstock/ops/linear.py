@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ops.activation import gated
+from penstock.ops.contracts import MatrixOps
 from penstock.ops.registry import register
 
 
 class Weight:
     """A packed [N, K] matrix. `data` is the implementation's own business; `nbytes` is what it occupies."""
 
-    __slots__ = ("data", "dtype", "k", "n", "nbytes")
+    __slots__ = ("data", "dtype", "k", "n", "nbytes", "ops")
 
     def __init__(self, data: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> None:
         self.data = data
@@ -20,6 +21,8 @@ class Weight:
         self.k = k
         self.dtype = dtype
         self.nbytes = data.numel() * data.element_size()
+        self.ops: MatrixOps
+        """The kernel that has packed it and reads it; set by `quant/scheme.py::pack`."""
 
 
 @register("linear", "reference", rank=0, batch_invariant=False, threads=True)

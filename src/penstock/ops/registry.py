@@ -19,7 +19,7 @@ from penstock.ops.contracts import (
     AddRmsNorm,
     BuildStep,
     LayerNorm,
-    LinearOps,
+    MatrixOps,
     RmsNorm,
     RopeWrite,
 )
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from penstock.ops.sample import SampleOps
 
 Supports = Callable[[DeviceFacts, torch.dtype], str | None]
+
+
+Fits = Callable[[int, int], bool]
+
+
+def _any_shape(_n: int, _k: int) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class Implementation:
     """Types of activations that it serves; None: every type of a model."""
     threads: bool = False
     """It runs on PyTorch's own pool of CPU threads."""
+    fits: Fits = _any_shape
+    """Of an operation with a matrix: which shapes it serves."""
 
     def refusal(self, facts: DeviceFacts, dtype: torch.dtype) -> str | None:
         """Why it cannot serve on this device with activations of this type; None if it can."""
@@ -75,15 +84,15 @@ Call = TypeVar("Call")
 
 
 def register(op: str, name: str, *, rank: int, supports: Supports = _anywhere, capturable: bool = True,
-             batch_invariant: bool = True, dtypes: tuple[torch.dtype, ...] | None = None,
-             threads: bool = False) -> Callable[[Call], Call]:
+             batch_invariant: bool = True, dtypes: tuple[torch.dtype, ...] | None = None, threads: bool = False,
+             fits: Fits = _any_shape) -> Callable[[Call], Call]:
     """Decorator: enters a function (or an object with the op's functions) into the table. Rank 0 is the reference.
 
     The keywords are the fields of `Implementation`."""
 
     def enter(call: Call) -> Call:
         _TABLE.setdefault(op, {})[name] = Implementation(op, name, call, supports, rank, capturable, batch_invariant, dtypes,
-                                                         threads)
+                                                         threads, fits)
         return call
 
     return enter
@@ -109,7 +118,8 @@ def load() -> None:
 class Kernels:
     """The bound table: one attribute an operation. What each takes and returns is the reference's docstring."""
 
-    linear: LinearOps
+    linear: MatrixOps
+    """For plain matrices; `linear_for` says which serves another scheme."""
     rms_norm: RmsNorm
     add_rms_norm: AddRmsNorm
     layer_norm: LayerNorm
@@ -120,11 +130,23 @@ class Kernels:
     activation: Activation
     sample: SampleOps
 
-    def __init__(self, chosen: dict[str, Implementation], refused: dict[str, list[tuple[str, str]]]) -> None:
+    def __init__(self, chosen: dict[str, Implementation], refused: dict[str, list[tuple[str, str]]],
+                 able: dict[str, list[Implementation]] | None = None) -> None:
+        """`able`: for each operation those that could serve here, best first."""
         self.chosen = chosen
         self.refused = refused
+        self.able = able if able is not None else {op: [one] for op, one in chosen.items()}
         for op, implementation in chosen.items():
             setattr(self, op, implementation.call)
+
+    def linear_for(self, scheme: str, n: int, k: int) -> MatrixOps | None:
+        """The kernel of an [n, k] matrix stored by that scheme: the best that is registered as `linear` (plain) or
+        `linear.<scheme>` and serves that shape. None if nothing does; a plain matrix of any shape is served."""
+        if scheme == "plain" and self.chosen["linear"].fits(n, k):
+            return self.linear
+        op = "linear" if scheme == "plain" else f"linear.{scheme}"
+        ops: MatrixOps | None = next((one.call for one in self.able.get(op, []) if one.fits(n, k)), None)
+        return ops
 
     def uncapturable(self) -> list[str]:
         """The operations of a model's forward pass that no CUDA graph can hold. Sampling is never captured."""
@@ -154,6 +176,7 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
                           f"{', '.join(sorted(names))}")
     chosen: dict[str, Implementation] = {}
     refused: dict[str, list[tuple[str, str]]] = {}
+    able: dict[str, list[Implementation]] = {}
     for op, found in _TABLE.items():
         wanted = prefer.get(op, prefer.get("*"))
         for implementation in sorted(found.values(), key=lambda i: -i.rank):
@@ -162,11 +185,15 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
             reason = implementation.refusal(facts, dtype)
             if reason is None and wanted is None and batch_invariant and not implementation.batch_invariant:
                 reason = "its results depend on the batch"
-            if reason is None:
-                chosen[op] = implementation
+            if reason is not None:
+                refused.setdefault(op, []).append((implementation.name, reason))
+                continue
+            able.setdefault(op, []).append(implementation)
+            if implementation.fits is _any_shape:
                 break
-            refused.setdefault(op, []).append((implementation.name, reason))
-        if op not in chosen:
+        if op in able:
+            chosen[op] = able[op][0]
+        elif "reference" in found:
             if wanted is not None and op in prefer:
                 why = dict(refused.get(op, [])).get(wanted, f"there are only {', '.join(sorted(found))}")
                 raise ConfigError(f"kernel {wanted!r} cannot serve {op}: {why}")
@@ -175,7 +202,7 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
                 raise ConfigError(f"batch_invariant: no kernel for {op} can serve here ({why}). Leave it out, or choose a "
                                   f"kernel with --kernels {op}=NAME")
             chosen[op] = found["reference"]
-    return Kernels(chosen, refused)
+    return Kernels(chosen, refused, able)
 
 
 def set_threads(count: int, kernels: Kernels) -> None:

@@ -1,16 +1,17 @@
-"""The KV cache's bytes: one arena, and each layer's view of its pages in it."""
+"""The cache's bytes: one arena, and each state's view of its pages in it."""
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 
 import torch
 
-from penstock.core.layout import CacheLayout
+from penstock.core.layout import CacheLayout, Group
 from penstock.core.plan import Move
-from penstock.core.state import StateSpec
-from penstock.layers.step import KVView
+from penstock.core.state import Field, StateSpec
+from penstock.layers.step import StateView
 
 
 def own_pages(size: int) -> torch.Tensor:
@@ -31,24 +32,27 @@ class Arena:
         self._pages = [self._bytes.as_strided((layout.slabs * group.per_slab, group.page_bytes), (group.stride, 1))
                        for group in layout.groups]
 
-    def views(self, states: Sequence[StateSpec]) -> list[KVView]:
-        """One view a layer, in layer order: k and v as [pages, KV heads, page, head size]."""
-        views: list[KVView | None] = [None] * len(states)
+    def views(self, states: Sequence[StateSpec]) -> list[StateView]:
+        """One view a state, in the order of the states: its fields by name, over all pages of its group."""
+        views: dict[int, StateView] = {}
         for g, group in enumerate(self.layout.groups):
-            pages = self.layout.slabs * group.per_slab
-            for layer, offset in zip(group.layers, group.offsets, strict=True):
-                tensors = []
-                for field in states[layer].fields:
-                    dtype = getattr(torch, field.dtype)
-                    heads, size = field.shape
-                    flat = self._bytes.view(dtype)
-                    at = offset // dtype.itemsize
-                    shape = (pages, heads, self.layout.page, size)
-                    strides = (group.stride // dtype.itemsize, self.layout.page * size, size, 1)
-                    tensors.append(flat.as_strided(shape, strides, at))
-                    offset += field.nbytes * self.layout.page
-                views[layer] = KVView(g, *tensors)
-        return [view for view in views if view is not None]
+            for place, offset in zip(group.layers, group.offsets, strict=True):
+                state = states[place]
+                starts = state.offsets(self.layout.page)
+                views[place] = StateView(g, {field.name: self._field(group, field, offset + start)
+                                             for field, start in zip(state.fields, starts, strict=False)})
+        return [views[place] for place in range(len(states))]
+
+    def _field(self, group: Group, field: Field, offset: int) -> torch.Tensor:
+        """One field in every page of a group, `offset` bytes from a page's beginning: [pages, ..., page, d] of a field of shape
+        (..., d) per position, [pages, ...] of one per page."""
+        dtype = getattr(torch, field.dtype)
+        inner = field.shape
+        if field.per == "position":
+            inner = (*field.shape[:-1], self.layout.page, *field.shape[-1:])
+        strides = [math.prod(inner[i + 1:]) for i in range(len(inner))]
+        shape = (self.layout.slabs * group.per_slab, *inner)
+        return self._bytes.view(dtype).as_strided(shape, (group.stride // dtype.itemsize, *strides), offset // dtype.itemsize)
 
     def stretch(self, group: int, first: int, count: int) -> torch.Tensor:
         """The bytes of consecutive pages and of the gaps between them, in one piece: as much in any arena of this layout."""

@@ -12,15 +12,17 @@ import numpy as np
 import torch
 
 from penstock.core.layout import lay_out
+from penstock.layers.block import BlockSpec
+from penstock.layers.build import Values
 from penstock.layers.decoder import Decoder
-from penstock.layers.linear import Values
 from penstock.layers.spec import ModelSpec
-from penstock.layers.step import GroupStep, Step
-from penstock.ops.attention import AttentionOps
+from penstock.layers.step import GroupStep, StateView, Step
+from penstock.ops.attention import AttentionOps, Span
 from penstock.ops.compile import Job, recording
 from penstock.ops.gpu import Chip
 from penstock.ops.registry import Kernels
 from penstock.ops.sample import WIDTH
+from penstock.quant.scheme import empty
 from penstock.worker.arena import Arena
 from penstock.worker.graphs import Capacities
 from penstock.worker.sizes import fitted
@@ -93,19 +95,25 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
 
     Blocks are of one kind if they are equal and their entries lie in the cache in the same way.
     """
-    states = spec.states(str(dtype).removeprefix("torch."))
-    empty = lay_out(states, page, 0)
-    views = Arena(lay_out(states, page, 4 * empty.slab_bytes), _META).views(states)
-    kinds = {(block, view.group, view.k.data_ptr() % 16, view.v.data_ptr() % 16): view
-             for block, view in zip(spec.blocks, views, strict=True)}
-    short = dataclasses.replace(spec, blocks=tuple(kind[0] for kind in kinds))
+    name = str(dtype).removeprefix("torch.")
+    states = spec.states(name)
+    none = lay_out(states, page, 0)
+    views = Arena(lay_out(states, page, 4 * none.slab_bytes), _META).views(states)
+    kinds: dict[tuple[object, ...], tuple[BlockSpec, list[StateView]]] = {}
+    at = 0
+    for block in spec.blocks:
+        mine = views[at:at + sum(len(mixer.states(name)) for mixer in block.mixers)]
+        at += len(mine)
+        places = [(view.group, *(field.data_ptr() % 16 for field in view.fields.values())) for view in mine]
+        kinds.setdefault((block, *places), (block, mine))
+    short = dataclasses.replace(spec, blocks=tuple(block for block, _ in kinds.values()))
     values = Values()
     for parameter in short.parameters():
-        tensor = torch.empty(parameter.shape, dtype=dtype, device=_META)
-        values[parameter.name] = kernels.linear.pack(tensor) if parameter.packed else tensor
+        values[parameter.name] = torch.empty(parameter.shape, dtype=dtype, device=_META) if parameter.scheme is None else empty(
+            parameter.scheme, parameter.shape, dtype, _META, kernels)
     model = Decoder(short, values, kernels, dtype=dtype, device=_META, max_model_len=max_model_len)
-    model.attach(list(kinds.values()))
-    return model, len(empty.groups)
+    model.attach([view for _, mine in kinds.values() for view in mine])
+    return model, len(none.groups)
 
 
 def _forward(model: Decoder, capacity: Capacity, known: torch.Tensor, tables: list[torch.Tensor], page: int,
@@ -118,17 +126,17 @@ def _forward(model: Decoder, capacity: Capacity, known: torch.Tensor, tables: li
 
     counts = np.full(segments, tokens // segments, np.int32)
     counts[0] += tokens - int(counts.sum())
-    work, whole = {}, {}
-    for geometry in model.geometries:
-        whole[geometry] = model.kernels.attention.whole(geometry, counts, counts + before)
-        found = model.kernels.attention.prepare(geometry, counts, counts + before, segments, tokens, whole[geometry])
-        work[geometry] = None if found is None else ints(len(found))
+    work, whole = list[torch.Tensor | None](), list[list[Span]]()
+    for one in model.works:
+        whole.append(one.ops.whole(one.geometry, counts, counts + before))
+        found = one.ops.prepare(one.geometry, counts, counts + before, segments, tokens, whole[-1])
+        work.append(None if found is None else ints(len(found)))
     query_start, context = ints(segments + 1), ints(segments)
     built = model.kernels.build_step(known, tables, ints(segments), ints(segments), query_start, page, tokens,
                                      tables[0].shape[1])
     groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
     wanted = None if ends is None or ends == tokens else ints(ends)
-    model.forward(Step(built.tokens, built.positions, query_start, context, groups, work, wanted, whole))
+    model.forward(Step(built.tokens, built.positions, query_start, context, groups, work, whole, wanted))
 
 
 def _sample(kernels: Kernels, logits: torch.Tensor, known: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step
-from penstock.ops.attention import Geometry, Span
+from penstock.ops.attention import Span
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import Lines
 from penstock.worker.sizes import fitted
@@ -52,7 +52,8 @@ class Parts:
     lines_segment: slice
     """Their segments; filled only for plans with slack, as is the next part."""
     slack: slice
-    work: dict[Geometry, slice]
+    work: list[slice | None]
+    """Of each of the model's works; None where nothing is prepared."""
     size: int
 
 
@@ -85,17 +86,16 @@ class StepBuilder:
         self.device = rows.device
         self._rows = rows
         self._page = page
-        self._attention = model.kernels.attention
         self._build = model.kernels.build_step
-        self._geometries = sorted(model.geometries, key=repr)
-        self._sharing = {geometry for geometry in self._geometries if self._attention.shares(geometry)}
+        self._works = list(model.works)
+        self._sharing = [work.ops.shares(work.geometry) for work in self._works]
         self._parts: dict[Capacity, Parts] = {}
         self._staging = Staging(torch.int32, rows.device)
         self._columns = rows.tables[0].shape[1]
         self._captured = captured
         self.fits = rows.device.type == "cuda"
         """Whether steps have few sizes. On a CPU any size has its kernels, and padding would be computed."""
-        self._whole: dict[Geometry, list[Span]] = {}
+        self._whole: list[list[Span]] = [[] for _ in self._works]
 
     def reserve(self, size: int) -> None:
         """Room for arrays of `size` elements at one address, which captured graphs will read from."""
@@ -121,13 +121,12 @@ class StepBuilder:
         """Brings the plan's numbers to the device, in order after everything enqueued there."""
         counts, context = plan.counts, plan.starts + plan.counts
         if not self._captured:
-            self._whole = {geometry: self._attention.whole(geometry, counts, context) for geometry in self._geometries}
+            self._whole = [work.ops.whole(work.geometry, counts, context) for work in self._works]
         alike = self._rows.sharing.of(plan) if self._rows.sharing is not None else None
-        work = {geometry: self._attention.prepare(geometry, counts, context, capacity.segments, capacity.tokens,
-                                                  self._whole.get(geometry, ()), alike if geometry in self._sharing else None,
-                                                  plan.slack)
-                for geometry in self._geometries}
-        parts = self._lay_out(capacity, work)
+        prepared = [work.ops.prepare(work.geometry, counts, context, capacity.segments, capacity.tokens, whole,
+                                     alike if shares else None, plan.slack)
+                    for work, whole, shares in zip(self._works, self._whole, self._sharing, strict=True)]
+        parts = self._lay_out(capacity, prepared)
         host = self._staging.host(parts.size)
         segments, tail = len(plan.rows), capacity.segments - len(plan.rows)
         for part, values in ((parts.row, plan.rows), (parts.start, plan.starts), (parts.context, context)):
@@ -145,10 +144,9 @@ class StepBuilder:
         host[parts.lines_position.start:parts.lines_position.start + lines] = plan.starts[chosen] + picks.offsets + 1
         if tail:
             host[first + 1 + segments:parts.query_start.stop] = host[first + segments]
-        for geometry, part in parts.work.items():
-            array = work[geometry]
-            assert array is not None
-            host[part] = array
+        for place, array in zip(parts.work, prepared, strict=True):
+            if place is not None and array is not None:
+                host[place] = array
         if plan.slack is not None:
             for part, values in ((parts.slack, plan.slack), (parts.lines_segment, chosen)):
                 host[part.start:part.start + len(values)] = values
@@ -168,10 +166,11 @@ class StepBuilder:
         start -= lag
         there[parts.context] -= lag
         there[parts.lines_position] -= lag[there[parts.lines_segment].long()]
-        for geometry, part in parts.work.items():
-            self._attention.correct(geometry, there[part], lag, capacity.segments, capacity.tokens)
+        for work, part in zip(self._works, parts.work, strict=True):
+            if part is not None:
+                work.ops.correct(work.geometry, there[part], lag, capacity.segments, capacity.tokens)
 
-    def _lay_out(self, capacity: Capacity, work: dict[Geometry, Ints | None]) -> Parts:
+    def _lay_out(self, capacity: Capacity, prepared: list[Ints | None]) -> Parts:
         parts = self._parts.get(capacity)
         if parts is not None:
             return parts
@@ -189,7 +188,7 @@ class StepBuilder:
         lines = max(segments, capacity.picks)
         heads, lines_row, lines_position, lines_segment = take(lines), take(lines), take(lines), take(lines)
         slack = take(segments)
-        taken = {geometry: take(len(array)) for geometry, array in work.items() if array is not None}
+        taken = [None if array is None else take(len(array)) for array in prepared]
         parts = Parts(row, start, context, query_start, heads, lines_row, lines_position, lines_segment, slack, taken, at)
         if len(self._parts) > 512:
             self._parts.clear()
@@ -215,6 +214,6 @@ class StepBuilder:
         built = self._build(rows.tokens, rows.device_tables, row, start, query_start, self._page, capacity.tokens,
                             columns or self._columns)
         groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
-        work = {geometry: there[parts.work[geometry]] if geometry in parts.work else None for geometry in self._geometries}
+        work = [None if part is None else there[part] for part in parts.work]
         at = None if ends is None else self.heads(parts, ends)
-        return Step(built.tokens, built.positions, query_start, context, groups, work, at, self._whole)
+        return Step(built.tokens, built.positions, query_start, context, groups, work, self._whole, at)

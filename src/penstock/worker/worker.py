@@ -133,7 +133,7 @@ class Worker:
         self.movers = Movers(self.arena, behind, device) if behind is not None else None
         model.attach(self.arena.views(model.states))
         # Layers that keep everything are in one group, and no others share.
-        watched = {group for geometry, group in model.geometries.items() if model.kernels.attention.shares(geometry)}
+        watched = {work.group for work in model.works if work.ops.shares(work.geometry)}
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
         self.builder = StepBuilder(model, self.rows, layout.page)
         self.sampler = Sampler(model.kernels.sample, self.rows)
@@ -159,7 +159,7 @@ class Worker:
             captured = [] if self.graphs is None else self.graphs.capacities.all()
             counts = {*fitted_sizes(LINES), *(capacity.segments for capacity in captured)}
             lines = {min(LINES, count - at) for count in counts for at in range(0, count, LINES)}
-            self.model.compute_products(fitted_sizes(min(tokens, _ALIKE)), sorted(lines))
+            self.model.warm_up_gemms(fitted_sizes(min(tokens, _ALIKE)), sorted(lines))
         self.stream.synchronize()
 
     def close(self) -> None:

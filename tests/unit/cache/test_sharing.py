@@ -19,7 +19,8 @@ PAGE = 4
 
 
 def _cache(slabs: int, *keeps: Retention, **more: object) -> Cache:
-    states = [StateSpec((Field("k", (1, 16), "float32"),), keep) for keep in keeps or (Everything(),)]
+    states = [StateSpec((Field("k", (1, 16), "float32", per="page" if keep.exact else "position"),), keep)
+              for keep in keeps or (Everything(),)]
     return Cache(lay_out(states, PAGE, lay_out(states, PAGE, 0).slab_bytes * slabs), **more)
 
 

@@ -25,7 +25,7 @@ def test_pages_never_overlap(seed: int) -> None:
     for group in layout.groups:
         ends = [*group.offsets[1:], group.page_bytes]
         for layer, start, end in zip(group.layers, group.offsets, ends, strict=True):
-            assert start % ALIGN == 0 and end - start >= states[layer].nbytes * layout.page
+            assert start % ALIGN == 0 and end - start >= states[layer].page_bytes(layout.page)
             assert states[layer].keep == group.keep
         assert group.page_bytes <= group.stride and group.stride % ALIGN == 0
         assert group.stride * group.per_slab == layout.slab_bytes, "page addresses have one stride through all slabs"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.layers.spec import BlockSpec, BranchSpec, EmbeddingSpec, HeadSpec, ModelSpec
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.embedding import EmbeddingSpec, HeadSpec
+from penstock.layers.spec import ModelSpec
 from penstock.models import parts, rules
 from penstock.models.config import Config, rope
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from penstock.layers.attention import QueryKeyNorm
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.rope import RopeSpec
-from penstock.layers.spec import BlockSpec, BranchSpec, EmbeddingSpec, HeadSpec, ModelSpec, QueryKeyNorm
+from penstock.layers.spec import ModelSpec
 from penstock.models import parts, rules
 from penstock.models.config import Config, rope
 from penstock.models.families import gemma2

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from penstock.layers.spec import (
-    AttentionSpec,
-    BlockSpec,
-    BranchSpec,
-    EmbeddingSpec,
-    HeadSpec,
-    LayerNormSpec,
-    MLPSpec,
-    ModelSpec,
-)
+from penstock.layers.attention import AttentionSpec
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.embedding import EmbeddingSpec, HeadSpec
+from penstock.layers.mlp import MLPSpec
+from penstock.layers.norm import LayerNormSpec
+from penstock.layers.spec import ModelSpec
 from penstock.models.config import ACTIVATIONS, Config
 from penstock.models.rules import Rule, transposed
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.layers.spec import AttentionSpec, BlockSpec, BranchSpec, LayerNormSpec, MLPSpec, ModelSpec
+from penstock.layers.attention import AttentionSpec
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.mlp import MLPSpec
+from penstock.layers.norm import LayerNormSpec
+from penstock.layers.spec import ModelSpec
 from penstock.models import parts
 from penstock.models.config import ACTIVATIONS, Config, rope
 from penstock.models.rules import Rule, interleaved

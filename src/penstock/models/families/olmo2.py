@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.layers.spec import BlockSpec, BranchSpec, ModelSpec, QueryKeyNorm
+from penstock.layers.attention import QueryKeyNorm
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.spec import ModelSpec
 from penstock.models import parts, rules
 from penstock.models.config import Config, rope
 from penstock.models.rules import Rule

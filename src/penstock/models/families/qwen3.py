@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.layers.spec import ModelSpec, QueryKeyNorm
+from penstock.layers.attention import QueryKeyNorm
+from penstock.layers.spec import ModelSpec
 from penstock.models import parts, rules
 from penstock.models.config import Config, rope
 from penstock.models.families.qwen2 import upper_windows

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.layers.spec import HeadSpec, ModelSpec
+from penstock.layers.embedding import HeadSpec
+from penstock.layers.spec import ModelSpec
 from penstock.models import parts, rules
 from penstock.models.config import Config, rope
 

@@ -1,0 +1,48 @@
+"""What layers are built from: the loaded parameters, the kernels, and what layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.layers.rope import RopeSpec
+from penstock.ops.linear import Weight
+from penstock.ops.registry import Kernels
+
+RopeTable = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, float32 [max_model_len, rotated dimensions / 2]."""
+
+
+class Values(dict[str, Weight | torch.Tensor]):
+    """Loaded parameters by path: packed matrices and plain tensors."""
+
+    def matrix(self, path: str) -> Weight:
+        found = self[path]
+        assert isinstance(found, Weight), path
+        return found
+
+    def tensor(self, path: str) -> torch.Tensor:
+        found = self[path]
+        assert isinstance(found, torch.Tensor), path
+        return found
+
+
+@dataclass
+class Build:
+    """One model's building. Layers take from it what they keep."""
+
+    values: Values
+    kernels: Kernels
+    device: torch.device
+    max_model_len: int
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Sums the ranks' shares of a projection whose inputs are divided among them; None on a single rank."""
+    tables: dict[RopeSpec, RopeTable] = field(default_factory=dict)
+
+    def rope(self, spec: RopeSpec) -> RopeTable:
+        """The table of a rotation, one for all layers of an equal spec."""
+        if spec not in self.tables:
+            self.tables[spec] = spec.table(self.max_model_len, self.device)
+        return self.tables[spec]

@@ -1,0 +1,85 @@
+"""The two ends of a decoder that are as long as its vocabulary: the embedding's rows, and the head's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from penstock.layers.build import Build
+from penstock.layers.linear import Linear, LinearSpec
+from penstock.layers.parameter import Parameter, Piece, Split
+from penstock.layers.step import Adapted, Step
+from penstock.ops.linear import Weight
+from penstock.quant.scheme import PLAIN
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """Rows of a table times `scale`, plus rows of a table of `positions` learned positions if that is not 0.
+
+    `round_scale`: the scale is rounded to the model's dtype first.
+    """
+
+    scale: float = 1.0
+    round_scale: bool = False
+    positions: int = 0
+
+    def parameters(self, vocab_size: int, width: int) -> Iterator[Parameter]:
+        yield Parameter("embedding.weight", (vocab_size, width), PLAIN, split=Split.ROWS)
+        if self.positions:
+            yield Parameter("positions.weight", (self.positions, width), PLAIN)
+
+
+class Embedding:
+    """The stream at its beginning, [T, width]."""
+
+    def __init__(self, spec: EmbeddingSpec, build: Build, dtype: torch.dtype) -> None:
+        self.weight = build.values.matrix("embedding.weight")
+        self.positions = build.values.matrix("positions.weight") if spec.positions else None
+        self._scale = torch.tensor(spec.scale, dtype=dtype).item() if spec.round_scale else spec.scale
+
+    def __call__(self, step: Step) -> torch.Tensor:
+        out = self.weight.ops.gather(step.tokens, self.weight)
+        if step.delta is not None:
+            out = step.delta("embedding", step.tokens, out)
+        if self._scale != 1.0:
+            out = out * self._scale
+        if self.positions is not None:
+            out = out + self.positions.ops.gather(step.positions, self.positions)
+        return out
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """Logits: x times a matrix (the embedding's, if `tied`) divided by `divisor`, then softcap * tanh(x / softcap)."""
+
+    tied: bool
+    bias: bool = False
+    divisor: float = 1.0
+    softcap: float = 0.0
+
+    def parameters(self, vocab_size: int, width: int) -> Iterator[Parameter]:
+        found = LinearSpec(width, (Piece("head", vocab_size),), self.bias, Split.ROWS).parameters("head")
+        return (parameter for parameter in found if not (self.tied and parameter.name == "head.weight"))
+
+
+class Head(Linear):
+    """Hidden states [M, width] -> logits [M, vocabulary], float32."""
+
+    def __init__(self, spec: HeadSpec, embedding: Weight, build: Build) -> None:
+        self.path = "head"
+        self.spec = spec
+        self.weight = embedding if spec.tied else build.values.matrix("head.weight")
+        self.bias = build.values.tensor("head.bias") if spec.bias else None
+
+    def __call__(self, x: torch.Tensor, step: Adapted) -> torch.Tensor:
+        logits = self.weight.ops.apply(x, self.weight, self.bias, torch.float32)
+        if step.delta is not None:
+            logits = step.delta(self.path, x, logits)
+        if self.spec.divisor != 1.0:
+            logits.div_(self.spec.divisor)
+        if self.spec.softcap:
+            logits.div_(self.spec.softcap).tanh_().mul_(self.spec.softcap)
+        return logits

@@ -1,0 +1,104 @@
+"""What a scheme is: the tensors that hold an [n, k] matrix, what they mean, and how a kernel gets them.
+
+A new scheme is one file with a frozen dataclass. Loading, dummy weights, the memory plan and `penstock info` follow from it. A
+kernel for it is registered as the operation `linear.<name>` (`ops/registry.py::Kernels.linear_for`); where none can serve, the
+matrix is decoded as it is loaded, and computed with as a plain one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from penstock.core.state import DTYPE_BYTES
+from penstock.ops.contracts import MatrixOps
+from penstock.ops.linear import Weight
+from penstock.ops.registry import Kernels
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stored tensor of an [n, k] matrix. `dtype` is a torch name; `suffix` follows the matrix's path in a checkpoint."""
+
+    suffix: str
+    shape: tuple[int, ...]
+    dtype: str
+    rows: int | None = 0
+    """The axis along which the matrix's rows (outputs) lie, on which fused matrices are joined and ranks cut by rows. None:
+    the tensor is the same for all rows."""
+    columns: int | None = 1
+    """The axis along which the matrix's columns (inputs) lie, or None."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class Scheme(Protocol):
+    """A way to store matrices. Frozen and comparable: it is part of a model's description."""
+
+    @property
+    def name(self) -> str:
+        """As users see it, and as kernels are registered for it."""
+        ...
+
+    def parts(self, n: int, k: int, dtype: str, /) -> tuple[Part, ...]:
+        """The tensors of an [n, k] matrix in a model of `dtype`. Of a matrix that is joined from several by rows, each part is
+        the parts of those, joined along its axis of rows."""
+        ...
+
+    def encode(self, matrix: torch.Tensor, /) -> dict[str, torch.Tensor]:
+        """The parts, by suffix, of a matrix [n, k] in the model's dtype: for random weights and quantization at load."""
+        ...
+
+    def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype, /) -> torch.Tensor:
+        """The matrix [n, k] that the parts stand for: the scheme's definition, and the oracle of its kernels."""
+        ...
+
+    def pack(self, parts: Mapping[str, torch.Tensor], ops: MatrixOps, /) -> Weight:
+        """Hands the parts to the kernel `ops`, which was registered for this scheme, in the form that it takes them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The numbers themselves, in the model's dtype."""
+
+    name = "plain"
+
+    def parts(self, n: int, k: int, dtype: str) -> tuple[Part, ...]:
+        return (Part("weight", (n, k), dtype),)
+
+    def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"weight": matrix}
+
+    def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        return parts["weight"].to(dtype)
+
+    def pack(self, parts: Mapping[str, torch.Tensor], ops: MatrixOps) -> Weight:
+        return ops.pack(parts["weight"])
+
+
+PLAIN = Plain()
+
+
+def pack(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor], dtype: torch.dtype,
+         kernels: Kernels) -> Weight:
+    """The matrix of `shape` as the kernel that is bound for (linear, scheme, shape) reads it."""
+    ops = kernels.linear_for(scheme.name, shape[0], shape[1])
+    if ops is None:
+        scheme, parts, ops = PLAIN, {"weight": scheme.decode(parts, dtype)}, kernels.linear
+    weight = scheme.pack(parts, ops)
+    weight.ops = ops
+    return weight
+
+
+def empty(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Weight:
+    """The same without its numbers: for a rehearsal on meta tensors."""
+    parts = {part.suffix: torch.empty(part.shape, dtype=getattr(torch, part.dtype), device=device)
+             for part in scheme.parts(shape[0], shape[1], str(dtype).removeprefix("torch."))}
+    return pack(scheme, shape, parts, dtype, kernels)
