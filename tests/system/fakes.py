@@ -9,8 +9,11 @@ from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, TierStats, Timings, TokenLogprobs, Update
 
-FAIL, BREAK, STICK, SLOW, REFUSE, CRASH_ON_SUBMIT = 500, 501, 502, 503, 504, 505
-"""First prompt tokens: logits not finite; the loop raises; a step never ends; 20 ms a step; queue full; submit raises."""
+FAIL, BREAK, STICK, SLOW, REFUSE, CRASH_ON_SUBMIT, LATE = 500, 501, 502, 503, 504, 505, 506
+"""First prompt tokens: logits not finite; the loop raises; a step never ends; 20 ms a step; queue full; submit raises; no
+token for LATE_SECONDS."""
+
+LATE_SECONDS = 1.5
 
 NAME = "tests.system.fakes:FakeEngine"
 
@@ -74,6 +77,9 @@ class FakeEngine:
                 time.sleep(3600)
             if first == SLOW:
                 time.sleep(0.02)
+            if first == LATE and time.time() - request.arrival < LATE_SECONDS:
+                time.sleep(0.01)
+                continue
             if first == FAIL and len(tokens) == 2:
                 news.append(Update(*key, [], finish_reason="error", error="logits not finite", timings=timings))
                 del self.live[key]

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.data import MODELS, need
-from tests.system.fakes import BREAK, CRASH_ON_SUBMIT, FAIL, REFUSE, SLOW, STICK
+from tests.system.fakes import BREAK, CRASH_ON_SUBMIT, FAIL, LATE, LATE_SECONDS, REFUSE, SLOW, STICK
 from tests.system.fakes import NAME as FAKE
 from tests.system.served import Served, error_of, served
 
@@ -149,6 +149,17 @@ def test_a_full_queue(fake: Served) -> None:
         refused = fake.post("/v1/completions", prompt=[REFUSE], stream=stream)
         assert refused.status_code == 503 and error_of(refused)["code"] == "queue_full" and refused.headers["retry-after"]
     assert fake.complete(prompt=[1], max_tokens=2)
+
+
+def test_headers_come_when_a_request_is_admitted(fake: Served) -> None:
+    """Before the first token, so that a client knows that it is served and nobody on the way times out."""
+    for path, body in (("/v1/completions", {"prompt": [LATE]}), ("/v1/completions", {"prompt": [[LATE], [LATE]], "n": 2})):
+        began = time.monotonic()
+        with fake.http.stream("POST", path, json={**body, "max_tokens": 2, "stream": True}) as answer:
+            assert answer.status_code == 200 and time.monotonic() - began < LATE_SECONDS / 2
+            first = next(answer.iter_bytes())
+            assert first.startswith(b"data: ") and time.monotonic() - began > LATE_SECONDS / 2
+    fake.settle(5.0)
 
 
 def test_a_real_full_queue() -> None:

@@ -73,6 +73,34 @@ def test_continuous_usage(client: openai.OpenAI) -> None:
     chunks = client.completions.create(**GREEDY, stream=True, stream_options=options)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 24 and counts[0] < 24
+    chat = {"model": NAME, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "stream": True}
+    told = [chunk.usage.completion_tokens for chunk in client.chat.completions.create(**chat, n=2, stream_options=options)
+            if not chunk.choices or chunk.choices[0].delta.role]
+    assert told[0] == 0 and told[1] <= 6 and told[-1] == 12, "what was sent with the role is not counted yet"
+    for said in ({"continuous_usage_stats": True}, {"include_usage": False, "continuous_usage_stats": True}):
+        assert all(chunk.usage is None for chunk in client.chat.completions.create(**chat, stream_options=said))
+        assert all(chunk.usage is None for chunk in client.completions.create(**GREEDY, stream=True, stream_options=said))
+
+
+def test_a_prompt_counts_once_whatever_n_is(server: Served) -> None:
+    def told() -> list[float]:
+        found: dict[str, float] = {}
+        for line in server.http.get("/metrics").text.splitlines():
+            if not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                name = name.partition("{")[0]
+                found[name] = found.get(name, 0.0) + float(value)
+        return [found[f"vllm:{name}_total"] for name in ("prompt_tokens", "prefix_cache_queries", "prompt_tokens_by_source",
+                                                         "prompt_tokens_cached", "prompt_tokens_cached_by_source")]
+
+    server.settle()
+    for cached in (0, 5):
+        before = told()
+        answer = server.complete(prompt=[201, 77, 88, 99, 111, 122], n=8, max_tokens=3)
+        assert answer["usage"]["prompt_tokens"] == 6 and answer["usage"]["completion_tokens"] == 24
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+        server.settle()
+        assert [now - then for now, then in zip(told(), before, strict=True)] == [6, 6, 6, cached, cached]
 
 
 def test_stream_of_many(client: openai.OpenAI) -> None:

@@ -56,9 +56,11 @@ class Stream:
         self._llm = llm
         self._deltas: list[Delta] = []
         self._error: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[bool] | None = None
         self.open: set[str] = set()
         """Ids of requests that have not ended."""
+        self.unconfirmed: set[str] = set()
+        """Ids of requests that the engine may still refuse."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
@@ -69,29 +71,61 @@ class Stream:
         return self
 
     async def __anext__(self) -> list[Delta]:
+        return await self.next()
+
+    async def next(self, seconds: float | None = None) -> list[Delta]:
+        """The same, but an empty list if nothing comes for so long. StopAsyncIteration after the end."""
         while not self._deltas:
             if self._error is not None:
                 raise self._error
             if not self.open:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            if not await self._wait(seconds):
+                return []
         deltas, self._deltas = self._deltas, []
         return deltas
+
+    async def admitted(self) -> None:
+        """Returns once the engine has taken all requests. Raises what reading would raise if it has not."""
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if not self.unconfirmed:
+                return
+            await self._wait(None)
+
+    async def _wait(self, seconds: float | None) -> bool:
+        """Waits for `_wake`; False if that took longer than `seconds`."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = loop.call_later(seconds, self._expire) if seconds is not None else None
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _expire(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(False)
 
     def close(self, error: BaseException | None = None) -> None:
         """Aborts what has not ended. A reader that waits gets `error`, or the end. May be called at any time, and again."""
         self._llm.drop(self)
         if self._error is None:
             self._error = error
+        self.unconfirmed.clear()
         self._wake()
 
     def put(self, delta: Delta) -> None:
         """Adds news for the reader."""
         self._deltas.append(delta)
+        self._wake()
+
+    def confirm(self, request_id: str) -> None:
+        """The engine has taken one of the requests."""
+        self.unconfirmed.discard(request_id)
         self._wake()
 
     def end(self, request_id: str) -> None:
@@ -101,7 +135,7 @@ class Stream:
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._waiter.set_result(True)
 
     async def __aenter__(self) -> Stream:
         return self
@@ -232,6 +266,7 @@ class AsyncLLM:
             for request in requests:
                 self._tracks[request.id] = Track(request, stream, now)
                 stream.open.add(request.id)
+                stream.unconfirmed.add(request.id)
                 stream.prompt_tokens += len(request.prompt_ids)
                 self.outputs.register(request)
                 self._process.add(request)
@@ -307,6 +342,9 @@ class AsyncLLM:
             if news.stats.steps != self._steps:
                 self._steps = news.stats.steps
                 self._progress = now
+        for name in news.admitted:
+            if name in self._tracks:
+                self._tracks[name].stream.confirm(name)
         if not news.updates:
             return
         self._progress = now

@@ -123,6 +123,8 @@ class News(msgspec.Struct, array_like=True, tag="news"):
 
     updates: list[Update]
     stats: EngineStats | None
+    admitted: list[str] = []
+    """Requests that the engine took since the last time; they are not refused any more."""
 
 
 class CacheReset(msgspec.Struct, array_like=True, tag="cache_reset"):
@@ -182,13 +184,15 @@ class Loop:
                 self.send(News(updates, None))
 
     def _take_in(self) -> None:
+        admitted: list[str] = []
         while True:
             try:
                 message = self._decode(self.inbox.recv(zmq.NOBLOCK))
             except zmq.Again:
-                return
+                break
             if isinstance(message, Add):
-                self._submit(message.request)
+                if self._submit(message.request):
+                    admitted.append(message.request.id)
             elif isinstance(message, Abort):
                 self.engine.abort(message.ids)
             elif isinstance(message, ResetCache):
@@ -198,8 +202,12 @@ class Loop:
                 self.send(CacheReset(message.number, done))
             else:
                 self._stopping = True
+        if admitted:
+            # At once: a turn may take long, and clients wait for their answer's headers.
+            self.send(News([], None, admitted))
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request) -> bool:
+        """Whether the engine has taken the request; if not, its client is told why."""
         try:
             self.engine.submit(request)
         except RequestError as error:
@@ -208,6 +216,9 @@ class Loop:
             # Nothing of it runs yet, so it is this request's fault alone.
             traceback.print_exc()
             self.send(Refused(request.id, f"the engine could not take the request: {error!r}", None, "internal_error", 500))
+        else:
+            return True
+        return False
 
 
 def main() -> None:

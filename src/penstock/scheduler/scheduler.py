@@ -292,7 +292,8 @@ class Scheduler:
         self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned))
         if not sequence.timings.first_scheduled:
             sequence.timings.first_scheduled = now
-            if not sequence.request.part:
+            # A prompt counts once: the other sequences of its request are forked from the first.
+            if not sequence.request.part and not sequence.index:
                 sequence.cached, sequence.cached_by_tier = sequence.planned, self.cache.count_hit(sequence)
                 self.stats.prompt_tokens += sequence.prompt_len
                 self.stats.cached_tokens += sequence.cached

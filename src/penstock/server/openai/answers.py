@@ -74,12 +74,13 @@ class Choices:
         self.want_ids = bool(body.return_token_ids)
         options = body.stream_options
         self.usage_at_end = bool(options and options.include_usage)
-        self.usage_always = bool(options and options.continuous_usage_stats)
+        self.usage_always = self.usage_at_end and bool(options and options.continuous_usage_stats)
 
     def add(self, deltas: Iterable[Delta]) -> None:
         """Takes deltas in for a whole answer."""
         for delta in deltas:
-            growth = self.growths[self.count(delta)]
+            growth = self.growths[self.choice_of(delta)]
+            self.count(delta)
             growth.text.append(delta.text)
             growth.token_ids += delta.token_ids
             if delta.logprobs:
@@ -89,22 +90,25 @@ class Choices:
             if delta.finish_reason is not None:
                 growth.finish_reason, growth.stop_reason = delta.finish_reason, delta.stop_reason
 
-    def count(self, delta: Delta) -> int:
-        """Enters a delta into the usage; its choice's number."""
-        self.completion_tokens += len(delta.token_ids)
+    def choice_of(self, delta: Delta) -> int:
+        """The number of the choice that a delta belongs to. Enters what was cached into the usage."""
         if delta.cached_tokens and delta.index == 0:
             self.cached_tokens += delta.cached_tokens
             for tier, tokens in (delta.cached_by_tier or {}).items():
                 self.cached_by_tier[tier] = self.cached_by_tier.get(tier, 0) + tokens
         return self.first[delta.request_id] + delta.index
 
+    def count(self, delta: Delta) -> None:
+        """Enters a delta's tokens into the usage: when they are sent, so that no event counts what later ones bring."""
+        self.completion_tokens += len(delta.token_ids)
+
     def merged(self, deltas: list[Delta]) -> list[tuple[int, Delta]]:
         """(choice, delta), with the deltas of one choice made into one."""
         if len(deltas) == 1:
-            return [(self.count(deltas[0]), deltas[0])]
+            return [(self.choice_of(deltas[0]), deltas[0])]
         found: dict[int, Delta] = {}
         for delta in deltas:
-            choice = self.count(delta)
+            choice = self.choice_of(delta)
             earlier = found.get(choice)
             found[choice] = delta if earlier is None else _join(earlier, delta)
         return list(found.items())

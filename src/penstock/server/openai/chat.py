@@ -104,6 +104,7 @@ class ChatAnswer:
         if not growth.started:
             growth.started = True
             opening = event(self._chunk(ChunkChoice(choice, ChunkDelta("assistant", "")), first=True))
+        choices.count(delta)
         if not (delta.text or delta.finish_reason or self.want_logprobs or choices.want_ids):
             return opening
         line = ChunkChoice(choice, ChunkDelta(content=delta.text) if delta.text or not delta.finish_reason else ChunkDelta())

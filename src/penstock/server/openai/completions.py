@@ -91,6 +91,7 @@ class CompletionAnswer:
         request = self.requests[index // choices.n]
         opening = not growth.started
         growth.started = True
+        choices.count(delta)
         if not (delta.text or delta.finish_reason or self.want_logprobs or choices.want_ids or (opening and self.echo)
                 or self.textless):
             growth.started = not opening

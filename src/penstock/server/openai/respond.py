@@ -21,6 +21,11 @@ from penstock.server.errors import CLIENT_GONE, as_request_error
 
 encode = msgspec.json.Encoder().encode
 
+KEEP_ALIVE_SECONDS = 5.0
+"""After so long without an event a comment is sent, so that nobody on the way takes the connection for dead."""
+
+KEEP_ALIVE = b": keep-alive\n\n"
+
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -53,13 +58,13 @@ class Answer(Protocol):
 
 
 async def respond(request: Request, stream: Stream, answer: Answer, streaming: bool) -> Response:
-    """The answer to `request`, once it is certain what its status is: for events, when there is a first delta."""
+    """The answer to `request`, once its status is certain: for events, when the engine has admitted the request."""
     watch = asyncio.create_task(_close_when_gone(request.receive, stream))
     request.scope["stream"] = stream  # the access log tells its tokens
     try:
         if streaming:
-            first = await anext(stream)
-            return EventStream(first, stream, answer, watch)
+            await stream.admitted()
+            return EventStream(stream, answer, watch)
         async for deltas in stream:
             answer.add(deltas)
         watch.cancel()
@@ -83,10 +88,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: list[Delta], stream: Stream, answer: Answer, watch: asyncio.Task[None]) -> None:
+    def __init__(self, stream: Stream, answer: Answer, watch: asyncio.Task[None]) -> None:
         super().__init__(headers=SSE_HEADERS)
         del self.headers["content-length"]
-        self._first = first
         self._stream = stream
         self._answer = answer
         self._watch = watch
@@ -107,15 +111,15 @@ class EventStream(Response):
             self._stream.close()
 
     async def _send_all(self, send: Send) -> None:
-        answer, deltas = self._answer, self._first
+        answer = self._answer
         while True:
-            body = answer.events(deltas)
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
             try:
-                deltas = await self._stream.__anext__()
+                deltas = await self._stream.next(KEEP_ALIVE_SECONDS)
             except StopAsyncIteration:
                 break
+            body = answer.events(deltas) if deltas else KEEP_ALIVE
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         body = answer.last_events()
         if body:
             await send({"type": "http.response.body", "body": body, "more_body": True})
