@@ -190,7 +190,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def reset(server: Served, key: str = "root") -> Any:
-    return server.http.post("/reset_prefix_cache", headers={"Authorization": f"Bearer {key}"})
+    return server.http.post("/reset_prefix_cache", json={}, headers={"Authorization": f"Bearer {key}"})
 
 
 def test_usage(server: Served) -> None:

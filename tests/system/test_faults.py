@@ -230,7 +230,7 @@ def test_health_tells_of_a_stopped_and_of_a_stuck_engine(doomed: Served) -> None
     assert sick.status_code == 503 and "stuck" in error_of(sick)["message"]
     assert doomed.http.get("/ready").status_code == 503 and doomed.metrics()["penstock:engine_up"] == 0
     doomed.signal()
-    assert doomed.ended(3) == 0
+    assert doomed.ended(3) == 1
 
 
 def test_an_idle_engine_costs_next_to_nothing() -> None:

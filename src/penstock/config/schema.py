@@ -111,6 +111,12 @@ class ServerOptions:
     shutdown_timeout: float = option(30.0, "seconds for running requests to finish after SIGTERM", group=SERVER, least=0)
     allowed_origins: list[str] = option([], "origin that browsers may call from (CORS)", group=SERVER)
     max_body_bytes: int = option(16 << 20, "the largest request body", group=LIMITS, least=1)
+    max_json_depth: int = option(64, "deepest nesting of a body", group=LIMITS, least=4)
+    max_json_values: int = option(1_000_000, "most values (list entries, fields) of a body", group=LIMITS, least=1000)
+    max_receiving_bytes: int = option(256 << 20, "most bytes of all bodies that are being received", group=LIMITS, least=1)
+    max_request_sequences: int = option(4096, "most prompts times n of a request", group=LIMITS, least=1)
+    max_request_scores: int = option(16384, "most prompts times n times log probabilities of a request", group=LIMITS, least=1)
+    max_tenant_tokens: int = option(16 << 20, "most prompt tokens of one API key's requests in flight", group=LIMITS, least=1)
     max_connections: int | None = option(None, "most connections at once; beyond it the oldest idle one is closed; by default "
                                                "4096, or what ulimit -n allows", group=LIMITS, least=1)
     max_connections_per_address: int | None = option(None, "most of them from one address; by default three quarters",
@@ -127,6 +133,10 @@ class ServerOptions:
                                  ("refuse", "warn"), group=SERVER)
     stall_timeout: float = option(60.0, "seconds without progress after which a busy engine counts as stuck", group=SERVER,
                                   least=1e-3)
+    template_timeout: float = option(10.0, "seconds that a chat template may take for one conversation", group=LIMITS,
+                                     least=1e-3)
+    allow_priority: str = option("admin", "whose requests may have a priority below 0, to be served before others; admin: "
+                                          "those with an admin key, all: everybody's", ("admin", "all"), group=SERVER)
     trust_request_chat_template: bool = option(False, "run chat templates that requests bring; a template is a program",
                                                group=SERVER)
     log_level: str = option("info", "of the server's own log", ("debug", "info", "warning", "error"), group=OBSERVABILITY)

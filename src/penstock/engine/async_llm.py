@@ -1,7 +1,7 @@
 """An engine for asyncio: text in, text out, many at once, the engine itself in a process of its own.
 
 It owns the frontend's half of every request: tokenization, detokenization, stop strings, the streams that consumers read, and
-the figures of what passed. Everything runs on one event loop; only long texts are tokenized on a thread.
+the figures of what passed. Everything runs on one event loop; long work (`work.py`) and chat templates (`rendering.py`) do not.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from penstock import canary
@@ -19,14 +19,15 @@ from penstock.config.schema import EngineOptions
 from penstock.core.errors import EngineDeadError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Span, Timings, Update
 from penstock.core.sampling import SamplingParams
-from penstock.engine.inputs import Inputs
+from penstock.engine.loading import inputs_of, load_text
 from penstock.engine.outputs import Delta, Outputs, RequestOutput
 from penstock.engine.process import ENGINE, EngineProcess, News, Refused
+from penstock.engine.rendering import Conversation, Renderers
+from penstock.engine.retention import Marked
+from penstock.engine.work import Workers
 from penstock.observe.figures import Figures
+from penstock.observe.log import LOG
 from penstock.text import ChatTemplate, Tokenizer
-
-LONG_TEXT = 8192
-"""Characters from which on a text is tokenized on a thread, so that streams do not wait for it (some milliseconds)."""
 
 
 class Track:
@@ -148,15 +149,17 @@ class AsyncLLM:
     """vLLM's AsyncLLM in call shape. `await start()` first, `await shutdown()` last."""
 
     def __init__(self, model: str | EngineOptions = canary.NAME, *, engine: str = ENGINE, stall_timeout: float = 60.0,
-                 on_loading: Callable[[int, int], None] | None = None, on_death: Callable[[str], None] | None = None,
-                 **options: Any) -> None:
+                 template_timeout: float = 10.0, on_loading: Callable[[int, int], None] | None = None,
+                 on_death: Callable[[str], None] | None = None, **options: Any) -> None:
         """`model` is a folder or hub id, with the fields of EngineOptions as `options`; or the EngineOptions themselves.
 
-        `on_loading` is told (bytes of weights loaded, of how many), `on_death` the reason if the engine goes; `stall_timeout`
-        is for `unhealthy`, in seconds. ConfigError for an option that does not exist.
+        `on_loading` is told (bytes of weights loaded, of how many), `on_death` the reason if the engine goes. After
+        `stall_timeout` seconds without progress open requests fail and new ones are refused; `template_timeout` is how long a
+        chat template may take for one conversation. ConfigError for an option that does not exist.
         """
         self.options = engine_options(model, options)
         self.stall_timeout = stall_timeout
+        self.template_timeout = template_timeout
         self.on_death = on_death
         self.info: EngineInfo | None = None
         """Set once the engine is ready."""
@@ -167,34 +170,42 @@ class AsyncLLM:
         self._process = EngineProcess(self.options, on_news=self._on_news, on_refused=self._on_refused, on_death=self._on_death,
                                       on_loading=on_loading, engine=engine)
         self._tracks: dict[str, Track] = {}
+        self._tenant_tokens: Counter[str] = Counter()
         self._names = itertools.count()
         self._given: dict[str, str] = {}
         """The ids that callers of `generate` chose, and the ones that the engine knows."""
         self._progress = 0.0
         self._steps = -1
+        self.work = Workers()
+        """Where work is done that takes longer than the event loop may be kept."""
+        self._renderers: Renderers | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Starts the engine process; the tokenizer is loaded meanwhile. ConfigError, ModelError or EngineDeadError: why not."""
         found = await self._process.start()
         try:
-            if not self.options.skip_tokenizer_init:
-                folder = Path(found.tokenizer_folder)
-                self.tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
-                self.template = ChatTemplate.load(folder, self.options.chat_template, self.tokenizer.special_tokens)
+            self.tokenizer, self.template = await asyncio.to_thread(load_text, found, self.options)
+            if self.template is not None:
+                self._renderers = Renderers(self.template, self.template_timeout)
         except BaseException:
             await self._process.stop(0.0)
             raise
         info = await self._process.ready()
-        defaults = found.generation_config if self.options.generation_config == "auto" else {}
-        self.inputs = Inputs(self.tokenizer, self.template, info, defaults, found.eos_ids, self.options.seed)
+        self.inputs = inputs_of(found, self.tokenizer, self.template, info, self.options)
         self.outputs = Outputs(self.tokenizer)
         self.figures = Figures(info.max_model_len)
         self._progress = time.monotonic()
         self.info = info
+        self._watch = asyncio.create_task(self._watch_progress())
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """Aborts what is open and ends the engine process."""
         self.fail_open(EngineDeadError("the engine is shutting down"))
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._renderers is not None:
+            self._renderers.close()
         await self._process.stop(timeout)
 
     # -- how it is
@@ -235,11 +246,37 @@ class AsyncLLM:
             return f"the engine is stuck: {self.live} requests are open and no step ended for {now - self._progress:.0f} s"
         return None
 
+    async def _watch_progress(self) -> None:
+        """Fails what is open once the engine is stuck: nobody should wait for it without end."""
+        interval = min(1.0, self.stall_timeout / 4)
+        seen = time.monotonic()
+        while True:
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            if now - seen > 5 * interval:
+                # This process itself stood still, and may have news that it has not read yet.
+                self._process.heard = self._progress = now
+            seen = now
+            reason = self.unhealthy()
+            if reason is not None and self._tracks and self.dead is None:
+                LOG.error("%s; its %d requests fail", reason, self.live)
+                self.fail_open(RequestError(reason, code="engine_stuck", status=503))
+
     def _check_alive(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         if self.info is None:
             raise EngineDeadError("the engine is not started")
+
+    def _check_room(self) -> None:
+        """RequestError 503 if there are more requests than the engine runs and lets wait. A busy engine refuses them itself;
+        one that does not answer would be sent them without end."""
+        assert self.info is not None
+        most = self.options.max_num_queued_reqs + self.info.max_num_seqs
+        if self.live >= most:
+            self.figures.refused += 1
+            raise RequestError(f"{self.live} requests are open; at most {most} run and wait (--max-num-queued-reqs); try again "
+                               "in a moment", code="queue_full", status=503)
 
     # -- requests
 
@@ -247,9 +284,14 @@ class AsyncLLM:
         """A name for a request, unlike any other of this frontend."""
         return f"r{next(self._names)}"
 
-    async def off_loop(self, size: int, work: Callable[[], Any]) -> Any:
-        """`work()`, on a thread if it has `size` characters to read and that is long."""
-        return await asyncio.to_thread(work) if size > LONG_TEXT else work()
+    async def render(self, conversation: Conversation, size: int) -> Marked:
+        """A conversation written out by the model's chat template, in a process of its own. `size` is about how many characters
+        it has. RequestError if there is no template, it refuses, or takes too long."""
+        renderers = self._renderers
+        if renderers is None:
+            raise RequestError("there is no tokenizer (skip_tokenizer_init), so no chat template; send token ids",
+                               param="messages", code="no_tokenizer")
+        return await self.work.run(size, lambda: renderers.render(conversation), always=True)
 
     def open(self, requests: Sequence[Request]) -> Stream:
         """Submits requests whose news come in one stream. EngineDeadError if there is no engine, RequestError for a request
@@ -258,6 +300,7 @@ class AsyncLLM:
         Their ids come from `new_id`, each used once: late news of an aborted request must not meet another of its name.
         """
         self._check_alive()
+        self._check_room()
         now = time.monotonic()
         if not self._tracks:
             self._progress = now
@@ -265,11 +308,12 @@ class AsyncLLM:
         try:
             for request in requests:
                 self._tracks[request.id] = Track(request, stream, now)
+                self._tenant_tokens[request.tenant] += len(request.prompt_ids)
                 stream.open.add(request.id)
                 stream.unconfirmed.add(request.id)
                 stream.prompt_tokens += len(request.prompt_ids)
                 self.outputs.register(request)
-                self._process.add(request)
+                self._process.tell("submit", request, request.id)
                 self._count_start(request)
         except BaseException:
             # Whatever failed, nothing of these requests stays counted as live.
@@ -294,7 +338,7 @@ class AsyncLLM:
         self._given[given] = name
         try:
             size = len(prompt) if isinstance(prompt, str) else 0
-            request = await self.off_loop(size, lambda: self.inputs.request(
+            request = await self.work.run(size, lambda: self.inputs.request(
                 name, prompt, sampling_params, priority=priority, salt=cache_salt or "", retain=retention))
             output = RequestOutput.empty(request, prompt if isinstance(prompt, str) else None, self.tokenizer)
             output.request_id = given
@@ -313,18 +357,32 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Has the engine forget what is cached, in every tier. EngineDeadError if there is no engine."""
         self._check_alive()
-        return await self._process.reset_cache()
+        done: bool = await self._process.ask("reset_prefix_cache")
+        return done
 
     def drop(self, stream: Stream) -> None:
         """Forgets a stream's open requests and has the engine abort them."""
         ids = list(stream.open)
         stream.open.clear()
         for name in ids:
-            track = self._tracks.pop(name)
+            track = self._forget(name)
             self.outputs.forget(name)
             self.figures.finished["abort"] += track.open
         if ids:
             self._process.abort(ids)
+
+    def _forget(self, name: str) -> Track:
+        """Closes a request's accounts."""
+        track = self._tracks.pop(name)
+        tenant = track.request.tenant
+        self._tenant_tokens[tenant] -= len(track.request.prompt_ids)
+        if not self._tenant_tokens[tenant]:
+            del self._tenant_tokens[tenant]
+        return track
+
+    def tokens_in_flight(self, tenant: str) -> int:
+        """Tokens of the prompts of this tenant's open requests."""
+        return self._tenant_tokens[tenant]
 
     def fail_open(self, error: PenstockError) -> None:
         """Ends every open stream with `error`."""
@@ -375,11 +433,11 @@ class AsyncLLM:
             self._count_end(track, delta, now)
         track.stream.put(delta)
         if track.open == 0:
-            del self._tracks[delta.request_id]
+            self._forget(delta.request_id)
             track.stream.end(delta.request_id)
 
     def _on_refused(self, refused: Refused) -> None:
-        track = self._tracks.get(refused.request_id)
+        track = self._tracks.get(refused.key)
         if track is None:
             return
         self.figures.refused += 1

@@ -26,6 +26,9 @@ from penstock.core.state import Everything, Retention, Window
 
 LOG = logging.getLogger("penstock")
 
+ENDPOINT = "tcp://127.0.0.1:5557"
+"""Where events are published by default: for this machine alone, because they tell which prompts are cached."""
+
 END = (-1).to_bytes(8, "big", signed=True)
 """In place of a sequence number: the end of a replay."""
 
@@ -36,8 +39,8 @@ class EventsConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     enable_kv_cache_events: bool = False
     publisher: str | None = None
     """zmq, or null for none; by default zmq where events are enabled."""
-    endpoint: str = "tcp://*:5557"
-    """Bound if it has a * or ::, or is ipc or inproc; else connected to. Port 0 takes a free one."""
+    endpoint: str = ENDPOINT
+    """Bound if it is the default, has a * or ::, or is ipc or inproc; else connected to. Port 0 takes a free one."""
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
     """How many batches can be replayed."""
@@ -153,7 +156,7 @@ class Publisher:
         # A replay is sent in one go, and a router drops what does not fit.
         socket.set_hwm(max(self.config.hwm, self.config.buffer_steps + 1))
         socket.setsockopt(zmq.LINGER, 1000)
-        if any(part in endpoint for part in ("*", "::", "ipc://", "inproc://")):
+        if endpoint == ENDPOINT or any(part in endpoint for part in ("*", "::", "ipc://", "inproc://")):
             socket.bind(endpoint)
         else:
             socket.connect(endpoint)

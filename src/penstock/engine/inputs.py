@@ -16,6 +16,7 @@ from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, Request, Span
 from penstock.core.sampling import SamplingParams
 from penstock.engine.retention import Marked, check_spans, settle_spans, spans_of, written
+from penstock.engine.work import checkpoint
 from penstock.text import ChatTemplate, Tokenizer
 from penstock.text.template import check_variables
 
@@ -26,6 +27,19 @@ marks of what should stay in the cache."""
 DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
 """What generation_config.json may set, by the name of the parameter that it is the default of."""
+
+
+CHARACTERS_A_TOKEN = 8
+"""How many characters a token has at most in most texts: a text of so many times the context's length is looked at closely."""
+
+LEAST_BEGINNING = 64 << 10
+"""Characters up to which a text is tokenized at once, however short the context is."""
+
+CUT_TOKENS = 64
+"""How many tokens a cut through a text may add or take away at most."""
+
+WORDS_AT_ONCE = 64
+"""Bad words that are tokenized before the job looks whether it is still wanted."""
 
 
 class Inputs:
@@ -75,7 +89,8 @@ class Inputs:
         params = _checked(params if params is not None else self.default_params())
         if isinstance(prompt, Mapping):
             prompt, salt = _from_mapping(prompt, salt)
-        ids = self._ids(prompt.text if isinstance(prompt, Marked) else prompt, add_special_tokens)
+        checkpoint()
+        ids = self._ids(prompt.text if isinstance(prompt, Marked) else prompt, add_special_tokens, keep_last is not None)
         retain = list(retain)
         if isinstance(prompt, Marked) and self.tokenizer is not None:
             retain += spans_of(prompt, ids, self.tokenizer, add_special_tokens)
@@ -85,12 +100,13 @@ class Inputs:
         return Request(name, kept, params, list(self.eos_ids), time.time(), priority, salt, tenant,
                        settle_spans(retain, len(kept), len(ids) - len(kept)))
 
-    def _ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> list[int]:
+    def _ids(self, prompt: str | Sequence[int], add_special_tokens: bool, whole: bool) -> list[int]:
+        """The prompt's tokens. Unless the `whole` is wanted, a text that cannot fit is refused before all is tokenized."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("there is no tokenizer (skip_tokenizer_init); send the prompt as token ids", param="prompt",
                                    code="no_tokenizer")
-            ids = self.tokenizer.encode(prompt, add_special_tokens)
+            ids = self._encode(self.tokenizer, prompt, add_special_tokens, whole)
             if not ids and self.tokenizer.bos_id is not None:
                 ids = [self.tokenizer.bos_id]
             if not ids:
@@ -103,6 +119,21 @@ class Inputs:
             raise RequestError(f"the prompt has token {wrong}; the model's vocabulary has ids 0 to {self.info.vocab_size - 1}",
                                param="prompt", code="invalid_value")
         return ids
+
+    def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, whole: bool) -> list[int]:
+        """The tokens of a text. A long one is tokenized in growing beginnings first; one may show that it cannot fit."""
+        longest = self.info.max_model_len
+        size = max(CHARACTERS_A_TOKEN * longest, LEAST_BEGINNING)
+        while not whole and size < len(text):
+            # The cut changes tokens near the end alone.
+            found = len(tokenizer.encode(text[:size], add_special_tokens))
+            if found > longest + CUT_TOKENS:
+                raise RequestError(f"the prompt has more than {found - CUT_TOKENS} tokens, but this model's context is "
+                                   f"{longest} tokens, prompt and output together; shorten the prompt to at most {longest - 1}",
+                                   param="prompt", code="context_length_exceeded")
+            checkpoint()
+            size *= 4
+        return tokenizer.encode(text, add_special_tokens)
 
     def _last(self, ids: list[int], count: int, params: SamplingParams) -> list[int]:
         room = self.info.max_model_len - (params.max_tokens or 1)
@@ -156,15 +187,17 @@ class Inputs:
             raise RequestError("bad_words are text, but there is no tokenizer (skip_tokenizer_init); use bad_words_token_ids",
                                param="bad_words", code="no_tokenizer")
         newline = tokenizer.encode("\n", add_special_tokens=False)
+        bare = [word.lstrip() or word for word in words]
+        # Vocabularies that begin a text with a space show only behind something else how they spell the word without.
+        spellings = [text for word in bare for text in (word, " " + word, "\n" + word)]
         found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            bare = word.lstrip() or word
-            for text in (bare, " " + bare):
-                found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
-            # Vocabularies that begin a text with a space show only behind something else how they spell the word without.
-            inner = tokenizer.encode("\n" + bare, add_special_tokens=False)
-            if inner[:len(newline)] == newline:
-                found[tuple(inner[len(newline):])] = None
+        for start in range(0, len(spellings), 3 * WORDS_AT_ONCE):
+            checkpoint()
+            batch = tokenizer.encode_batch(spellings[start:start + 3 * WORDS_AT_ONCE], add_special_tokens=False)
+            for plain, spaced, inner in zip(batch[::3], batch[1::3], batch[2::3], strict=True):
+                found[tuple(plain)] = found[tuple(spaced)] = None
+                if inner[:len(newline)] == newline:
+                    found[tuple(inner[len(newline):])] = None
         return [list(sequence) for sequence in found if sequence]
 
 

@@ -15,15 +15,15 @@ from typing import Any
 from tqdm import tqdm
 
 from penstock import canary
-from penstock.checkpoint import eos_ids, read_config, read_generation_config, resolve_folder
 from penstock.config.options import engine_options
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Span
 from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.engine.engine import Engine
-from penstock.engine.inputs import Inputs, Prompt
+from penstock.engine.inputs import Prompt
+from penstock.engine.loading import find, inputs_of, load_text
 from penstock.engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Outputs, RequestOutput
-from penstock.text import ChatTemplate, Tokenizer
+from penstock.text import Tokenizer
 
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -51,23 +51,15 @@ class LLM:
 
         `options` are the fields of EngineOptions (config/schema.py).
         vLLM's trust_remote_code (a model's own code is never run) and tensor_parallel_size=1 are accepted and change nothing.
-        ConfigError for an option that does not
-        exist, naming similar ones; ModelError if the model cannot be used.
+        ConfigError for an option that does not exist, naming similar ones; ModelError if the model cannot be used.
         """
         self.options = engine_options(str(model), {"tokenizer": tokenizer, **options})
-        folder = resolve_folder(model, self.options.revision)
-        self._tokenizer: Tokenizer | None = None
-        template: ChatTemplate | None = None
-        if not self.options.skip_tokenizer_init:
-            home = folder if tokenizer is None else resolve_folder(tokenizer)
-            # Before the weights: this fails in milliseconds.
-            self._tokenizer = Tokenizer.load(home)
-            template = ChatTemplate.load(home, self.options.chat_template, self._tokenizer.special_tokens)
-        with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        found = find(self.options)
+        # Before the weights: this fails in milliseconds.
+        self._tokenizer, template = load_text(found, self.options)
+        with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=None, leave=False, delay=1.0) as bar:
             self.engine = Engine(self.options, progress=_shown(bar))
-        config = read_generation_config(folder) if self.options.generation_config == "auto" else {}
-        self.inputs = Inputs(self._tokenizer, template, self.engine.info, config,
-                             eos_ids(folder, read_config(folder)), self.options.seed)
+        self.inputs = inputs_of(found, self._tokenizer, template, self.engine.info, self.options)
         self._outputs = Outputs(self._tokenizer)
         self._count = 0
 

@@ -7,6 +7,7 @@ thread. The parent knows requests and updates, no text; `async_llm` turns them i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib
 import itertools
@@ -26,10 +27,10 @@ import msgspec
 import zmq
 
 import penstock
-from penstock.checkpoint import eos_ids, read_config, read_generation_config, resolve_folder
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, EngineDeadError, ModelError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
+from penstock.engine.loading import Found, find
 
 Reply = TypeVar("Reply")
 
@@ -57,22 +58,23 @@ class Start(msgspec.Struct, array_like=True):
     options: EngineOptions
 
 
-class Add(msgspec.Struct, array_like=True, tag="add"):
-    request: Request
+CALLS: dict[str, Any] = {
+    "submit": Request,
+    "abort": list[str],
+    "reset_prefix_cache": None,
+    "shutdown": None,
+}
+"""What the parent may call, and the type of its argument, None where there is none. All but `shutdown` (finish the steps in
+flight and exit with status 0) are methods of the engine."""
 
 
-class Abort(msgspec.Struct, array_like=True, tag="abort"):
-    ids: list[str]
+class Call(msgspec.Struct, array_like=True):
+    """One of CALLS. With a `key` it is answered: by Refused if it raises, by Answered if it returns something, else by
+    `News.admitted`."""
 
-
-class ResetCache(msgspec.Struct, array_like=True, tag="reset_cache"):
-    """Forget everything that is cached; answered by a CacheReset of the same number."""
-
-    number: int
-
-
-class Shutdown(msgspec.Struct, array_like=True, tag="shutdown"):
-    """Finish the steps in flight and exit with status 0."""
+    name: str
+    key: str = ""
+    argument: msgspec.Raw = msgspec.Raw()
 
 
 # -- child to parent
@@ -83,16 +85,6 @@ class Loading(msgspec.Struct, array_like=True, tag="loading"):
 
     done: int
     total: int
-
-
-class Found(msgspec.Struct, array_like=True, tag="found"):
-    """What a frontend needs from the model's folder; it comes before the weights are read. So the frontend process needs
-    neither torch nor the model code, and a bad tokenizer or template is found before a long wait."""
-
-    folder: str
-    tokenizer_folder: str
-    generation_config: dict[str, Any]
-    eos_ids: list[int]
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
@@ -109,13 +101,20 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
-    """The engine did not take a request: a RequestError, field by field."""
+    """A call raised a RequestError: its fields."""
 
-    request_id: str
+    key: str
     message: str
     param: str | None
     code: str | None
     status: int
+
+
+class Answered(msgspec.Struct, array_like=True, tag="answered"):
+    """What a call returned."""
+
+    key: str
+    value: msgspec.Raw
 
 
 class News(msgspec.Struct, array_like=True, tag="news"):
@@ -124,18 +123,10 @@ class News(msgspec.Struct, array_like=True, tag="news"):
     updates: list[Update]
     stats: EngineStats | None
     admitted: list[str] = []
-    """Requests that the engine took since the last time; they are not refused any more."""
+    """Keys of calls that returned nothing, as `submit` does: these requests are not refused any more."""
 
 
-class CacheReset(msgspec.Struct, array_like=True, tag="cache_reset"):
-    """The cache forgot everything; `ok` is False if it cannot."""
-
-    number: int
-    ok: bool
-
-
-ToChild = Add | Abort | ResetCache | Shutdown
-ToParent = Loading | Found | Ready | Failed | Refused | News | CacheReset
+ToParent = Loading | Found | Ready | Failed | Refused | Answered | News
 
 
 class EngineLike(Protocol):
@@ -162,7 +153,8 @@ class Loop:
         self.engine = engine
         self.inbox = inbox
         self.send = send
-        self._decode = msgspec.msgpack.Decoder(ToChild).decode
+        self._decode = msgspec.msgpack.Decoder(Call).decode
+        self._arguments = {name: msgspec.msgpack.Decoder(kind).decode for name, kind in CALLS.items() if kind is not None}
         self._stopping = False
         self._stats_due = 0.0
 
@@ -187,37 +179,40 @@ class Loop:
         admitted: list[str] = []
         while True:
             try:
-                message = self._decode(self.inbox.recv(zmq.NOBLOCK))
+                call = self._decode(self.inbox.recv(zmq.NOBLOCK))
             except zmq.Again:
                 break
-            if isinstance(message, Add):
-                if self._submit(message.request):
-                    admitted.append(message.request.id)
-            elif isinstance(message, Abort):
-                self.engine.abort(message.ids)
-            elif isinstance(message, ResetCache):
-                done = self.engine.reset_prefix_cache()
-                # First, so that whoever has the answer sees the cache empty.
-                self.send(News([], self.engine.stats()))
-                self.send(CacheReset(message.number, done))
-            else:
-                self._stopping = True
+            if self._answer(call):
+                admitted.append(call.key)
         if admitted:
             # At once: a turn may take long, and clients wait for their answer's headers.
             self.send(News([], None, admitted))
 
-    def _submit(self, request: Request) -> bool:
-        """Whether the engine has taken the request; if not, its client is told why."""
+    def _answer(self, call: Call) -> bool:
+        """Makes a call. True if it has a key, was not refused and returned nothing: it is taken, and answered by News."""
+        if call.name == "shutdown":
+            self._stopping = True
+            return False
+        decode = self._arguments.get(call.name)
+        method = getattr(self.engine, call.name)
+        if not call.key:
+            method(*([] if decode is None else [decode(call.argument)]))
+            return False
         try:
-            self.engine.submit(request)
+            value = method(*([] if decode is None else [decode(call.argument)]))
         except RequestError as error:
-            self.send(Refused(request.id, error.message, error.param, error.code, error.status))
-        except Exception as error:  # noqa: BLE001 (reported to the request)
-            # Nothing of it runs yet, so it is this request's fault alone.
+            self.send(Refused(call.key, error.message, error.param, error.code, error.status))
+            return False
+        except Exception as error:  # noqa: BLE001 (reported to the caller)
+            # It has not begun anything yet, so it is the fault of this call alone.
             traceback.print_exc()
-            self.send(Refused(request.id, f"the engine could not take the request: {error!r}", None, "internal_error", 500))
-        else:
+            self.send(Refused(call.key, f"the engine could not take the request: {error!r}", None, "internal_error", 500))
+            return False
+        if value is None:
             return True
+        # First, so that whoever has the answer sees what it has changed.
+        self.send(News([], self.engine.stats()))
+        self.send(Answered(call.key, msgspec.Raw(msgspec.msgpack.encode(value))))
         return False
 
 
@@ -270,8 +265,6 @@ def _die_with_parent() -> None:
 
 def _load(start: Start, send: Callable[[ToParent], None]) -> EngineLike:
     options = start.options
-    folder = resolve_folder(options.model, options.revision)
-    tokenizer_folder = resolve_folder(options.tokenizer) if options.tokenizer else folder
     module, _, name = start.engine.partition(":")
     told = [0.0]
 
@@ -281,7 +274,7 @@ def _load(start: Start, send: Callable[[ToParent], None]) -> EngineLike:
             told[0] = now
             send(Loading(done, total))
 
-    send(Found(str(folder), str(tokenizer_folder), read_generation_config(folder), eos_ids(folder, read_config(folder))))
+    send(find(options))
     engine: EngineLike = getattr(importlib.import_module(module), name)(options, progress=progress)
     send(Ready(engine.info))
     return engine
@@ -315,7 +308,8 @@ class EngineProcess:
         self._found: asyncio.Future[Found] | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._numbers = itertools.count()
-        self._resets: dict[int, asyncio.Future[bool]] = {}
+        self._asked: dict[str, asyncio.Future[Any]] = {}
+        """Calls that wait for their answer."""
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._encode = msgspec.msgpack.Encoder().encode
@@ -330,7 +324,7 @@ class EngineProcess:
         """Starts the child and waits until it has found the model. ConfigError, ModelError or EngineDeadError: why not."""
         self._loop = asyncio.get_running_loop()
         self._found, self._ready = self._loop.create_future(), self._loop.create_future()
-        self._folder = tempfile.mkdtemp(prefix="penstock-")
+        self._folder = own_folder()
         address = f"ipc://{self._folder}/engine"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._outbox, self._inbox = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
@@ -341,7 +335,7 @@ class EngineProcess:
         self._inbox.bind(address + "-out")
         self._loop.add_reader(self._inbox.FD, self._receive)
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "penstock.engine.process", stdin=asyncio.subprocess.PIPE, env=_environment())
+            sys.executable, "-P", "-m", "penstock.engine.process", stdin=asyncio.subprocess.PIPE, env=child_environment())
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(Start(address, self.engine, self.options)) + b"\n")
         self.heard = time.monotonic()
@@ -360,29 +354,41 @@ class EngineProcess:
             await self.stop(0.0)
             raise
 
-    def add(self, request: Request) -> None:
-        """Sends a request in. EngineDeadError if there is no engine any more, RequestError for a number beyond 64 bits."""
+    def tell(self, name: str, argument: Any = None, key: str = "") -> None:
+        """Makes a call of CALLS, whose refusal, if it has a `key`, goes to `on_refused`. EngineDeadError if there is no engine,
+        RequestError for a number beyond 64 bits."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        if self._stopping:
+            raise EngineDeadError("the engine is shutting down")
         try:
-            self._send(Add(request))
+            # The argument first: whatever cannot be encoded is found before anything is sent.
+            message = self._encode(Call(name, key, msgspec.Raw(self._encode(argument))))
         except OverflowError:
             raise RequestError("a number in the request does not fit in 64 bits; send a smaller one",
                                code="invalid_value") from None
+        try:
+            self._outbox.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            # The other end has gone, and the news of its exit is still on the way.
+            raise EngineDeadError("the engine process has gone") from None
+
+    async def ask(self, name: str, argument: Any = None) -> Any:
+        """Makes a call and waits for what it returns, in JSON's types. RequestError if it is refused, EngineDeadError if the
+        engine is gone, or goes meanwhile."""
+        key = f"#{next(self._numbers)}"
+        done = self._asked[key] = asyncio.get_running_loop().create_future()
+        try:
+            self.tell(name, argument, key)
+            return await done
+        finally:
+            del self._asked[key]
 
     def abort(self, ids: list[str]) -> None:
         """Asks that requests ("id") or sequences ("id/index") end. Nothing happens if the engine is gone."""
         if self.dead is None and not self._stopping:
-            self._send(Abort(ids))
-
-    async def reset_cache(self) -> bool:
-        """Has the engine forget everything that is cached. EngineDeadError if it is gone, or goes meanwhile."""
-        number = next(self._numbers)
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._resets[number] = done
-        try:
-            self._send(ResetCache(number))
-            return await done
-        finally:
-            del self._resets[number]
+            with contextlib.suppress(EngineDeadError):
+                self.tell("abort", ids)
 
     async def stop(self, timeout: float = 10.0) -> None:
         """Ends the child: politely, and after `timeout` seconds by force. Does nothing the second time."""
@@ -391,7 +397,8 @@ class EngineProcess:
         if not self._stopping:
             self._stopping = True
             if self._process.returncode is None and timeout > 0:
-                self._outbox.send(self._encode(Shutdown()), zmq.NOBLOCK)
+                with contextlib.suppress(zmq.Again):
+                    self._outbox.send(self._encode(Call("shutdown")), zmq.NOBLOCK)
         try:
             await asyncio.wait_for(self._process.wait(), timeout or 0.001)
         except TimeoutError:
@@ -401,18 +408,6 @@ class EngineProcess:
         if self._watch is not None and self._watch is not asyncio.current_task():
             await self._watch
         self._close()
-
-    def _send(self, message: ToChild) -> None:
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        if self._stopping:
-            raise EngineDeadError("the engine is shutting down")
-        encoded = self._encode(message)
-        try:
-            self._outbox.send(encoded, zmq.NOBLOCK)
-        except zmq.Again:
-            # The other end has gone, and the news of its exit is still on the way.
-            raise EngineDeadError("the engine process has gone") from None
 
     def _receive(self) -> None:
         # The descriptor tells of changes only, so everything there is must be read.
@@ -425,18 +420,25 @@ class EngineProcess:
             if isinstance(message, News):
                 self.on_news(message)
             elif isinstance(message, Refused):
-                self.on_refused(message)
+                self._refuse(message)
             elif isinstance(message, Loading):
                 if self.on_loading:
                     self.on_loading(message.done, message.total)
-            elif isinstance(message, CacheReset):
-                _settle(self._resets.get(message.number), message.ok)
+            elif isinstance(message, Answered):
+                _resolve(self._asked.get(message.key), msgspec.msgpack.decode(message.value))
             elif isinstance(message, Found):
-                _settle(self._found, message)
+                _resolve(self._found, message)
             elif isinstance(message, Ready):
-                _settle(self._ready, message.info)
+                _resolve(self._ready, message.info)
             else:
                 self._die(message.reason, message.kind)
+
+    def _refuse(self, refused: Refused) -> None:
+        waiting = self._asked.get(refused.key)
+        if waiting is None:
+            self.on_refused(refused)
+        elif not waiting.done():
+            waiting.set_exception(RequestError(refused.message, param=refused.param, code=refused.code, status=refused.status))
 
     async def _watch_exit(self) -> None:
         assert self._process is not None
@@ -450,7 +452,7 @@ class EngineProcess:
         if self.dead is not None:
             return
         self.dead = reason
-        for waiting in self._resets.values():
+        for waiting in self._asked.values():
             if not waiting.done():
                 waiting.set_exception(EngineDeadError(reason))
         assert self._found is not None and self._ready is not None
@@ -475,13 +477,26 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _settle(future: asyncio.Future[Any] | None, value: Any) -> None:
+def own_folder() -> str:
+    """A new temporary folder that names this process. Removes those of processes that are gone: a killed process leaves its
+    folder behind."""
+    root = Path(tempfile.gettempdir())
+    for folder in root.glob("penstock-*-*"):
+        number = folder.name.split("-")[1]
+        with contextlib.suppress(OSError):
+            if number.isdigit() and not Path("/proc", number).exists() and not folder.is_symlink() \
+                    and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"penstock-{os.getpid()}-")
+
+
+def _resolve(future: asyncio.Future[Any] | None, value: Any) -> None:
     if future is not None and not future.done():
         future.set_result(value)
 
 
-def _environment() -> dict[str, str]:
-    """The child's environment: it finds this very package, however the parent found it."""
+def child_environment() -> dict[str, str]:
+    """The environment of a child process: it finds this very package, however the parent found it."""
     environment = dict(os.environ)
     root = str(Path(penstock.__file__).resolve().parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))

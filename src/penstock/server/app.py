@@ -50,7 +50,7 @@ class Application:
         inner: ASGIApp = self.app
         if options.allowed_origins:
             inner = CORSMiddleware(inner, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-        gate = Gate(inner, options.api_key, options.admin_api_key, self.shapes, _report)
+        gate = Gate(inner, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes, _report)
         self.asgi: ASGIApp = AccessLog(gate) if options.log_requests else gate
 
 

@@ -1,4 +1,4 @@
-"""Reading a request's body: its content type, its size while it arrives, and its decoding into a struct.
+"""Reading a request's body: its size while it arrives, its depth, and its decoding into a struct.
 
 Fields that the struct does not have are refused, but for a dialect's list of harmless ones, which are ignored and named in the
 answer's headers.
@@ -13,12 +13,16 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from penstock.core.errors import RequestError
+from penstock.engine.work import Workers
 from penstock.observe.log import LOG
 from penstock.server.errors import ExplainField, explain
 from penstock.server.ignored import note_ignored
+from penstock.server.limits import Limits, Receiving, too_large
 
 Body = TypeVar("Body")
+
+_BYTES_A_CHARACTER = 16
+"""Bytes of JSON that are decoded in the time of tokenizing one character."""
 
 MAX_IGNORED = 16
 """Unknown fields of one body that are ignored at most: each nested one costs decoding the body again."""
@@ -28,12 +32,14 @@ MAX_WARNED = 1000
 
 
 class BodyReader:
-    """Decodes one dialect's bodies of at most `limit` bytes."""
+    """Decodes one dialect's bodies within the server's limits."""
 
-    def __init__(self, limit: int, explain_field: ExplainField, harmless: Container[str] = (), lenient: bool = False) -> None:
+    def __init__(self, limits: Limits, work: Workers, explain_field: ExplainField, harmless: Container[str] = (),
+                 lenient: bool = False) -> None:
         """`explain_field` improves what a decoder says about a field. `harmless` are unknown fields that may be ignored;
-        `lenient` ignores all unknown fields, nested ones too."""
-        self.limit = limit
+        `lenient` ignores all unknown fields, nested ones too. Long bodies are decoded by `work`."""
+        self._limits = limits
+        self._work = work
         self._explain_field = explain_field
         self._harmless = harmless
         self._lenient = lenient
@@ -41,9 +47,15 @@ class BodyReader:
         self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """The body as `kind`. RequestError 400, 413 or 415 naming the fault; ClientDisconnect if the client went away."""
-        self._check_type(request)
-        data = await self._bytes(request)
+        """The body as `kind`, and in the scope as `body_bytes` how long it was. RequestError 400, 408, 413, 415 or 503 naming
+        the fault; ClientDisconnect if the client went away."""
+        with self._limits.receiving() as account:
+            data = await self._bytes(request, account)
+        request.scope["body_bytes"] = len(data)
+        return await self._work.run(len(data) // _BYTES_A_CHARACTER, lambda: self._decode(request, kind, data))
+
+    def _decode(self, request: Request, kind: type[Body], data: bytes) -> Body:
+        self._limits.check_json(data)
         decoder = self._decoders.get(kind)
         if decoder is None:
             decoder = self._decoders[kind] = msgspec.json.Decoder(kind)
@@ -91,29 +103,16 @@ class BodyReader:
                 self._warned.add(name)
                 LOG.warning("requests have the unknown field %r, which is ignored (--unknown-fields warn)", name[:100])
 
-    def _check_type(self, request: Request) -> None:
-        # A browser may send other types across origins without asking first; JSON only after a CORS preflight.
-        given = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-        if given != "application/json" and not given.endswith("+json"):
-            raise RequestError(f"the body must be JSON: send Content-Type: application/json, not {given!r}",
-                               code="unsupported_media_type", status=415)
-
-    async def _bytes(self, request: Request) -> bytes:
+    async def _bytes(self, request: Request, account: Receiving) -> bytes:
         declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > self.limit:
-            raise self._too_large(f"{int(declared):,} bytes")
+        most = self._limits.options.max_body_bytes
+        if declared.isdigit() and int(declared) > most:
+            raise too_large(f"{int(declared):,} bytes", most)
         chunks: list[bytes] = []
-        size = 0
         async for chunk in request.stream():
-            size += len(chunk)
-            if size > self.limit:
-                raise self._too_large("more")
+            account.add(len(chunk))
             chunks.append(chunk)
         return b"".join(chunks)
-
-    def _too_large(self, size: str) -> RequestError:
-        return RequestError(f"the body has {size}, at most {self.limit:,} bytes are possible (--max-body-bytes)",
-                            code="request_too_large", status=413)
 
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)

@@ -6,9 +6,11 @@ Bodies are limited where they are read, in `body`.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import re
 import uuid
 from collections.abc import Callable, Iterable
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,18 +29,20 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 
 
 class Gate:
-    """Gives each request an id, echoed as X-Request-Id; checks the key; turns the last exceptions into answers.
+    """Gives each request an id, echoed as X-Request-Id; checks key, origin and content type; answers for exceptions.
 
-    The scope of a request that passes has its `request_id`, its `api_key` (b"" if it came with none) and the `error_shape` of
-    its path's dialect.
+    The scope of a request that passes has its `request_id`, its `api_key` (b"" if it came with none), whether that is an
+    `admin` key, and the `error_shape` of its path's dialect.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], admin_keys: Iterable[str],
+    def __init__(self, app: ASGIApp, keys: Iterable[str], admin_keys: Iterable[str], origins: Iterable[str],
                  shapes: ErrorShapes, on_error: Callable[[BaseException], None]) -> None:
-        """`keys` open every route but those of ADMIN_ROUTES, `admin_keys` all. One key alone opens all, as does having none."""
+        """`keys` open every route but those of ADMIN_ROUTES, `admin_keys` all. One key alone opens all, as does having none;
+        then pages of `origins` and of this server alone may send requests from a browser."""
         self.app = app
         self.admin_keys = [key.encode() for key in admin_keys]
         self.keys = [*(key.encode() for key in keys), *self.admin_keys]
+        self.origins = set(origins)
         self.shapes = shapes
         self.on_error = on_error
 
@@ -63,10 +67,13 @@ class Gate:
             await send(message)
 
         scope["api_key"] = key = _key(headers)
+        scope["admin"] = bool(self.admin_keys) and _among(key, self.admin_keys)
         if scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
-            refusal = self._refusal(key, scope["path"])
+            refusal = (self._refusal(key, scope["path"]) or self._cross_site(headers)
+                       or _no_json(scope["method"], headers))
             if refusal is not None:
-                await error_response(refusal, shape, {"WWW-Authenticate": "Bearer"})(scope, receive, send_named)
+                headers_out = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
+                await error_response(refusal, shape, headers_out)(scope, receive, send_named)
                 return
         try:
             await self.app(scope, receive, send_named)
@@ -78,6 +85,19 @@ class Gate:
                 # The status is gone out already; breaking the connection is the only honest end.
                 raise
 
+    def _cross_site(self, headers: dict[bytes, bytes]) -> RequestError | None:
+        """The refusal of a page that a browser shows from elsewhere, where no key keeps it out."""
+        origin = headers.get(b"origin")
+        if self.keys or origin is None:
+            return None
+        text = origin.decode("latin-1")
+        # A page of this server itself, reached by number: a name may be made to lead here by whoever owns it.
+        own = text.partition("://")[2] == headers.get(b"host", b"").decode("latin-1") and _is_numeric(text)
+        if own or text in self.origins or "*" in self.origins:
+            return None
+        return RequestError(f"pages of {text[:200]} may not use this server; start it with --allowed-origins or --api-key",
+                            code="origin_not_allowed", status=403)
+
     def _refusal(self, key: bytes, path: str) -> RequestError | None:
         if self.keys and not _among(key, self.keys):
             return RequestError("a valid key is needed: send Authorization: Bearer KEY", code="invalid_api_key", status=401)
@@ -86,6 +106,26 @@ class Gate:
         need = "send one of its --admin-api-key" if self.admin_keys else "start the server with --admin-api-key"
         return RequestError(f"{path} concerns all who use this server, so their own keys do not open it; {need}",
                             code="admin_key_needed", status=403)
+
+
+def _no_json(method: str, headers: dict[bytes, bytes]) -> RequestError | None:
+    """The refusal of a POST without a JSON content type. A browser sends JSON across origins only after asking (CORS); other
+    types, and none, it sends at once, and this server may be a keyless one on the browser's own machine."""
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if method != "POST" or kind == b"application/json" or kind.endswith(b"+json"):
+        return None
+    given = repr(kind.decode("latin-1")[:100]) if kind else "none"
+    return RequestError(f"the body must be JSON: send Content-Type: application/json, not {given}",
+                        code="unsupported_media_type", status=415)
+
+
+def _is_numeric(origin: str) -> bool:
+    """Whether an origin's host is localhost or an address."""
+    try:
+        host = urlsplit(origin).hostname or ""
+        return host == "localhost" or bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
 
 
 def _key(headers: dict[bytes, bytes]) -> bytes:

@@ -57,8 +57,8 @@ class ServerRun:
                  on_loading: OnLoading | None = None, on_ready: OnReady | None = None) -> None:
         self.options = options
         self.on_ready = on_ready
-        self.llm = AsyncLLM(engine_options, engine=engine, stall_timeout=options.stall_timeout, on_loading=on_loading,
-                            on_death=self._on_death)
+        self.llm = AsyncLLM(engine_options, engine=engine, stall_timeout=options.stall_timeout,
+                            template_timeout=options.template_timeout, on_loading=on_loading, on_death=self._on_death)
         self.application = Application(self.llm, options)
         self.connections = Connections(options, self.application.shapes.default, raise_descriptor_limit())
         self.application.state.connections = self.connections.counts
@@ -110,10 +110,14 @@ class ServerRun:
     async def _drain(self) -> int:
         self.application.state.draining = True
         began = time.monotonic()
-        if self.llm.live:
+        if self.llm.live and not self.llm.unhealthy():
             LOG.info("stopping: %d requests are given up to %g s to finish", self.llm.live, self.options.shutdown_timeout)
-        while self.llm.live and not self.llm.dead and time.monotonic() - began < self.options.shutdown_timeout:
+        while self.llm.live and not self.llm.unhealthy() and time.monotonic() - began < self.options.shutdown_timeout:
             await asyncio.sleep(0.02)
+        # Looked at before the requests are failed: without any, an engine that makes no progress looks well.
+        sick = self.llm.unhealthy()
+        if sick:
+            LOG.error("stopping at once: %s", sick)
         if self.llm.live:
             LOG.warning("stopping: %d requests did not finish in time and are aborted", self.llm.live)
             self.llm.fail_open(UnavailableError("the server is shutting down", "shutting_down"))
@@ -121,7 +125,7 @@ class ServerRun:
         served = sum(self.llm.figures.finished.values())
         LOG.info("stopped after %s: %d answers, %d tokens in, %d out", _span(time.monotonic() - self._began), served,
                  self.llm.figures.prompt_tokens, self.llm.figures.generation_tokens)
-        return 1 if self.llm.dead else 0
+        return 1 if sick else 0
 
     async def _say_farewell(self) -> int:
         LOG.error("the engine has stopped: %s", self.llm.dead)

@@ -9,6 +9,7 @@ from penstock.core.errors import RequestError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.server.connections import Counts
 from penstock.server.errors import UnavailableError
+from penstock.server.limits import Limits
 from penstock.server.tenants import Tenants
 
 
@@ -21,6 +22,7 @@ class State:
         self.names = options.served_model_name or [llm.options.model]
         self.created = int(time.time())
         self.tenants = Tenants(options, llm.options.cache_disk, llm.options.cache_disk_adopt)
+        self.limits = Limits(options)
         self.draining = False
         self.connections = Counts()
         """What happened to connections; all 0 where the application runs without a server."""
@@ -44,10 +46,21 @@ class State:
             raise UnavailableError(f"the engine has stopped: {self.llm.dead}", "engine_dead")
         if self.llm.info is None:
             raise UnavailableError("the model is still loading", "loading")
+        stuck = self.llm.unhealthy()
+        if stuck is not None:
+            raise UnavailableError(stuck, "engine_stuck")
         if not model:
             return self.name
         self.check_name(model)
         return model
+
+    def priority(self, wanted: int | None, admin: bool) -> int:
+        """The priority of a request. RequestError 403 for one before others', unless the server allows that to this client."""
+        if wanted is None or wanted >= 0 or admin or self.options.allow_priority == "all":
+            return wanted or 0
+        raise RequestError(f"priority is {wanted}, which would be served before others; that is for holders of an "
+                           "--admin-api-key, or for everybody with --allow-priority all", param="priority",
+                           code="priority_not_allowed", status=403)
 
     def check_name(self, model: str) -> None:
         """RequestError 404 unless `model` is a served name."""

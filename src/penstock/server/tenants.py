@@ -22,6 +22,9 @@ LOG = logging.getLogger("penstock")
 
 SECRET_BYTES = 32
 
+LONGEST_SALT = 64
+"""Characters of a request's cache_salt from which on its hash stands for it."""
+
 
 SECRET_NAME = "tenants.secret"
 """The file in the disk tier's own subfolder. Whoever can read that can read the pages themselves."""
@@ -47,7 +50,7 @@ class Tenants:
     def of(self, key: bytes, cache_salt: str | None) -> tuple[str, str]:
         """(tenant, salt) of a request that came with `key` (empty if with none) and, perhaps, asks for a salt of its own."""
         if not self.isolated:
-            return "", cache_salt or ""
+            return "", short_salt(cache_salt or "")
         return self._derive(b"tenant", key), self._derive(b"salt", key, (cache_salt or "").encode())
 
     def _derive(self, purpose: bytes, *parts: bytes) -> str:
@@ -55,6 +58,11 @@ class Tenants:
         for part in parts:
             hashed.update(len(part).to_bytes(8, "little") + part)
         return hashed.hexdigest()
+
+
+def short_salt(salt: str) -> str:
+    """A salt as it is kept with every page: a long one as its hash."""
+    return salt if len(salt) <= LONGEST_SALT else blake2b(salt.encode(), digest_size=16, person=b"long salt").hexdigest()
 
 
 def read_secret(path: Path) -> bytes:

@@ -97,10 +97,9 @@ class ChatTemplate:
     """The templates of one model, by name; possibly none. Immutable; may be used from several threads."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
-        """`sources` by name; `special_tokens` are variables of every one. jinja2.TemplateSyntaxError if one is not Jinja."""
+        """`sources` by name; `special_tokens` are variables of every one. Nothing is compiled or run before the first use."""
         self.sources = dict(sources)
-        self._compiled = {name: _compiled(source) for name, source in sources.items()}
-        self._variables = dict(special_tokens)
+        self.variables = dict(special_tokens)
 
     @classmethod
     def load(cls, folder: Path | str, override: str | None = None,
@@ -146,12 +145,12 @@ class ChatTemplate:
     def using(self, override: str) -> ChatTemplate:
         """The same variables with another template, for one request: a name among these, or a template's text; no files."""
         if override in self.sources:
-            return ChatTemplate({DEFAULT: self.sources[override]}, self._variables)
+            return ChatTemplate({DEFAULT: self.sources[override]}, self.variables)
         try:
-            return ChatTemplate({DEFAULT: override}, self._variables)
+            _ENVIRONMENT.parse(override)
         except jinja2.TemplateSyntaxError as error:
-            raise RequestError(f"chat_template is broken: line {error.lineno}: {error.message}", param="chat_template",
-                               code="invalid_value") from None
+            raise _broken(error) from None
+        return ChatTemplate({DEFAULT: override}, self.variables)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = True, continue_final_message: bool = False,
@@ -174,20 +173,24 @@ class ChatTemplate:
         given = {**variables, "messages": shaped, "tools": list(tools) if tools else None,
                  "documents": list(documents) if documents else None}
         plain = {name: _plain(value, name) for name, value in given.items()}
-        text = self._run(compiled, {**self._variables, **plain, "add_generation_prompt": add_generation_prompt})
+        text = self._run(compiled, {**self.variables, **plain, "add_generation_prompt": add_generation_prompt})
         return _cut(text) if continue_final_message else text
 
     def _choose(self, tools: bool) -> _Compiled:
-        if tools and TOOL_USE in self._compiled:
-            return self._compiled[TOOL_USE]
-        if DEFAULT in self._compiled:
-            return self._compiled[DEFAULT]
-        if not self._compiled:
+        """The template for a conversation, compiled. RequestError if there is none, or it is not Jinja."""
+        name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
+        if not self.sources:
             raise RequestError("this model has no chat template, so it is not known how it wants a conversation written; send "
                                "a plain prompt to /v1/completions, or give a template with --chat-template",
                                param="messages", code="no_chat_template")
-        raise RequestError(f"this model has several chat templates ({', '.join(self._compiled)}) and none is the default; "
-                           "choose one with --chat-template", param="messages", code="no_chat_template")
+        if name not in self.sources:
+            raise RequestError(f"this model has several chat templates ({', '.join(self.sources)}) and none is the default; "
+                               "choose one with --chat-template", param="messages", code="no_chat_template")
+        try:
+            return _compiled(self.sources[name])
+        except jinja2.TemplateSyntaxError as error:
+            # Such as a filter that does not exist, which parsing alone does not find.
+            raise _broken(error) from None
 
     def _run(self, compiled: _Compiled, variables: dict[str, Any]) -> str:
         try:
@@ -202,6 +205,11 @@ class ChatTemplate:
         except Exception as error:  # noqa: BLE001 (a template is a program; it fails its own request)
             raise RequestError(f"the chat template fails on these messages: {type(error).__name__}: {error}", param="messages",
                                code="template_error") from None
+
+
+def _broken(error: jinja2.TemplateSyntaxError) -> RequestError:
+    return RequestError(f"chat_template is broken: line {error.lineno}: {error.message}", param="chat_template",
+                        code="invalid_value")
 
 
 def check_variables(variables: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ def test_any_failure_is_undone(place: str, monkeypatch: pytest.MonkeyPatch) -> N
         raise BrokenError
 
     owner: Any = {"register": llm.outputs, "send": llm._process, "count": llm}[place]
-    monkeypatch.setattr(owner, {"register": "register", "send": "add", "count": "_count_start"}[place], fail)
+    monkeypatch.setattr(owner, {"register": "register", "send": "tell", "count": "_count_start"}[place], fail)
     with pytest.raises(BrokenError):
         llm.open([request("a")])
     assert llm.live == 0 and len(llm.outputs) == 0

@@ -200,8 +200,7 @@ class Completions:
             return [echo(llm.tokenizer, prompt, request, special, truncated, final=body.max_tokens == 0)
                     for prompt, request in zip(prompts, requests, strict=True)]
 
-        found: list[Echo] = await llm.off_loop(8 * sum(len(request.prompt_ids) for request in requests), work)
-        return found
+        return await llm.work.run(8 * sum(len(request.prompt_ids) for request in requests), work)
 
 
 def check(body: CompletionRequest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -10,7 +9,8 @@ import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.engine.async_llm import AsyncLLM
-from penstock.engine.retention import Marked, written
+from penstock.engine.rendering import Conversation
+from penstock.engine.retention import Marked
 from penstock.server.openai.protocol import ChatRequest, TokenizeRequest
 from penstock.text import ChatTemplate
 
@@ -24,16 +24,16 @@ _TAKEN = frozenset(inspect.signature(ChatTemplate.render).parameters)
 """Names that `ChatTemplate.render` has a meaning of its own for."""
 
 
-async def render(llm: AsyncLLM, body: Templated, trust_template: bool) -> Marked:
-    """The conversation written out by the model's template, with its marks. RequestError if there is none, or it refuses."""
+async def render(llm: AsyncLLM, body: Templated, trust_template: bool, size: int) -> Marked:
+    """The conversation written out by the model's template, with its marks; `size` is the body's. RequestError if there is no
+    template, or it refuses."""
     template = choose(llm.template, body.chat_template, trust_template)
     # With tool_choice none the model is not told of the tools: nothing else could keep it from calling them.
     tools = msgspec.to_builtins(body.tools) if body.tools and body.tool_choice != "none" else None
     opening = body.add_generation_prompt if body.add_generation_prompt is not None else not body.continue_final_message
-    write = functools.partial(template.render, add_generation_prompt=opening, documents=body.documents,
-                              continue_final_message=bool(body.continue_final_message), **_variables(template, body))
-    marked: Marked = await llm.off_loop(_size(body), lambda: written(write, body.messages or [], tools))
-    return marked
+    how = {"add_generation_prompt": opening, "documents": body.documents,
+           "continue_final_message": bool(body.continue_final_message), **_variables(template, body)}
+    return await llm.render(Conversation(body.messages or [], tools, body.chat_template, how), size)
 
 
 def choose(template: ChatTemplate | None, wanted: str | None, trust: bool) -> ChatTemplate:
@@ -64,9 +64,3 @@ def _variables(template: ChatTemplate, body: Templated) -> dict[str, Any]:
 def ignored(template: ChatTemplate, body: Templated) -> list[str]:
     """Fields of `body` that are for the template, which does not read them."""
     return [name for name in STYLE if getattr(body, name) is not None and not template.reads(name)]
-
-
-def _size(body: Templated) -> int:
-    """About how many characters there are to write."""
-    contents = [message.get("content") or () for message in body.messages or ()]
-    return sum(len(content) if isinstance(content, str) else sum(map(len, map(str, content))) for content in contents)

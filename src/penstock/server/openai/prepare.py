@@ -16,18 +16,22 @@ from penstock.server.state import State
 
 async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[int] | Marked], params: SamplingParams,
                   body: GenerationFields, *, add_special_tokens: bool) -> list[Request]:
-    """Checked engine requests, each under a name of its own: two HTTP requests may carry the same request_id."""
+    """Checked engine requests, each under a name of its own: two HTTP requests may carry the same request_id. RequestError
+    naming the limit that they would pass."""
     llm = state.llm
+    state.limits.work(len(prompts), params)
+    priority = state.priority(body.priority, http.scope["admin"])
     tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
     retain = retained(body)
 
     def work() -> list[Request]:
         return [llm.inputs.request(llm.new_id(), prompt, params, add_special_tokens=add_special_tokens,
-                                   priority=body.priority or 0, salt=salt, tenant=tenant, retain=retain,
+                                   priority=priority, salt=salt, tenant=tenant, retain=retain,
                                    keep_last=body.truncate_prompt_tokens) for prompt in prompts]
 
-    size = sum(map(_effort, prompts))
-    requests: list[Request] = await llm.off_loop(size, work)
+    size = sum(map(_effort, prompts)) + len(prompts) * _lists(params)
+    requests = await llm.work.run(size, work)
+    state.limits.check_tenant(llm.tokens_in_flight(tenant), requests)
     check_something_is_left(requests[0])
     for request in requests[1:]:
         request.follows = True
@@ -40,3 +44,9 @@ def _effort(prompt: str | list[int] | Marked) -> int:
     if isinstance(prompt, Marked):
         return 100 + len(prompt.text) + sum(mark.at for mark in prompt.marks)
     return 100 + (len(prompt) if isinstance(prompt, str) else len(prompt) // 10)
+
+
+def _lists(params: SamplingParams) -> int:
+    """The same for the lists of the parameters, checked for each prompt. A bad word is tokenized in three spellings."""
+    ids = (params.allowed_token_ids, params.stop_token_ids, params.logit_bias)
+    return sum(len(found) for found in ids if found) + 3 * sum(100 + len(word) for word in params.bad_words or ())

@@ -34,9 +34,9 @@ class Tokens:
         if body.prompt is not None:
             text, special = body.prompt, body.add_special_tokens is not False
         else:
-            text = (await render(state.llm, body, state.options.trust_request_chat_template)).text
+            text = (await render(state.llm, body, state.options.trust_request_chat_template, http.scope["body_bytes"])).text
             special = bool(body.add_special_tokens)
-        tokens = await state.llm.off_loop(len(text), lambda: tokenizer.encode(text, special))
+        tokens = await state.llm.work.run(len(text), lambda: tokenizer.encode(text, special))
         info = state.llm.info
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": info.max_model_len if info else 0, "tokens": tokens,
                                   "token_strs": None}

@@ -1,0 +1,48 @@
+"""Loading of a frontend's files from a model's folder, for `LLM` and `AsyncLLM`: tokenizer, template, defaults, end tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.checkpoint import eos_ids, read_config, read_generation_config, resolve_folder
+from penstock.config.schema import EngineOptions
+from penstock.core.request import EngineInfo
+from penstock.engine.inputs import Inputs
+from penstock.text import ChatTemplate, Tokenizer
+
+
+class Found(msgspec.Struct, array_like=True, tag="found"):
+    """Where a model's files are, and what its small ones say. It crosses to the frontend before the weights are read, so that a
+    bad tokenizer or template is found before a long wait."""
+
+    folder: str
+    tokenizer_folder: str
+    generation_config: dict[str, Any]
+    """Empty if the options do not want its defaults."""
+    eos_ids: list[int]
+
+
+def find(options: EngineOptions) -> Found:
+    """Resolves folders, from the hub if need be, and reads the small files. ConfigError or ModelError: why not."""
+    folder = resolve_folder(options.model, options.revision)
+    tokenizer_folder = resolve_folder(options.tokenizer) if options.tokenizer else folder
+    defaults = read_generation_config(folder)
+    return Found(str(folder), str(tokenizer_folder), defaults if options.generation_config == "auto" else {},
+                 eos_ids(folder, read_config(folder)))
+
+
+def load_text(found: Found, options: EngineOptions) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """The tokenizer and the chat template; None where the options want none. ModelError or ConfigError: why not."""
+    if options.skip_tokenizer_init:
+        return None, None
+    tokenizer = Tokenizer.load(Path(found.tokenizer_folder))
+    return tokenizer, ChatTemplate.load(found.tokenizer_folder, options.chat_template, tokenizer.special_tokens)
+
+
+def inputs_of(found: Found, tokenizer: Tokenizer | None, template: ChatTemplate | None, info: EngineInfo,
+              options: EngineOptions) -> Inputs:
+    """Makes requests for an engine of these files."""
+    return Inputs(tokenizer, template, info, found.generation_config, found.eos_ids, options.seed)

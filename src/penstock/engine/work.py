@@ -1,0 +1,151 @@
+"""Threads for work that would block the event loop: few, short jobs before long ones, no work for clients that left.
+
+Jobs release the GIL where they can (tokenizers, pipes) and call `checkpoint` between pieces otherwise, so that a job whose
+client has gone ends there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from penstock.core.errors import RequestError
+
+Result = TypeVar("Result")
+
+INLINE = 4096
+"""Jobs up to this size run on the event loop: they take less than about a millisecond. A size is in characters to tokenize."""
+
+SHORT = 128 << 10
+"""Jobs up to this size have a thread of their own."""
+
+SIZE_PER_SECOND = 2 << 20
+"""How far a job's size delays it: a job twice this size lets shorter ones pass that come up to two seconds later."""
+
+MOST_JOBS = 2048
+MOST_SIZE = 512 << 20
+"""What may wait in all; more is refused."""
+
+SWITCH_SECONDS = 0.0005
+"""How soon a thread that runs Python gives way to the event loop."""
+
+
+class CancelledWork(Exception):  # noqa: N818 (it is no error)
+    """Raised inside a job whose result nobody waits for any more."""
+
+
+class _Job:
+    __slots__ = ("cancelled", "future", "loop", "size", "work")
+
+    def __init__(self, size: int, work: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
+        self.size = size
+        self.work = work
+        self.loop = loop
+        self.future: asyncio.Future[Any] = loop.create_future()
+        self.cancelled = False
+
+
+_current = threading.local()
+
+
+def abandoned() -> bool:
+    """Whether this thread runs a job that nobody waits for any more."""
+    job: _Job | None = getattr(_current, "job", None)
+    return job is not None and job.cancelled
+
+
+def checkpoint() -> None:
+    """Ends the job that this thread runs, if nobody waits for it any more. Does nothing outside of jobs."""
+    if abandoned():
+        raise CancelledWork
+
+
+class Workers:
+    """Threads that run jobs in the order of arrival plus size. They are daemons and start with the first job."""
+
+    def __init__(self, threads: int = 3) -> None:
+        """The first thread takes short jobs only. At least 2."""
+        assert threads >= 2
+        self._count = threads
+        self._changed = threading.Condition()
+        self._short: list[tuple[float, int, _Job]] = []
+        self._long: list[tuple[float, int, _Job]] = []
+        self._numbers = itertools.count()
+        self._started = False
+        self.waiting_size = 0
+        """Sizes of the jobs that wait."""
+
+    async def run(self, size: int, work: Callable[[], Result], *, always: bool = False) -> Result:
+        """`work()`, on a thread unless it is small (`always`: also then). Cancelling the caller cancels the job. RequestError
+        503 if too much waits already."""
+        if size <= INLINE and not always:
+            return work()
+        job = _Job(size, work, asyncio.get_running_loop())
+        self._submit(job)
+        try:
+            result: Result = await job.future
+            return result
+        finally:
+            job.cancelled = True
+
+    def _submit(self, job: _Job) -> None:
+        with self._changed:
+            if not self._started:
+                self._start()
+            if len(self._short) + len(self._long) >= MOST_JOBS or self.waiting_size + job.size > MOST_SIZE:
+                raise RequestError("too many requests wait to be read; try again in a moment", code="queue_full", status=503)
+            queue = self._short if job.size <= SHORT else self._long
+            heapq.heappush(queue, (time.monotonic() + job.size / SIZE_PER_SECOND, next(self._numbers), job))
+            self.waiting_size += job.size
+            self._changed.notify_all() if queue is self._long else self._changed.notify()
+
+    def _start(self) -> None:
+        self._started = True
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+        for number in range(self._count):
+            threading.Thread(target=self._run, args=(number == 0,), name=f"penstock-work-{number}", daemon=True).start()
+
+    def _run(self, short_only: bool) -> None:
+        while True:
+            job = self._next(short_only)
+            if job.cancelled:
+                continue
+            _current.job = job
+            result, error = None, None
+            try:
+                result = job.work()
+            except BaseException as caught:  # noqa: BLE001 (it is raised where the job is awaited)
+                error = caught
+            _current.job = None
+            if not job.cancelled:
+                try:
+                    job.loop.call_soon_threadsafe(_finish, job, result, error)
+                except RuntimeError:
+                    # The loop has been closed.
+                    return
+            del job, result, error
+
+    def _next(self, short_only: bool) -> _Job:
+        with self._changed:
+            while True:
+                queues = [queue for queue in (self._short, *(() if short_only else (self._long,))) if queue]
+                if queues:
+                    job: _Job = heapq.heappop(min(queues))[2]
+                    self.waiting_size -= job.size
+                    return job
+                self._changed.wait()
+
+
+def _finish(job: _Job, result: Any, error: BaseException | None) -> None:
+    if job.future.done():
+        return
+    if error is None:
+        job.future.set_result(result)
+    else:
+        job.future.set_exception(error)
