@@ -54,7 +54,7 @@ class Runner:
         self.tables = [torch.randperm(self.rows * columns, generator=generator).view(self.rows, columns).int() for _ in keeps]
         views = []
         for state in self.decoder.states:
-            views.append(StateView(keeps.index(state.keep), {
+            views.append(StateView(keeps.index(state.keep), self.page, {
                 field.name: torch.full((self.rows * columns, field.shape[0], self.page, field.shape[1]), float("nan"),
                                        dtype=getattr(torch, field.dtype)) for field in state.fields}))
         self.keeps = keeps

@@ -21,6 +21,7 @@ from penstock.core.device import DeviceFacts
 
 if TYPE_CHECKING:
     from penstock.layers.spec import ModelSpec
+    from penstock.ops.registry import Kernels
 
 TEXT_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -64,7 +65,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
         device = torch.device(device_name(options.device, facts))
         figures = _planned(options, memory.predicted(options, config, spec, device, facts), config)
     return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},
-            "files": _files(options, folder, checkpoint, spec),
+            "files": _files(options, folder, checkpoint, spec), "weights": _weights(spec, config.dtype, kernels),
             "device": _device(facts), "memory": figures,
             "kernels": {op: {"serves": name, "refused": dict(kernels.refused.get(op, []))} for op, name in kernels.table()}}
 
@@ -75,6 +76,21 @@ def _describe(spec: ModelSpec) -> dict[str, Any]:
             "context": spec.max_positions, "tied_embeddings": spec.head.tied, "layers": len(spec.blocks),
             "attention": [{"layers": count, "heads": heads, "kv_heads": kv_heads, "head_size": size, "window": window or None}
                           for (heads, kv_heads, size, window), count in layers.items()]}
+
+
+def _weights(spec: ModelSpec, dtype: str, kernels: Kernels) -> list[dict[str, Any]]:
+    """How matrices are stored, and which kernels compute with them."""
+    found: dict[str, dict[str, Any]] = {}
+    for parameter in spec.parameters():
+        if parameter.scheme is not None:
+            one = found.setdefault(parameter.scheme.name, {"scheme": parameter.scheme.name, "matrices": 0, "bytes": 0,
+                                                           "kernels": []})
+            one["matrices"] += 1
+            one["bytes"] += parameter.nbytes(dtype)
+            kernel = kernels.linear_name(parameter.scheme.name, *parameter.shape)
+            if kernel not in one["kernels"]:
+                one["kernels"].append(kernel)
+    return list(found.values())
 
 
 def _files(options: EngineOptions, folder: Path, checkpoint: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
@@ -137,6 +153,9 @@ def as_text(found: dict[str, Any]) -> str:
         window = f", window {kind['window']:,}" if kind["window"] else ""
         lines.append(f"  attention    {kind['layers']} layers: {kind['heads']} heads, {kind['kv_heads']} key/value heads "
                      f"of {kind['head_size']}{window}")
+    for one in found["weights"]:
+        lines.append(f"  matrices     {one['matrices']} stored {one['scheme']}, {size(one['bytes'])}: "
+                     f"{', '.join(one['kernels'])}")
     lines += [f"  weights      {files['tensors']} tensors, {size(files['bytes'])} of {model['checkpoint_dtype']} "
               f"in {', '.join(files['weights'])}" if files["weights"] else "  weights      random (load_format dummy)",
               f"  text         {', '.join(files['text']) or 'no tokenizer'}", "",

@@ -98,6 +98,8 @@ class StateView:
     """A mixer's window into the arena: the fields of one of its states by name, and the group whose pages they are in."""
 
     group: int
+    page: int
+    """Positions to a page."""
     fields: Mapping[str, torch.Tensor]
     """A field of shape (..., d) per position is [pages, ..., page, d], strided; one per page is [pages, ...]."""
 

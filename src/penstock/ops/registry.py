@@ -144,9 +144,18 @@ class Kernels:
         `linear.<scheme>` and serves that shape. None if nothing does; a plain matrix of any shape is served."""
         if scheme == "plain" and self.chosen["linear"].fits(n, k):
             return self.linear
-        op = "linear" if scheme == "plain" else f"linear.{scheme}"
-        ops: MatrixOps | None = next((one.call for one in self.able.get(op, []) if one.fits(n, k)), None)
+        found = self._linear_for(scheme, n, k)
+        ops: MatrixOps | None = None if found is None else found.call
         return ops
+
+    def linear_name(self, scheme: str, n: int, k: int) -> str:
+        """What `linear_for` finds, in words."""
+        found = self._linear_for(scheme, n, k)
+        return "decoded at load" if found is None else found.name
+
+    def _linear_for(self, scheme: str, n: int, k: int) -> Implementation | None:
+        op = "linear" if scheme == "plain" else f"linear.{scheme}"
+        return next((one for one in self.able.get(op, []) if one.fits(n, k)), None)
 
     def uncapturable(self) -> list[str]:
         """The operations of a model's forward pass that no CUDA graph can hold. Sampling is never captured."""

@@ -39,8 +39,8 @@ class Arena:
             for place, offset in zip(group.layers, group.offsets, strict=True):
                 state = states[place]
                 starts = state.offsets(self.layout.page)
-                views[place] = StateView(g, {field.name: self._field(group, field, offset + start)
-                                             for field, start in zip(state.fields, starts, strict=False)})
+                views[place] = StateView(g, self.layout.page, {field.name: self._field(group, field, offset + start)
+                                                               for field, start in zip(state.fields, starts, strict=False)})
         return [views[place] for place in range(len(states))]
 
     def _field(self, group: Group, field: Field, offset: int) -> torch.Tensor:

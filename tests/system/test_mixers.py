@@ -1,0 +1,82 @@
+"""A mixer that the engine does not know, with a snapshot a page, runs through scheduler, cache and worker as attention does."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import LLM, SamplingParams
+from tests.models import fakes
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "batch": {"max_num_seqs": 8},
+    "chunks": {"max_num_seqs": 4, "max_num_batched_tokens": 7, "block_size": 4},
+    "deep": {"max_num_seqs": 8, "depth": 3, "block_size": 8},
+    "reference": {"kernels": {"*": "reference"}, "enable_prefix_caching": False},
+    "tight": {"max_num_seqs": 6, "max_num_batched_tokens": 16, "block_size": 8, "kv_cache_memory_bytes": 1 << 16},
+    "tiers": {"max_num_seqs": 6, "max_num_batched_tokens": 16, "block_size": 8, "kv_cache_memory_bytes": 1 << 16,
+              "cache_host_bytes": 1 << 20},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    fakes.enter(monkeypatch, fakes.family(recurrent=True))
+    return fakes.configured(tmp_path / "model")
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(3)
+    shared = [draw.randrange(3, 131) for _ in range(40)]
+    found = [[draw.randrange(3, 131) for _ in range(length)] for length in (1, 5, 8, 16, 33, 50)]
+    return found + [shared[:cut] + [draw.randrange(3, 131) for _ in range(extra)] for cut, extra in ((40, 1), (32, 9), (17, 4))]
+
+
+def answers(folder: Path, twice: bool = False, **options: Any) -> list[list[int]]:
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=128, device="cpu",
+             **options) as llm:
+        for _ in range(2 if twice else 1):
+            found = llm.generate(asked, params, use_tqdm=False)
+        if options.get("kv_cache_memory_bytes"):
+            assert llm.engine.stats().preemptions > 0, "the cache is too small for all of them at once"
+        if twice:
+            assert sum(output.num_cached_tokens or 0 for output in found) > 0, "contexts were found in the cache"
+    return [list(output.outputs[0].token_ids) for output in found]
+
+
+@pytest.fixture
+def alone(folder: Path) -> list[list[int]]:
+    """One sequence at a time, nothing shared."""
+    return answers(folder, max_num_seqs=1, depth=1, enable_prefix_caching=False, max_num_batched_tokens=128)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_gives_the_same_tokens(route: str, folder: Path, alone: list[list[int]]) -> None:
+    assert answers(folder, **ROUTES[route]) == alone
+
+
+def test_contexts_are_found_again(folder: Path, alone: list[list[int]]) -> None:
+    assert answers(folder, twice=True, max_num_seqs=4, block_size=8) == alone
+
+
+def test_a_forgotten_state_shows(folder: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail: without what is behind a segment, tokens change."""
+    attach = fakes.Recurrence.attach
+
+    def forgetful(self: fakes.Recurrence, views: Any, works: Any) -> None:
+        attach(self, views, works)
+
+        class Nothing(dict[str, torch.Tensor]):
+            def __getitem__(self, name: str) -> torch.Tensor:
+                return super().__getitem__(name).clone().zero_()
+
+        self.view.fields = Nothing(self.view.fields)
+
+    monkeypatch.setattr(fakes.Recurrence, "attach", forgetful)
+    assert answers(folder, **ROUTES["batch"]) != alone
