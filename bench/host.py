@@ -140,7 +140,7 @@ class NoEngine(Engine):
         self.config = SimpleNamespace(depth=2)
         self.scheduler = Scheduler(Cache(layout), Limits(length, rows, tokens, 1 << 20, 151_936, step_target))
         self.worker = Worker(model, layout, rows, length, device)
-        self.worker.graphs = NoGraphs(model, self.worker.rows, PAGE, rows, 2048, None)
+        self.worker.graphs = NoGraphs(model, self.worker.rows, PAGE, rows, 2048, None, self.worker.sampler)
         self.worker.graphs.capture()
         self.executor = Direct(TimedWorker(self.worker, times))
         self.beams = BeamSearches(self._add, self._abort)

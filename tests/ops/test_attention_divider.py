@@ -30,7 +30,7 @@ def test_moved_on_equals_made_anew(rows: int, segments: int, most: int, window: 
     geometry = dataclasses.replace(GEOMETRY, window=window)
     made = 0
 
-    def divide(counts: Ints, context: Ints, segments: int, tokens: int, alike: Alike | None) -> Ints:
+    def divide(counts: Ints, context: Ints, segments: int, tokens: int, *, alike: Alike | None) -> Ints:
         nonlocal made
         made += 1
         return attention_work.prepare(geometry, counts, context, segments, tokens, invariant, (), alike)

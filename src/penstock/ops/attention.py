@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,14 @@ class Alike:
     the least of what is between them."""
 
 
+class Divides(Protocol):
+    """Divides decode steps that follow one another."""
+
+    def decode(self, counts: Ints, context: Ints, segments: int, alike: Alike | None) -> Ints:
+        """`AttentionOps.prepare` of a step of single queries padded to `segments`. Valid until the next call."""
+        ...
+
+
 class AttentionOps:
     """The functions of an implementation of `attention`: dividing the work of a step on the host, and doing it."""
 
@@ -66,6 +74,11 @@ class AttentionOps:
         Only for steps that run eagerly: what is captured must not depend on what a step consists of.
         """
         return []
+
+    def divider(self, geometry: Geometry) -> Divides | None:
+        """For a caller that divides decode steps one after another: does what `prepare` does, faster, as it remembers the last
+        one. None if there is nothing to remember."""
+        return None
 
     def contexts(self, most: int) -> list[int]:
         """Contexts, of up to `most` positions, with which long prefill segments between them launch every kernel and take the

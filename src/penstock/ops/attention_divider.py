@@ -7,8 +7,8 @@ host, which is more than a small model's step can hide; moving on takes a few.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,11 @@ import numpy.typing as npt
 from penstock.ops.attention import Alike, Geometry, Ints
 from penstock.ops.attention_work import FIELDS, Item, layout
 
-Divide = Callable[[Ints, Ints, int, int, Alike | None], Ints]
-"""Divides a step of single queries: (counts, context, segments, tokens, alike) as AttentionOps.prepare's."""
+
+class Divide(Protocol):
+    """AttentionOps.prepare for one geometry."""
+
+    def __call__(self, counts: Ints, context: Ints, segments: int, tokens: int, *, alike: Alike | None) -> Ints: ...
 
 
 _WORTH = 3
@@ -56,7 +59,7 @@ class Divider:
             last.context = context
             last.left -= 1
             return last.work
-        work = self._divide(counts, context, segments, segments, alike)
+        work = self._divide(counts, context, segments, segments, alike=alike)
         self._last = self._remember(work, context, segments, alike)
         return work
 

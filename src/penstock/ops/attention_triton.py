@@ -8,12 +8,14 @@ divides keys at fixed places, so that the bits of a query's result do not depend
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from penstock.ops import attention_library, attention_work, gpu
-from penstock.ops.attention import Alike, AttentionOps, Geometry, Ints, Span
+from penstock.ops.attention import Alike, AttentionOps, Divides, Geometry, Ints, Span
+from penstock.ops.attention_divider import Divider
 from penstock.ops.attention_work import Launch, Shape
 from penstock.ops.registry import register
 
@@ -26,6 +28,9 @@ class TritonAttention(AttentionOps):
 
     def whole(self, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
         return [] if self.invariant else attention_library.spans(geometry, counts, context)
+
+    def divider(self, geometry: Geometry) -> Divides:
+        return Divider(geometry, self.invariant, partial(self.prepare, geometry))
 
     def contexts(self, most: int) -> list[int]:
         return [] if self.invariant else [before for before in attention_library.CONTEXTS if before <= most]

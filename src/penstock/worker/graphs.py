@@ -1,13 +1,17 @@
 """Captured CUDA graphs of the model's forward, one for each capacity that steps are padded to.
 
 Decode steps (one token a segment) and small mixed ones replay a graph: the host then enqueues one launch instead of hundreds.
-Larger steps run eagerly; the device needs longer for them than the host needs to enqueue them. Sampling is never captured.
+Larger steps run eagerly; the device needs longer for them than the host needs to enqueue them. For decode steps whose rows ask
+for nothing but a temperature the choice of tokens is captured as well: the host then enqueues a whole step in two launches.
 """
 
 from __future__ import annotations
 
 import bisect
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -15,8 +19,14 @@ import torch
 from penstock.core.plan import StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.worker.rows import Rows
+from penstock.worker.sampler import LINES, Sampler
 from penstock.worker.step import Capacity, Parts, Picks, StepBuilder, picks_of
 
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
+_T = TypeVar("_T")
+_SAMPLE = int(Want.SAMPLE)
 _MIXED = (32, 64, 96, 128, 192, 256, 320, *range(384, 2049, 128), 2304, 2560, 3072, 3584, 4096)
 """Tokens of mixed steps. Matrix products go by tiles of 64 or 128 rows, so padding to that costs little."""
 _SEGMENTS = 256
@@ -65,14 +75,16 @@ class Graphs:
     """`capture` once, when the cache's bytes and the rows are at their places; then `forward`."""
 
     def __init__(self, model: Decoder, rows: Rows, page: int, max_num_seqs: int, max_tokens: int,
-                 stream: torch.cuda.Stream) -> None:
+                 stream: torch.cuda.Stream, sampler: Sampler) -> None:
         self.model = model
+        self._sampler = sampler
         self.builder = StepBuilder(model, rows, page, captured=True)
         self._columns = rows.tables[0].shape[1]
         self._longest = rows.tokens.shape[1]
         self.capacities = Capacities(max_tokens, max_num_seqs, self._longest)
         self._stream = stream
         self._captured: dict[Capacity, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._choices: dict[Capacity, torch.cuda.CUDAGraph] = {}
         self.seconds = 0.0
         """What capturing took."""
 
@@ -90,15 +102,26 @@ class Graphs:
             self.builder.reserve(max(self.builder.fill(plan, capacity, picks_of(plan)).size for capacity, plan in plans))
             for capacity, plan in plans:
                 parts = self.builder.fill(plan, capacity, picks_of(plan))
-                self._run(capacity, parts)
-                self._stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                hidden = self._run(capacity, parts)
-                graph.capture_end()
+                graph, hidden = self._capture(pool, partial(self._run, capacity, parts))
                 self._captured[capacity] = graph, hidden
+                if capacity.tokens == capacity.segments <= LINES and self._sampler.capturable:
+                    self._choices[capacity], _ = self._capture(pool, partial(self._choose, capacity, parts, hidden))
         self._stream.synchronize()
         self.seconds = time.perf_counter() - began
+
+    def _capture(self, pool: _POOL_HANDLE, run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+        """What `run` enqueues, after it was run once."""
+        run()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        found = run()
+        graph.capture_end()
+        return graph, found
+
+    def _choose(self, capacity: Capacity, parts: Parts, hidden: torch.Tensor) -> None:
+        shift, row, position = self.builder.choice(parts, capacity.segments)
+        self._sampler.choose_at(shift, self.model.head(hidden), row, position)
 
     def _run(self, capacity: Capacity, parts: Parts) -> torch.Tensor:
         ends = None if capacity.tokens == capacity.segments else capacity.segments
@@ -111,6 +134,24 @@ class Graphs:
         graph, hidden = self._captured[capacity]
         graph.replay()
         return hidden, parts
+
+
+    def decode(self, plan: StepPlan) -> torch.Tensor | None:
+        """A whole step, if it is one of single tokens that are all chosen by a captured choice: where the host finds them once
+        the device has come so far. None: the step is another."""
+        count = len(plan.rows)
+        if int(plan.counts.sum()) != count or not (plan.wants == _SAMPLE).all() or len(plan.masked):
+            return None
+        if plan.slack is not None or plan.draft is not None or not self._sampler.plain(plan.rows):
+            return None
+        capacity = self.capacities.of(plan, count)
+        if capacity is None or capacity not in self._choices:
+            return None
+        room = self._sampler.room(count)
+        self.builder.fill(plan, capacity, picks_of(plan), int(room.storage_offset()))
+        self._captured[capacity][0].replay()
+        self._choices[capacity].replay()
+        return room
 
 
 def _example(capacity: Capacity, longest: int) -> StepPlan:

@@ -22,7 +22,8 @@ from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.platform.facts import available_memory
 from penstock.worker.graphs import Graphs
-from penstock.worker.worker import LINES, Worker
+from penstock.worker.sampler import LINES
+from penstock.worker.worker import Worker
 
 _GIB = 1 << 30
 
@@ -99,7 +100,7 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
     left, scratch = _free(device), torch.cuda.memory_reserved(device) - held
     step, graphs = max(0, before - left - layout.nbytes), 0
     if graph_tokens and worker.stream is not None:
-        captured = Graphs(worker.model, worker.rows, page, rows, graph_tokens, worker.stream)
+        captured = Graphs(worker.model, worker.rows, page, rows, graph_tokens, worker.stream, worker.sampler)
         captured.capture()
         graphs = max(0, left - _free(device))
         del captured

@@ -152,5 +152,6 @@ def _sample(kernels: Kernels, logits: torch.Tensor, known: torch.Tensor) -> None
     ops.penalize(logits, table, known, row, position, picked)
     for threshold in (None, ops.threshold(logits, table, row)):
         tokens = ops.choose(logits, table, known, row, position, threshold)
+    ops.choose(logits, table, known, row, position, None, ints(lines), ints(1))
     for which in (None, picked):
         ops.score(logits, tokens, 20, which)

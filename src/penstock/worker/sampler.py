@@ -60,6 +60,10 @@ class LineMasks(NamedTuple):
     """[L], which lines."""
 
 
+LINES = 256
+"""Rows that are sampled at a time: logits, as wide as the vocabulary, would be the largest tensors of a step of more."""
+
+
 class Sampled:
     """What was chosen. Its parts may be read once the device has come past `Sampler.launch`."""
 
@@ -99,6 +103,23 @@ class Sampler:
         It can be captured in a graph: the addresses that it reads and writes are the arguments' and the rows'.
         """
         return self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, threshold, out)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether `choose_at` serves: tokens go to the host's memory without a copy."""
+        return self._outbox is not None
+
+    def room(self, count: int) -> torch.Tensor:
+        """Where `count` tokens of a replayed `choose_at` will be; its offset in memory is what `shift` must then hold."""
+        assert self._outbox is not None
+        return self._outbox.take(count)
+
+    def choose_at(self, shift: torch.Tensor, logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
+        """`choose` for rows that are plain, to the place of the host's memory that `shift` [1] int32 tells the device. For
+        capturing: each replay may have another place."""
+        assert self._outbox is not None
+        self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, None, self._outbox.memory,
+                         shift)
 
     def launch(self, logits: torch.Tensor, lines: Lines, masks: LineMasks | None = None, stay: bool = False) -> Sampled:
         """Chooses tokens given logits [S, V] float32, which are changed in place, and writes them to their rows. `stay`: the

@@ -68,15 +68,15 @@ class Outbox:
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         """size: the most elements of a step. What was taken is used again after as many steps as can be in flight."""
-        self._memory = torch.empty((MOST_DEPTH + 2) * size, dtype=dtype, pin_memory=True)
+        self.memory = torch.empty((MOST_DEPTH + 2) * size, dtype=dtype, pin_memory=True)
         self._at = 0
 
     def take(self, size: int) -> torch.Tensor:
-        """Room for so many."""
-        if self._at + size > len(self._memory):
+        """Room for so many: a view of `memory`."""
+        if self._at + size > len(self.memory):
             self._at = 0
         self._at += size
-        return self._memory[self._at - size:self._at]
+        return self.memory[self._at - size:self._at]
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

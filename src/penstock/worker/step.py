@@ -16,7 +16,7 @@ import torch
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step
-from penstock.ops.attention import Span
+from penstock.ops.attention import Alike, Span
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import Lines
 from penstock.worker.sizes import fitted
@@ -52,6 +52,8 @@ class Parts:
     lines_segment: slice
     """Their segments; filled only for plans with slack, as is the next part."""
     slack: slice
+    shift: slice
+    """Where in the host's memory the tokens of a captured choice go."""
     work: list[slice | None]
     """Of each of the model's works; None where nothing is prepared."""
     size: int
@@ -96,6 +98,7 @@ class StepBuilder:
         self.fits = rows.device.type == "cuda"
         """Whether steps have few sizes. On a CPU any size has its kernels, and padding would be computed."""
         self._whole: list[list[Span]] = [[] for _ in self._works]
+        self._dividers = [work.ops.divider(work.geometry) for work in self._works]
 
     def reserve(self, size: int) -> None:
         """Room for arrays of `size` elements at one address, which captured graphs will read from."""
@@ -117,15 +120,14 @@ class StepBuilder:
         """Of how many tokens to take the hidden states, where a token is chosen behind `count`."""
         return min(self.size(count), max(capacity.segments, capacity.picks))
 
-    def fill(self, plan: StepPlan, capacity: Capacity, picks: Picks) -> Parts:
-        """Brings the plan's numbers to the device, in order after everything enqueued there."""
+    def fill(self, plan: StepPlan, capacity: Capacity, picks: Picks, shift: int = 0) -> Parts:
+        """Brings the plan's numbers to the device, in order after everything enqueued there. `shift`: Parts.shift."""
         counts, context = plan.counts, plan.starts + plan.counts
         if not self._captured:
             self._whole = [work.ops.whole(work.geometry, counts, context) for work in self._works]
         alike = self._rows.sharing.of(plan) if self._rows.sharing is not None else None
-        prepared = [work.ops.prepare(work.geometry, counts, context, capacity.segments, capacity.tokens, whole,
-                                     alike if shares else None, plan.slack)
-                    for work, whole, shares in zip(self._works, self._whole, self._sharing, strict=True)]
+        prepared = [self._divide(place, plan, context, capacity, alike if shares else None)
+                    for place, shares in enumerate(self._sharing)]
         parts = self._lay_out(capacity, prepared)
         host = self._staging.host(parts.size)
         segments, tail = len(plan.rows), capacity.segments - len(plan.rows)
@@ -142,6 +144,7 @@ class StepBuilder:
         host[parts.lines_row.start:parts.lines_row.start + lines] = plan.rows[chosen]
         host[parts.lines_row.start + lines:parts.lines_row.stop] = -1
         host[parts.lines_position.start:parts.lines_position.start + lines] = plan.starts[chosen] + picks.offsets + 1
+        host[parts.shift.start] = shift
         if tail:
             host[first + 1 + segments:parts.query_start.stop] = host[first + segments]
         for place, array in zip(parts.work, prepared, strict=True):
@@ -157,6 +160,13 @@ class StepBuilder:
         # Eager steps may copy just the columns that are in use; a captured one must be ready for any.
         self._columns = -(-int(context.max()) // self._page)
         return parts
+
+    def _divide(self, place: int, plan: StepPlan, context: Ints, capacity: Capacity, alike: Alike | None) -> Ints | None:
+        divider, work = self._dividers[place], self._works[place]
+        if divider is not None and capacity.tokens == capacity.segments and plan.slack is None:
+            return divider.decode(plan.counts, context, capacity.segments, alike)
+        return work.ops.prepare(work.geometry, plan.counts, context, capacity.segments, capacity.tokens, self._whole[place],
+                                alike, plan.slack)
 
     def _correct(self, capacity: Capacity, parts: Parts) -> None:
         """Where the host knows only upper bounds, the device fills in where the segments begin: at their rows' last tokens."""
@@ -187,9 +197,10 @@ class StepBuilder:
         query_start = take(segments + 1)
         lines = max(segments, capacity.picks)
         heads, lines_row, lines_position, lines_segment = take(lines), take(lines), take(lines), take(lines)
-        slack = take(segments)
+        slack, shift = take(segments), take(1)
         taken = [None if array is None else take(len(array)) for array in prepared]
-        parts = Parts(row, start, context, query_start, heads, lines_row, lines_position, lines_segment, slack, taken, at)
+        parts = Parts(row, start, context, query_start, heads, lines_row, lines_position, lines_segment, slack, shift, taken,
+                      at)
         if len(self._parts) > 512:
             self._parts.clear()
         self._parts[capacity] = parts
@@ -198,6 +209,11 @@ class StepBuilder:
     def heads(self, parts: Parts, count: int) -> torch.Tensor:
         """Where among the step's tokens those are behind which a token is chosen, [count] int32."""
         return self._staging.device(parts.size)[parts.heads][:count]
+
+    def choice(self, parts: Parts, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For a captured choice of the first `count` lines: where their tokens go, their rows, their positions."""
+        there = self._staging.device(parts.size)
+        return there[parts.shift][:1], there[parts.lines_row][:count], there[parts.lines_position][:count]
 
     def lines(self, parts: Parts, plan: StepPlan, picks: Picks) -> Lines:
         """Whose logits the step's are."""

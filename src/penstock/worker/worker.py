@@ -19,7 +19,7 @@ from penstock.worker.drafting import Drafter, Drafting
 from penstock.worker.graphs import Graphs
 from penstock.worker.movers import Behind, Movers
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import LineMasks, Lines, Sampled, Sampler
+from penstock.worker.sampler import LINES, LineMasks, Lines, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
 from penstock.worker.sizes import fitted_sizes
 from penstock.worker.staging import to_host
@@ -30,8 +30,6 @@ _ALL = int(Want.SCORE | Want.HIDDEN)
 """Wants that need the hidden states of all tokens."""
 _ALIKE = 8192
 """Tokens beyond which a library's kernels are those of fewer."""
-LINES = 256
-"""Rows that are sampled at a time: logits, as wide as the vocabulary, would be the largest tensors of a step of more."""
 
 
 @cache
@@ -68,14 +66,19 @@ class Launched:
     """A step that the device has begun. Its results are copied to the host by the device itself."""
 
     def __init__(self, plan: StepPlan, interval: Interval, movers: Movers | None,
-                 choose: Callable[[Masks | None], Chosen] | None) -> None:
-        """`choose` enqueues the second launch; None for a plan that computes nothing."""
+                 choose: Callable[[Masks | None], Chosen] | None, chosen: Chosen | None = None) -> None:
+        """`choose` enqueues the second launch; None if there is nothing to choose, or `chosen` is what came of it already."""
         self._plan = plan
         self._interval = interval
         self._movers = movers
         self._choose = choose
-        self._chosen = Chosen()
+        self._chosen = chosen or Chosen()
         self._result: StepResult | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the second launch has still to come."""
+        return self._choose is not None
 
     def choose(self, masks: Masks | None) -> None:
         """The second launch: chooses tokens from the logits. Called once; by `Worker.launch` itself if nothing is masked."""
@@ -145,7 +148,7 @@ class Worker:
         self._on_stream = torch.cuda.stream(self.stream)
         if graph_tokens and self.stream is not None:
             self.stream.wait_stream(torch.cuda.default_stream(device))
-            self.graphs = Graphs(model, self.rows, layout.page, max_num_seqs, graph_tokens, self.stream)
+            self.graphs = Graphs(model, self.rows, layout.page, max_num_seqs, graph_tokens, self.stream, self.sampler)
             self.graphs.capture()
 
     def settle(self, scratch: int, tokens: int) -> None:
@@ -185,7 +188,7 @@ class Worker:
         waits for the device."""
         with torch.inference_mode(), self._on_stream:
             launched = self._launch(plan)
-        if not plan.idle and not len(plan.masked):
+        if launched.waits and not len(plan.masked):
             launched.choose(None)
         return launched
 
@@ -197,6 +200,9 @@ class Worker:
         self.arena.copy(plan.moves)
         if self.movers is not None:
             self.movers.load(plan)
+        decoded = self.graphs.decode(plan) if self.graphs is not None and not plan.idle else None
+        if decoded is not None:
+            return Launched(plan, interval.stop(whole=True), self.movers, None, Chosen([Sampled(decoded, None)]))
         interval.enter_model()
         if plan.idle:
             interval.leave_model()
