@@ -100,13 +100,19 @@ SHARED = [Case(f"b{count} {shared} shared by {count // groups}{name}", [(shared 
 """From beginnings that surely pay to those that hardly do. With `--part 0` all are attended to together: where the two columns
 cross is what `PART` in ops/attention_sharing.py should say."""
 PROMPT = [Case("8k", [(8192, 8192)]), Case("4 x 2k", [(2048, 2048)] * 4), Case("16 x 512", [(512, 512)] * 16),
-          Case("2k after 6k", [(8192, 2048)]), Case("512 after 32k", [(33280, 512)]), Case("100 after 32k", [(32868, 100)])]
+          Case("2k after 6k", [(8192, 2048)]), Case("512 after 32k", [(33280, 512)]), Case("100 after 32k", [(32868, 100)]),
+          Case("chunk 8k after 24k", [(32768, 8192)]), Case("chunk 4k after 28k", [(32768, 4096)]),
+          Case("chunk 5k after 24,111", [(29111, 5000)]), Case("chunk 8k after 112k", [(122880, 8192)])]
 SHAPES = [Case("head 64: b32 2k", [(2048, 1)] * 32, Geometry(32, 8, 64, 16)),
           Case("head 256: b32 2k", [(2048, 1)] * 32, Geometry(16, 8, 256, 16)),
           Case("head 96: b32 2k", [(2048, 1)] * 32, Geometry(32, 32, 96, 16)),
           Case("group 1: b32 2k", [(2048, 1)] * 32, Geometry(16, 16, 128, 16)),
           Case("group 8: b8 8k", [(8192, 1)] * 8, Geometry(64, 8, 128, 16)),
           Case("window 1k: b32 8k", [(8192, 1)] * 32, Geometry(32, 8, 128, 16, 1024)),
+          *(Case(f"chunk, head {size}: 8k after 24k", [(32768, 8192)], Geometry(heads, kv_heads, size, 16))
+            for size, heads, kv_heads in ((64, 32, 8), (96, 32, 32), (192, 16, 8), (256, 16, 8))),
+          Case("chunk, window 4k: 8k after 24k", [(32768, 8192)], Geometry(32, 8, 128, 16, 4096)),
+          Case("chunk, softcap: 8k after 24k", [(32768, 8192)], Geometry(32, 8, 128, 16), 50.0),
           Case("head 64: 8k", [(8192, 8192)], Geometry(32, 8, 64, 16)),
           Case("head 256: 4k", [(4096, 4096)], Geometry(16, 8, 256, 16)),
           Case("window 1k: 8k", [(8192, 8192)], Geometry(32, 8, 128, 16, 1024)),

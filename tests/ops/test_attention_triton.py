@@ -175,6 +175,21 @@ def test_chunks_behind_a_context_by_a_library(segments: list[tuple[int, int]], s
     assert counts == joined
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="cuDNN needs a GPU")
+@pytest.mark.parametrize("heads, kv, size", [(8, 2, 64), (4, 4, 96), (8, 2, 128), (4, 2, 192), (4, 2, 256), (5, 1, 128)])
+def test_long_chunks_by_cudnn(heads: int, kv: int, size: int) -> None:
+    """The real library: whole prompts, and chunks behind contexts of several blocks, for every size of heads."""
+    if not attention_library.available():
+        pytest.skip("no cuDNN, or not Hopper")
+    for segments in ([(8192, 8192)], [(16384 + 4096 * 3 + 77, 2000), (500, 500), (4000, 1)], [(2048 + 4096, 2048)]):
+        case = built(Case(segments, heads=heads, kv=kv, size=size), torch.bfloat16)
+        counts, context = (np.array(values, np.int32) for values in zip(*((n, end) for end, n in segments), strict=True))
+        spans = TRITON.whole(Geometry(heads, kv, size, 16), counts, context)
+        assert spans and spans[0].segment == 0
+        found = TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, size ** -0.5, whole=spans)
+        check(found, wanted(case))
+
+
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parts that double at position 256, so that short contexts meet what long ones do."""
