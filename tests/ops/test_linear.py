@@ -31,6 +31,24 @@ def test_product(implementation: Implementation, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("implementation", every("linear"))
+def test_a_bias_reaches_every_row(implementation: Implementation, dtype: torch.dtype) -> None:
+    """Long prompts are computed in several passes of rows (PASS in csrc/linear.cpp), each with the bias."""
+    linear = usable(implementation, dtype)
+    n, k = 34, 16
+    packed, bias = linear.pack(random(n, k, dtype=dtype, seed=1)), random(n, dtype=dtype, seed=3) + 4
+    for rows in (511, 512, 513, 1025):
+        x = random(rows, k, dtype=dtype, seed=2)
+        added = linear.apply(x, packed, bias, torch.float32) - linear.apply(x, packed, None, torch.float32)
+        torch.testing.assert_close(added, bias.float().expand(rows, n), atol=2e-2, rtol=1e-2)
+        narrow = linear.apply(x, packed, bias)
+        torch.testing.assert_close(narrow.float(), linear.apply(x, packed, bias, torch.float32), atol=2e-2, rtol=1e-2)
+        both = linear.gated(x, packed, bias, "silu")
+        torch.testing.assert_close(both.float(), torch.nn.functional.silu(narrow[:, :17].float()) * narrow[:, 17:].float(),
+                                   atol=3e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("implementation", every("linear"))
 def test_strides(implementation: Implementation, dtype: torch.dtype) -> None:
     linear = usable(implementation, dtype)
     w, wide = random(50, 37, dtype=dtype, seed=1), random(9, 80, dtype=dtype, seed=2)
