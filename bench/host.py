@@ -139,12 +139,13 @@ class NoEngine(Engine):
         layout = lay_out(model.states, PAGE, lay_out(model.states, PAGE, 0).slab_bytes * (kv_tokens // PAGE))
         self.config = SimpleNamespace(depth=2)
         self.scheduler = Scheduler(Cache(layout), Limits(length, rows, tokens, 1 << 20, 151_936, step_target))
-        self.worker = Worker(model, layout, rows, length, device)
-        self.worker.graphs = NoGraphs(model, self.worker.rows, PAGE, rows, 2048, None, self.worker.sampler)
-        self.worker.graphs.capture()
-        self.executor = Direct(TimedWorker(self.worker, times))
+        worker = Worker(model, layout, rows, length, device)
+        worker.graphs = NoGraphs(model, worker.rows, PAGE, rows, 2048, None, worker.sampler)
+        worker.graphs.capture()
+        self.rank = SimpleNamespace(worker=worker)
+        self.executor = Direct(TimedWorker(worker, times))
         self.beams = BeamSearches(self._add, self._abort)
-        self.events = None
+        self.events, self._naming = None, SimpleNamespace(pending=False)
         self._flying = deque()
         self.info = EngineInfo(
             model="", architecture="", vocab_size=151_936, max_model_len=self.scheduler.admission.longest, max_num_seqs=rows,

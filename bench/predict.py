@@ -148,7 +148,7 @@ class VirtualDevice:
 def measure(asks: list[Ask], device: Callable[[Worker], VirtualDevice], rows: int, tokens: int, kv: int) -> dict[str, float]:
     """Seconds for all of them, from the call; how long until the first launch, and how long the device was idle after that."""
     llm = NoLLM(rows, tokens, 16_384, kv, text=False)
-    run = device(llm.engine.worker)
+    run = device(llm.engine.rank.worker)
     llm.engine.executor = Direct(run)
     llm.generate([ask.prompt for ask in asks], [params(ask.output) for ask in asks], use_tqdm=False)
     run.catch_up()
@@ -161,7 +161,7 @@ class Server:
 
     def __init__(self, device: Callable[[Worker], VirtualDevice], kv: int) -> None:
         self._engine = NoEngine(1024, 8192, 16_384, kv, Times(), STEP_TARGET_MS / 1e3)
-        self._device = device(self._engine.worker)
+        self._device = device(self._engine.rank.worker)
         self._engine.executor = Direct(self._device)
         engine_module.time = SimpleNamespace(time=lambda: self._device.now, perf_counter=lambda: self._device.now)
         self._draw = random.Random(0)

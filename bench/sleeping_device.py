@@ -53,7 +53,7 @@ class SleepingEngine(NoEngine):
     def __init__(self, options: EngineOptions, progress: Any = None) -> None:
         shape = Path(options.model).name
         super().__init__(1024, 8192, 16_384, KV_TOKENS[shape], Times(), STEP_TARGET_MS / 1e3)
-        self.executor = Direct(SleepingDevice(self.worker, Card(shape)))
+        self.executor = Direct(SleepingDevice(self.rank.worker, Card(shape)))
         self.info = structs.replace(self.info, model=options.model)
 
     def close(self) -> None:

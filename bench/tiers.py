@@ -155,12 +155,12 @@ class Bench:
         """Bytes a second between host and device: by the movers, in pages that lie apart, and by one large copy. Spoils what
         the engine has cached."""
         pages = -(-self.args.tokens // 16)
-        movers, arena = engine.worker.movers, engine.worker.arena
+        movers, arena = engine.rank.worker.movers, engine.rank.worker.arena
         assert movers is not None
         nbytes = pages * arena.layout.groups[0].page_bytes
         # Every other page, so that no two can be copied in one piece.
         sources = list(range(0, 2 * pages, 2))
-        with torch.inference_mode(), torch.cuda.stream(engine.worker.stream):
+        with torch.inference_mode(), torch.cuda.stream(engine.rank.worker.stream):
             def save() -> None:
                 movers.start(StepPlan(0, transfers=[Save(0, page, slot) for slot, page in enumerate(sources)]))
                 movers._saved.wait()

@@ -22,7 +22,7 @@ def test_no_step_waits_for_those_before(tmp_path: Path) -> None:
     """Steps of any number of single tokens, and of a prompt beside them, behind a device that is busy."""
     draw, rows, known = random.Random(0), 320, 200
     with LLM(str(write(CONFIGURATIONS[0][0], tmp_path / "model")), load_format="dummy", skip_tokenizer_init=True) as llm:
-        worker = llm.engine.worker
+        worker = llm.engine.rank.worker
         plan = probe(worker, rows, 20)
         plan.enter = [enter._replace(params=SamplingParams(temperature=0.0), tokens=[5] * known, prompt_len=known)
                       for enter in plan.enter]

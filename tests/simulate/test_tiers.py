@@ -17,10 +17,11 @@ from penstock.cache.tiers.hierarchy import Hierarchy, Policy
 from penstock.core.plan import StepPlan
 from penstock.core.transfer import Landing, PageName, Receipt
 from penstock.stores import Entry, fill
+from penstock.stores.behind import Behind
 from penstock.stores.listing import Listing
 from penstock.worker import lanes, movers
 from penstock.worker.arena import Arena
-from penstock.worker.movers import Behind, Movers
+from penstock.worker.movers import Movers
 from tests.simulate.fake import Pages
 from tests.simulate.test_simulate import Run
 from tests.simulate.threads import World

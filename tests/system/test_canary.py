@@ -66,7 +66,7 @@ Spoil = Callable[[Step], None]
 @contextmanager
 def spoiled(llm: LLM, spoil: Spoil) -> Iterator[None]:
     """Every step that only decodes is changed before the model sees it."""
-    model = llm.engine.worker.model
+    model = llm.engine.rank.worker.model
     whole = model.forward
 
     def forward(step: Step) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_three_bits_cost_right_answers(llm: LLM, tmp_path: Path) -> None:
 
 def resize_windows(llm: LLM, size: Callable[[int], int]) -> None:
     """Every windowed layer sees as much as `size` makes of its window."""
-    for attention in (mixer for block in llm.engine.worker.model.blocks for mixer in block.mixers):
+    for attention in (mixer for block in llm.engine.rank.worker.model.blocks for mixer in block.mixers):
         if isinstance(attention, Attention) and attention.spec.window:
             attention.spec = replace(attention.spec, window=size(attention.spec.window))
 

@@ -103,7 +103,7 @@ def scores(found: list[list[Update]]) -> list[list[TokenLogprobs]]:
 
 def draft(engine: Engine, drafter: Constant | Oracle, count: int) -> Fixed:
     policy = engine.scheduler.drafting = Fixed(count)
-    engine.worker.drafter = drafter
+    engine.rank.worker.drafter = drafter
     return policy
 
 
@@ -198,7 +198,7 @@ def test_masked_rows_check_what_is_expected_under_masks() -> None:
 
 def test_hidden_states_are_reported_where_they_are_wanted() -> None:
     with opened(max_num_seqs=2) as engine:
-        worker, model = engine.worker, engine.worker.model
+        worker, model = engine.rank.worker, engine.rank.worker.model
         seen: list[torch.Tensor] = []
         forward = model.forward
         model.forward = lambda step: seen.append(forward(step)) or seen[-1]  # type: ignore[method-assign, func-returns-value]

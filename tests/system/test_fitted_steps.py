@@ -35,7 +35,7 @@ def test_padding_changes_no_answer(chunk: int) -> None:
 
     def answers(fits: bool) -> list[Any]:
         with LLM(str(MODELS / "stories260k"), max_num_seqs=80, max_num_batched_tokens=chunk + 80, max_model_len=512) as llm:
-            llm.engine.worker.builder.fits = fits
+            llm.engine.rank.worker.builder.fits = fits
             found = llm.generate(prompts, params, use_tqdm=False) + llm.generate(prompts[:20], params[:20], use_tqdm=False)
         return [(output.outputs[0].token_ids, [[(token, pytest.approx(one.logprob, abs=2e-5)) for token, one in place.items()]
                                                for places in (output.outputs[0].logprobs, output.prompt_logprobs)
@@ -47,7 +47,7 @@ def test_padding_changes_no_answer(chunk: int) -> None:
 def test_every_gemm_runs_with_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warm-up of a GPU: each projection of a layer and the head, as far as their shapes differ."""
     with LLM(str(MODELS / "stories260k"), max_num_seqs=4, max_model_len=64) as llm:
-        model, found, rows = llm.engine.worker.model, list[tuple[int, int, int]](), list[int]()
+        model, found, rows = llm.engine.rank.worker.model, list[tuple[int, int, int]](), list[int]()
         different = {(linear.weight.n, linear.weight.k) for linear in model.linears}
         assert len(model.linears) == 4 * len(model.blocks) and len(different) == 4
         for linear in model.linears:

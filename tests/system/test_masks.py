@@ -46,7 +46,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
                                  max_model_len=128))
     if request.param == "direct":
         found.executor.close()
-        found.executor = Direct(found.worker)
+        found.executor = Direct(found.rank.worker)
     yield found
     found.close()
 

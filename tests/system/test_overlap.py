@@ -44,7 +44,7 @@ class _Watching:
 def watched() -> Iterator[tuple[LLM, Watched]]:
     with LLM(str(need(MODELS / "stories260k")), threads=1, max_num_seqs=32, max_num_batched_tokens=96) as llm:
         llm.engine.executor.close()
-        watched = Watched(llm.engine.worker)
+        watched = Watched(llm.engine.rank.worker)
         llm.engine.executor = Direct(watched)
         yield llm, watched
 

@@ -60,7 +60,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     dtype = getattr(torch, config.dtype)
     kernels = registry.bind(facts, dtype, config.kernels, batch_invariant=config.batch_invariant)
     if load:
-        figures = _loaded(options)
+        figures = _loaded(options, config)
     else:
         device = torch.device(device_name(options.device, facts))
         figures = _planned(options, memory.predicted(options, config, spec, device, facts), config)
@@ -130,14 +130,14 @@ def _cache(options: EngineOptions, plan: MemoryPlan) -> dict[str, Any]:
             "kv_events": dict(options.kv_events_config) or None}
 
 
-def _loaded(options: EngineOptions) -> dict[str, Any]:
+def _loaded(options: EngineOptions, config: EngineConfig) -> dict[str, Any]:
     from penstock.engine.engine import Engine
 
     start = time.perf_counter()
     engine = Engine(options)
     seconds = time.perf_counter() - start
     try:
-        return {**_planned(options, engine.memory, engine.config), "measured": True, "load_seconds": round(seconds, 3)}
+        return {**_planned(options, engine.memory, config), "measured": True, "load_seconds": round(seconds, 3)}
     finally:
         engine.close()
 

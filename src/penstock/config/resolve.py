@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.config.options import checked
 from penstock.config.schema import EngineOptions
-from penstock.core.device import DeviceFacts
+from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.errors import ConfigError
 from penstock.core.layout import CacheLayout, lay_out
 from penstock.core.plan import MOST_DEPTH
@@ -120,21 +120,6 @@ def plan_memory(options: EngineOptions, config: EngineConfig, states: list[State
     length = min(config.max_model_len, longest)
     alone = max(1, layout.slabs_for(length, config.max_num_batched_tokens))
     return MemoryPlan(weight_bytes, step_bytes, layout, layout.slabs * length // alone, length, graph_bytes)
-
-
-@dataclass(frozen=True)
-class Occupancy:
-    """A GPU's memory before the engine takes any of it but for what CUDA itself needs, in bytes."""
-
-    free: int
-    total: int
-
-    @property
-    def used(self) -> int:
-        return self.total - self.free
-
-    def __str__(self) -> str:
-        return f"{self.used / _GIB:.1f} GiB of the GPU's {self.total / _GIB:.1f} are in use already"
 
 
 _LEAST = 1 << 30

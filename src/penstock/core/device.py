@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_GIB = 1 << 30
+
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -18,3 +20,18 @@ class DeviceFacts:
     flags: frozenset[str] = frozenset()
     capability: tuple[int, int] = (0, 0)
     """CUDA compute capability."""
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """A GPU's memory before the engine takes any of it but for what CUDA itself needs, in bytes."""
+
+    free: int
+    total: int
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+    def __str__(self) -> str:
+        return f"{self.used / _GIB:.1f} GiB of the GPU's {self.total / _GIB:.1f} are in use already"

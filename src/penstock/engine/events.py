@@ -19,7 +19,6 @@ import zmq
 from penstock.cache.events import SCHEMA_VERSION, Event, Group, Journal, Sink
 from penstock.cache.tiers import Tiers
 from penstock.cache.whereabouts import Whereabouts
-from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
 from penstock.core.layout import CacheLayout
 from penstock.core.state import Everything, Retention, Window
@@ -105,12 +104,13 @@ class CacheEvents:
         self._publisher.close()
 
 
-def open_events(options: EngineOptions, layout: CacheLayout, tiers: Tiers | None) -> CacheEvents | None:
-    """The events of an engine, if its options want them. ConfigError for options that cannot be honoured."""
-    config = read_config(options.kv_events_config)
+def open_events(given: Mapping[str, Any], sharing: bool, layout: CacheLayout, tiers: Tiers | None) -> CacheEvents | None:
+    """The events of an engine, if its kv_events_config wants them; `sharing`: whether pages are found again. ConfigError for
+    what cannot be honoured."""
+    config = read_config(given)
     if not config.enabled:
         return None
-    if not options.enable_prefix_caching:
+    if not sharing:
         raise ConfigError("kv_events_config is of no use with enable_prefix_caching off: nothing can be found; set one of them")
     return CacheEvents(layout, tiers, config)
 

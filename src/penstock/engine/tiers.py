@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -13,9 +14,9 @@ from penstock.config.resolve import EngineConfig
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import plan_tiers
 from penstock.core.layout import CacheLayout
+from penstock.stores.behind import Behind
 from penstock.stores.opening import open_stores
 from penstock.stores.version import Version
-from penstock.worker.movers import Behind
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,16 @@ def set_up(options: EngineOptions, config: EngineConfig, layout: CacheLayout, fo
     version = Version(options.model, config.dtype, weights, computation, layout)
     # Only the disk's size is ours to bound.
     bounds = {"disk": plan.disk_bytes}
-    stores = open_stores(plan.disk, plan.remote, version, plan.adopt)
     policy = Policy(through=options.cache_write == "through", always=options.cache_load == "always")
-    hierarchy = Hierarchy(layout, plan.host_slabs, [(store, bounds.get(store.tier)) for store in stores], policy)
-    return Tiers(hierarchy, Behind(plan.host_slabs, open_stores(plan.disk, plan.remote, version, plan.adopt), version.id))
+    with ExitStack() as undo:
+        halves = []
+        for _ in range(2):
+            halves.append(open_stores(plan.disk, plan.remote, version, plan.adopt))
+            for store in halves[-1]:
+                undo.callback(store.close)
+        hierarchy = Hierarchy(layout, plan.host_slabs, [(store, bounds.get(store.tier)) for store in halves[0]], policy)
+        undo.pop_all()
+    return Tiers(hierarchy, Behind(plan.host_slabs, halves[1], version.id))
 
 
 _SMALL_BYTES, _SMALL_SECONDS = 1 << 28, 0.5

@@ -208,6 +208,7 @@ class Compilation:
         self._began = time.perf_counter()
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._failed: list[tuple[Job, str]] = []
+        self._processes: list[subprocess.Popen[str]] = []
         for job in [Job("", "utilities"), *missing] if missing else []:
             self._jobs.put(job)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -245,6 +246,16 @@ class Compilation:
             except Exception as error:
                 raise self._refusal(job, f"{type(error).__name__}: {error}", kernels) from error
 
+    def close(self) -> None:
+        """Ends what is still under way, its processes included. Nothing to do after `finish`."""
+        with suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
+        for process in list(self._processes):
+            process.kill()
+        for thread in self._threads:
+            thread.join()
+
     def _refusal(self, job: Job, why: str, kernels: Kernels) -> ConfigError:
         what = f"kernel {job.module}.{job.kernel}" if job.module else "what Triton builds to launch kernels"
         return ConfigError(_explain(what, why, _operations(job.caller, kernels), self._capability))
@@ -256,6 +267,7 @@ class Compilation:
         with subprocess.Popen([sys.executable, "-m", "penstock.ops.compile_worker", str(10 * major + minor)], text=True,
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1, env=environment) as process:
             assert process.stdin is not None
+            self._processes.append(process)
             try:
                 while True:
                     job = self._jobs.get_nowait()

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock.config.resolve import EngineConfig, MemoryPlan, Occupancy, cache_room, check_host, check_room, plan_memory
+from penstock.config.resolve import EngineConfig, MemoryPlan, cache_room, check_host, check_room, plan_memory
 from penstock.config.schema import EngineOptions
-from penstock.core.device import DeviceFacts
+from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.errors import ConfigError
 from penstock.core.layout import lay_out
 from penstock.core.plan import Enter, StepPlan, Want

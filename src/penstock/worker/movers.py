@@ -12,10 +12,9 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +22,8 @@ import torch
 from penstock.core.plan import StepPlan
 from penstock.core.transfer import Landing, Load, Piece, Receipt, Save
 from penstock.core.transfer import Store as Writing
-from penstock.stores import Store, record
+from penstock.stores import record
+from penstock.stores.behind import Behind
 from penstock.worker.arena import Arena, own_pages
 from penstock.worker.jobs import Job, Reports
 from penstock.worker.lanes import Copy, Lane, Mark, Pinned, moment
@@ -47,15 +47,6 @@ _IDLE_SECONDS = 0.005
 """For how long a step with nothing to compute waits for a load; new requests wait as long."""
 _HOST = -1
 """In place of a store's number."""
-
-
-class Behind(NamedTuple):
-    """What is behind the device."""
-
-    host_slabs: int
-    stores: Sequence[Store]
-    version: bytes
-    """Of the pages in the stores (`stores/version.py`)."""
 
 
 class Movers:

@@ -13,11 +13,12 @@ import torch
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import Hidden, Ints, Logprobs, Masks, StepPlan, StepResult, Want
 from penstock.layers.decoder import Decoder
+from penstock.stores.behind import Behind
 from penstock.worker.arena import Arena
 from penstock.worker.clock import Clock, Interval
 from penstock.worker.drafting import Drafter, Drafting
 from penstock.worker.graphs import Graphs
-from penstock.worker.movers import Behind, Movers
+from penstock.worker.movers import Movers
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LINES, LineMasks, Lines, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
@@ -133,8 +134,18 @@ class Worker:
         self.model = model
         self.layout = layout
         self.arena = Arena(layout, device)
-        self.movers = Movers(self.arena, behind, device) if behind is not None else None
         model.attach(self.arena.views(model.states))
+        self.movers: Movers | None = None
+        try:
+            if behind is not None:
+                self.movers = Movers(self.arena, behind, device)
+            self._set_up(max_num_seqs, max_model_len, device, graph_tokens)
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self, max_num_seqs: int, max_model_len: int, device: torch.device, graph_tokens: int) -> None:
+        model, layout = self.model, self.layout
         # Layers that keep everything are in one group, and no others share.
         watched = {work.group for work in model.works if work.ops.shares(work.geometry)}
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
@@ -172,9 +183,10 @@ class Worker:
         self.closed = True
         if self.movers is not None:
             self.movers.close()
-        on_device = self.stream is not None
+        on_device = self.model.device.type == "cuda"
         self.model.detach()
-        del self.model, self.builder, self.sampler, self.rows, self.arena, self.graphs, self.movers
+        vars(self).clear()
+        self.closed = True
         if on_device:
             gc.collect()
             torch.cuda.empty_cache()

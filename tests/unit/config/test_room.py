@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock.config.resolve import Occupancy, check_host, check_room
+from penstock.config.resolve import check_host, check_room
 from penstock.config.schema import EngineOptions
+from penstock.core.device import Occupancy
 from penstock.core.errors import ConfigError
 from penstock.engine.engine import Engine
 from penstock.platform import facts

@@ -17,11 +17,12 @@ from penstock.cache.tiers.hierarchy import Hierarchy, Policy
 from penstock.core.plan import Move, StepPlan
 from penstock.core.transfer import Load, PageName, Piece, Save
 from penstock.stores import Store
+from penstock.stores.behind import Behind
 from penstock.stores.disk import DiskStore
 from penstock.stores.folder import claim
 from penstock.worker.arena import Arena
 from penstock.worker.lanes import Copy, Mark
-from penstock.worker.movers import Behind, Movers
+from penstock.worker.movers import Movers
 from tests.unit.stores.pages import layout, version
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

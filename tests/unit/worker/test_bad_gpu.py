@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from penstock.cli.serve import memory_plan
-from penstock.config.resolve import EngineConfig, MemoryPlan, Occupancy, plan_memory, resolve
+from penstock.config.resolve import EngineConfig, plan_memory, resolve
 from penstock.config.schema import EngineOptions
-from penstock.core.device import DeviceFacts
+from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.errors import ConfigError
 from penstock.core.layout import lay_out
 from penstock.core.request import EngineInfo
 from penstock.core.state import Everything, Field, StateSpec
-from penstock.engine import engine
 from penstock.ops import compile, gpu, registry
-from penstock.worker import memory
+from penstock.worker import memory, rank
 
 GIB = 1 << 30
 CUDA = torch.device("cuda")
@@ -106,10 +105,9 @@ def test_plain_pytorch_serves_and_says_why(capability: tuple[int, int], triton: 
     facts = gpu_facts(capability)
     kernels = registry.bind(facts, torch.bfloat16)
     assert {name for _, name in kernels.table()} == {"reference"}
-    plan = MemoryPlan(0, 0, lay_out([StateSpec((Field("k", (1, 8), "float32"),), Everything())], 16, 0), 0, 1 << 20)
-    [note] = engine._notes(config(), plan, kernels, facts)
+    [note] = rank.notes(kernels, facts)
     assert note.startswith("no CUDA graphs: plain PyTorch serves attention, build_step, rope_write") and reason in note
-    assert engine._notes(config(), plan, kernels, DeviceFacts("cpu", "", 0, 1)) == []
+    assert rank.notes(kernels, DeviceFacts("cpu", "", 0, 1)) == []
     with pytest.raises(ConfigError, match=f"kernel 'triton' cannot serve attention: {reason}"):
         registry.bind(facts, torch.bfloat16, {"attention": "triton"})
 
@@ -117,13 +115,13 @@ def test_plain_pytorch_serves_and_says_why(capability: tuple[int, int], triton: 
 def test_a_rehearsal_that_fails_costs_time_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                  caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(engine.gpu, "chip", lambda device: gpu.Chip((9, 0), 132))
-    monkeypatch.setattr(engine, "rehearse", failing(RuntimeError("a launch looked into a tensor")))
+    monkeypatch.setattr(rank.gpu, "chip", lambda device: gpu.Chip((9, 0), 132))
+    monkeypatch.setattr(rank, "rehearse", failing(RuntimeError("a launch looked into a tensor")))
     monkeypatch.setattr(compile, "version", lambda name: "1.0")
     kernels = registry.bind(gpu_facts((9, 0)), torch.bfloat16, {"*": "reference"})
     spec: Any = SimpleNamespace()
     with caplog.at_level(logging.WARNING, "penstock"):
-        assert engine._compile(config(), spec, kernels, CUDA) is None
+        assert rank.compilation(config(), spec, kernels, CUDA) is None
     assert "compiled one by one as they are needed: RuntimeError: a launch looked into a tensor" in caplog.text
     assert not list(tmp_path.rglob("*.json")), "what was not rehearsed to the end is not kept"
 

@@ -1,0 +1,148 @@
+"""The one door to the worker's half: a rank from its options to its last step. Whoever holds it knows no torch.
+
+`survey`, `check`, `load`, `prepare`, then `launch` for each plan. `close` may come at any point and cleans up what there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from penstock import models
+from penstock.checkpoint import dtype_of, read_config, resolve_folder
+from penstock.config.resolve import EngineConfig, cache_room
+from penstock.config.schema import EngineOptions
+from penstock.core.device import DeviceFacts
+from penstock.core.layout import CacheLayout
+from penstock.core.plan import StepPlan
+from penstock.core.rank import Loaded, Prepared, Survey
+from penstock.models.weights import Progress
+from penstock.observe.log import LOG
+from penstock.ops import compile as compiling
+from penstock.ops import gpu, registry
+from penstock.ops.compile import Compilation
+from penstock.platform.facts import detect, device_name
+from penstock.stores.behind import Behind
+from penstock.worker import memory
+from penstock.worker.rehearsal import rehearse
+from penstock.worker.worker import Launched, Worker
+
+
+class Rank:
+    """One device's half of an engine. One thread uses it."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._facts = detect(options.device)
+        self._device = torch.device(device_name(options.device, self._facts))
+        self._compiles = self._facts.kind == "cuda" and compiling.watch()
+        self._compilation: Compilation | None = None
+        self._model: models.Decoder | None = None
+        self._worker: Worker | None = None
+
+    @property
+    def worker(self) -> Worker:
+        """What executes plans, once prepared."""
+        assert self._worker is not None
+        return self._worker
+
+    def survey(self) -> Survey:
+        """Looks at the device and at the model's small files. ConfigError or ModelError if one of them cannot be used."""
+        self._folder = resolve_folder(self._options.model, self._options.revision)
+        self._checkpoint = read_config(self._folder)
+        spec = self._spec = models.describe(self._checkpoint)
+        return Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.max_positions, spec.size,
+                      dtype_of(self._folder, self._checkpoint))
+
+    def check(self, config: EngineConfig) -> None:
+        """Binds kernels and sees whether the device has room. ConfigError if not, before anything is loaded."""
+        self._kernels = kernels = registry.bind(self._facts, getattr(torch, config.dtype), config.kernels,
+                                                batch_invariant=config.batch_invariant)
+        registry.set_threads(config.threads, kernels)
+        self._config = replace(config, graph_tokens=0) if kernels.uncapturable() else config
+        self._occupancy = memory.occupancy(self._device)
+        if self._occupancy is not None:
+            memory.settle_allocator()
+        memory.check(self._options, self._config, self._spec, self._device, self._facts, self._occupancy)
+
+    def load(self, progress: Progress | None = None) -> Loaded:
+        """Streams the weights in while kernels are compiled, and measures what steps take. ConfigError or ModelError saying
+        what to change."""
+        options, device, config, kernels = self._options, self._device, self._config, self._kernels
+        self._compilation = compiled = compilation(config, self._spec, kernels, device) if self._compiles else None
+        with memory.explained(device):
+            self._model = model = models.load(
+                self._folder, self._checkpoint, dtype=getattr(torch, config.dtype), device=device, kernels=kernels,
+                load_format=options.load_format, max_model_len=config.max_model_len, seed=options.seed, progress=progress)
+        if compiled is not None:
+            compiled.finish(kernels)
+            with torch.cuda.device(device):
+                compiled.load(kernels)
+        with compiling.explained(self._facts.capability), memory.explained(device):
+            working = memory.working_bytes(model, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len,
+                                           config.page, device, config.graph_tokens)
+            self._scratch = working.scratch
+            room = cache_room(options, self._facts, memory.free_bytes(device, options.gpu_memory_utilization),
+                              working.step + working.graphs)
+        return Loaded(model.states, model.weight_bytes, working.step, working.graphs, room, self._occupancy, model.computation,
+                      kernels.table(), notes(kernels, self._facts), 0 if compiled is None else compiled.compiled,
+                      0.0 if compiled is None else compiled.seconds)
+
+    def prepare(self, layout: CacheLayout, max_model_len: int, behind: Behind | None) -> Prepared:
+        """Allocates the cache and the rows, captures graphs and warms up. `behind`: where pages go besides the device; its
+        stores are this rank's to close."""
+        assert self._model is not None
+        config = self._config
+        with compiling.explained(self._facts.capability), memory.explained(self._device):
+            try:
+                self._worker = worker = Worker(self._model, layout, config.max_num_seqs, max_model_len, self._device,
+                                               config.graph_tokens, behind)
+            except BaseException:
+                for store in behind.stores if behind is not None else ():
+                    store.close()
+                raise
+            worker.settle(self._scratch, config.max_num_batched_tokens)
+        if worker.graphs is None:
+            return Prepared()
+        return Prepared(len(worker.graphs), worker.graphs.seconds)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begins a step."""
+        return self.worker.launch(plan)
+
+    def close(self) -> None:
+        """Gives back all that the rank has taken. May be called at any time, and again."""
+        if self._compilation is not None:
+            self._compilation.close()
+        if self._worker is not None:
+            self._worker.close()
+        self._model = None
+
+
+def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Kernels,
+                device: torch.device) -> Compilation | None:
+    """Starts compiling what steps will launch, in other processes, while weights load."""
+    chip = gpu.chip(device)
+    manifest = compiling.Manifest(spec, config, kernels.table(), chip)
+    jobs = manifest.jobs()
+    if jobs is None:
+        try:
+            jobs = rehearse(spec, kernels, dtype=getattr(torch, config.dtype), rows=config.max_num_seqs, page=config.page,
+                            tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
+                            graph_tokens=config.graph_tokens, chip=chip)
+        except Exception as error:  # noqa: BLE001 (it costs time at start, and must not cost the start)
+            LOG.warning("kernels are compiled one by one as they are needed: %s: %s", type(error).__name__, error)
+            return None
+        manifest.keep(jobs)
+    return Compilation(jobs, chip.capability)
+
+
+def notes(kernels: registry.Kernels, facts: DeviceFacts) -> list[str]:
+    """What a user should know about the kernels that serve."""
+    looking = kernels.uncapturable() if facts.kind != "cpu" else []
+    if not looking:
+        return []
+    why = dict.fromkeys(f"{name}: {reason}" for op in looking for name, reason in kernels.refused.get(op, []))
+    return [f"no CUDA graphs: plain PyTorch serves {', '.join(looking)} and waits for the device; decoding is slow"
+            + (f" ({'; '.join(why)})" if why else "")]
