@@ -24,6 +24,15 @@ MAX_BEAM_WIDTH = 64
 MAX_TEMPERATURE = 1e30
 """The largest temperature. Its inverse is a float32 on the device; beyond that it would be 0, and 0 times -inf is no number."""
 
+EDIT_WORDS = 5
+"""Words of device memory of an entry of logit_bias or bad_words, besides a word's own tokens."""
+
+MAX_LIST_WORDS = 1 << 15
+"""The most words of device memory that the lists of one sequence may take."""
+
+MAX_OPEN_LIST_WORDS = 1 << 21
+"""The same for all sequences of a server's open requests; the memory plan has room for them."""
+
 MAX_TOP_K = 2**31 - 1
 
 NOT_FOR_BEAMS = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_p": 1.0, "min_p": 0.0,
@@ -163,6 +172,24 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             raise RequestError(f"{name} cannot be honoured: beam search draws nothing; leave it out", param=name,
                                code="unsupported_parameter")
 
+    def list_words(self, ends: int = 0) -> int:
+        """32-bit words of device memory that the lists take for each sequence; `ends` tokens are banned below `min_tokens`.
+        The layout is `worker/parameters.py`'s."""
+        words = self.bad_words_token_ids or ()
+        edits = len(self.logit_bias or ()) + len(words) + (ends if self.min_tokens else 0)
+        allowed = max(self.allowed_token_ids) // 32 + 1 if self.allowed_token_ids else 0
+        return allowed + EDIT_WORDS * edits + sum(len(word) - 1 for word in words)
+
+    def check_lists(self) -> None:
+        """Raises RequestError for lists that take too much of the device's memory."""
+        words = self.list_words()
+        if words > MAX_LIST_WORDS:
+            names = [name for name in ("bad_words", "logit_bias", "allowed_token_ids")
+                     if getattr(self, "bad_words_token_ids" if name == "bad_words" else name)]
+            raise RequestError(f"{' and '.join(names)} take {4 * words:,} bytes of device memory for each sequence; at most "
+                               f"{4 * MAX_LIST_WORDS:,} are possible; send fewer or shorter entries", param=names[0],
+                               code="invalid_value")
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises RequestError for a token id that the model does not have."""
         named: list[tuple[str, list[int]]] = [
@@ -176,6 +203,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 if not 0 <= token < vocab_size:
                     raise RequestError(f"{param} names token {token}; the vocabulary has ids 0 to {vocab_size - 1}",
                                        param=param, code="invalid_value")
+        self.check_lists()
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed."""

@@ -18,7 +18,7 @@ from penstock.config.options import engine_options
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import EngineDeadError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Span, Timings, Update
-from penstock.core.sampling import SamplingParams
+from penstock.core.sampling import MAX_OPEN_LIST_WORDS, SamplingParams
 from penstock.engine.loading import inputs_of, load_text
 from penstock.engine.outputs import Delta, Outputs, RequestOutput
 from penstock.engine.process import ENGINE, EngineProcess, News, Refused
@@ -55,6 +55,8 @@ class Stream:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
+        self.work = llm.work
+        """For whoever turns long deltas into an answer."""
         self._deltas: list[Delta] = []
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[bool] | None = None
@@ -171,6 +173,8 @@ class AsyncLLM:
                                       on_loading=on_loading, engine=engine)
         self._tracks: dict[str, Track] = {}
         self._tenant_tokens: Counter[str] = Counter()
+        self._list_words = 0
+        """Words of device memory that the open requests' sampling parameters take."""
         self._names = itertools.count()
         self._given: dict[str, str] = {}
         """The ids that callers of `generate` chose, and the ones that the engine knows."""
@@ -268,10 +272,19 @@ class AsyncLLM:
         if self.info is None:
             raise EngineDeadError("the engine is not started")
 
-    def _check_room(self) -> None:
+    def _check_room(self, requests: Sequence[Request]) -> None:
         """RequestError 503 if there are more requests than the engine runs and lets wait. A busy engine refuses them itself;
         one that does not answer would be sent them without end."""
         assert self.info is not None
+        words = sum(map(_list_words, requests))
+        if words > MAX_OPEN_LIST_WORDS:
+            raise RequestError(f"bad_words, logit_bias and allowed_token_ids of all n sequences take {4 * words:,} bytes of "
+                               f"device memory; at most {4 * MAX_OPEN_LIST_WORDS:,} are possible; send fewer, or a lower n",
+                               param="n", code="invalid_value")
+        if self._list_words + words > MAX_OPEN_LIST_WORDS:
+            self.figures.refused += 1
+            raise RequestError("the lists of other requests (bad_words, logit_bias, allowed_token_ids) take "
+                               "all the device memory there is for them; try again in a moment", code="overloaded", status=503)
         most = self.options.max_num_queued_reqs + self.info.max_num_seqs
         if self.live >= most:
             self.figures.refused += 1
@@ -300,7 +313,7 @@ class AsyncLLM:
         Their ids come from `new_id`, each used once: late news of an aborted request must not meet another of its name.
         """
         self._check_alive()
-        self._check_room()
+        self._check_room(requests)
         now = time.monotonic()
         if not self._tracks:
             self._progress = now
@@ -309,6 +322,7 @@ class AsyncLLM:
             for request in requests:
                 self._tracks[request.id] = Track(request, stream, now)
                 self._tenant_tokens[request.tenant] += len(request.prompt_ids)
+                self._list_words += _list_words(request)
                 stream.open.add(request.id)
                 stream.unconfirmed.add(request.id)
                 stream.prompt_tokens += len(request.prompt_ids)
@@ -376,6 +390,7 @@ class AsyncLLM:
         track = self._tracks.pop(name)
         tenant = track.request.tenant
         self._tenant_tokens[tenant] -= len(track.request.prompt_ids)
+        self._list_words -= _list_words(track.request)
         if not self._tenant_tokens[tenant]:
             del self._tenant_tokens[tenant]
         return track
@@ -497,3 +512,10 @@ class AsyncLLM:
         figures.output_lengths.observe(tokens)
         if tokens > 1:
             figures.per_token.observe((now - track.first[delta.index]) / (tokens - 1))
+
+
+def _list_words(request: Request) -> int:
+    params = request.params
+    if not (params.bad_words_token_ids or params.logit_bias or params.allowed_token_ids or params.min_tokens):
+        return 0
+    return params.n * params.list_words(len(request.eos_ids) + len(params.stop_token_ids or ()))

@@ -38,6 +38,9 @@ LEAST_BEGINNING = 64 << 10
 CUT_TOKENS = 64
 """How many tokens a cut through a text may add or take away at most."""
 
+BAD_WORD_CHARACTERS = 64 << 10
+"""The most characters of all bad words of a request."""
+
 WORDS_AT_ONCE = 64
 """Bad words that are tokenized before the job looks whether it is still wanted."""
 
@@ -186,6 +189,10 @@ class Inputs:
         if tokenizer is None:
             raise RequestError("bad_words are text, but there is no tokenizer (skip_tokenizer_init); use bad_words_token_ids",
                                param="bad_words", code="no_tokenizer")
+        characters = sum(map(len, words))
+        if characters > BAD_WORD_CHARACTERS:
+            raise RequestError(f"bad_words have {characters:,} characters; at most {BAD_WORD_CHARACTERS:,} are possible",
+                               param="bad_words", code="invalid_value")
         newline = tokenizer.encode("\n", add_special_tokens=False)
         bare = [word.lstrip() or word for word in words]
         # Vocabularies that begin a text with a space show only behind something else how they spell the word without.

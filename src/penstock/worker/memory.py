@@ -17,7 +17,7 @@ from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.errors import ConfigError
 from penstock.core.layout import lay_out
 from penstock.core.plan import Enter, StepPlan, Want
-from penstock.core.sampling import SamplingParams
+from penstock.core.sampling import MAX_OPEN_LIST_WORDS, SamplingParams
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.platform.facts import available_memory
@@ -26,6 +26,10 @@ from penstock.worker.sampler import LINES
 from penstock.worker.worker import Worker
 
 _GIB = 1 << 30
+
+
+LIST_BYTES = 5 * 4 * MAX_OPEN_LIST_WORDS
+"""Device memory that the lists of sampling parameters may take: twice what they are, twice while they move, and the upload."""
 
 
 class Working(NamedTuple):
@@ -52,7 +56,7 @@ def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
     sampler's copies of the logits, all of which are as wide as the vocabulary and float32."""
     widest = max(parameter.shape[0] for parameter in spec.parameters() if parameter.name.startswith("blocks."))
     layer = tokens * (4 * spec.width + 2 * widest) * dtype.itemsize
-    return layer + min(rows, LINES) * spec.vocab_size * 4 * 6
+    return layer + min(rows, LINES) * spec.vocab_size * 4 * 6 + LIST_BYTES
 
 
 def predicted(options: EngineOptions, config: EngineConfig, spec: ModelSpec, device: torch.device,
@@ -98,7 +102,7 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
     for segments, count, before in shapes:
         worker.run(probe(worker, segments, count, before))
     left, scratch = _free(device), torch.cuda.memory_reserved(device) - held
-    step, graphs = max(0, before - left - layout.nbytes), 0
+    step, graphs = max(0, before - left - layout.nbytes) + LIST_BYTES, 0
     if graph_tokens and worker.stream is not None:
         captured = Graphs(worker.model, worker.rows, page, rows, graph_tokens, worker.stream, worker.sampler)
         captured.capture()

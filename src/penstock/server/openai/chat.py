@@ -76,7 +76,7 @@ class ChatCompletion(msgspec.Struct):
     system_fingerprint: str | None = None
     service_tier: str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: list[msgspec.Raw | None] | None = None
 
 
 class ChatAnswer:

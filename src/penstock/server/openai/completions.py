@@ -37,7 +37,7 @@ class Choice(msgspec.Struct):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: list[msgspec.Raw | None] | None = None
 
 
 class Completion(msgspec.Struct):

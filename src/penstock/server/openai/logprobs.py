@@ -1,12 +1,21 @@
-"""Log probabilities in the shapes that clients know: OpenAI's for chat, its older one for completions, vLLM's for prompts."""
+"""Log probabilities in the shapes that clients know: OpenAI's for chat, its older one for completions, vLLM's for prompts.
+
+Each token's entry is encoded at once: a million of small dicts would be encoded in one go that nothing can interrupt, and
+until then the garbage collector would go through them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+from msgspec import Raw
+
 from penstock.core.request import TokenLogprobs
 from penstock.text import Tokenizer
+
+encode = msgspec.json.Encoder().encode
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON cannot say; OpenAI's choice."""
@@ -38,32 +47,34 @@ class Namer:
         return list(self._bytes_of(token)) if self._bytes_of else None
 
 
-def chat_content(lines: list[TokenLogprobs], namer: Namer) -> list[dict[str, Any]]:
+def chat_content(lines: list[TokenLogprobs], namer: Namer) -> list[Raw]:
     """`choices[].logprobs.content` of a chat completion."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
         return {"token": namer.name(token), "logprob": max(value, LEAST), "bytes": namer.raw(token)}
 
-    return [{**entry(line.ids[0], line.logprobs[0]),
-             "top_logprobs": [entry(*pair) for pair in zip(line.ids[1:], line.logprobs[1:], strict=True)]} for line in lines]
+    return [Raw(encode({**entry(line.ids[0], line.logprobs[0]),
+                        "top_logprobs": [entry(*pair) for pair in zip(line.ids[1:], line.logprobs[1:], strict=True)]}))
+            for line in lines]
 
 
 def completion_logprobs(ids: list[int], offsets: list[int], lines: Sequence[TokenLogprobs | None],
                         namer: Namer) -> dict[str, Any]:
     """`choices[].logprobs` of a completion. `lines` has None for a token without a score, as the first one of a prompt is."""
 
-    def top(line: TokenLogprobs) -> dict[str, float]:
+    def top(line: TokenLogprobs) -> Raw:
         found: dict[str, float] = {}
         for token, value in zip(line.ids, line.logprobs, strict=True):
             found.setdefault(namer.exact_name(token), max(value, LEAST))
-        return found
+        return Raw(encode(found))
 
     return {"text_offset": offsets, "tokens": [namer.exact_name(token) for token in ids],
             "token_logprobs": [None if line is None else max(line.logprobs[0], LEAST) for line in lines],
             "top_logprobs": [None if line is None else top(line) for line in lines]}
 
 
-def prompt_entries(lines: list[TokenLogprobs], namer: Namer) -> list[dict[str, Any] | None]:
+def prompt_entries(lines: list[TokenLogprobs], namer: Namer) -> list[Raw | None]:
     """vLLM's `prompt_logprobs`: for each prompt token, {id: {logprob, rank, decoded_token}}; null for the first."""
-    return [None, *({str(token): {"logprob": max(value, LEAST), "rank": rank, "decoded_token": namer.name(token)}
-                     for token, value, rank in zip(line.ids, line.logprobs, line.ranks, strict=True)} for line in lines)]
+    return [None, *(Raw(encode({str(token): {"logprob": max(value, LEAST), "rank": rank, "decoded_token": namer.name(token)}
+                                for token, value, rank in zip(line.ids, line.logprobs, line.ranks, strict=True)}))
+                    for line in lines)]

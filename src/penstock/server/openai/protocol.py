@@ -24,6 +24,18 @@ Top = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Word = Annotated[str, Meta(min_length=1, max_length=1000)]
 """A stop string or a bad word. Their lengths and numbers are limited, as each is looked for in every token's text."""
+Name = Annotated[str, Meta(max_length=4096)]
+"""A text that names something."""
+
+MAX_MESSAGES = 16384
+"""Messages of a conversation, and parts of a message."""
+
+MAX_ENTRIES = 4096
+"""Entries of other lists: tools, documents, biases, stop tokens."""
+
+MAX_IDS = 1 << 20
+"""Entries of a list of token ids that is not a prompt."""
+
 Ttl = Annotated[str, Meta(pattern="^[0-9]{1,9}[smhd]$")]
 """A time like 90s, 5m, 1h or 2d."""
 OnlyFalse = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]
@@ -90,7 +102,7 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both endpoints have: model, streaming, sampling, vLLM's extras, and the fields that change nothing."""
 
-    model: str | None = None
+    model: Name | None = None
     """A served name; absent means the one model that is served."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -104,12 +116,13 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     seed: Seed | None = None
     stop: Word | Annotated[list[Word], Meta(max_length=64)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ENTRIES)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Natural | None = None
-    logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    logit_bias: Annotated[dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]],
+                          Meta(max_length=MAX_ENTRIES)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_IDS)] | None = None
     bad_words: Annotated[list[Word], Meta(max_length=1000)] | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Top | None = None
@@ -142,12 +155,12 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     response_format: TextFormat | None = None
 
     # Accepted, as OpenAI does; they name or file the request and change no token of the answer.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
+    user: Name | None = None
+    metadata: Annotated[dict[str, Any], Meta(max_length=MAX_ENTRIES)] | None = None
     store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    service_tier: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
 
     spaces_between_special_tokens: bool | None = None
     """Spaces are put only by tokenizers that transformers calls slow; here both values mean the same."""
@@ -218,9 +231,9 @@ class Message(msgspec.Struct, kw_only=True):
 
     role: Annotated[str, Meta(min_length=1)]
     """system, developer, user, assistant, tool, function, or a role that the model's template knows."""
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Meta(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_ENTRIES)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -238,7 +251,7 @@ class Conversation(msgspec.Struct):
 
 
 AnyMessage = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/Message"})]
-Messages = Annotated[list[AnyMessage], Meta(min_length=1)]
+Messages = Annotated[list[AnyMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 """Messages as they were sent: a template may read fields that no schema knows. `Conversation` checks them."""
 
 
@@ -259,7 +272,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
     messages: Messages
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_ENTRIES)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     reasoning_effort: str | None = None
     """Handed to the chat template, as verbosity is. Models whose template does not know it ignore it."""
@@ -269,7 +282,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     """The name of one of the model's templates; a template's text only if the server trusts its clients with that."""
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ENTRIES)] | None = None
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
     """The older name of max_completion_tokens."""
@@ -299,10 +312,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | None = None
     messages: Messages | None = None
-    model: str | None = None
+    model: Name | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_ENTRIES)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
@@ -310,7 +323,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ENTRIES)] | None = None
 
     def __post_init__(self) -> None:
         if self.messages is not None:
@@ -320,6 +333,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /detokenize."""
 
-    tokens: list[TokenId]
-    model: str | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
+    model: Name | None = None
     skip_special_tokens: bool = False

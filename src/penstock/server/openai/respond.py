@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.core.errors import EngineDeadError, RequestError
+from penstock.core.request import TokenLogprobs
 from penstock.engine.async_llm import Stream
 from penstock.engine.outputs import Delta
 from penstock.server.errors import CLIENT_GONE, as_request_error
@@ -25,6 +26,9 @@ KEEP_ALIVE_SECONDS = 5.0
 """After so long without an event a comment is sent, so that nobody on the way takes the connection for dead."""
 
 KEEP_ALIVE = b": keep-alive\n\n"
+
+ENTRY_SIZE = 8
+"""Writing one log probability takes as long as tokenizing so many characters."""
 
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -65,16 +69,28 @@ async def respond(request: Request, stream: Stream, answer: Answer, streaming: b
         if streaming:
             await stream.admitted()
             return EventStream(stream, answer, watch)
+        size = 0
         async for deltas in stream:
             answer.add(deltas)
+            size += _size(deltas)
         watch.cancel()
-        return Response(encode(answer.whole()), media_type="application/json")
+        return Response(await stream.work.run(size, lambda: encode(answer.whole())), media_type="application/json")
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)
     except BaseException:
         watch.cancel()
         stream.close()
         raise
+
+
+def _size(deltas: list[Delta]) -> int:
+    """Cost of writing deltas as JSON, in characters to tokenize."""
+    return sum(len(delta.text) // 8 + ENTRY_SIZE * (_entries(delta.logprobs) + _entries(delta.prompt_logprobs))
+               for delta in deltas)
+
+
+def _entries(lines: list[TokenLogprobs] | None) -> int:
+    return sum(len(line.ids) for line in lines) if lines else 0
 
 
 async def _close_when_gone(receive: Receive, stream: Stream) -> None:
@@ -117,9 +133,12 @@ class EventStream(Response):
                 deltas = await self._stream.next(KEEP_ALIVE_SECONDS)
             except StopAsyncIteration:
                 break
-            body = answer.events(deltas) if deltas else KEEP_ALIVE
+            body = await self._events(deltas) if deltas else KEEP_ALIVE
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         body = answer.last_events()
         if body:
             await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _events(self, deltas: list[Delta]) -> bytes:
+        return await self._stream.work.run(_size(deltas), lambda: self._answer.events(deltas))

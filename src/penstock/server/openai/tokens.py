@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import RequestError
+from penstock.engine.work import checkpoint
 from penstock.server.answer import json_response
 from penstock.server.body import BodyReader
 from penstock.server.openai.messages import render
@@ -36,13 +35,16 @@ class Tokens:
         else:
             text = (await render(state.llm, body, state.options.trust_request_chat_template, http.scope["body_bytes"])).text
             special = bool(body.add_special_tokens)
-        tokens = await state.llm.work.run(len(text), lambda: tokenizer.encode(text, special))
         info = state.llm.info
-        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": info.max_model_len if info else 0, "tokens": tokens,
-                                  "token_strs": None}
-        if body.return_token_strs:
-            answer["token_strs"] = [tokenizer.token_name(token) for token in tokens]
-        return json_response(answer)
+        longest = info.max_model_len if info else 0
+
+        def work() -> Response:
+            tokens = tokenizer.encode(text, special)
+            checkpoint()
+            names = [tokenizer.token_name(token) for token in tokens] if body.return_token_strs else None
+            return json_response({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": names})
+
+        return await state.llm.work.run(len(text), work)
 
     async def detokenize(self, http: Request) -> Response:
         """{tokens} -> {prompt}."""
@@ -50,11 +52,16 @@ class Tokens:
         body = await self.bodies.read(http, DetokenizeRequest)
         state.admit(body.model)
         tokenizer = self._tokenizer()
-        for token in body.tokens:
-            if token >= tokenizer.vocab_size:
-                raise RequestError(f"tokens names token {token}; the vocabulary has ids 0 to {tokenizer.vocab_size - 1}",
-                                   param="tokens", code="invalid_value")
-        return json_response({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
+
+        def work() -> Response:
+            for token in body.tokens:
+                if token >= tokenizer.vocab_size:
+                    raise RequestError(f"tokens names token {token}; the vocabulary has ids 0 to {tokenizer.vocab_size - 1}",
+                                       param="tokens", code="invalid_value")
+            checkpoint()
+            return json_response({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
+
+        return await state.llm.work.run(4 * len(body.tokens), work)
 
     def _tokenizer(self) -> Tokenizer:
         tokenizer = self.state.llm.tokenizer

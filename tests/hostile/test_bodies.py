@@ -1,0 +1,166 @@
+"""Generated bodies and the known bad ones: never a 5xx, no exit, and /health stays quick while they are worked on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.data import MODELS, need
+from tests.hostile.bodies import cases
+from tests.system.served import TEMPLATE, Served, error_of, served
+
+CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+
+HEALTH_SECONDS = 1.0
+"""The longest that /health may take on a machine that does other things besides; `make hostile` measures closely. A loop that does
+such work itself does not answer for 5 to 96 s."""
+
+BUSY = frozenset({503})
+"""Refusals that say that something is full are no failures."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(need(MODELS / "stories260k"), "--chat-template", TEMPLATE) as server:
+        yield server
+        assert server.complete(prompt="Once", max_tokens=4)["usage"]["completion_tokens"] == 4
+        assert server.settle()["penstock:pages_used"] == 0
+        assert "Traceback" not in server.log, server.log
+
+
+class Health:
+    """Asks /health all the time, in a thread."""
+
+    def __init__(self, server: Served) -> None:
+        self.seconds: list[float] = []
+        self._url = server.url
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=30) as http:
+            while not self._stop.is_set():
+                began = time.perf_counter()
+                assert http.get("/health").status_code == 200
+                self.seconds.append(time.perf_counter() - began)
+                time.sleep(0.005)
+
+    def __enter__(self) -> Health:
+        self._thread.start()
+        while not self.seconds:
+            time.sleep(0.001)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+    @property
+    def quick(self) -> bool:
+        return max(self.seconds) < HEALTH_SECONDS
+
+
+def send(server: Served, path: str, body: bytes) -> httpx.Response:
+    return server.http.post(path, content=body, headers={"Content-Type": "application/json"})
+
+
+def test_generated_bodies(server: Served) -> None:
+    """Each list and string of the schema at its limit, one above, and much more; here up to 300 kB."""
+    document = server.http.get("/openapi.json").json()
+    found = list(cases(document, most_bytes=300_000))
+    assert len(found) > 200 and {case.path for case in found} >= {CHAT, COMPLETIONS, TOKENIZE, "/detokenize"}
+    with Health(server) as health:
+        for case in found:
+            answer = send(server, case.path, case.body)
+            assert answer.status_code < 500 or answer.status_code in BUSY, f"{case.path} {case.name}: {answer.text[:300]}"
+            if answer.status_code >= 400:
+                error_of(answer)
+    assert sum(seconds > HEALTH_SECONDS for seconds in health.seconds) <= 2, sorted(health.seconds)[-5:]
+
+
+MARKED = {"role": "user", "content": [{"type": "text", "text": "word " * 20, "cache_control": {"type": "ephemeral"}}]}
+KNOWN: dict[str, tuple[str, dict[str, Any], int]] = {
+    "marks": (CHAT, {"messages": [MARKED] * 2000}, 400),
+    "empty messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 400_000}, 413),
+    "few empty messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 16_000}, 200),
+    "bad words": (COMPLETIONS, {"prompt": "Once", "bad_words": [f"{'word ' * 190}{i}" for i in range(1000)]}, 400),
+    "bad words of many": (COMPLETIONS, {"prompt": "Once", "n": 64, "bad_words": [f"some words {i}" for i in range(1000)],
+                                        "max_tokens": 4}, 400),
+    "n and logprobs": (COMPLETIONS, {"prompt": "Once", "n": 128, "logprobs": 20, "max_tokens": 100, "ignore_eos": True}, 200),
+    "echo with logprobs": (COMPLETIONS, {"prompt": [[3 + i] * 100 for i in range(64)], "echo": True, "logprobs": 5,
+                                         "max_tokens": 1}, 200),
+    "tokenize much": (TOKENIZE, {"prompt": "many words " * 200_000, "return_token_strs": True}, 200),
+    "too long": (COMPLETIONS, {"prompt": "many words " * 1_000_000}, 400),
+    "nested kwargs": (CHAT, {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 0}}, 400),
+    "scores": (COMPLETIONS, {"prompt": ["Once"] * 900, "logprobs": 20, "max_tokens": 1}, 400),
+    "answers": (COMPLETIONS, {"prompt": ["Once"] * 100, "n": 100, "max_tokens": 1}, 400),
+}
+
+
+def nested(depth: int) -> Any:
+    found: Any = 1
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_bodies(server: Served, name: str) -> None:
+    path, body, status = KNOWN[name]
+    if name == "nested kwargs":
+        body = {**body, "chat_template_kwargs": {"a": nested(700)}}
+    data = json.dumps(body).encode()
+    with Health(server) as health:
+        answer = send(server, path, data)
+    assert answer.status_code == status, answer.text[:300]
+    assert health.quick, sorted(health.seconds)[-3:]
+
+
+@pytest.mark.parametrize("field", ["tools", "documents"])
+@pytest.mark.parametrize("depth", [600, 900])
+def test_nesting_is_a_bad_request(server: Served, field: str, depth: int) -> None:
+    deep = {"type": "function", "function": {"name": "f", "parameters": {"a": nested(depth)}}} if field == "tools" \
+        else {"a": nested(depth)}
+    answer = send(server, CHAT, json.dumps({"messages": [{"role": "user", "content": "a"}], field: [deep]}).encode())
+    assert answer.status_code == 400 and "--max-json-depth" in error_of(answer)["message"]
+
+
+def test_large_numbers_are_bad_requests(server: Served) -> None:
+    for body in ({"top_k": 2**64}, {"temperature": 1e46, "min_tokens": 2}, {"seed": 2**64}, {"min_tokens": 2**64},
+                 {"max_tokens": 2**70}, {"truncate_prompt_tokens": 2**64}, {"logit_bias": {str(2**64): 1}},
+                 {"stop_token_ids": [2**64]}, {"cache_retention": [{"upto": 2**64}]}, {"priority": -(2**31)},
+                 {"top_p": 1e-300}, {"min_p": 1e-300}, {"repetition_penalty": 0.01, "presence_penalty": -2}):
+        answer = server.post(COMPLETIONS, **{"prompt": "Once", "max_tokens": 3, **body})
+        assert answer.status_code in (200, 400, 403), (body, answer.text)
+    server.settle()
+
+
+def test_sent_and_hung_up(server: Served) -> None:
+    """Twenty long requests are sent and given up; a short one behind them does not wait for their work."""
+    body = json.dumps({"prompt": "many words " * 500_000, "return_token_strs": True}).encode()
+
+    async def run() -> float:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=50)) as client:
+            async def give_up() -> None:
+                try:
+                    async with asyncio.timeout(0.5):
+                        await client.post(TOKENIZE, content=body, headers={"Content-Type": "application/json"})
+                except TimeoutError:
+                    pass
+
+            await asyncio.gather(*(give_up() for _ in range(20)))
+            began = time.monotonic()
+            answer = await client.post(COMPLETIONS, json={"prompt": "word " * 80, "max_tokens": 1})
+            assert answer.status_code == 200
+            return time.monotonic() - began
+
+    with Health(server) as health:
+        seconds = asyncio.run(run())
+    assert seconds < 2 and health.quick, (seconds, sorted(health.seconds)[-3:])
