@@ -14,7 +14,7 @@ SERVING := $(VENV)/.ready-to-serve
 DEVELOPING := $(VENV)/.ready-to-develop
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all lint bench clean
+.PHONY: help setup serve hostile test test-all lint bench clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -29,6 +29,11 @@ test: $(DEVELOPING)
 
 test-all: $(DEVELOPING)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Ten minutes of hostile clients beside a well-behaved one, then 50 signals under 64 streams; prints what it measured.
+hostile: $(DEVELOPING)
+	$(BIN)/python -m tests.hostile.full
+	$(BIN)/python -m pytest -s -m exhaustive tests/hostile/test_kills.py
 
 lint: $(DEVELOPING)
 	$(BIN)/ruff check .

@@ -19,8 +19,8 @@ from tests.system.served import TEMPLATE, Served, error_of, served
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 
 HEALTH_SECONDS = 1.0
-"""The longest that /health may take on a machine that does other things besides; `make hostile` measures closely. A loop that does
-such work itself does not answer for 5 to 96 s."""
+"""The longest that /health may take on a machine that does other things besides; `make hostile` measures closely. A loop that
+does such work itself does not answer for 5 to 96 s."""
 
 BUSY = frozenset({503})
 """Refusals that say that something is full are no failures."""

@@ -1,0 +1,264 @@
+"""`make hostile`: every hostile case at full size for ten minutes, beside a well-behaved client whose latency is measured.
+
+First the client alone, then with the attackers (a process of their own), then alone again. Printed: its p50 and p99, /health's,
+the memory of both processes, answers by status. Exit status 1 if a bound is broken. Everything goes to the loopback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.hostile.bodies import cases
+from tests.hostile.test_bodies import KNOWN
+from tests.system.served import Served, served
+
+SECONDS = float(os.environ.get("HOSTILE_SECONDS", "600"))
+ALONE = max(10.0, SECONDS / 10)
+"""How long the client runs alone, before and after."""
+
+LATENCY_RISE, HEALTH_RISE, MEMORY_RISE = 0.10, 0.050, 0.05
+
+JSON = {"Content-Type": "application/json"}
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+JUNK = (b'"', b"{", b"[", b"9" * 20, b"\\", b"null", b"\xff", b"-", b"e99")
+
+
+class Behaved:
+    """A client that sends a short chat request again and again, and asks /health beside it."""
+
+    def __init__(self, server: Served) -> None:
+        self.server = server
+        self.latencies: list[float] = []
+        self.health: list[float] = []
+        self.failures: Counter[str] = Counter()
+
+    async def run(self, seconds: float) -> tuple[list[float], list[float]]:
+        """(latencies, /health's) of a while."""
+        self.latencies, self.health = [], []
+        until = time.monotonic() + seconds
+        async with httpx.AsyncClient(base_url=self.server.url, timeout=60) as client:
+            await asyncio.gather(self._chat(client, until), self._health(client, until))
+        return self.latencies, self.health
+
+    async def _chat(self, client: httpx.AsyncClient, until: float) -> None:
+        body = {"messages": [{"role": "user", "content": "Hello, who are you?"}], "max_completion_tokens": 8, "temperature": 0}
+        while time.monotonic() < until:
+            began = time.perf_counter()
+            answer = await client.post("/v1/chat/completions", json=body)
+            self.latencies.append(time.perf_counter() - began)
+            if answer.status_code != 200:
+                self.failures[f"{answer.status_code} {answer.text[:80]}"] += 1
+            await asyncio.sleep(0.02)
+
+    async def _health(self, client: httpx.AsyncClient, until: float) -> None:
+        while time.monotonic() < until:
+            began = time.perf_counter()
+            answer = await client.get("/health")
+            self.health.append(time.perf_counter() - began)
+            if answer.status_code != 200:
+                self.failures[f"/health {answer.status_code}"] += 1
+            await asyncio.sleep(0.02)
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+# -- the attackers, in a process of their own
+
+
+def attack(url: str, document: dict[str, Any], until: float, found: Any) -> None:
+    """All attackers at once until `until` (time.monotonic()); puts the counts of statuses into `found`."""
+    os.nice(10)
+    statuses: Counter[str] = Counter()
+    asyncio.run(_attack(url, document, until, statuses))
+    found.put(dict(statuses))
+
+
+async def _attack(url: str, document: dict[str, Any], until: float, statuses: Counter[str]) -> None:
+    limits = httpx.Limits(max_connections=200)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        await asyncio.gather(
+            _generated(client, document, until, statuses), _known(client, until, statuses), _hang_up(client, until, statuses),
+            _fuzz(client, until, statuses), _cancel(client, until, statuses), _connections(url, until, statuses))
+
+
+async def _send(client: httpx.AsyncClient, path: str, body: bytes, statuses: Counter[str], name: str) -> None:
+    try:
+        answer = await client.post(path, content=body, headers=JSON)
+    except httpx.HTTPError as error:
+        statuses[type(error).__name__] += 1
+        return
+    statuses[str(answer.status_code)] += 1
+    if answer.status_code >= 500 and answer.status_code != 503:
+        statuses[f"{answer.status_code} {name}: {answer.text[:120]}"] += 1
+
+
+async def _generated(client: httpx.AsyncClient, document: dict[str, Any], until: float, statuses: Counter[str]) -> None:
+    while time.monotonic() < until:
+        for case in cases(document):
+            await _send(client, case.path, case.body, statuses, case.name)
+            await asyncio.sleep(0.05)
+            if time.monotonic() > until:
+                return
+
+
+async def _known(client: httpx.AsyncClient, until: float, statuses: Counter[str]) -> None:
+    bodies = [(path, json.dumps(body).encode(), name) for name, (path, body, _) in KNOWN.items()]
+    while time.monotonic() < until:
+        for path, body, name in bodies:
+            await _send(client, path, body, statuses, name)
+        await asyncio.sleep(0.2)
+
+
+async def _hang_up(client: httpx.AsyncClient, until: float, statuses: Counter[str]) -> None:
+    body = json.dumps({"prompt": "many words " * 1_000_000, "return_token_strs": True}).encode()
+
+    async def one() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await _send(client, "/tokenize", body, statuses, "hang up")
+
+    while time.monotonic() < until:
+        await asyncio.gather(*(one() for _ in range(20)))
+        statuses["hung up"] += 20
+        await asyncio.sleep(5)
+
+
+async def _fuzz(client: httpx.AsyncClient, until: float, statuses: Counter[str]) -> None:
+    rng = random.Random(1)
+    good = [json.dumps({"prompt": "Once", "max_tokens": 3, "n": 2, "stop": ["a"]}).encode(),
+            json.dumps({"messages": [{"role": "user", "content": "Once"}], "max_tokens": 3, "tools": []}).encode()]
+    while time.monotonic() < until:
+        body = bytearray(rng.choice(good))
+        for _ in range(rng.randrange(1, 5)):
+            place = rng.randrange(len(body))
+            body[place:place + rng.randrange(3)] = rng.choice(JUNK)
+        await _send(client, rng.choice(PATHS), bytes(body), statuses, "fuzz")
+        await asyncio.sleep(0.01)
+
+
+async def _cancel(client: httpx.AsyncClient, until: float, statuses: Counter[str]) -> None:
+    rng = random.Random(2)
+    while time.monotonic() < until:
+        body = {"prompt": [1, 5, 9], "max_tokens": rng.randrange(2, 50), "stream": rng.random() < 0.5, "n": rng.choice((1, 2))}
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(rng.random() * 0.1):
+                await client.post("/v1/completions", json=body)
+        statuses["cancelled"] += 1
+        await asyncio.sleep(0.02)
+
+
+async def _connections(url: str, until: float, statuses: Counter[str]) -> None:
+    """Idle connections, half heads, half bodies, endless headers, in turn."""
+    host, port = url.removeprefix("http://").split(":")
+    kinds = (b"", POST + b"a: b", POST + b"Content-Length: 1000000\r\n\r\n" + b"[" * 65536,
+             POST + b"a: " + b"b" * 1_000_000, POST + b"a: b\r\n" * 50_000)
+    while time.monotonic() < until:
+        for kind in kinds:
+            held = []
+            for _ in range(300):
+                with contextlib.suppress(OSError):
+                    connection = socket.create_connection((host, int(port)), timeout=2)
+                    connection.setblocking(False)
+                    with contextlib.suppress(OSError):
+                        connection.send(kind)
+                    held.append(connection)
+                await asyncio.sleep(0)
+            statuses["connections"] += len(held)
+            await asyncio.sleep(3)
+            for connection in held:
+                connection.close()
+            if time.monotonic() > until:
+                return
+
+
+# -- the whole
+
+
+def resident(server: Served) -> tuple[int, int]:
+    """Bytes of memory of the frontend and of the engine."""
+    pids = (server.process.pid, server.engine_pid)
+    first, second = (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in pids)
+    return first, second
+
+
+def main() -> int:
+    with served("canary", "--max-num-seqs", "32", "--kv-cache-memory-bytes", "32M", wait=True) as server:
+        document = server.http.get("/openapi.json").json()
+        client = Behaved(server)
+        # A short attack first: caches that fill once, and memory that allocators keep, are no growth.
+        run_attack(server, document, min(60.0, ALONE))
+        time.sleep(2)
+        before = resident(server)
+        alone = asyncio.run(client.run(ALONE))
+        queue, process = start_attack(server, document, SECONDS)
+        during = asyncio.run(client.run(SECONDS))
+        statuses = queue.get(timeout=150)
+        process.join(30)
+        server.settle(60)
+        time.sleep(3)
+        asyncio.run(client.run(ALONE / 2))
+        after = resident(server)
+        return report(alone, during, statuses, before, after, client.failures, server)
+
+
+def start_attack(server: Served, document: dict[str, Any], seconds: float) -> tuple[Any, Any]:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=attack, args=(server.url, document, time.monotonic() + seconds, queue))
+    process.start()
+    return queue, process
+
+
+def run_attack(server: Served, document: dict[str, Any], seconds: float) -> None:
+    queue, process = start_attack(server, document, seconds)
+    queue.get(timeout=seconds + 150)
+    process.join(30)
+    server.settle(60)
+
+
+def report(alone: tuple[list[float], list[float]], during: tuple[list[float], list[float]], statuses: dict[str, int],
+           before: tuple[int, int], after: tuple[int, int], failures: Counter[str], server: Served) -> int:
+    """Prints the figures; 1 if a bound is broken."""
+    broken = []
+    for name, quiet, loud in (("latency", alone[0], during[0]), ("/health", alone[1], during[1])):
+        rows = [(percentile(quiet, share), percentile(loud, share)) for share in (0.5, 0.99)]
+        print(f"{name:8}  alone p50 {rows[0][0] * 1e3:7.1f} ms  p99 {rows[1][0] * 1e3:7.1f} ms   "
+              f"attacked p50 {rows[0][1] * 1e3:7.1f} ms  p99 {rows[1][1] * 1e3:7.1f} ms  max {max(loud) * 1e3:7.1f} ms  "
+              f"({len(loud)} requests, mean {statistics.mean(loud) * 1e3:.1f} ms)")
+        rise = rows[1][1] - rows[1][0]
+        if rise > (LATENCY_RISE * rows[1][0] if name == "latency" else HEALTH_RISE):
+            broken.append(f"p99 of {name} rose by {rise * 1e3:.0f} ms")
+    for name, old, new in zip(("frontend", "engine"), before, after, strict=True):
+        print(f"{name:8}  {old / 2**20:.0f} MiB before, {new / 2**20:.0f} MiB after ({(new - old) / old:+.1%})")
+        if new > old * (1 + MEMORY_RISE):
+            broken.append(f"memory of the {name} grew by {(new - old) / old:.1%}")
+    print("attackers ", ", ".join(f"{name}: {count}" for name, count in sorted(statuses.items())))
+    broken += [f"a 5xx: {name}" for name in statuses if name.startswith("50") and name[:3] != "503" and len(name) > 3]
+    broken += [f"the well-behaved client saw {what} {count} times" for what, count in failures.items()]
+    if server.process.poll() is not None or "Traceback" in server.log:
+        broken.append("the server ended or printed a traceback")
+    print("broken: " + "; ".join(broken) if broken else "every bound is kept")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
