@@ -206,6 +206,7 @@ def workload(seed: int, monkeypatch: pytest.MonkeyPatch) -> TieredRun:
     world = World(random.Random(f"world {seed}"))
     for module in (movers, lanes):
         monkeypatch.setattr(module, "ThreadPoolExecutor", world.pool)
+    monkeypatch.setattr(movers, "Threads", world.pool)
     monkeypatch.setattr(hierarchy, "Keeper", world.keeper)
     run = TieredRun(seed, world)
     run.go()

@@ -19,7 +19,7 @@ class World:
         self.keepers: list[QuietKeeper] = []
 
     def pool(self, threads: int, name: str) -> Pool:
-        """In place of a ThreadPoolExecutor."""
+        """In place of a ThreadPoolExecutor, and of our own Threads."""
         self.pools.append(Pool(self, threads))
         return self.pools[-1]
 
@@ -46,7 +46,7 @@ class World:
 
 
 class Pool:
-    """A ThreadPoolExecutor as far as movers use it. Of one thread, it keeps the order."""
+    """Threads as far as movers use them. Of one thread, it keeps the order."""
 
     def __init__(self, world: World, threads: int) -> None:
         self.world = world
@@ -72,10 +72,11 @@ class Pool:
         while self.tasks:
             self.one()
 
-    def shutdown(self, cancel_futures: bool = False) -> None:
-        if cancel_futures:
-            self.tasks.clear()
+    def shutdown(self) -> None:
         self.all()
+
+    def close(self, _seconds: float) -> None:
+        self.tasks.clear()
 
 
 class _Future(Future[Any]):

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from penstock import canary
+from penstock.cache.keys import chain
 from penstock.checkpoint import Fingerprint, sample
 from penstock.cli.main import main
 from penstock.config.schema import EngineOptions
@@ -33,7 +34,6 @@ from penstock.core.transfer import PageName
 from penstock.engine import tiers
 from penstock.engine.engine import Engine
 from penstock.stores import Store
-from penstock.stores.disk import DiskStore
 from penstock.stores.opening import open_stores
 from penstock.worker.reading import Reader
 from tests.data import MODELS, need
@@ -296,6 +296,32 @@ def test_two_engines_share_a_disk(tmp_path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_precedes_a_damaged_page_is_used(tmp_path: Path, depth: int) -> None:
+    """Of the six pages of a prompt on disk one is damaged or has gone: those before it are loaded, the rest is computed."""
+    prompt = list(range(3, 106))
+    engine = start("stories260k", cache_disk=str(tmp_path), host_slabs=40, cache_load="always", depth=depth)
+    said = run(engine, [prompt])
+    flush(engine)
+    index = engine.scheduler.cache.index
+    keys = chain(index.root_key(index.root("", "", "")), prompt, 16)
+    engine.close()
+    for i, key in enumerate(keys):
+        (path,) = tmp_path.rglob(f"{key.hex()}-0")
+        whole = path.read_bytes()
+        if i % 2:
+            path.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+        else:
+            path.unlink()
+        engine = start("stories260k", cache_disk=str(tmp_path), host_slabs=40, cache_load="always", depth=depth)
+        assert run(engine, [prompt]) == said
+        found = figures(engine)["disk"]
+        # What has gone before the start is not asked for; what is found damaged counts as lost.
+        assert (found.hit_tokens, found.failures) == (16 * i, i % 2), i
+        engine.close()
+        path.write_bytes(whole)
+
+
 def test_the_disk_stays_within_its_bound(tmp_path: Path) -> None:
     slab, _ = slab_bytes("stories260k")
     bound = 30 * slab
@@ -503,7 +529,8 @@ def test_no_damaged_file_makes_a_wrong_token(tmp_path: Path, monkeypatch: pytest
 
     def damaging(reader: Reader, names: Sequence[PageName], *rest: Any) -> Any:
         assert reader.at_once
-        path = DiskStore.path(reader._store, rng.choice(names))  # type: ignore[arg-type]
+        assert reader._files is not None
+        (path,) = map(Path, reader._files.files([rng.choice(names)]) or [])
         if rng.random() < 0.2 and path.is_file():
             damage(path, what := rng.choice(list(counts)), rng)
             counts[what] += 1

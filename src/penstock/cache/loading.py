@@ -6,6 +6,7 @@ others. So a sequence may end while it waits, several may wait for one load, and
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ class _Load(NamedTuple):
     """Of the whole slots up to which pages are loaded."""
     pages: list[list[int]]
     """For each group the page of each slot, loaded or there before; -1 where none is needed."""
-    wanted: set[tuple[int, Key]]
+    slots: dict[tuple[int, Key], int]
+    """The slot of each page that is loaded, by group and key."""
     waiting: list[Sequence]
     gain: dict[str, int]
     """Positions that it brings, by tier."""
@@ -67,6 +69,10 @@ class Loading:
             mark.ticket = self._begin(sequence)
             if mark.ticket is None:
                 mark.asked = sequence.epoch
+        elif mark.ticket is not None and time.monotonic() > mark.until:
+            # It computes. The load goes on: others may wait for it, or it is of use later.
+            self._loads[mark.ticket].waiting.remove(sequence)
+            mark.ticket, mark.asked = None, sequence.epoch
         return mark.ticket is not None
 
     def _begin(self, sequence: Sequence) -> int | None:
@@ -90,6 +96,8 @@ class Loading:
         wanted, held = self._divide(device, upto)
         if not wanted:
             return None
+        # One stretch of patience for all loads that it waits for.
+        mark.until = mark.until or time.monotonic() + self.tiers.patience(upto - found.reach)
         for g, i in wanted:
             ticket = self._tickets.get((g, mark.keys[i + self.lookup.shift[g]]))
             if ticket is not None:
@@ -147,10 +155,10 @@ class Loading:
             return None
         sources = self.tiers.source(ticket)
         gain = {tier: positions * count // len(contents) for tier, count in sources.items()}
-        names = {(content.group, content.key) for content in contents}
+        places = {(g, mark.keys[i + shift[g]]): i + shift[g] for g, i in wanted}
         namespace = request.adapter, request.salt, request.tenant
-        self._loads[ticket] = _Load(namespace, deepest, data[:slots * page * TOKEN], pages, names, [sequence], gain)
-        self._tickets.update(dict.fromkeys(names, ticket))
+        self._loads[ticket] = _Load(namespace, deepest, data[:slots * page * TOKEN], pages, places, [sequence], gain)
+        self._tickets.update(dict.fromkeys(places, ticket))
         return ticket
 
     def _make_room(self, group: int, count: int) -> bool:
@@ -171,26 +179,39 @@ class Loading:
         self.evictor.offer(deepest)
 
     def land(self, landing: Landing) -> int:
-        """A load has ended: what has landed whole goes to the index. Returns how many bytes were loaded."""
+        """A load has ended: what has landed whole goes to the index, up to the first page that was lost. Returns how many bytes
+        were loaded."""
         load = self._loads.pop(landing.ticket)
-        for name in load.wanted:
+        for name in load.slots:
             del self._tickets[name]
         kept = landing.ok and landing.ticket not in self._stale
         self._stale.discard(landing.ticket)
         deepest, held = load.deepest, [list(ids) for ids in load.pages]
+        slots = len(held[0])
+        if landing.lost:
+            slots = min(load.slots[name.group, name.key] for name in landing.lost)
+            if not self._of_use(load, slots):
+                kept = False
         if kept:
-            deepest, _ = self.index.insert(self.index.root(*load.namespace), 0, load.tokens, load.pages, None)
+            pages = [ids[:slots] for ids in load.pages]
+            tokens = load.tokens[:slots * self.lookup.page * TOKEN]
+            deepest, _ = self.index.insert(self.index.root(*load.namespace), 0, tokens, pages, None)
             self.index.touch(deepest, self.evictor.now)
         self._let_go(deepest, held)
-        # Who joined may want more than this load has brought, and asks again.
-        mark_of(load.waiting[0]).asked = load.waiting[0].epoch
+        if load.waiting:
+            # Who joined may want more than this load has brought, and asks again.
+            mark_of(load.waiting[0]).asked = load.waiting[0].epoch
         for sequence in load.waiting:
             mark = mark_of(sequence)
             mark.ticket = None
             if kept:
-                mark.loaded = load.gain
+                mark.loaded = {tier: count * slots // len(held[0]) for tier, count in load.gain.items()}
         groups = self.pools.layout.groups
-        return sum(groups[g].page_bytes for g, _ in load.wanted) if landing.ok else 0
+        return sum(groups[g].page_bytes for g, _ in load.slots) if landing.ok else 0
+
+    def _of_use(self, load: _Load, slots: int) -> bool:
+        """Whether the first slots of a load have any page that was not on the device before."""
+        return any(slot < slots for slot in load.slots.values())
 
     def reset(self) -> None:
         """What is on its way is not to be found."""

@@ -365,6 +365,7 @@ class Cache:
         sequence.pages = []
         sequence.room = 0
         sequence.due = _NEVER
+        mark.until = 0.0
         if mark.deepest is None:
             return
         self._indexer.used(sequence, mark.deepest)

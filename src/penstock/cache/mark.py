@@ -12,7 +12,7 @@ class Mark:
     """Kept on the sequence (`Sequence.mark`), from its first look into the cache to its end."""
 
     __slots__ = ("asked", "deepest", "forked", "generation", "indexed", "keys", "leader", "loaded", "node", "origin", "packed",
-                 "ticket", "upto")
+                 "ticket", "until", "upto")
 
     def __init__(self) -> None:
         self.packed = bytearray()
@@ -36,6 +36,8 @@ class Mark:
         self.upto = 0
         self.ticket: int | None = None
         """The load that it waits for."""
+        self.until = 0.0
+        """When it stops waiting for loads, in seconds of `time.monotonic()`; 0 if it has not begun."""
         self.asked = -1
         """The sequence's epoch in which its turn to have pages loaded is over: what is not on the device is computed."""
         self.loaded: dict[str, int] = {}

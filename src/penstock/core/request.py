@@ -144,6 +144,10 @@ class TierStats(msgspec.Struct, array_like=True):
     """Moved out of this tier into another."""
     failures: int = 0
     """Pages that could not be read back: missing, short or corrupt. They are computed again."""
+    late_loads: int = 0
+    """Loads that were given up, because the tier did not answer or not before computing would have been as fast."""
+    available: int = 1
+    """0 while the tier cannot be used, or is left alone because it did not answer in time; else 1."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):

@@ -64,11 +64,13 @@ class Landing(NamedTuple):
 
     ticket: int
     ok: bool
-    """All of its pages hold what was asked for. If not, none of them is used."""
+    """All of its pages that are not `lost` hold what was asked for. If not, none of them is used."""
     seconds: float = 0.0
     """For how long movers were busy with it alone: what came before it in the queue does not count."""
     lost: tuple[PageName, ...] = ()
     """Pages that were not where they should have been, or not whole."""
+    missed: tuple[int, ...] = ()
+    """The stores that did not answer, or not before the load's patience had run out."""
 
 
 class Receipt(NamedTuple):

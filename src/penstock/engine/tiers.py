@@ -46,8 +46,8 @@ def set_up(options: EngineOptions, config: EngineConfig, layout: CacheLayout, fo
     policy = Policy(through=options.cache_write == "through", always=options.cache_load == "always")
     with ExitStack() as undo:
         halves = []
-        for _ in range(2):
-            halves.append(open_stores(plan.disk, plan.remote, version, plan.adopt))
+        for wait in (True, False):
+            halves.append(open_stores(plan.disk, plan.remote, version, plan.adopt, wait))
             for store in halves[-1]:
                 undo.callback(store.close)
         hierarchy = Hierarchy(layout, plan.host_slabs, [(store, bounds.get(store.tier)) for store in halves[0]], policy)

@@ -25,6 +25,7 @@ TIER_GAUGES = (
     ("capacity_bytes", "Bytes that a cache tier can hold."),
     ("used_bytes", "Bytes that a cache tier holds."),
     ("cached_pages", "Pages that can be found in a cache tier."),
+    ("available", "Whether a cache tier can be used (1), or is off or left alone for a while (0)."),
 )
 TIER_COUNTERS = (
     ("hit_tokens", "Prompt tokens found in a cache tier."),
@@ -33,6 +34,7 @@ TIER_COUNTERS = (
     ("bytes_in", "Bytes moved into a cache tier from another."),
     ("bytes_out", "Bytes moved out of a cache tier into another."),
     ("failures", "Pages of a cache tier that could not be read back, and were computed again."),
+    ("late_loads", "Loads from a cache tier that were given up because it did not answer in time."),
 )
 """Fields of `core/request.py::TierStats`, published as penstock:cache_FIELD by tier."""
 

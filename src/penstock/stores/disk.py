@@ -48,11 +48,15 @@ class DiskStore:
 
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
         with self.folder.directory(*self._bucket(name)) as bucket:
-            file = os.open(_file(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=bucket)
+            file = os.open(_file(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=bucket)
         try:
             return _fill(file, parts)
         finally:
             os.close(file)
+
+    def files(self, names: Sequence[PageName]) -> list[str]:
+        """`path` of several pages, as text."""
+        return [self.place(name) for name in names]
 
     def touch(self, name: PageName) -> None:
         with suppress(FileNotFoundError), self.folder.directory(*self._bucket(name)) as bucket:

@@ -31,7 +31,7 @@ class ObjectStore:
     tier = "remote"
 
     def __init__(self, url: str, version: Version) -> None:
-        """ConfigError if the URL's file system cannot be reached."""
+        """ConfigError if there is no such kind of file system, OSError if it cannot be reached now."""
         try:
             fsspec = importlib.import_module("fsspec")
             # Listings must be fresh: others write here, too.
@@ -44,8 +44,10 @@ class ObjectStore:
         except ImportError as error:
             raise ConfigError(f"cache_remote is {url}, which needs a package that is not installed ({error}); "
                               "pip install 'penstock[remote]' brings fsspec") from None
-        except Exception as error:  # noqa: BLE001 (every file system has errors of its own)
+        except ValueError as error:
             raise ConfigError(f"cache_remote is {url}, which cannot be used: {error}") from None
+        except Exception as error:  # noqa: BLE001 (every file system has errors of its own)
+            raise OSError(f"{type(error).__name__}: {error}") from None
         self._listing = Listing()
 
     def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
@@ -66,7 +68,9 @@ class ObjectStore:
         _safely(put)
 
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
-        return fill(parts, _safely(lambda: self._files.cat_file(self._path(name))))
+        # No more than fits: what lies there may be of any size.
+        most = sum(part.nbytes for part in parts)
+        return fill(parts, _safely(lambda: self._files.cat_file(self._path(name), start=0, end=most)))
 
     def touch(self, name: PageName) -> None:
         """Buckets know no order of use."""

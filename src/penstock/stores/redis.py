@@ -8,12 +8,13 @@ one. Bounding the size is the server's affair (maxmemory with an LRU policy); no
 from __future__ import annotations
 
 import io
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from penstock.core.errors import ConfigError
@@ -22,7 +23,13 @@ from penstock.stores import Entry
 from penstock.stores.listing import Listing
 from penstock.stores.version import Version
 
-_TIMEOUT_SECONDS = 10.0
+_CONNECT_SECONDS, _ANSWER_SECONDS, _LIST_SECONDS = 2.0, 5.0, 30.0
+"""The longest that connecting, one command, and a whole listing may take, however slowly bytes come in."""
+_LINE_BYTES, _WORD_BYTES, _WORDS, _DEPTH = 4096, 1 << 16, 100_000, 4
+"""The largest answers that are read: lines, bulk strings, elements of an array and arrays within arrays. A server that sends
+more is broken or hostile."""
+_MOST_KEYS = 50_000_000
+_REFUSED = re.compile("NOAUTH|WRONGPASS|AUTH|invalid password")
 _SCAN_COUNT = 1000
 _KEY_BYTES = 32
 
@@ -36,17 +43,24 @@ class RedisStore:
     tier = "remote"
 
     def __init__(self, url: str, version: Version) -> None:
-        """ConfigError if the server cannot be reached."""
+        """ConfigError for a URL that means nothing, OSError if the server cannot be reached now."""
         self._url = urlsplit(url)
         self._prefix = b"penstock:" + version.id + b":"
         self._idle: list[_Connection] = []
         self._lock = threading.Lock()
         self._listing = Listing()
         try:
+            _ = self._url.port
+        except ValueError as error:
+            raise ConfigError(f"cache_remote is {self._url.scheme}://{self._url.hostname}, which is not a Redis URL: "
+                              f"{error}") from None
+        try:
             self._call(lambda connection: connection.ask(b"PING"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cache_remote is {self._url.scheme}://{self._url.hostname}, which does not answer as Redis "
-                              f"does: {error}") from None
+        except OSError as error:
+            if _REFUSED.search(str(error)):
+                raise ConfigError(f"cache_remote is {self._url.scheme}://{self._url.hostname}, which refuses the user or "
+                                  f"password of the URL: {error}") from None
+            raise
 
     def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
         self._call(lambda connection: connection.ask(b"SET", self._key(name), parts))
@@ -76,8 +90,8 @@ class RedisStore:
 
     def _keys(self, connection: _Connection) -> list[bytes]:
         pattern = b"".join(b"\\" + bytes([byte]) for byte in self._prefix) + b"*"
-        cursor, found = b"0", list[bytes]()
-        while True:
+        cursor, found, until = b"0", list[bytes](), time.monotonic() + _LIST_SECONDS
+        while time.monotonic() < until and len(found) < _MOST_KEYS:
             reply = connection.ask(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", str(_SCAN_COUNT).encode())
             match reply:
                 case [bytes(cursor), list(keys)]:
@@ -86,6 +100,7 @@ class RedisStore:
                     raise OSError(f"the server answered {reply!r:.100} to SCAN")
             if cursor == b"0":
                 return found
+        raise TimeoutError(f"a listing takes longer than {_LIST_SECONDS:.0f} s")
 
     def _key(self, name: PageName) -> bytes:
         return self._prefix + name[0].to_bytes(1, "little") + name[1]
@@ -123,9 +138,10 @@ class _Connection:
     """A conversation with the server, one command at a time."""
 
     def __init__(self, url: SplitResult) -> None:
-        self._socket = socket.create_connection((url.hostname or "127.0.0.1", url.port or 6379), _TIMEOUT_SECONDS)
+        self._socket = socket.create_connection((url.hostname or "127.0.0.1", url.port or 6379), _CONNECT_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._file = io.BufferedReader(socket.SocketIO(self._socket, "r"), 1 << 16)
+        self._incoming = _Incoming(self._socket)
+        self._file = io.BufferedReader(self._incoming, 1 << 16)
         try:
             if url.password:
                 self.ask(b"AUTH", *[unquote(part).encode() for part in (url.username, url.password) if part])
@@ -146,9 +162,11 @@ class _Connection:
         kind, rest = self._line()
         if kind != b"$":
             raise OSError(f"the server answered {(kind + rest)[:100]!r} to GET")
-        nbytes = int(rest)
+        nbytes, most = int(rest), sum(part.nbytes for part in parts)
         if nbytes < 0:
             return None
+        if nbytes > most + _WORD_BYTES:
+            raise ValueError(f"a value of {nbytes} bytes where a page has {most}")
         done = 0
         for part in parts:
             piece = part[:min(part.nbytes, nbytes - done)]
@@ -162,6 +180,8 @@ class _Connection:
         self._socket.close()
 
     def _send(self, words: Sequence[bytes | Sequence[memoryview]]) -> None:
+        self._incoming.until = time.monotonic() + _ANSWER_SECONDS
+        self._socket.settimeout(_ANSWER_SECONDS)
         small = b"*%d\r\n" % len(words)
         for word in words:
             if isinstance(word, bytes):
@@ -173,22 +193,32 @@ class _Connection:
             small = b"\r\n"
         self._socket.sendall(small)
 
-    def _reply(self) -> Reply:
+    def _reply(self, depth: int = 0) -> Reply:
         kind, rest = self._line()
         if kind == b"-":
             raise OSError(rest.decode(errors="replace"))
         if kind == b":":
             return int(rest)
         if kind == b"$":
-            return self._exactly(int(rest) + 2)[:-2] if int(rest) >= 0 else None
+            return self._exactly(self._size(rest, _WORD_BYTES) + 2)[:-2] if int(rest) >= 0 else None
         if kind == b"*":
-            return [self._reply() for _ in range(int(rest))]
+            if depth == _DEPTH:
+                raise ValueError(f"arrays in more than {_DEPTH} arrays")
+            return [self._reply(depth + 1) for _ in range(self._size(rest, _WORDS))]
         if kind != b"+":
             raise OSError(f"the server answered {(kind + rest)[:100]!r}, which is not the Redis protocol")
         return rest
 
+    def _size(self, text: bytes, most: int) -> int:
+        """A number in an answer. ValueError if it is more than any answer of ours has."""
+        if int(text) > most:
+            raise ValueError(f"{text[:40].decode()} elements or bytes, where at most {most} can be meant")
+        return int(text)
+
     def _line(self) -> tuple[bytes, bytes]:
-        line = self._file.readline()
+        line = self._file.readline(_LINE_BYTES)
+        if len(line) == _LINE_BYTES:
+            raise ValueError(f"a line of more than {_LINE_BYTES} bytes")
         if not line.endswith(b"\r\n"):
             raise ConnectionError("the server has closed the connection")
         return line[:1], line[1:-2]
@@ -205,3 +235,22 @@ class _Connection:
             if not got:
                 raise ConnectionError("the server has closed the connection")
             piece = piece[got:]
+
+
+class _Incoming(io.RawIOBase):
+    """What a server sends, as far as it comes before `until`: a byte now and then does not put that off."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
+        self.until = time.monotonic() + _CONNECT_SECONDS
+        self._socket = connection
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the server does not answer in time")
+        self._socket.settimeout(left)
+        return self._socket.recv_into(buffer)

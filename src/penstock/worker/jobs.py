@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 
 from penstock.core.transfer import Landing, Load, PageName, Receipt
 
@@ -26,13 +27,14 @@ class Reports:
         self._some = threading.Condition()
         self._complained = -_SILENT_SECONDS
 
-    def land(self, ticket: int, ok: bool, began: float, furthest: int, lost: tuple[PageName, ...]) -> None:
+    def land(self, ticket: int, ok: bool, began: float, furthest: int, lost: tuple[PageName, ...],
+             missed: tuple[int, ...]) -> None:
         """A load has ended that began then and whose furthest place was this."""
         now = time.perf_counter()
         with self._some:
             since = max(began or now, self._ends.get(furthest, 0.0))
             self._ends[furthest] = now
-            self._landings.append(Landing(ticket, ok, now - since, lost))
+            self._landings.append(Landing(ticket, ok, now - since, lost, missed))
             self._some.notify_all()
 
     def wait(self, seconds: float) -> None:
@@ -58,15 +60,18 @@ class Job:
     """A load under way, in parts that threads do. It lands when all are done, or when it is given up and no thread is between
     `wanted` and the end of its part, as only there pages of the device are written."""
 
-    def __init__(self, load: Load, parts: int, reports: Reports) -> None:
+    def __init__(self, load: Load, places: Sequence[int], reports: Reports) -> None:
+        """`places`: for each part, where its pages come from: a store's number, or a negative one for the host."""
         self.ticket = load.ticket
         self.deadline = time.perf_counter() + load.patience
         self.given_up = False
         self._reports = reports
-        self._left = parts
+        self._left = Counter(places)
+        """Parts that have not ended, by place."""
         self._writing = 0
         self._landed = False
         self._lost: list[PageName] = []
+        self._missed: set[int] = set()
         self._began = 0.0
         self._furthest = -1
         self._lock = threading.Lock()
@@ -84,27 +89,32 @@ class Job:
             self._writing += wanted
             return wanted
 
-    def end(self, wrote: bool, failed: bool = False) -> None:
-        """A part has ended, and was `wanted` or not. With `failed` there is no use in the others."""
+    def end(self, place: int, wrote: bool, failed: bool = False) -> None:
+        """A part has ended, and was `wanted` or not. It has `failed` if its place gave no answer; there is no use in the other
+        parts then."""
         with self._lock:
-            self.given_up |= failed
-            self._left -= 1
+            if failed:
+                self.given_up = True
+                self._missed.add(place)
+            self._left[place] -= 1
             self._writing -= wrote
             self._land_if_over()
 
     def lose(self, name: PageName) -> None:
-        """A page is not to be had, so there is no use in the others."""
+        """A page is not to be had. Those before it are of use without it."""
         with self._lock:
             self._lost.append(name)
-            self.given_up = True
 
-    def give_up(self) -> None:
-        """It is no longer wanted, or takes too long."""
+    def give_up(self, late: bool = False) -> None:
+        """It is no longer wanted, or takes too long (`late`)."""
         with self._lock:
+            if late and not self.given_up:
+                self._missed.update(place for place, count in self._left.items() if count)
             self.given_up = True
             self._land_if_over()
 
     def _land_if_over(self) -> None:
-        if not self._landed and not self._writing and (self.given_up or not self._left):
+        if not self._landed and not self._writing and (self.given_up or not self._left.total()):
             self._landed = True
-            self._reports.land(self.ticket, not self.given_up, self._began, self._furthest, tuple(self._lost))
+            missed = tuple(sorted(place for place in self._missed if place >= 0))
+            self._reports.land(self.ticket, not self.given_up, self._began, self._furthest, tuple(self._lost), missed)

@@ -28,6 +28,7 @@ from penstock.worker.arena import Arena, own_pages
 from penstock.worker.jobs import Job, Reports
 from penstock.worker.lanes import Copy, Lane, Mark, Pinned, moment
 from penstock.worker.reading import Reader
+from penstock.worker.threads import Threads
 
 LOG = logging.getLogger("penstock")
 
@@ -45,6 +46,8 @@ _WRITES = 8
 """Pages that one of them is given at a time."""
 _IDLE_SECONDS = 0.005
 """For how long a step with nothing to compute waits for a load; new requests wait as long."""
+_CLOSE_SECONDS = 2.0
+"""How long the end of an engine waits for a store that hangs."""
 _HOST = -1
 """In place of a store's number."""
 
@@ -67,8 +70,8 @@ class Movers:
         """The pages (group, page) of saves that may still be under way, plan by plan."""
         self._ends = ThreadPoolExecutor(1, "penstock-loaded")
         self._sources = [Reader(store, behind.version) for store in self._stores]
-        self._readers = [ThreadPoolExecutor(_READERS[store.tier], f"penstock-read-{store.tier}") for store in self._stores]
-        self._writers = [ThreadPoolExecutor(_WRITERS, f"penstock-write-{store.tier}") for store in self._stores]
+        self._readers = [Threads(_READERS[store.tier], f"penstock-read-{store.tier}") for store in self._stores]
+        self._writers = [Threads(_WRITERS, f"penstock-write-{store.tier}") for store in self._stores]
         largest = max(group.page_bytes for group in arena.layout.groups)
         self._batch = max(1, _BUFFER_BYTES // largest)
         """How many pages are read into a buffer."""
@@ -116,10 +119,11 @@ class Movers:
             ready = moment(self._device)
             slots = [piece for piece in load.pieces if piece.store < 0]
             parts = list(self._divide([piece for piece in load.pieces if piece.store >= 0]))
-            job = self._open[load.ticket] = Job(load, len(parts) + bool(slots), self._reports)
+            places = [*(part[0].store for part in parts), *([_HOST] if slots else [])]
+            job = self._open[load.ticket] = Job(load, places, self._reports)
             if slots and job.wanted():
                 job.begin(_HOST)
-                self._finish(job, self._upwards(slots), [ready, self._saved], None)
+                self._finish(job, _HOST, self._upwards(slots), [ready, self._saved], None)
             for part in parts:
                 self._readers[part[0].store].submit(self._read, job, part, ready)
 
@@ -138,7 +142,7 @@ class Movers:
         now = time.perf_counter()
         for job in list(self._open.values()):
             if now > job.deadline:
-                job.give_up()
+                job.give_up(late=True)
         landings, receipts = self._reports.take()
         for landing in landings:
             del self._open[landing.ticket]
@@ -149,7 +153,7 @@ class Movers:
         for job in self._open.values():
             job.give_up()
         for threads in (*self._readers, *self._writers):
-            threads.shutdown(cancel_futures=True)
+            threads.close(_CLOSE_SECONDS)
         self._saves.close()
         self._loads.close()
         self._ends.shutdown()
@@ -184,24 +188,25 @@ class Movers:
 
     def _read(self, job: Job, pieces: list[Piece], ready: Mark) -> None:
         """Some pages of a load, by way of a buffer, because they are not certain to be the right ones."""
-        job.begin(pieces[0].store)
+        store = pieces[0].store
+        job.begin(store)
         buffer, failed = self._buffers.get(), False
         try:
             copies = self._fill(job, pieces, buffer)
         except (ConnectionError, TimeoutError) as error:
-            self._reports.complain(f"the {self._stores[pieces[0].store].tier} tier of the cache does not answer: {error}")
+            self._reports.complain(f"the {self._stores[store].tier} tier of the cache does not answer: {error}")
             copies, failed = [], True
         except Exception:
             LOG.exception("a page of the cache could not be read")
             copies, failed = [], True
         if copies and job.wanted():
-            self._finish(job, copies, [ready], buffer)
+            self._finish(job, store, copies, [ready], buffer)
         else:
             self._buffers.put(buffer)
-            job.end(False, failed)
+            job.end(store, False, failed)
 
     def _fill(self, job: Job, pieces: list[Piece], buffer: torch.Tensor) -> list[Copy]:
-        """Reads pages, one behind the other; gives the copies that are left to be made, none if a page is not good."""
+        """Reads pages, one behind the other; gives the copies of good ones that are left to be made."""
         source, copies, at = self._sources[pieces[0].store], list[Copy](), 0
         count = len(pieces) if source.at_once else 1
         for some in (pieces[first:first + count] for first in range(0, len(pieces), count)):
@@ -211,15 +216,17 @@ class Movers:
             sizes = [page.nbytes for page in pages]
             mine = buffer[at:at + sum(sizes)]
             at += len(mine)
-            for name, why in source.read([piece.name for piece in some], sizes, mine).items():
+            bad = source.read([piece.name for piece in some], sizes, mine)
+            for name, why in bad.items():
                 job.lose(name)
                 self._reports.complain(f"a page of the {self._stores[some[0].store].tier} tier of the cache is computed again: "
                                        f"{why}")
-            copies += zip(pages, mine.split(sizes), strict=True)
-        return [] if job.given_up else copies
+            copies += [(page, read) for piece, page, read in zip(some, pages, mine.split(sizes), strict=True)
+                       if piece.name not in bad]
+        return copies
 
-    def _finish(self, job: Job, copies: Iterable[Copy], after: list[Mark], buffer: torch.Tensor | None) -> None:
-        """Has pages copied to the device; that ends a part of a load, and its buffer is free again."""
+    def _finish(self, job: Job, place: int, copies: Iterable[Copy], after: list[Mark], buffer: torch.Tensor | None) -> None:
+        """Has pages copied to the device; that ends a part of a load from `place`, and its buffer is free again."""
         mark = self._loads.run(copies, after)
 
         def end() -> None:
@@ -231,7 +238,7 @@ class Movers:
                 failed = True
             if buffer is not None:
                 self._buffers.put(buffer)
-            job.end(True, failed)
+            job.end(place, True, failed)
 
         self._ends.submit(end)
 

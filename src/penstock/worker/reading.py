@@ -24,6 +24,7 @@ from penstock.core.transfer import PageName
 from penstock.ops import native
 from penstock.stores import Store, record
 from penstock.stores.disk import DiskStore
+from penstock.stores.guarded import GuardedStore
 
 LOG = logging.getLogger("penstock")
 
@@ -34,7 +35,7 @@ class Reader:
     def __init__(self, store: Store, version: bytes) -> None:
         self._store = store
         self._version = version
-        self._files = store if isinstance(store, DiskStore) else None
+        self._files = store if isinstance(store, GuardedStore | DiskStore) and store.tier == "disk" else None
         self._function = _function() if self._files is not None else None
         self.at_once = self._function is not None
         """Whether many pages are read sooner in one call than in several."""
@@ -45,7 +46,9 @@ class Reader:
         whole, ends = memory.numpy().data, list(accumulate(sizes))
         pages = [whole[end - size:end] for size, end in zip(sizes, ends, strict=True)]
         if self._files is not None and self._function is not None:
-            return self._read_files(self._files, self._function, names, pages, memory)
+            paths = self._files.files(names)
+            if paths is not None:
+                return self._read_files(paths, self._function, names, pages, memory)
         found = {name: self._read_one(name, page) for name, page in zip(names, pages, strict=True)}
         return {name: why for name, why in found.items() if why is not None}
 
@@ -59,9 +62,9 @@ class Reader:
             return str(error) or type(error).__name__
         return self._fault(name, nbytes, head, page, None)
 
-    def _read_files(self, files: DiskStore, function: Callable[..., None], names: Sequence[PageName],
+    def _read_files(self, paths: list[str], function: Callable[..., None], names: Sequence[PageName],
                     pages: list[memoryview], memory: torch.Tensor) -> dict[PageName, str]:
-        count, paths = len(names), [files.place(name) for name in names]
+        count = len(names)
         sizes = np.array([page.nbytes for page in pages], np.int64)
         heads, found = np.empty((count, record.HEADER_BYTES), np.uint8), np.empty(count, np.int64)
         sums = np.empty(sum(map(record.sums_of, sizes.tolist())), np.uint64)

@@ -12,7 +12,7 @@ NAME = PageName(0, b"")
 
 
 def job(parts: int, reports: Reports, kind: type[Job] = Job) -> Job:
-    return kind(Load(7, [], 60.0), parts, reports)
+    return kind(Load(7, [], 60.0), [0] * parts, reports)
 
 
 def test_a_part_that_writes_holds_the_landing_up() -> None:
@@ -20,12 +20,12 @@ def test_a_part_that_writes_holds_the_landing_up() -> None:
     one = job(3, reports)
     assert one.wanted()
     one.lose(NAME)
-    one.end(False)
+    one.end(0, False, failed=True)
     assert not one.wanted() and not reports.take()[0], "one part still writes"
-    one.end(False)
-    one.end(True)
+    one.end(0, False)
+    one.end(0, True)
     [landing] = reports.take()[0]
-    assert (landing.ticket, landing.ok, landing.lost) == (7, False, (NAME,))
+    assert (landing.ticket, landing.ok, landing.lost, landing.missed) == (7, False, (NAME,), (0,))
     one.give_up()
     assert not reports.take()[0], "it lands once"
 
@@ -48,7 +48,7 @@ class Sudden(Job):
 def test_what_is_given_up_in_between_lands_nevertheless() -> None:
     reports = Reports()
     one = job(1, reports, Sudden)
-    one.end(one.wanted())
+    one.end(0, one.wanted())
     assert [landing.ticket for landing in reports.take()[0]] == [7]
 
 
@@ -61,7 +61,7 @@ def test_threads_at_random() -> None:
         def part(fate: str, one: Job = one) -> None:
             if fate == "lost":
                 one.lose(NAME)
-            one.end(fate == "good" and one.wanted(), fate == "failed")
+            one.end(0, fate == "good" and one.wanted(), fate == "failed")
 
         threads = [threading.Thread(target=part, args=(fate,)) for fate in fates]
         for thread in threads:
@@ -69,4 +69,18 @@ def test_threads_at_random() -> None:
         for thread in threads:
             thread.join()
         [landing] = reports.take()[0]
-        assert landing.ok == (set(fates) == {"good"})
+        assert landing.ok == ("failed" not in fates) and (not landing.ok or len(landing.lost) == fates.count("lost"))
+
+
+def test_who_was_late_is_told() -> None:
+    """Of a load from several places: those that had not given all when patience ran out."""
+    reports = Reports()
+    one = Job(Load(7, [], 60.0), [-1, 0, 0, 1], reports)
+    for place in (-1, 0, 1):
+        one.end(place, one.wanted())
+    one.give_up(late=True)
+    [landing] = reports.take()[0]
+    assert not landing.ok and landing.missed == (0,)
+    other = Job(Load(8, [], 60.0), [-1, 0], reports)
+    other.give_up()
+    assert reports.take()[0][0].missed == ()

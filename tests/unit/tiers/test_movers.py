@@ -71,7 +71,7 @@ class Rig:
         for write in writes:
             self.fill(*write)
         landings, receipts = self.movers.arrived(wait=True)
-        self.landed |= {landing.ticket: landing.ok for landing in landings}
+        self.landed |= {landing.ticket: landing.ok and not landing.lost for landing in landings}
         self.tiers.report(landings, receipts)
 
     def settle(self, ticket: int) -> bool:
@@ -319,6 +319,9 @@ def test_a_slow_disk_delays_nobody_else(tmp_path: Path) -> None:
     time.sleep(0.3)
     slow.step()
     assert slow.holds(70, 0), "a load that was given up writes nothing any more"
+    assert slow.tiers.find(0, [content(0, 0).key]) == [False], "it is left alone for a while"
+    assert {tier.name: (tier.available, tier.late_loads) for tier in slow.tiers.stats()} == {"host": (1, 0), "disk": (0, 1)}
+    slow.tiers.catalogs[0]._away_until = 0.0
     assert slow.tiers.find(0, [content(0, 0).key]) == [True]
     assert slow.tiers.load([content(0, 0)], 100) is None, "computing is faster than that"
     slow.close()

@@ -51,6 +51,10 @@ class Tiers(Protocol):
         belong to the load, even if the request that wanted them has gone."""
         ...
 
+    def patience(self, positions: int) -> float:
+        """For how many seconds a request may wait for pages that save it the computing of so many positions."""
+        ...
+
     def source(self, ticket: int) -> dict[str, int]:
         """Of the pages of a load, how many come from which tier ("host", "disk", "remote")."""
         ...

@@ -21,8 +21,12 @@ LOG = logging.getLogger("penstock")
 
 _SPARE = 0.05
 """Of the bound, what is to be free so that writers find room. If it is not, twice as much is made free, in the background."""
-_PAUSE_SECONDS = 5.0
-"""A store that has failed to write is left alone for so long."""
+_PAUSE_SECONDS, _LONGEST_PAUSE = 5.0, 60.0
+"""A store that has failed to write, or did not answer in time, is left alone for so long; each time in a row twice as long."""
+_FIRST_SECONDS = 1.0
+"""How long a start waits for the first look at a store."""
+_CLOSE_SECONDS = 2.0
+"""How long an end waits for a store that hangs."""
 
 
 class Catalog:
@@ -50,11 +54,41 @@ class Catalog:
         self._doomed: set[PageName] = set()
         """What must not be found any more, whatever a look at the store says, until it has been deleted."""
         self._paused_until = 0.0
+        """Nothing is written before."""
+        self._away_until = 0.0
+        """Nothing is loaded or written before."""
+        self._misses = 0
+        """How many loads in a row it did not answer in time."""
         self._failing = False
         self._lock = threading.Lock()
 
     def __contains__(self, name: PageName) -> bool:
         return name in self._entries
+
+    def away(self, now: float) -> bool:
+        """Whether the store is left alone at this time (`time.monotonic()`)."""
+        return now < self._away_until
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last look at the store has failed."""
+        return self._failing
+
+    def missed(self, now: float) -> None:
+        """The store did not answer a load in time: it is left alone for a while, and then tried again."""
+        if self.away(now):
+            return
+        pause = min(_LONGEST_PAUSE, _PAUSE_SECONDS * 2**min(self._misses, 8))
+        self._misses += 1
+        self._away_until = now + pause
+        LOG.warning("the %s tier of the cache did not give pages in time; it is left alone for %.0f s, and requests compute "
+                    "instead", self.tier, pause)
+
+    def answered(self) -> None:
+        """The store gave a load in time."""
+        if self._misses:
+            LOG.warning("the %s tier of the cache gives pages in time again", self.tier)
+        self._misses = 0
 
     def listen(self, told: Callable[[PageName, bool], None]) -> None:
         """Tells of every page that is there, and from now on of every one that comes or goes."""
@@ -79,7 +113,9 @@ class Catalog:
 
     def reserve(self, name: PageName, now: float) -> bool:
         """Whether a page should be written now: it is not there nor on its way, there is room, and the store takes pages."""
-        if name in self._entries or name in self._pending or name in self._doomed or now < self._paused_until:
+        if name in self._entries or name in self._pending or name in self._doomed:
+            return False
+        if now < self._paused_until or self.away(now):
             return False
         size = self._sizes[name.group]
         if self.bound is not None and self.used_bytes + self._pending_bytes + size > self.bound:
@@ -196,27 +232,30 @@ class Keeper:
     """A thread that keeps catalogs true and stores within their bounds."""
 
     def __init__(self, catalogs: Sequence[Catalog], seconds: float) -> None:
-        """Looks once before it returns, so that a new engine knows what was kept; then every `seconds`, or more rarely where
-        looking takes long."""
+        """Looks once, for which it waits a moment, so that a new engine knows what was kept; then every `seconds`, or more
+        rarely where looking takes long."""
         self._catalogs = list(catalogs)
         self._seconds = seconds
         self._wake = threading.Event()
+        self._looked = threading.Event()
         self._closed = False
-        self._look()
         self._thread = threading.Thread(target=self._run, name="penstock-tiers", daemon=True)
         self._thread.start()
+        self._looked.wait(_FIRST_SECONDS)
 
     def wake(self) -> None:
         """Has doomed pages deleted and stores shrunk soon."""
         self._wake.set()
 
     def close(self) -> None:
-        """Finishes what it is doing. Nothing may be being written any more."""
+        """Finishes what it is doing, unless a store hangs. Nothing may be being written any more."""
         self._closed = True
         self._wake.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
+        self._look()
+        self._looked.set()
         due = time.monotonic() + self._seconds
         while True:
             self._wake.wait(max(0.0, due - time.monotonic()))

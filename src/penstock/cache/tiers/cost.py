@@ -7,6 +7,7 @@ trying is how it gets measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 _WEIGHT = 0.2
@@ -33,6 +34,11 @@ class Steps:
         size = positions.bit_length() - 1
         mean = self._means.get(size, (float(positions), seconds))
         self._means[size] = (mean[0] + _WEIGHT * (positions - mean[0]), mean[1] + _WEIGHT * (seconds - mean[1]))
+
+    @property
+    def known(self) -> bool:
+        """Whether any step has been measured."""
+        return bool(self._means)
 
     def seconds(self, positions: int) -> float | None:
         """What computing so many positions of one request will take; None as long as there is nothing to judge by.
@@ -93,10 +99,11 @@ class Costs:
         self.steps = Steps()
         self.sources = dict(tiers)
 
-    def worth_loading(self, nbytes: Mapping[str, int], positions: int, now: float) -> bool:
-        """Whether loading so many bytes from each tier is predicted to be faster than computing these positions."""
+    def worth_loading(self, nbytes: Mapping[str, int], positions: int, now: float, patience: float = math.inf) -> bool:
+        """Whether loading so many bytes from each tier is predicted to be faster than computing these positions, and to end
+        before the `patience` for it does."""
         compute = self.steps.seconds(positions)
-        return compute is None or max(self.sources[tier].seconds(n, now) for tier, n in nbytes.items()) < compute
+        return compute is None or max(self.sources[tier].seconds(n, now) for tier, n in nbytes.items()) < min(compute, patience)
 
     def worth_saving(self, tier: str, nbytes: int, positions: int) -> bool:
         """Whether a tier gives bytes faster than they are computed, so that it is worth having more there."""

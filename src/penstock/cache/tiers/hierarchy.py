@@ -25,10 +25,13 @@ from penstock.stores import Store as Place
 
 HOST = "host"
 
-_PATIENCE = 4.0
-"""A load that takes so many times as long as computing has failed."""
-_LEAST_PATIENCE, _MOST_PATIENCE = 0.5, 30.0
-"""Seconds, whatever computing takes or if that is not known."""
+_PATIENCE, _LEAST_PATIENCE = 0.5, 0.15
+"""A load may take so much of the time that computing takes, and so many seconds: with the computing after a load that was in
+vain, no request takes longer than 1.5 times computing alone and 0.2 s."""
+_MOST_PATIENCE = 30.0
+"""Seconds where the user wants all loaded that is found."""
+_STALLED_SECONDS = 10.0
+"""A store that has not finished writing some pages for so long is given no more."""
 _WANTED_PAGES = 1 << 16
 """Pages that may wait to be written to stores; of more the oldest are not written."""
 _WRITING_SHARE = 0.25
@@ -73,7 +76,8 @@ class Hierarchy:
         self._sizes = [group.page_bytes for group in layout.groups]
         self.catalogs = [Catalog(store, self._sizes, bound) for store, bound in stores]
         self.costs = Costs({tier: Source() for tier in (HOST, *(catalog.tier for catalog in self.catalogs))})
-        self._keeper = Keeper(self.catalogs, refresh_seconds) if self.catalogs else None
+        # One for each, so that a store that hangs keeps no other's from its work.
+        self._keepers = [Keeper([catalog], refresh_seconds) for catalog in self.catalogs]
         self._stats = {tier: TierStats(tier) for tier in self.costs.sources}
         self._saves: dict[tuple[int, int], tuple[PageName, Save]] = {}
         """By group and slot."""
@@ -81,8 +85,8 @@ class Hierarchy:
         """Loads and Stores."""
         self._wanted: deque[PageName] = deque(maxlen=_WANTED_PAGES)
         """Pages to be written to stores as soon as there is room for them in the queue."""
-        self._writing: dict[int, tuple[int, PageName, int]] = {}
-        """Stores under way: which store, which page, its size."""
+        self._writing: dict[int, tuple[int, PageName, int, float]] = {}
+        """Stores under way: which store, which page, its size, since when."""
         self._most_writing = max(1, int(_WRITING_SHARE * slabs * min(group.per_slab for group in layout.groups)))
         self._loading: dict[int, _Loading] = {}
         self._ids = count(1)
@@ -118,8 +122,8 @@ class Hierarchy:
         self._tidy()
 
     def find(self, group: int, keys: Sequence[Key]) -> list[bool]:
-        names = [PageName(group, key) for key in keys]
-        return [name in self.host or any(name in catalog for catalog in self.catalogs) for name in names]
+        names, catalogs = [PageName(group, key) for key in keys], self._present()
+        return [name in self.host or any(name in catalog for catalog in catalogs) for name in names]
 
     def load(self, pages: Sequence[Content], positions: int) -> int | None:
         pieces = self._locate(pages)
@@ -130,7 +134,8 @@ class Hierarchy:
             tier = self._tier(piece)
             nbytes[tier] += self._sizes[piece.name.group]
             tiers[tier] += 1
-        if not self.policy.always and not self.costs.worth_loading(nbytes, positions, time.monotonic()):
+        patience = self.patience(positions)
+        if not self.policy.always and not self.costs.worth_loading(nbytes, positions, time.monotonic(), patience):
             return None
         for piece in pieces:
             if piece.slot >= 0:
@@ -139,8 +144,13 @@ class Hierarchy:
             self.costs.sources[tier].owed += size
         ticket = next(self._ids)
         self._loading[ticket] = _Loading(pieces, dict(nbytes), dict(tiers))
-        self._transfers.append(Load(ticket, pieces, self._patience(positions)))
+        self._transfers.append(Load(ticket, pieces, patience))
         return ticket
+
+    def patience(self, positions: int) -> float:
+        if self.policy.always:
+            return _MOST_PATIENCE
+        return _LEAST_PATIENCE + _PATIENCE * (self.costs.steps.seconds(positions) or 0.0)
 
     def source(self, ticket: int) -> dict[str, int]:
         return self._loading[ticket].pages
@@ -173,7 +183,7 @@ class Hierarchy:
         for landing in landings:
             self._landed(landing, now)
         for receipt in receipts:
-            which, name, size = self._writing.pop(receipt.id)
+            which, name, size, _ = self._writing.pop(receipt.id)
             catalog = self.catalogs[which]
             self.host.let_go(name)
             if not catalog.settle(name, receipt.ok, now):
@@ -205,14 +215,15 @@ class Hierarchy:
             stats = self._stats[catalog.tier]
             stats.capacity_bytes, stats.used_bytes = catalog.bound or 0, catalog.used_bytes
             stats.cached_pages, stats.evicted_pages = catalog.pages, catalog.evicted
+            stats.available = int(not catalog.failing and not catalog.away(time.monotonic()))
         return list(self._stats.values())
 
     # -- what the engine asks
 
     def close(self) -> None:
         """Ends what runs in the background; nothing may be asked any more."""
-        if self._keeper is not None:
-            self._keeper.close()
+        for keeper in self._keepers:
+            keeper.close()
         for catalog in self.catalogs:
             catalog.store.close()
 
@@ -220,8 +231,13 @@ class Hierarchy:
 
     def _tidy(self) -> None:
         """Has doomed pages deleted and full stores shrunk."""
-        if self._keeper is not None:
-            self._keeper.wake()
+        for keeper in self._keepers:
+            keeper.wake()
+
+    def _present(self) -> list[Catalog]:
+        """Those of stores that are not left alone."""
+        now = time.monotonic()
+        return [catalog for catalog in self.catalogs if not catalog.away(now)]
 
     def _worth_saving(self, nbytes: int) -> bool:
         return self.policy.always or self.costs.worth_saving(HOST, nbytes, self.layout.page)
@@ -234,22 +250,26 @@ class Hierarchy:
     def _write(self) -> None:
         """Starts writing wanted pages, as many as the queue takes. A page that has left the host meanwhile is not written."""
         now = time.monotonic()
-        while self._wanted and len(self._writing) < self._most_writing:
+        stalled = {which for which, _, _, since in self._writing.values() if now - since > _STALLED_SECONDS}
+        busy = sum(which not in stalled for which, *_ in self._writing.values())
+        while self._wanted and busy < self._most_writing:
             name = self._wanted.popleft()
             for which, catalog in enumerate(self.catalogs):
-                if name in self.host and catalog.reserve(name, now):
+                if which not in stalled and name in self.host and catalog.reserve(name, now):
                     number = next(self._ids)
-                    self._writing[number] = which, name, self._sizes[name.group]
+                    busy += 1
+                    self._writing[number] = which, name, self._sizes[name.group], now
                     self._transfers.append(Store(number, which, name, self.host.hold(name)))
 
     def _locate(self, pages: Sequence[Content]) -> list[Piece]:
         """Where each page is to come from; nothing if one of them is nowhere."""
-        pieces, names = [], []
+        pieces, names, present = [], [], self._present()
         for content in pages:
             name = PageName(content.group, content.key)
             slot, store = self.host.slot(name), -1
             if slot is None:
-                slot, store = -1, next((i for i, catalog in enumerate(self.catalogs) if name in catalog), -1)
+                slot = -1
+                store = next((i for i, catalog in enumerate(self.catalogs) if catalog in present and name in catalog), -1)
                 if store < 0:
                     return []
             names.append(name)
@@ -270,28 +290,36 @@ class Hierarchy:
             self.costs.sources[tier].owed -= size
             if landing.ok:
                 self._stats[tier].bytes_out += size
-                self._stats[tier].hit_tokens += self._positions(load, tier)
+                self._stats[tier].hit_tokens += self._positions(load, tier, landing.lost)
         self.costs.sources[furthest].learn(load.nbytes[furthest], landing.seconds, now, landing.ok)
+        for which in landing.missed:
+            self._stats[self.catalogs[which].tier].late_loads += 1
+            # Where nothing has been computed yet nobody knows what was to be expected.
+            if self.costs.steps.known:
+                self.catalogs[which].missed(now)
+        for which in {piece.store for piece in load.pieces if landing.ok and piece.store >= 0}:
+            self.catalogs[which].answered()
         for piece in load.pieces:
             if piece.name in landing.lost:
                 self._stats[self._tier(piece)].failures += 1
                 self.catalogs[piece.store].doom([piece.name])
                 self._tidy()
 
-    def _positions(self, load: _Loading, tier: str) -> int:
-        """Positions of context that a load got from a tier: of the cache group that got most."""
-        pages = Counter(piece.name.group for piece in load.pieces if self._tier(piece) == tier)
-        return max(pages.values()) * self.layout.page
+    def _positions(self, load: _Loading, tier: str, lost: Sequence[PageName]) -> int:
+        """Positions of context that a load got from a tier: of the cache group that got most, or of one that has lost pages,
+        those before the first of these."""
+        pages, broken = Counter[int](), set[int]()
+        for piece in load.pieces:
+            group = piece.name.group
+            if piece.name in lost:
+                broken.add(group)
+            elif self._tier(piece) == tier and group not in broken:
+                pages[group] += 1
+        return max((pages[group] for group in broken or pages), default=0) * self.layout.page
 
     def _moved(self, tier: str, nbytes: int) -> None:
         self._stats[tier].stored_pages += 1
         self._stats[tier].bytes_in += nbytes
-
-    def _patience(self, positions: int) -> float:
-        seconds = self.costs.steps.seconds(positions)
-        if self.policy.always or seconds is None:
-            return _MOST_PATIENCE
-        return min(_MOST_PATIENCE, max(_LEAST_PATIENCE, _PATIENCE * seconds))
 
     def _tier(self, piece: Piece) -> str:
         return HOST if piece.store < 0 else self.catalogs[piece.store].tier

@@ -44,14 +44,15 @@ int64_t fill(int file, uint8_t* head, int64_t head_bytes, uint8_t* body, int64_t
     return done;
 }
 
-// Opens a file for reading. Neither it nor the folder that it lies in may be a symbolic link. A descriptor, or -errno.
+// Opens a file for reading. Neither it nor the folder that it lies in may be a symbolic link, and a pipe in its place is not
+// waited for. A descriptor, or -errno.
 int open_page(const char* path) {
     const char* slash = strrchr(path, '/');
     if (slash == nullptr) return -EINVAL;
     const std::string folder(path, slash);
     const int at = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (at < 0) return -errno;
-    const int file = openat(at, slash + 1, O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
+    const int file = openat(at, slash + 1, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
     const int error = errno;
     close(at);
     return file < 0 ? -error : file;
