@@ -208,7 +208,7 @@ def test_routes_methods_and_types(server: Served) -> None:
                                  ("POST", "/health", 405), ("PATCH", "/tokenize", 405), ("GET", "/", 404), ("GET", "/v1", 404),
                                  ("POST", "/v1/embeddings", 404), ("GET", "/v1/models/no", 404), ("GET", "/%00", 404),
                                  ("GET", "/v1/../etc/passwd", 404), ("GET", "/" + "a" * 5000, 404),
-                                 ("GET", "/v1/completions/", 404)):
+                                 ("GET", "/v1/completions/", 405)):
         answer = http.request(method, path, headers={"Content-Type": "application/json"})
         assert answer.status_code == status, f"{method} {path}: {answer.status_code}"
         error_of(answer)

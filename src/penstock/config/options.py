@@ -21,7 +21,6 @@ from penstock.core.errors import ConfigError
 Options = TypeVar("Options")
 
 _IGNORED: dict[str, tuple[Any, ...]] = {
-    "trust_remote_code": (True, False),
     "disable_log_stats": (True, False),
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
@@ -29,6 +28,10 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
 }
 """Keywords of vLLM's that are no options here, with the values that change nothing and are therefore accepted."""
+
+
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+"""What generation_config.json and override_generation_config may set, by its names."""
 
 
 def engine_options(model: str | EngineOptions, given: Mapping[str, Any]) -> EngineOptions:
@@ -108,11 +111,29 @@ def _in_range(field: dataclasses.Field[Any], value: Any) -> None:
 def _check_engine(options: EngineOptions) -> None:
     if not options.model:
         raise ConfigError("model is empty; name a Hugging Face folder or a hub id")
+    generation_defaults(options.override_generation_config)
     if options.step_target_ms is not None and not options.step_target_ms > 0:
         raise ConfigError(f"step_target_ms is {options.step_target_ms}; it must be above 0")
 
 
+def generation_defaults(given: Mapping[str, Any]) -> dict[str, float]:
+    """override_generation_config with its values as numbers. ConfigError for what is no sampling parameter or no number."""
+    found: dict[str, float] = {}
+    for name, value in given.items():
+        if name not in GENERATION_DEFAULTS:
+            raise ConfigError(f"override_generation_config has {name!r}; possible are {', '.join(GENERATION_DEFAULTS)}")
+        try:
+            found[name] = msgspec.convert(value, int if name in ("top_k", "max_new_tokens") else float, strict=False)
+        except msgspec.ValidationError:
+            raise ConfigError(f"override_generation_config: {name} is {value!r}, which is not a number") from None
+    return found
+
+
 def _check_server(options: ServerOptions) -> None:
+    if options.ssl_cert_reqs > 2:
+        raise ConfigError(f"ssl_cert_reqs is {options.ssl_cert_reqs}; possible are 0, 1 and 2")
+    if (options.ssl_keyfile or options.ssl_ca_certs) and not options.ssl_certfile:
+        raise ConfigError("HTTPS needs a certificate: give ssl_certfile, and ssl_keyfile if the key is not in the same file")
     if options.port > 65535:
         raise ConfigError(f"port is {options.port}; it must be between 0 and 65535")
     for name in ("api_key", "admin_api_key", "served_model_name"):

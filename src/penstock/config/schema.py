@@ -38,8 +38,15 @@ class EngineOptions:
     skip_tokenizer_init: bool = option(False, "run on token ids only; no text in or out", group=MODEL)
     chat_template: str | None = option(None, "a chat template's file, its text, or the name of one of the model's own",
                                        group=MODEL)
-    generation_config: str = option("auto", "auto: default sampling parameters from generation_config.json; none: OpenAI's",
-                                    ("auto", "none"), group=MODEL)
+    generation_config: str = option("auto", "auto: default sampling parameters from generation_config.json; none, or "
+                                    "vLLM's name vllm: OpenAI's", ("auto", "none", "vllm"), group=MODEL)
+    override_generation_config: dict[str, Any] = option({}, "default sampling parameters that win over generation_config.json: "
+                                                        "temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens",
+                                                        group=MODEL)
+    max_logprobs: int = option(20, "the most alternatives that logprobs may ask for; -1 for the most that is possible",
+                               group=MODEL, least=-1)
+    trust_remote_code: bool = option(False, "accepted for scripts made for vLLM; changes nothing, because code that comes with "
+                                            "a model is never run", group=MODEL)
     load_format: str = option("auto", "auto: safetensors; dummy: random weights, for benchmarks", ("auto", "dummy"),
                               group=MODEL)
     dtype: str = option("auto", "of weights, activations and cache; auto: the checkpoint's",
@@ -128,6 +135,17 @@ class ServerOptions:
     idle_timeout: float = option(30.0, "seconds until a connection without a request is closed", group=LIMITS, least=1e-3)
     write_timeout: float = option(60.0, "seconds until a connection is closed whose client does not read its answer",
                                   group=LIMITS, least=1e-3)
+    root_path: str = option("", "the path under which a proxy shows this server; requests may come with it or without",
+                            group=SERVER)
+    uds: str | None = option(None, "listen on a Unix socket of this path instead of host and port", group=SERVER)
+    ssl_keyfile: str | None = option(None, "private key for HTTPS, as PEM", group=SERVER)
+    ssl_certfile: str | None = option(None, "certificate for HTTPS, as PEM", group=SERVER)
+    ssl_ca_certs: str | None = option(None, "certificates of the authorities that issue clients' certificates", group=SERVER)
+    ssl_cert_reqs: int = option(0, "whether clients need a certificate: 0 no, 1 if they have one it is checked, 2 yes",
+                                group=SERVER, least=0)
+    ssl_ciphers: str = option("", "OpenSSL's cipher list for HTTPS; by default Python's", group=SERVER)
+    return_tokens_as_token_ids: bool = option(False, "name tokens in logprobs as token_id:N, if the request does not say",
+                                              group=SERVER)
     unknown_fields: str = option("refuse", "what to do with fields of a request that the server does not know; warn: ignore "
                                            "them, with a warning in the log and their names in a header of the answer",
                                  ("refuse", "warn"), group=SERVER)

@@ -14,7 +14,10 @@ import msgspec
 from penstock.core.errors import RequestError
 
 MAX_LOGPROBS = 20
-"""The largest `logprobs`/`top_logprobs`, as in OpenAI's API."""
+"""The largest `logprobs`/`top_logprobs` by default, as in OpenAI's API; the option max_logprobs allows others."""
+
+MOST_LOGPROBS = 1024
+"""The largest that any server may allow, which bounds what an answer takes."""
 
 MAX_N = 128
 """The largest `n`, as in OpenAI's API."""
@@ -77,9 +80,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     min_tokens: int = 0
     """End-of-sequence and stop tokens cannot be chosen before this many tokens were generated."""
     logprobs: int | None = None
-    """Report the log probability of each chosen token and of this many most likely alternatives. [0, 20]."""
+    """Report the log probability of each chosen token and of this many most likely alternatives. [0, max_logprobs]."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt. [0, 20]."""
+    """The same for the tokens of the prompt. [0, max_logprobs]."""
     detokenize: bool = True
     """False leaves `text` empty."""
     skip_special_tokens: bool = True
@@ -143,7 +146,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
              f"at most max_tokens ({self.max_tokens})", self.min_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            need(value is None or 0 <= value <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}", value)
+            need(value is None or 0 <= value <= MOST_LOGPROBS, name, f"between 0 and {MOST_LOGPROBS}", value)
         need(all(self.stops), "stop", "non-empty strings", self.stop)
         need(self.spaces_between_special_tokens, "spaces_between_special_tokens", "true (false is not supported)", False)
         for token, bias in (self.logit_bias or {}).items():

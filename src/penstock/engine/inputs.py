@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, Request, Span
-from penstock.core.sampling import SamplingParams
+from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
 from penstock.engine.retention import Marked, check_spans, settle_spans, spans_of, written
 from penstock.engine.work import checkpoint
 from penstock.text import ChatTemplate, Tokenizer
@@ -50,15 +50,17 @@ class Inputs:
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, info: EngineInfo,
                  generation_config: Mapping[str, Any] | None = None, eos_ids: Iterable[int] = (),
-                 seed: int | None = None) -> None:
+                 seed: int | None = None, max_logprobs: int = MAX_LOGPROBS) -> None:
         """`generation_config` holds the model's defaults, empty if they are not wanted. `eos_ids` are what the model's files
-        name; without any, the generation_config's and the tokenizer's. `seed` makes the drawn seeds repeatable."""
+        name; without any, the generation_config's and the tokenizer's. `seed` makes the drawn seeds repeatable.
+        `max_logprobs` bounds the alternatives that a request may ask for."""
         self.tokenizer = tokenizer
         self.template = template
         self.info = info
         config = generation_config or {}
         self.defaults = {name: config[key] for key, name in DEFAULTS.items() if config.get(key) is not None}
         self.eos_ids = list(dict.fromkeys(eos_ids)) or _eos_ids(config, tokenizer)
+        self.max_logprobs = max_logprobs
         self._random = random.Random(seed)
 
     def default_params(self) -> SamplingParams:
@@ -172,6 +174,11 @@ class Inputs:
             params = params.replace(**changes)
         params.check()
         params.check_vocabulary(self.info.vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            if wanted is not None and wanted > self.max_logprobs:
+                raise RequestError(f"{name} is {wanted}; at most {self.max_logprobs} are possible (--max-logprobs)", param=name,
+                                   code="invalid_value")
         return params
 
     def _check_text_needs(self, params: SamplingParams) -> None:

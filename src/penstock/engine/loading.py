@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from penstock.checkpoint import eos_ids, read_config, read_generation_config, resolve_folder
+from penstock.config.options import generation_defaults
 from penstock.config.schema import EngineOptions
 from penstock.core.request import EngineInfo
+from penstock.core.sampling import MOST_LOGPROBS
 from penstock.engine.inputs import Inputs
 from penstock.text import ChatTemplate, Tokenizer
 
@@ -30,7 +32,9 @@ def find(options: EngineOptions) -> Found:
     folder = resolve_folder(options.model, options.revision)
     tokenizer_folder = resolve_folder(options.tokenizer) if options.tokenizer else folder
     defaults = read_generation_config(folder)
-    return Found(str(folder), str(tokenizer_folder), defaults if options.generation_config == "auto" else {},
+    defaults = {**(defaults if options.generation_config == "auto" else {}),
+                **generation_defaults(options.override_generation_config)}
+    return Found(str(folder), str(tokenizer_folder), defaults,
                  eos_ids(folder, read_config(folder)))
 
 
@@ -45,4 +49,5 @@ def load_text(found: Found, options: EngineOptions) -> tuple[Tokenizer | None, C
 def inputs_of(found: Found, tokenizer: Tokenizer | None, template: ChatTemplate | None, info: EngineInfo,
               options: EngineOptions) -> Inputs:
     """Makes requests for an engine of these files."""
-    return Inputs(tokenizer, template, info, found.generation_config, found.eos_ids, options.seed)
+    most = MOST_LOGPROBS if options.max_logprobs == -1 else min(options.max_logprobs, MOST_LOGPROBS)
+    return Inputs(tokenizer, template, info, found.generation_config, found.eos_ids, options.seed, most)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +15,38 @@ from penstock.server.dialect import Route
 from penstock.server.errors import UnavailableError
 from penstock.server.metrics import CONTENT_TYPE, MetricsPage
 from penstock.server.state import State
+
+
+class Status(TypedDict):
+    status: str
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Load(TypedDict):
+    server_load: int
+    """Requests that are open."""
+    running: int
+    waiting: int
+    kv_cache_usage: float
+
+
+class Done(TypedDict):
+    success: bool
+
+
+class EventSource(TypedDict, total=False):
+    """An engine's publisher, with the fields of --kv-events-config."""
+
+    dp_rank: int
+    block_size: int
+    model: str
+    publisher: str
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
 
 
 class Admin:
@@ -30,16 +62,17 @@ class Admin:
     def routes(self) -> Sequence[Route]:
         """The routes, which belong to no dialect."""
         return (
-            Route("GET", "/health", self.health, "Whether the engine is alive and makes progress"),
-            Route("GET", "/ready", self.ready, "Whether a request would be taken now"),
-            Route("GET", "/ping", self.health, "The same as /health"),
-            Route("POST", "/ping", self.health, "The same as /health"),
-            Route("GET", "/version", self.version, "The version of Penstock"),
-            Route("GET", "/load", self.load, "How much there is to do"),
+            Route("GET", "/health", self.health, "Whether the engine is alive and makes progress", answer=Status),
+            Route("GET", "/ready", self.ready, "Whether a request would be taken now", answer=Status),
+            Route("GET", "/ping", self.health, "The same as /health", answer=Status),
+            Route("POST", "/ping", self.health, "The same as /health", answer=Status),
+            Route("GET", "/version", self.version, "The version of Penstock", answer=Version),
+            Route("GET", "/load", self.load, "How much there is to do", answer=Load),
             Route("GET", "/server_info", self.server_info, "What is served and how"),
-            Route("GET", "/kv_event_sources", self.kv_event_sources, "Where the cache's events are published"),
+            Route("GET", "/kv_event_sources", self.kv_event_sources, "Where the cache's events are published, by engine",
+                  answer=list[EventSource]),
             Route("GET", "/metrics", self.metrics, "Figures in Prometheus' format"),
-            Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, "Forget everything that is cached"),
+            Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, "Forget everything that is cached", answer=Done),
         )
 
     async def health(self, request: Request) -> Response:

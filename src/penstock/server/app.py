@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp
 
 import penstock
@@ -18,9 +17,11 @@ from penstock.observe.log import LOG
 from penstock.server.access import AccessLog
 from penstock.server.admin import Admin
 from penstock.server.dialect import Dialect, ErrorShapes
+from penstock.server.docs import docs_page
 from penstock.server.errors import on_client_gone, on_http_exception, on_request_error
-from penstock.server.gate import Gate
+from penstock.server.gate import OPEN_ROUTES, Gate
 from penstock.server.openai.dialect import OpenAI
+from penstock.server.paths import Paths
 from penstock.server.schema import openapi
 from penstock.server.state import State
 
@@ -30,7 +31,7 @@ class Application:
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         self.state = State(llm, options)
-        self.app = FastAPI(title="Penstock", version=penstock.__version__, openapi_url="/openapi.json", docs_url="/docs",
+        self.app = FastAPI(title="Penstock", version=penstock.__version__, openapi_url="/openapi.json", docs_url=None,
                            redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
         # The first one shapes the errors of paths that nobody serves.
         dialects: list[Dialect] = [OpenAI(self.state)]
@@ -45,13 +46,19 @@ class Application:
         self.app.add_exception_handler(RequestError, on_request_error)
         self.app.add_exception_handler(EngineDeadError, on_request_error)
         self.app.add_exception_handler(Exception, on_request_error)
-        document: dict[str, Any] = openapi(routes)
+        open_routes = None if options.api_key or options.admin_api_key else frozenset(route.path for route in routes)
+        document = openapi(routes, OPEN_ROUTES if open_routes is None else open_routes, options.root_path)
+        page = docs_page(document)
         self.app.openapi = lambda: document  # type: ignore[method-assign]
-        inner: ASGIApp = self.app
+        self.app.add_route("/docs", lambda request: HTMLResponse(page), methods=["GET"])
+        asgi: ASGIApp = Gate(self.app, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes, _report)
         if options.allowed_origins:
-            inner = CORSMiddleware(inner, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-        gate = Gate(inner, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes, _report)
-        self.asgi: ASGIApp = AccessLog(gate) if options.log_requests else gate
+            # Around the gate: a browser shows a page no refusal that lacks these headers.
+            asgi = CORSMiddleware(asgi, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"],
+                                  expose_headers=["X-Request-Id", "X-Penstock-Ignored", "Retry-After"])
+        if options.log_requests:
+            asgi = AccessLog(asgi)
+        self.asgi: ASGIApp = Paths(asgi, options.root_path)
 
 
 def _report(error: BaseException) -> None:

@@ -7,7 +7,7 @@ answer's headers.
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
 import msgspec
@@ -46,16 +46,19 @@ class BodyReader:
         self._warned: set[str] = set()
         self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
 
-    async def read(self, request: Request, kind: type[Body]) -> Body:
-        """The body as `kind`, and in the scope as `body_bytes` how long it was. RequestError 400, 408, 413, 415 or 503 naming
-        the fault; ClientDisconnect if the client went away."""
+    async def read(self, request: Request, kind: type[Body] | Callable[[Container[str]], type[Body]]) -> Body:
+        """The body as `kind`, or as the type that `kind` names for the fields that the body has; its length is then in the
+        scope as `body_bytes`. RequestError 400, 408, 413, 415 or 503 naming the fault; ClientDisconnect if the client went
+        away."""
         with self._limits.receiving() as account:
             data = await self._bytes(request, account)
         request.scope["body_bytes"] = len(data)
         return await self._work.run(len(data) // _BYTES_A_CHARACTER, lambda: self._decode(request, kind, data))
 
-    def _decode(self, request: Request, kind: type[Body], data: bytes) -> Body:
+    def _decode(self, request: Request, kind: type[Body] | Callable[[Container[str]], type[Body]], data: bytes) -> Body:
         self._limits.check_json(data)
+        if not isinstance(kind, type):
+            kind = kind(self._fields(data))
         decoder = self._decoders.get(kind)
         if decoder is None:
             decoder = self._decoders[kind] = msgspec.json.Decoder(kind)
@@ -64,6 +67,13 @@ class BodyReader:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             body = self._without_unknown(request, kind, data, error)
         return body
+
+    def _fields(self, data: bytes) -> Container[str]:
+        """The names of a JSON object's fields."""
+        try:
+            return msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise explain(error, self._explain_field) from None
 
     def _without_unknown(self, request: Request, kind: type[Body], data: bytes, error: Exception) -> Body:
         """The body without the unknown fields that may be ignored, which the answer will name. RequestError if that does not

@@ -33,6 +33,10 @@ class Route(NamedTuple):
     """It can answer with server-sent events."""
     parts: tuple[type[Any], ...] = ()
     """Structs that the body's schema refers to by name alone."""
+    answer: Any = dict[str, Any]
+    """The type of the whole answer, for the schema."""
+    event: type[Any] | None = None
+    """The type of each event's data, if it streams."""
 
 
 class Dialect(Protocol):

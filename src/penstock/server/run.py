@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import quote
 
 import uvicorn
 
@@ -71,16 +72,23 @@ class ServerRun:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        bound = bind(self.options.host, self.options.port)
+        options = self.options
+        sockets = None if options.uds else [bind(options.host, options.port)]
         # Listening before loading: a probe is told "loading" instead of being refused.
         protocol: Any = functools.partial(Connection, self.connections)
-        idle: Any = self.options.idle_timeout
-        listener = Listener(uvicorn.Config(
+        idle: Any = options.idle_timeout
+        config = uvicorn.Config(
             quiet(self.application.asgi), http=protocol, ws="none", lifespan="off", access_log=False, log_config=None,
-            server_header=False, timeout_keep_alive=idle))
-        serving = asyncio.create_task(listener.serve([bound]))
+            server_header=False, timeout_keep_alive=idle, uds=options.uds, ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile, ssl_ca_certs=options.ssl_ca_certs, ssl_cert_reqs=options.ssl_cert_reqs,
+            ssl_ciphers=options.ssl_ciphers or "DEFAULT")
+        load(config)
+        listener = Listener(config)
+        serving = asyncio.create_task(listener.serve(sockets))
+        scheme = "https" if config.is_ssl else "http"
         try:
-            return await self._serve(f"http://{_shown(self.options.host)}:{bound.getsockname()[1]}")
+            return await self._serve(f"{scheme}://{_shown(options.host)}:{sockets[0].getsockname()[1]}" if sockets
+                                     else f"{scheme}+unix://{quote(str(options.uds), safe='')}")
         finally:
             listener.should_exit = True
             # A stuck engine does not hear that it should end.
@@ -147,6 +155,16 @@ class ServerRun:
             os._exit(2)
         self.application.state.draining = True
         self._stop.set()
+
+
+def load(config: uvicorn.Config) -> None:
+    """Reads the certificates. ConfigError for what is not usable."""
+    try:
+        config.load()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"cannot serve HTTPS with --ssl-certfile {config.ssl_certfile}, --ssl-keyfile {config.ssl_keyfile}, "
+                          f"--ssl-ca-certs {config.ssl_ca_certs}: {reason}") from None
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import msgspec
@@ -21,36 +21,39 @@ TEXT_ROUTES = frozenset({"/metrics"})
 """Routes whose answer is plain text."""
 
 
-def openapi(routes: Sequence[Route]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
-    kinds = [kind for route in routes for kind in (route.body, *route.parts) if kind is not None]
-    _, components = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
+def openapi(routes: Sequence[Route], open_routes: Container[str], root_path: str = "") -> dict[str, Any]:
+    """The OpenAPI 3.1 document. `open_routes` are paths that need no key; `root_path` is where a proxy shows the server."""
+    kinds = [kind for route in routes for kind in (route.body, *route.parts, route.answer, route.event) if kind is not None]
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
+    schema_of = {str(kind): schema for kind, schema in zip(kinds, schemas, strict=True)}
     components["Error"] = _ERROR
     paths: dict[str, Any] = {}
+    secured = False
     for route in routes:
-        paths.setdefault(_path(route), {})[route.method.lower()] = _describe(route)
-    return {"openapi": "3.1.0", "info": {"title": "Penstock", "version": penstock.__version__}, "paths": paths,
-            "components": {"schemas": components,
-                           "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}}
+        described = paths.setdefault(_path(route), {})[route.method.lower()] = _describe(route, schema_of)
+        if route.path not in open_routes:
+            described["security"], secured = [{"key": []}], True
+    schemes = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if secured else {}
+    servers = {"servers": [{"url": "/" + root_path.strip("/")}]} if root_path.strip("/") else {}
+    return {"openapi": "3.1.0", "info": {"title": "Penstock", "version": penstock.__version__}, **servers, "paths": paths,
+            "components": {"schemas": components, **schemes}}
 
 
 def _path(route: Route) -> str:
     return route.path.replace(":path}", "}")
 
 
-def _describe(route: Route) -> dict[str, Any]:
-    kind = "text/plain" if route.path in TEXT_ROUTES else "application/json"
-    content: dict[str, Any] = {kind: {} if kind == "text/plain" else {"schema": {"type": "object"}}}
-    if route.streams:
-        content["text/event-stream"] = {}
+def _describe(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
+    text = route.path in TEXT_ROUTES
+    content: dict[str, Any] = {"text/plain" if text else "application/json":
+                               {"schema": {"type": "string"} if text else schema_of[str(route.answer)]}}
+    if route.event is not None:
+        content["text/event-stream"] = {"schema": schema_of[str(route.event)]}
     described: dict[str, Any] = {
         "summary": route.about, "operationId": _name(route),
         "responses": {"200": {"description": "The answer" if route.body else route.about, "content": content}, **_failures()}}
-    if route.method == "POST":
-        described["security"] = [{"key": []}]
     if route.body is not None:
-        described["requestBody"] = {"required": True, "content": {
-            "application/json": {"schema": {"$ref": _REF + route.body.__name__}}}}
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[str(route.body)]}}}
     if "{" in route.path:
         name = route.path.partition("{")[2].partition("}")[0].partition(":")[0]
         described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
@@ -58,9 +61,7 @@ def _describe(route: Route) -> dict[str, Any]:
 
 
 def _name(route: Route) -> str:
-    """The operation's id: the name of the body's type, or method and path."""
-    if route.body is not None:
-        return route.body.__name__
+    """The operation's id: method and path."""
     return route.method.lower() + _path(route).replace("/", "_").replace("{", "").replace("}", "")
 
 

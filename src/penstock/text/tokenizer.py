@@ -38,9 +38,11 @@ class Vocabulary(Protocol):
 class Tokenizer:
     """Text to tokens and back. Immutable; may be used from several threads, a detokenizer from one."""
 
-    def __init__(self, vocabulary: Vocabulary, named: Mapping[str, str], extra: Sequence[str] = ()) -> None:
-        """`named` are special tokens by role; `extra` are additional_special_tokens."""
+    def __init__(self, vocabulary: Vocabulary, named: Mapping[str, str], extra: Sequence[str] = (),
+                 config: Mapping[str, Any] | None = None) -> None:
+        """`named` are special tokens by role; `extra` are additional_special_tokens; `config` is tokenizer_config.json."""
         self._vocabulary = vocabulary
+        self.config = dict(config or {})
         self.vocab_size = vocabulary.size
         """One more than the largest id."""
         self.special_ids = vocabulary.special_ids
@@ -64,7 +66,7 @@ class Tokenizer:
         named, extra = _specials(path, settings)
         if (path / "tokenizer.json").exists():
             vocabulary = FastVocabulary(path / "tokenizer.json", settings, {**named, **{name: name for name in extra}})
-            return cls(vocabulary, named, extra)
+            return cls(vocabulary, named, extra, settings)
         file = _sentencepiece_file(path)
         if file is None:
             raise ModelError(_missing(path))
@@ -79,7 +81,7 @@ class Tokenizer:
         vocabulary = SentencePieceVocabulary(file, settings, {**named, **{name: name for name in extra}}, added)
         # Without Hugging Face's files, sentencepiece's own markers play the parts.
         own = {role: token for role, token in vocabulary.markers().items() if role not in settings}
-        return cls(vocabulary, {**own, **named}, extra)
+        return cls(vocabulary, {**own, **named}, extra, settings)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The tokens of `text`. Special tokens spelled out in it are recognised; `add_special_tokens` adds what the model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock.engine.outputs import Delta
 from penstock.server.body import BodyReader
 from penstock.server.ignored import note_ignored
 from penstock.server.openai.answers import Choices, Usage, fingerprint, tier
-from penstock.server.openai.logprobs import Namer, chat_content, prompt_entries
+from penstock.server.openai.logprobs import Namer, chat_content, namer, prompt_entries
 from penstock.server.openai.messages import choose, ignored, render
 from penstock.server.openai.prepare import prepare
 from penstock.server.openai.protocol import ChatRequest
@@ -158,8 +159,11 @@ class Chat:
 
     async def post(self, http: Request) -> Response:
         """Answers one chat request. RequestError for what cannot be honoured."""
+        return await self.answer(http, await self.bodies.read(http, ChatRequest))
+
+    async def answer(self, http: Request, body: ChatRequest) -> Response:
+        """Answers a request whose body was read."""
         state = self.state
-        body = await self.bodies.read(http, ChatRequest)
         model = state.admit(body.model)
         check(body)
         prompt = await render(state.llm, body, state.options.trust_request_chat_template, http.scope["body_bytes"])
@@ -173,19 +177,20 @@ class Chat:
         except RequestError as error:
             raise in_terms_of_chat(error, body) from None
         answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", model, request, body,
-                            Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)), fingerprint(state.llm.info))
+                            namer(state, body), fingerprint(state.llm.info))
         return await respond(http, state.llm.open([request]), answer, bool(body.stream))
 
 
 def in_terms_of_chat(error: RequestError, body: ChatRequest) -> RequestError:
     """A refusal that names a parameter of the engine, by the name that this endpoint has for it."""
-    names = {"prompt": "messages"}
+    names = {"prompt": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     name = names.get(error.param or "")
     if name is None:
         return error
-    message = error.message if name == "messages" else error.message.replace(str(error.param), name)
+    # The name alone, not where it is a part of a flag's.
+    message = error.message if name == "messages" else re.sub(rf"(?<![-\w]){error.param}\b", name, error.message)
     return RequestError(message, param=name, code=error.code, status=error.status)
 
 

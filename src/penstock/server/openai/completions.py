@@ -17,7 +17,7 @@ from penstock.engine.outputs import Delta
 from penstock.server.body import BodyReader
 from penstock.server.openai.answers import Choices, Usage, fingerprint, tier
 from penstock.server.openai.echo import Echo, Offsets, echo
-from penstock.server.openai.logprobs import Namer, completion_logprobs, prompt_entries
+from penstock.server.openai.logprobs import Namer, completion_logprobs, namer, prompt_entries
 from penstock.server.openai.prepare import prepare
 from penstock.server.openai.protocol import CompletionRequest
 from penstock.server.openai.respond import event, respond
@@ -175,8 +175,11 @@ class Completions:
 
     async def post(self, http: Request) -> Response:
         """Answers one completion request. RequestError for what cannot be honoured."""
+        return await self.answer(http, await self.bodies.read(http, CompletionRequest))
+
+    async def answer(self, http: Request, body: CompletionRequest) -> Response:
+        """Answers a request whose body was read."""
         state = self.state
-        body = await self.bodies.read(http, CompletionRequest)
         model = state.admit(body.model)
         prompts = split_prompts(body.prompt)
         check(body)
@@ -188,7 +191,7 @@ class Completions:
         requests = await prepare(state, http, prompts, params, body, add_special_tokens=special)
         echoes = await self._echoes(prompts, requests, special, body) if body.echo else []
         answer = CompletionAnswer(f"cmpl-{body.request_id or http.scope['request_id']}", model, requests, echoes, body,
-                                  Namer(state.llm.tokenizer, bool(body.return_tokens_as_token_ids)), state.llm.tokenizer,
+                                  namer(state, body), state.llm.tokenizer,
                                   fingerprint(state.llm.info))
         return await respond(http, state.llm.open(requests), answer, bool(body.stream))
 

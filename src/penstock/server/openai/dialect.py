@@ -8,13 +8,14 @@ from typing import Any
 from penstock.core.errors import RequestError
 from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
-from penstock.server.openai.chat import Chat
-from penstock.server.openai.completions import Completions
+from penstock.server.openai.chat import Chat, ChatCompletion, Chunk
+from penstock.server.openai.completions import Completion, Completions
 from penstock.server.openai.errors import error_body, explain_field
 from penstock.server.openai.harmless import IGNORED
-from penstock.server.openai.models import Models
+from penstock.server.openai.invocations import Invocations
+from penstock.server.openai.models import Model, ModelList, Models
 from penstock.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
-from penstock.server.openai.tokens import Tokens
+from penstock.server.openai.tokens import Detokenized, Tokenized, Tokens
 from penstock.server.state import State
 
 
@@ -24,18 +25,25 @@ class OpenAI:
     def __init__(self, state: State) -> None:
         bodies = BodyReader(state.limits, state.llm.work, explain_field, IGNORED, state.options.unknown_fields == "warn")
         self._chat, self._completions = Chat(state, bodies), Completions(state, bodies)
+        self._invocations = Invocations(self._chat, self._completions, bodies)
         self._models, self._tokens = Models(state), Tokens(state, bodies)
 
     def routes(self) -> Sequence[Route]:
         tokens = self._tokens
         return (
             Route("POST", "/v1/chat/completions", self._chat.post, "Answer a conversation", ChatRequest, True,
-                  (Message,)),
-            Route("POST", "/v1/completions", self._completions.post, "Continue prompts", CompletionRequest, True),
-            Route("POST", "/tokenize", tokens.tokenize, "Turn a text or a conversation into tokens", TokenizeRequest),
-            Route("POST", "/detokenize", tokens.detokenize, "Turn tokens into text", DetokenizeRequest),
-            Route("GET", "/v1/models", self._models.list, "List the served names"),
-            Route("GET", "/v1/models/{model:path}", self._models.one, "Describe one served name"),
+                  (Message,), ChatCompletion, Chunk),
+            Route("POST", "/v1/completions", self._completions.post, "Continue prompts", CompletionRequest, True,
+                  answer=Completion, event=Completion),
+            Route("POST", "/invocations", self._invocations.post, "Answer a conversation or continue prompts, for SageMaker",
+                  answer=ChatCompletion),
+            *(Route("POST", f"{prefix}/tokenize", tokens.tokenize, "Turn a text or a conversation into tokens", TokenizeRequest,
+                    answer=Tokenized) for prefix in ("", "/v1")),
+            *(Route("POST", f"{prefix}/detokenize", tokens.detokenize, "Turn tokens into text", DetokenizeRequest,
+                    answer=Detokenized) for prefix in ("", "/v1")),
+            Route("GET", "/tokenizer_info", tokens.info, "The tokenizer's configuration, special tokens and chat template"),
+            Route("GET", "/v1/models", self._models.list, "List the served names", answer=ModelList),
+            Route("GET", "/v1/models/{model:path}", self._models.one, "Describe one served name", answer=Model),
         )
 
     def error_body(self, error: RequestError) -> Any:

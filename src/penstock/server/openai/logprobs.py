@@ -13,6 +13,8 @@ import msgspec
 from msgspec import Raw
 
 from penstock.core.request import TokenLogprobs
+from penstock.server.openai.protocol import GenerationFields
+from penstock.server.state import State
 from penstock.text import Tokenizer
 
 encode = msgspec.json.Encoder().encode
@@ -45,6 +47,12 @@ class Namer:
 
     def raw(self, token: int) -> list[int] | None:
         return list(self._bytes_of(token)) if self._bytes_of else None
+
+
+def namer(state: State, body: GenerationFields) -> Namer:
+    """What an answer to `body` calls tokens: as that says, or else as the server's options do."""
+    wanted = body.return_tokens_as_token_ids
+    return Namer(state.llm.tokenizer, state.options.return_tokens_as_token_ids if wanted is None else wanted)
 
 
 def chat_content(lines: list[TokenLogprobs], namer: Namer) -> list[Raw]:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.server.answer import json_response
 from penstock.server.state import State
+
+
+class Model(TypedDict):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int | None
+
+
+class ModelList(TypedDict):
+    object: str
+    data: list[Model]
 
 
 class Models:
@@ -25,7 +40,7 @@ class Models:
         self.state.check_name(name)
         return json_response(self._describe(name))
 
-    def _describe(self, name: str) -> dict[str, Any]:
+    def _describe(self, name: str) -> Model:
         info = self.state.llm.info
         return {"id": name, "object": "model", "created": self.state.created, "owned_by": "penstock",
                 "root": self.state.llm.options.model, "parent": None, "max_model_len": info.max_model_len if info else None}

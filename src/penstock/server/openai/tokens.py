@@ -1,6 +1,8 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize and GET /tokenizer_info, in vLLM's shapes."""
 
 from __future__ import annotations
+
+from typing import TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,10 +15,22 @@ from penstock.server.openai.messages import render
 from penstock.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from penstock.server.state import State
 from penstock.text import Tokenizer
+from penstock.text.template import DEFAULT
+
+
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class Detokenized(TypedDict):
+    prompt: str
 
 
 class Tokens:
-    """The two endpoints."""
+    """The endpoints."""
 
     def __init__(self, state: State, bodies: BodyReader) -> None:
         self.state = state
@@ -62,6 +76,16 @@ class Tokens:
             return json_response({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
 
         return await state.llm.work.run(4 * len(body.tokens), work)
+
+    async def info(self, http: Request) -> Response:
+        """tokenizer_config.json with the special tokens by role and the chat template that are really used."""
+        self.state.admit(None)
+        tokenizer, template = self._tokenizer(), self.state.llm.template
+        sources = template.sources if template is not None else {}
+        shown = sources.get(DEFAULT) if len(sources) < 2 else [
+            {"name": name, "template": source} for name, source in sources.items()]
+        return json_response({"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.config, **tokenizer.special_tokens,
+                              "vocab_size": tokenizer.vocab_size, "chat_template": shown})
 
     def _tokenizer(self) -> Tokenizer:
         tokenizer = self.state.llm.tokenizer

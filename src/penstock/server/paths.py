@@ -1,0 +1,22 @@
+"""The paths of requests as the routes know them: without a proxy's prefix (--root-path) and without slashes at the end."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class Paths:
+    """Pure ASGI around everything else, so that keys are checked for the path that is served."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        """`root` is the prefix under which a proxy shows this server. Requests may come with it or without."""
+        self.app = app
+        self.root = "/" + root.strip("/") if root.strip("/") else ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            if self.root and (path == self.root or path.startswith(self.root + "/")):
+                path = path[len(self.root):]
+            scope["path"] = path.rstrip("/") or "/"
+        await self.app(scope, receive, send)
