@@ -95,17 +95,24 @@ def attack(url: str, document: dict[str, Any], until: float, found: Any) -> None
 async def _attack(url: str, document: dict[str, Any], until: float, statuses: Counter[str]) -> None:
     limits = httpx.Limits(max_connections=200)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        await asyncio.gather(
-            _generated(client, document, until, statuses), _known(client, until, statuses), _hang_up(client, until, statuses),
-            _fuzz(client, until, statuses), _cancel(client, until, statuses), _connections(url, until, statuses))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(until - time.monotonic() + 10):
+                await asyncio.gather(
+                    _generated(client, document, until, statuses), _known(client, until, statuses),
+                    _hang_up(client, until, statuses), _fuzz(client, until, statuses), _cancel(client, until, statuses),
+                    _connections(url, until, statuses))
 
 
 async def _send(client: httpx.AsyncClient, path: str, body: bytes, statuses: Counter[str], name: str) -> None:
+    began = time.monotonic()
     try:
         answer = await client.post(path, content=body, headers=JSON)
     except httpx.HTTPError as error:
         statuses[type(error).__name__] += 1
         return
+    finally:
+        if time.monotonic() - began > 10:
+            statuses[f"slow: {name}"] += 1
     statuses[str(answer.status_code)] += 1
     if answer.status_code >= 500 and answer.status_code != 503:
         statuses[f"{answer.status_code} {name}: {answer.text[:120]}"] += 1
@@ -129,7 +136,7 @@ async def _known(client: httpx.AsyncClient, until: float, statuses: Counter[str]
 
 
 async def _hang_up(client: httpx.AsyncClient, until: float, statuses: Counter[str]) -> None:
-    body = json.dumps({"prompt": "many words " * 1_000_000, "return_token_strs": True}).encode()
+    body = json.dumps({"prompt": "many words " * 90_000, "return_token_strs": True}).encode()
 
     async def one() -> None:
         with contextlib.suppress(TimeoutError):

@@ -120,6 +120,8 @@ class ServerOptions:
     max_body_bytes: int = option(16 << 20, "the largest request body", group=LIMITS, least=1)
     max_json_depth: int = option(64, "deepest nesting of a body", group=LIMITS, least=4)
     max_json_values: int = option(1_000_000, "most values (list entries, fields) of a body", group=LIMITS, least=1000)
+    max_text_characters: int | None = option(None, "most characters of a text that is tokenized; by default 16 for each token "
+                                                   "of the context, at least a million", group=LIMITS, least=1)
     max_receiving_bytes: int = option(256 << 20, "most bytes of all bodies that are being received", group=LIMITS, least=1)
     max_request_sequences: int = option(4096, "most prompts times n of a request", group=LIMITS, least=1)
     max_request_scores: int = option(16384, "most prompts times n times log probabilities of a request", group=LIMITS, least=1)

@@ -167,8 +167,7 @@ class Inputs:
             changes["max_tokens"] = min(room, self.defaults.get("max_tokens", room))
         if params.seed is None:
             changes["seed"] = self._random.getrandbits(63)
-        if params.bad_words:
-            changes["bad_words_token_ids"] = [*(params.bad_words_token_ids or ()), *self._bad_sequences(params.bad_words)]
+        params = self.spelled(params)
         self._check_text_needs(params)
         if changes:
             params = params.replace(**changes)
@@ -180,6 +179,13 @@ class Inputs:
                 raise RequestError(f"{name} is {wanted}; at most {self.max_logprobs} are possible (--max-logprobs)", param=name,
                                    code="invalid_value")
         return params
+
+    def spelled(self, params: SamplingParams) -> SamplingParams:
+        """`params` with bad words as token sequences. For a batch this is done once, before its requests are made."""
+        if not params.bad_words:
+            return params
+        sequences = [*(params.bad_words_token_ids or ()), *self._bad_sequences(params.bad_words)]
+        return params.replace(bad_words=None, bad_words_token_ids=sequences)
 
     def _check_text_needs(self, params: SamplingParams) -> None:
         if params.stops and (self.tokenizer is None or not params.detokenize):

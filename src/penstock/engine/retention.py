@@ -148,6 +148,11 @@ def written(render: Callable[[Messages, Tools], str], messages: Messages, tools:
         # `render` says what is wrong with it.
         return Marked(render(messages, tools))
     worded, places = _with_words(messages)
+    # Before anything is rendered: each mark costs a rendering or a search.
+    count = len(places) + sum(tool.get("cache_control") is not None for tool in tools or ())
+    if count > MAX_SPANS:
+        raise RequestError(f"there are {count} marks (cache_control); at most {MAX_SPANS} are possible in one request",
+                           param="cache_control", code="invalid_value")
     plain, wanted = [_without(message) for message in messages], []
     clean_tools = None if tools is None else [_bare(tool) for tool in tools]
     text = render(plain, clean_tools)
@@ -169,9 +174,6 @@ def written(render: Callable[[Messages, Tools], str], messages: Messages, tools:
             shown = render(plain, [*(clean_tools or ())[:count], another])
             mark = read_mark(tool["cache_control"], f"tools[{count - 1}].cache_control")
             wanted.append(Mark(_agreement(shown, text), *mark))
-    if len(wanted) > MAX_SPANS:
-        raise RequestError(f"there are {len(wanted)} marks (cache_control); at most {MAX_SPANS} are possible in one request",
-                           param="cache_control", code="invalid_value")
     return Marked(text, tuple(wanted))
 
 

@@ -18,6 +18,12 @@ from penstock.core.sampling import SamplingParams
 _PIECE = 64 << 10
 """Bytes that are scanned at a time: well below a millisecond, between which other threads run."""
 
+CHARACTERS_A_TOKEN = 16
+"""Characters of a text for each token of the context, from which on it is refused unseen: few texts have half as many."""
+
+LEAST_TEXT = 1 << 20
+"""Characters that are tokenized however short the context is."""
+
 _DEPTH = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _KEPT = b'"[]{},'
 _DROPPED = bytes(set(range(256)) - set(_KEPT))
@@ -68,6 +74,14 @@ class Limits:
                                f"at most {self.options.max_request_scores} are possible in one request "
                                "(--max-request-scores)",
                                param="logprobs", code="invalid_value")
+
+    def check_text(self, characters: int, longest: int, param: str = "prompt") -> None:
+        """RequestError for a text that is too long to be tokenized, where the context has `longest` tokens. Tokenizing takes
+        about a hundred bytes of memory for each character."""
+        most = self.options.max_text_characters or max(LEAST_TEXT, CHARACTERS_A_TOKEN * longest)
+        if characters > most:
+            raise RequestError(f"the text has {characters:,} characters; at most {most:,} are possible where the context has "
+                               f"{longest:,} tokens (--max-text-characters)", param=param, code="context_length_exceeded")
 
     def check_tenant(self, in_flight: int, requests: Sequence[Request]) -> None:
         """RequestError 429 if a tenant that has prompts of so many tokens in flight may not have these besides."""

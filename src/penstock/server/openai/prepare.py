@@ -20,16 +20,22 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
     naming the limit that they would pass."""
     llm = state.llm
     state.limits.work(len(prompts), params)
+    for prompt in prompts:
+        if not isinstance(prompt, list):
+            text = prompt if isinstance(prompt, str) else prompt.text
+            state.limits.check_text(len(text), llm.inputs.info.max_model_len)
     priority = state.priority(body.priority, http.scope["admin"])
     tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
     retain = retained(body)
 
     def work() -> list[Request]:
-        return [llm.inputs.request(llm.new_id(), prompt, params, add_special_tokens=add_special_tokens,
+        # Once for all prompts.
+        spelled = llm.inputs.spelled(params)
+        return [llm.inputs.request(llm.new_id(), prompt, spelled, add_special_tokens=add_special_tokens,
                                    priority=priority, salt=salt, tenant=tenant, retain=retain,
                                    keep_last=body.truncate_prompt_tokens) for prompt in prompts]
 
-    size = sum(map(_effort, prompts)) + len(prompts) * _lists(params)
+    size = sum(map(_effort, prompts)) + (1 + len(prompts) // 10) * _lists(params)
     requests = await llm.work.run(size, work)
     state.limits.check_tenant(llm.tokens_in_flight(tenant), requests)
     check_something_is_left(requests[0])
@@ -47,6 +53,6 @@ def _effort(prompt: str | list[int] | Marked) -> int:
 
 
 def _lists(params: SamplingParams) -> int:
-    """The same for the lists of the parameters, checked for each prompt. A bad word is tokenized in three spellings."""
+    """The same for the lists of the parameters. A bad word is tokenized in three spellings."""
     ids = (params.allowed_token_ids, params.stop_token_ids, params.logit_bias)
     return sum(len(found) for found in ids if found) + 3 * sum(100 + len(word) for word in params.bad_words or ())

@@ -51,6 +51,7 @@ class Tokens:
             special = bool(body.add_special_tokens)
         info = state.llm.info
         longest = info.max_model_len if info else 0
+        state.limits.check_text(len(text), longest)
 
         def work() -> Response:
             tokens = tokenizer.encode(text, special)
