@@ -84,6 +84,8 @@ class EngineOptions:
                                                 group=SCHEDULING, least=1)
     max_num_queued_reqs: int = option(1024, "requests that may wait; more are refused with status 503", group=SCHEDULING,
                                       least=1)
+    scheduling_policy: str = option("priority", "who is served first and preempted last: by priority, then arrival "
+                                    "(priority), or by arrival alone (fcfs)", ("fcfs", "priority"), group=SCHEDULING)
     step_target_ms: float | None = option(None, "milliseconds that a step may take while requests decode: prompts are cut into "
                                           "smaller chunks (default: serve 50; offline no limit)", group=SCHEDULING)
     depth: int | None = option(None, "steps in flight: 1 waits for each step, 2 (the default) plans the next one meanwhile",

@@ -8,10 +8,10 @@ livelock.
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from penstock.core.sequence import Sequence
 from penstock.scheduler.admission import Admission, Limits
 from penstock.scheduler.drafting import DraftPolicy
 from penstock.scheduler.pace import Pace
-from penstock.scheduler.policy import Policy, first_come
+from penstock.scheduler.policy import Order, Policy, Priority
 
 _SAMPLE, _SCORE, _EACH = int(Want.SAMPLE), int(Want.SCORE), int(Want.EACH)
 _NOT_FINITE_ERROR = ("the model gave no usable next-token scores for this request (not a number, infinite, or every token is "
@@ -48,19 +48,19 @@ class _Flight:
 class Scheduler:
     """Owns every sequence from `add` until its last update."""
 
-    def __init__(self, cache: Cache, limits: Limits, policy: Policy = first_come, masker: Masker | None = None,
+    def __init__(self, cache: Cache, limits: Limits, policy: Policy | None = None, masker: Masker | None = None,
                  drafting: DraftPolicy | None = None) -> None:
         """`masker`: who constrains tokens; it is asked which requests are. `drafting` decides how many tokens the worker's
         drafter proposes; None if the worker has none."""
         self.cache = cache
         self.limits = limits
-        self.policy = policy
+        self.policy = Priority() if policy is None else policy
         self.masker = masker
         self.drafting = drafting
         self.admission = Admission(limits, cache.layout)
         self.pace = Pace(limits.step_target, limits.max_num_batched_tokens)
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting = Order(self.policy)
+        self.running = Order(self.policy)
         self.flights: deque[_Flight] = deque()
         self.stats = EngineStats(pages_total=cache.layout.slabs)
         self._rows = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -174,7 +174,8 @@ class Scheduler:
 
         Every sequence is owed one position; what the budget has beyond that goes to the first in order.
         """
-        running, budget, at, preempted = self.running, self._budget(now), 0, False
+        running, budget, at, preempted = list(self.running), self._budget(now), 0, False
+        charges = self.policy.charges
         while at < len(running):
             sequence = running[at]
             count = sequence.goal - sequence.planned
@@ -196,7 +197,7 @@ class Scheduler:
                 preempted = True
                 if self._shed_waiting():
                     continue
-                victim = running[-1]
+                victim = running.pop()
                 self._preempt(victim)
                 if victim is sequence:
                     self._cornered = None if running else sequence
@@ -206,6 +207,8 @@ class Scheduler:
                     flight.drafts[len(flight.sequences)] = drafts
                 flight.sequences.append(sequence)
                 flight.counts.append(count)
+                if charges:
+                    self.policy.charge(sequence, count)
                 budget -= count
                 at += 1
         return None if preempted else budget
@@ -218,7 +221,7 @@ class Scheduler:
         reading = [s for s in self.running if s.goal - s.planned > 1]
         decoding = running - len(reading)
         # Who waits for room gains nothing from a longer step.
-        reading += [] if self._crowded else self.waiting[:len(self._rows)]
+        reading += [] if self._crowded else list(islice(self.waiting, len(self._rows)))
         if not (decoding and reading):
             return max(running, most)
         waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in reading)
@@ -227,26 +230,27 @@ class Scheduler:
 
     def _admit(self, flight: _Flight, budget: int, now: float) -> None:
         """Waiting sequences take rows in the policy's order; what has no room may be passed (`scheduler/admission.py`)."""
-        at, blocked = 0, list[Sequence]()
-        while at < len(self.waiting) and self._rows and budget > 0:
-            sequence = self.waiting[at]
+        blocked = list[Sequence]()
+        for sequence in self.waiting if self._rows else ():
+            if not self._rows or budget <= 0:
+                break
             # Preempted with a token still to come: the worker must be told all tokens when it enters again.
             lost = any(sequence in flown.lost for flown in self.flights)
             if lost or self._cornered not in (None, sequence) or self.cache.must_wait(sequence):
-                at += 1
                 continue
             count = self._find_room(sequence, budget)
             if not count:
                 blocked.append(sequence)
                 if self.admission.hold(blocked):
                     break
-                at += 1
                 continue
             self.admission.passed(blocked)
-            del self.waiting[at]
+            self.waiting.remove(sequence)
             self._enter_row(sequence, now)
             flight.sequences.append(sequence)
             flight.counts.append(count)
+            if self.policy.charges:
+                self.policy.charge(sequence, count)
             budget -= count
         self._crowded = bool(blocked)
 
@@ -286,7 +290,7 @@ class Scheduler:
         self._cornered = None
         self._rows.pop()
         self.cache.enter(sequence)
-        bisect.insort(self.running, sequence, key=self.policy)
+        self.running.add(sequence)
         params = sequence.request.params
         banned = sorted(sequence.stops) if params.min_tokens else []
         self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned))
@@ -368,7 +372,7 @@ class Scheduler:
         parent.children = []
 
     def _wait(self, sequence: Sequence) -> None:
-        bisect.insort(self.waiting, sequence, key=self.policy)
+        self.waiting.add(sequence)
 
     def _preempt(self, victim: Sequence) -> None:
         for flight in self.flights:
@@ -384,7 +388,7 @@ class Scheduler:
 
     def _shed_waiting(self) -> bool:
         """Takes the pages of a forked sequence that still waits, the last in order; it will compute its prompt itself."""
-        for sequence in reversed(self.waiting):
+        for sequence in reversed(list(self.waiting)):
             if sequence.pages:
                 self.cache.release(sequence)
                 sequence.planned = sequence.computed = 0

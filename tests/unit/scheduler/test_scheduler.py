@@ -95,14 +95,6 @@ def test_a_long_prompt_does_not_stop_those_who_decode() -> None:
         scheduler.apply(worker.run(plan), 0.0)
 
 
-def test_priority_goes_first_and_is_preempted_last() -> None:
-    scheduler = _scheduler(rows=1)
-    scheduler.add(_request("late", 2, priority=1, arrival=1.0), 0.0)
-    scheduler.add(_request("urgent", 2, priority=0, arrival=2.0), 0.0)
-    plan = scheduler.plan(0.0)
-    assert plan.enter[0].tokens == [0, 1] and scheduler.running[0].request.id == "urgent"
-
-
 def test_abort_frees_rows_and_pages_at_once_even_in_flight() -> None:
     scheduler = _scheduler()
     worker = FakeWorker(scheduler.cache.layout, 4, 64)
