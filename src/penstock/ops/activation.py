@@ -15,7 +15,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-"""The kinds, by our names. gelu is the exact one, gelu_tanh the approximation of Hendrycks and Gimpel 2016."""
+"""By Penstock's names. gelu is exact; gelu_tanh is the approximation of Hendrycks and Gimpel 2016."""
 
 
 @register("gated", "reference", rank=0)

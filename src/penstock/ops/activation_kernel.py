@@ -1,4 +1,4 @@
-"""The Triton kernel of ops/activation_triton.py, and the activations as other kernels use them."""
+"""The Triton kernel of ops/activation_triton.py, and the activation functions that other kernels inline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations on NVIDIA GPUs where they are not part of a product's kernel: each number is read and written once."""
+"""Activations on NVIDIA GPUs where no GEMM epilogue computes them: each element is read and written once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _launch(x: torch.Tensor, kind: str, gated: bool) -> torch.Tensor:
         return out
     align = math.gcd(16, flat.stride(0))
     pieces = -(-width // _BLOCK)
-    # Programs that wait take the place of some that work, where there are many.
+    # With many programs, those that wait for the previous kernel would take the place of working ones.
     linked = gpu.linked(x.device) and rows * pieces <= 8 * gpu.multiprocessors(x.device)
     apply[(rows, pieces)](flat, out, flat.stride(0) // align, width=width, block=_BLOCK, align=align, kind=kind, gated=gated,
                           linked=linked, num_warps=4, launch_pdl=linked)

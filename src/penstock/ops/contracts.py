@@ -1,4 +1,4 @@
-"""The operations as types: what the kernel table binds for each. What an operation computes is its reference's docstring.
+"""The types of the operations, as the kernel table binds them. The reference's docstring says what an operation computes.
 
 Operations of several functions whose implementations share code are classes instead: `ops/attention.py::AttentionOps` and
 `ops/sample.py::SampleOps`.

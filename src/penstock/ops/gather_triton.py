@@ -1,6 +1,6 @@
-"""Rows of a table on NVIDIA GPUs: an embedding.
+"""Embedding look-up on NVIDIA GPUs.
 
-Never launched ahead of time: a kernel behind it may rely on everything before it having ended (ops/rope_triton.py does).
+Never uses programmatic dependent launch: kernels after it rely on everything before it having ended (ops/rope_triton.py does).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Products with a weight matrix, and rows of it. A weight is packed once after loading and read by one implementation only."""
+"""The operation `linear`: GEMMs with a weight matrix, and embedding look-ups in it.
+
+A weight is packed once after loading, into the layout of the implementation that will read it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from penstock.ops.registry import register
 
 
 class Weight:
-    """A packed [N, K] matrix. `data` is the implementation's own business; `nbytes` is what it occupies."""
+    """A packed [N, K] matrix. The layout of `data` is private to the implementation that packed it; `nbytes` is its size in
+    memory."""
 
     __slots__ = ("data", "dtype", "k", "n", "nbytes", "ops")
 
@@ -27,30 +31,31 @@ class Weight:
 
 @register("linear", "reference", rank=0, batch_invariant=False, threads=True)
 class LinearOps:
-    """The four functions of an implementation of `linear`."""
+    """The reference. An implementation has these four functions."""
 
     @staticmethod
     def pack(weight: torch.Tensor) -> Weight:
-        """Takes a [N, K] matrix of f32, f16 or bf16 (any strides) into the layout that `apply` and `gather` read."""
+        """Packs a [N, K] matrix of f32, f16 or bf16 (any strides) into the layout that the other functions read."""
         return Weight(weight.contiguous(), weight.shape[0], weight.shape[1], weight.dtype)
 
     @staticmethod
     def apply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """x [T, K] (last dimension contiguous, dtype as the weight's) times the transposed weight, plus bias [N].
+        """GEMM: x [T, K] times the transposed weight, plus bias [N]. x has the weight's dtype and a contiguous last dimension.
 
-        Returns [T, N] in `out_dtype`, by default x's. Sums are float32. Every output row depends on its input row alone:
-        the order of summation must not depend on T.
+        Returns [T, N] in `out_dtype`, by default x's. Accumulates in float32. An implementation that is registered as
+        batch_invariant sums in an order that does not depend on T.
         """
         out: torch.Tensor = F.linear(x, weight.data, bias)
         return out if out_dtype is None else out.to(out_dtype)
 
     @staticmethod
     def gated(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-        """gated(apply(x, weight, bias), kind) of ops/activation.py: [T, N / 2]."""
+        """The GEMM with a gated activation as its epilogue: gated(apply(x, weight, bias), kind) of ops/activation.py, [T, N /
+        2]."""
         return gated(F.linear(x, weight.data, bias), kind)
 
     @staticmethod
     def gather(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Rows `ids` [T] (int32 or int64) of the weight as [T, K], in the weight's dtype: an embedding."""
+        """Embedding look-up: rows `ids` [T] (int32 or int64) of the weight as [T, K], in the weight's dtype."""
         return F.embedding(ids, weight.data)

@@ -1,10 +1,11 @@
-"""Products on NVIDIA GPUs whose bits for a row depend on nothing but the row: not on how many there are, nor where it stands.
+"""Batch-invariant GEMMs on NVIDIA GPUs: the bits of a row's result depend on that row alone, not on the number of rows or its
+place among them.
 
-Every tile multiplies by the same kind of instruction (on Hopper wgmma, whose first operand has 64 rows or a multiple: for few
-rows of x that is the weight), in steps of 16 along K, in order, into one float32 sum. The tile's size and which operand comes
-first change what is multiplied together, not the order within a sum; so the rows may choose the tile. K is divided where the
-matrix alone, by its few columns, asks for it: then every tile sums each part by itself and adds the parts in order, whether
-they are of several programs or of one. That sums then have the same bits is tested on the GPU, over all tiles and sizes.
+Every tile uses the same tensor core instruction (on Hopper wgmma, whose first operand has a multiple of 64 rows: with few rows
+of x that is the weight), in steps of 16 along K, in order, into one float32 accumulator. Tile size and operand order change
+which outputs are computed together, not the order of summation, so the tile may depend on the number of rows. Split-K depends
+on the matrix alone (few columns): every tile then sums each part separately and adds the parts in order, whether one program
+computes them or several. Tests on the GPU compare the bits over all tiles and sizes.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _MANY_GATED = {BOXED_GATED: 1.0, BOXED_GATED._replace(wide=64, stages=4): 0.6, T
                _LEAST: 0.4}
 _MANY_DIVIDED = {BOXED._replace(wide=128, stages=4, joined=True): 1.0, BOXED._replace(wide=64, deep=128, joined=True): 0.7,
                  Tile(128, 64, 64, group=8, joined=True): 1.9, Tile(128, 64, 64, swap=True, group=8): 2.0, _LEAST: 1.6}
-"""For more than 64 rows: the time that each takes for all of K, of what the first takes. That of programs which share a tile is
-more, as they leave their sums in memory."""
+"""For more than 64 rows: each tile's time over all of K, relative to the first. Split programs take longer, because they store
+their partial sums in memory."""
 _EXACT = Tile(32, 32, 32, stages=2)
-"""For float32, whose products are done one by one."""
+"""For float32, which has no exact tensor core instruction."""
 
 
 def choose(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, boxes: bool) -> Tile:
-    """The tile for n output columns. It changes only where rows pass a power of two, so that few numbers of rows show all.
+    """The tile for n output columns. It changes only at powers of two of `rows`, so that a few sizes exercise every tile.
 
     `Tile.split` depends on n, k, dtype and gated alone.
     """
@@ -53,7 +54,7 @@ def choose(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, boxes: bo
 
 @register("linear", "triton-invariant", rank=5, supports=gpu.supports)
 class InvariantLinear(TritonLinear):
-    """LinearOps (ops/linear.py) for any rows of any alignment, all by Triton."""
+    """MatrixOps (ops/contracts.py) for any number of rows and any alignment, all by Triton."""
 
     @staticmethod
     def apply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None,

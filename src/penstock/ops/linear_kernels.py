@@ -1,4 +1,4 @@
-"""The Triton kernels of ops/linear_triton.py, which decides what shape is served by which and launches them.
+"""The Triton GEMM kernels. `ops/linear_triton.py` decides which kernel serves a shape, and launches it.
 
 Imported late: Triton is not on every machine, and takes 0.3 s where it is.
 """
@@ -14,15 +14,15 @@ from penstock.ops.activation_kernel import activate
 
 @triton.jit
 def _gate(x, z, dtype: tl.constexpr, kind: tl.constexpr):
-    """kind(x) * z of sums rounded to `dtype` first, so that it makes no difference whether the two are one kernel or not."""
+    """Epilogue kind(x) * z. The accumulators are rounded to `dtype` first, so that fused and separate kernels agree."""
     return activate(x.to(dtype).to(tl.float32), kind) * z.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _fetch(at, columns, wide: tl.constexpr, threads: tl.constexpr):
-    """Asks for the first `columns` of each of `wide` rows into L2, but for a rest that is not 16 bytes a thread.
+    """Prefetches the first `columns` of each of `wide` rows into L2, in multiples of 16 bytes per thread.
 
-    Rows are aligned to 16 bytes, as the instruction demands. `columns` below one are none.
+    Rows must be aligned to 16 bytes. Does nothing if `columns` is below one.
     """
     pieces: tl.constexpr = threads // wide
     piece = columns // (pieces * 8) * 8
@@ -38,14 +38,14 @@ def matvec(x, weight, bias, out, n, k, wide: tl.constexpr, deep: tl.constexpr, s
            even: tl.constexpr, kind: tl.constexpr, linked: tl.constexpr):
     """out [n] = weight [n, k] @ x [k]; with a `kind` the weight is [2 n, k] and out = kind(first half) * second half.
 
-    A thread keeps float32 sums of its own columns; the program adds them up once, at the end. The first `ahead` blocks of the
+    A thread accumulates its own columns in float32; the program reduces them once, at the end. The first `ahead` blocks of the
     weight, which k must have, are loaded before the wait for the kernel that writes x.
     """
     rows = tl.program_id(0) * wide + tl.arange(0, wide)
     columns = tl.arange(0, deep)
     kept = tl.minimum(rows, n - 1)
     at = weight + kept.to(tl.int64)[:, None] * k + columns[None, :]
-    beside = at + tl.cast(n, tl.int64) * k  # a 1 is no tensor: Triton has made it a constant
+    beside = at + tl.cast(n, tl.int64) * k  # n == 1 is specialised to a constant, which has no .to()
     if linked:
         gdc_launch_dependents()
     first = ()
@@ -88,7 +88,7 @@ def matvec(x, weight, bias, out, n, k, wide: tl.constexpr, deep: tl.constexpr, s
 
 @triton.jit
 def _place(tile, down, across, group: tl.constexpr):
-    """(row, column) of a tile: bands of `group` rows of tiles, as tiles near in time then share rows of x and weight in L2."""
+    """(row, column) of a tile, swizzled in bands of `group` rows of tiles: concurrent tiles then share x and weight in L2."""
     first = tile // (group * across) * group
     band = tl.minimum(down - first, group)
     return first + tile % (group * across) % band, tile % (group * across) // band
@@ -96,13 +96,13 @@ def _place(tile, down, across, group: tl.constexpr):
 
 @triton.jit
 def _share(k, split: tl.constexpr):
-    """Columns of each part of K but the last: the same whatever the tile, whose depth must divide 128."""
+    """Columns of each split-K part but the last: independent of the tile, whose depth must divide 128."""
     return tl.cdiv(k, 128 * split) * 128
 
 
 @triton.jit
 def _dot(w, x, total, swap: tl.constexpr):
-    """total + x @ w.T, or its transpose. Products of float32 are float32's own, not tf32's."""
+    """total + x @ w.T, or its transpose. float32 operands are multiplied in float32, not tf32."""
     if swap:
         total = tl.dot(w, x.T, total, input_precision="ieee")
     else:
@@ -112,14 +112,14 @@ def _dot(w, x, total, swap: tl.constexpr):
 
 @triton.jit
 def _leave(total, partial, tile, part, split: tl.constexpr, parts: tl.constexpr, height: tl.constexpr, width: tl.constexpr):
-    """This program's partial sums to memory."""
+    """Stores this program's partial sums."""
     at = partial + (tile.to(tl.int64) * (split * parts) + part) * (height * width)
     tl.store(at + tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :], total)
 
 
 @triton.jit
 def _add_up(partial, tile, part, split: tl.constexpr, parts: tl.constexpr, height: tl.constexpr, width: tl.constexpr):
-    """The partial sums of a tile, added in the order of K whichever program came last."""
+    """Adds the partial sums of a tile in the order of K, whichever program finished last."""
     at = partial + (tile.to(tl.int64) * (split * parts) + part) * (height * width)
     at += tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :]
     total = tl.load(at, cache_modifier=".cg")
@@ -135,9 +135,10 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
           linked: tl.constexpr):
     """out [rows, n] = x [rows, k] @ weight [n, k].T; with a `kind` the weight is [2 n, k], as in `matvec`.
 
-    `stride` is x's row stride in units of `align` elements. K is summed in `split` parts, which are then added in order. Grid:
-    (tiles, split), of which the program that takes a tile's last ticket adds up: `partial` holds `split` sums a tile, `tickets`
-    a zero a tile, which is zero again afterwards. Or (tiles, 1) and neither, if `joined`: then a program does all the parts.
+    `stride` is x's row stride in units of `align` elements. Split-K: K is summed in `split` parts, which are added in order.
+    Grid: (tiles, split); the last program of a tile, found by an atomic ticket, adds the parts. `partial` holds `split` sums
+    per tile, `tickets` one counter per tile, zero before and after. With `joined` the grid is (tiles, 1), one program computes
+    all parts, and neither buffer is used.
     """
     tile = tl.program_id(0)
     row, column = _place(tile, tl.cdiv(rows, tall), tl.cdiv(n, wide), group)
@@ -212,8 +213,8 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
 @triton.jit(do_not_specialize=("rows",))
 def panels(x, weight, bias, out, rows, n, k, tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, group: tl.constexpr,
            split: tl.constexpr, kind: tl.constexpr):
-    """As `tiles`, for many rows: x, weight and out are tensor descriptors, so that the copy engine moves whole blocks, and a
-    program takes one tile after another, the next one's blocks under way while it stores. Equal order of sums.
+    """As `tiles`, for many rows: persistent programs with TMA. x, weight and out are tensor descriptors; a program loads the
+    next tile's blocks while it stores. The order of summation is the same.
 
     Blocks: x [tall, deep]. Without a kind, weight [wide, deep] and out [tall, wide / 2]: a tile is stored in halves to leave
     room for blocks. With one, weight [2, wide, deep] of [2, n, k], so that both halves are one operand, and out [tall, wide].

@@ -1,8 +1,8 @@
-"""Products with a weight matrix on NVIDIA GPUs: Triton kernels for few rows, cuBLAS for many.
+"""GEMMs on NVIDIA GPUs: Triton kernels for few rows, cuBLAS for many.
 
-For few rows the reading of the weights is all the work there is: each is read once, with enough of it under way at any time to
-keep the memory busy. `choose` alone decides what serves a shape; its constants are set by the record of bench/gpu_linear.py.
-The kernels are in ops/linear_kernels.py; products whose bits do not depend on the batch are in ops/linear_invariant.py.
+With few rows a GEMM is bound by the memory bandwidth of reading the weight: each element is read once, with enough loads in
+flight to saturate memory. `choose` alone decides which kernel and tile serve a shape; its constants come from the measurements
+of bench/gpu_linear.py. The kernels are in ops/linear_kernels.py, batch-invariant GEMMs in ops/linear_invariant.py.
 """
 
 from __future__ import annotations
@@ -20,34 +20,36 @@ from penstock.ops.registry import register
 
 
 class Tile(NamedTuple):
-    """How a product is cut: programs of `tall` x `wide` outputs go over K in blocks of `deep`, `stages` of them under way."""
+    """How a GEMM is tiled: a program computes `tall` x `wide` outputs over K in blocks of `deep`, with `stages` pipeline
+    stages."""
 
     tall: int
-    """Rows of x a program; 1 is the matrix-vector kernel."""
+    """Rows of x per program (BLOCK_M); 1 selects the matrix-vector kernel."""
     wide: int
-    """Rows of the weight a program, which are columns of the output."""
+    """Rows of the weight per program, which are columns of the output (BLOCK_N)."""
     deep: int
     split: int = 1
-    """Parts of K, of which each is summed by itself: by a program of its own, unless `joined`."""
+    """Split-K: parts of K that are summed separately, each by its own program unless `joined`."""
     warps: int = 4
     stages: int = 4
     swap: bool = False
-    """Compute the transposed tile: the weights are the matrix unit's operand of 64 rows, x the narrow one."""
+    """Compute the transposed tile: the weight is the tensor core's operand of 64 rows, x the narrow one."""
     ahead: int = 0
-    """Blocks of the weight that a program asks for before it waits for the kernel before it (programmatic dependent launch).
-    With more than one row, only a kernel that does so lets the next one start early: a long one uses all the room there is."""
+    """Blocks of the weight that a program prefetches before it waits for the previous kernel (programmatic dependent launch).
+    With more than one row, only kernels that prefetch let the next one start early: a long kernel needs all resources
+    itself."""
     group: int = 1
-    """Tiles in this many rows of tiles are computed near one another in time."""
+    """Swizzle: tiles of this many rows of tiles are scheduled together, for L2 reuse."""
     joined: bool = False
-    """A program takes all the parts of K, one after another, and adds them in the same order."""
+    """One program computes all parts of K in turn, and adds them in the same order as split programs do."""
     boxed: bool = False
-    """The copy engine moves the blocks (`boxable`)."""
+    """Blocks are moved by TMA (`boxable`)."""
 
 
 def choose(rows: int, n: int, k: int, gated: bool, boxes: bool = False) -> Tile | None:
-    """The tile of x [rows, k] times [n, k] transposed (gated: of each half of [2 n, k]), or None if cuBLAS is to serve it.
+    """The tile for x [rows, k] times [n, k] transposed (gated: of each half of [2 n, k]); None selects cuBLAS.
 
-    `boxes`: whether the tile may be boxed.
+    `boxes`: whether TMA may be used.
     """
     if rows == 1:
         return one_row(n, k)
@@ -59,25 +61,25 @@ def choose(rows: int, n: int, k: int, gated: bool, boxes: bool = False) -> Tile 
 
 
 def _fills(tile: Tile, rows: int, n: int) -> bool:
-    """Whether so many tiles leave hardly any multiprocessor idle in the end: a persistent program has one after another."""
+    """Whether the last wave of tiles occupies nearly all multiprocessors (persistent programs take one tile after another)."""
     tiles = -(-rows // tile.tall) * -(-n // tile.wide)
     return tiles >= 0.93 * gpu.MULTIPROCESSORS * -(-tiles // gpu.MULTIPROCESSORS)
 
 
 BOXED = Tile(128, 256, 64, warps=8, stages=3, group=8, boxed=True)
 BOXED_GATED = BOXED._replace(wide=128)
-"""For many rows. In both, 256 rows of the weight are one operand."""
+"""For many rows. In both, one tensor core operand is 256 rows of the weight."""
 
 
 def one_row(n: int, k: int) -> Tile:
-    """Without the matrix unit. Where K is short, all of a program's weights are on their way before it waits."""
+    """GEMV without tensor cores. Where K is short, a program prefetches all of its weights before it waits."""
     if k > 1024:
         return Tile(1, 4, 1024, ahead=1 if 4096 <= k <= 8192 else 3)
     return Tile(1, 4, 256, warps=1, stages=6, ahead=4) if n < 16384 else Tile(1, 16, 256)
 
 
 def parts(n: int, k: int, gated: bool) -> int:
-    """Into how many parts K is divided where few output columns make too few programs."""
+    """The number of split-K parts: more than one where few output columns make too few programs."""
     split = 1
     while -(-n // 64) * split * (2 if gated else 1) < 64 and k // split >= 512:
         split *= 2
@@ -85,10 +87,10 @@ def parts(n: int, k: int, gated: bool) -> int:
 
 
 def few_rows(rows: int, n: int, k: int, gated: bool, divide: bool) -> Tile:
-    """For up to 64 rows. `divide`: K may be divided among programs, for which few output columns are the reason.
+    """The tile for up to 64 rows. `divide`: split-K may be used.
 
-    The fewer programs there are, the more each must have under way. Above 32 rows x is read as often as the weight if a program
-    takes 64 of its rows, so the tiles are wide where that leaves enough of them, and else narrow rather than divided.
+    The fewer programs there are, the more loads each needs in flight. Above 32 rows x is read as often as the weight if a
+    program takes 64 of its rows, so tiles are wide where that leaves enough of them, and narrow rather than split elsewhere.
     """
     if rows > 32 and n >= 8192:
         return Tile(64, 128, 64)
@@ -106,28 +108,28 @@ def few_rows(rows: int, n: int, k: int, gated: bool, divide: bool) -> Tile:
 
 @cache
 def _tickets(device: torch.device) -> torch.Tensor:
-    """Zeros that programs of a split tile count with, and leave as zeros. One stream a device is assumed."""
+    """Counters of split-K programs per tile, which leave them at zero. Assumes one stream per device."""
     return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
 def aligned(x: torch.Tensor, weight: Weight) -> bool:
-    """Whether all rows start at multiples of 16 bytes, as the kernels' wide loads need."""
+    """Whether all rows start at multiples of 16 bytes, which vectorised loads need."""
     return weight.k % 16 == 0 and x.data_ptr() % 16 == 0 and (x.shape[0] == 1 or x.stride(0) % 16 == 0)
 
 
 def boxable(x: torch.Tensor, weight: Weight, n: int) -> bool:
-    """Whether the copy engine can move the blocks: rows of all three matrices at multiples of 16 bytes."""
+    """Whether TMA can move the blocks: Hopper or later, and rows of all three matrices at multiples of 16 bytes."""
     return gpu.capability(x.device) >= (9, 0) and n % 8 == 0 and aligned(x, weight)
 
 
 def _stages(tile: Tile, row: int, device: torch.device, gated: bool) -> int:
-    """The tile's stages, of rows of `row` bytes, or as many as fit into shared memory."""
+    """The tile's pipeline stages, or as many as fit into shared memory with rows of `row` bytes."""
     return max(1, min(tile.stages, gpu.shared_bytes(device) // ((tile.tall + tile.wide * (2 if gated else 1)) * row)))
 
 
 def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype,
            kind: str | None = None) -> torch.Tensor:
-    """x [T, K] times the transposed weight by Triton, plus bias, in `dtype`; with a kind, gated. Fast if `aligned`."""
+    """The GEMM by Triton, plus bias, in `dtype`; with a kind, gated in the epilogue. Fast if `aligned`."""
     from penstock.ops import linear_kernels as kernels  # Triton: heavy, and not everywhere
 
     rows, k, n = x.shape[0], weight.k, weight.n if kind is None else weight.n // 2
@@ -179,7 +181,7 @@ def _launch_boxed(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tenso
 
 
 def library(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """The product by cuBLAS. A wider `dtype` is written from the float32 sums, not from rounded ones."""
+    """The GEMM by cuBLAS. A wider `dtype` is written from the float32 accumulators, not from rounded results."""
     if dtype == x.dtype:
         return F.linear(x, weight.data, bias)
     out = torch.mm(x, weight.data.T, out_dtype=dtype) if x.is_cuda else x.to(dtype) @ weight.data.T.to(dtype)
@@ -188,7 +190,7 @@ def library(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: t
 
 @register("linear", "triton", rank=10, supports=gpu.supports, batch_invariant=False)
 class TritonLinear:
-    """LinearOps (ops/linear.py), except that the order of summation may depend on how many rows there are."""
+    """MatrixOps (ops/contracts.py). The order of summation may depend on the number of rows."""
 
     @staticmethod
     def pack(weight: torch.Tensor) -> Weight:
@@ -217,5 +219,5 @@ class TritonLinear:
 
 
 def _suits(x: torch.Tensor, weight: Weight) -> bool:
-    """Whether Triton's kernels can serve: rows that exist, in half precision, aligned."""
+    """Whether the Triton kernels can serve: at least one row, half precision, aligned."""
     return x.shape[0] > 0 and x.dtype != torch.float32 and aligned(x, weight)

@@ -12,7 +12,8 @@ def normalise(x, residual, weight, bias, out, rows, x_stride, residual_stride, e
               block: tl.constexpr, tall: tl.constexpr, align: tl.constexpr, centred: tl.constexpr, linked: tl.constexpr):
     """out [rows, width] = norm(x + residual) * (offset + weight) + bias; the sum, rounded, replaces residual.
 
-    Residual and bias may be None. A program takes `tall` rows, each within a block. Strides are in units of `align` elements.
+    Residual and bias may be None. A program takes `tall` rows, each of which fits in a block. Strides are in units of `align`
+    elements, so that loads can be vectorised.
     """
     row = (tl.program_id(0) * tall + tl.arange(0, tall)).to(tl.int64)[:, None]
     column = tl.arange(0, block)[None, :]

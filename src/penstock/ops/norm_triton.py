@@ -1,4 +1,4 @@
-"""Norms on NVIDIA GPUs: one kernel, a row read and written once. How rows are cut into programs is decided here."""
+"""Norms on NVIDIA GPUs by one kernel, which reads and writes each row once. This module chooses block sizes and grids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.ops import gpu
 from penstock.ops.registry import register
 
 _VECTOR = 16, 32
-"""Bytes of a row that a thread takes where there are few rows, and where there are many."""
+"""Bytes of a row per thread: with few rows, and with many."""
 
 
 def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
@@ -24,7 +24,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
         return out
     block = gpu.covering(width)
     many = rows > 8 * gpu.multiprocessors(x.device)
-    tall = max(1, 1024 // block) if many else 1  # narrow rows share a program, if that leaves enough of them
+    tall = max(1, 1024 // block) if many else 1  # narrow rows share a program, if enough programs remain
     warps = min(16, max(1, tall * block * x.element_size() // (_VECTOR[many] * 32)))
     stride = x.stride(0) if residual is None else residual.stride(0)
     align = math.gcd(16, x.stride(0), stride)

@@ -1,7 +1,7 @@
-"""The kernel table: which implementation serves which operation. Bound once, at start, by device facts and dtype.
+"""The kernel table: it binds an implementation to each operation once, at start, by device facts and dtype.
 
 An operation is a name with a reference in `ops/<op>.py`. A faster implementation registers beside it with a `supports`
-function that returns None, or the reason why it cannot serve. Nothing else in Penstock asks what hardware there is.
+function that returns None, or the reason why it cannot serve. No other code asks which hardware is there.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def _any_shape(_n: int, _k: int) -> bool:
 
 @dataclass(frozen=True)
 class Implementation:
-    """`call` serves `op`; of those whose `supports` gives no reason against, the highest `rank` is bound.
+    """`call` serves `op`. Of the implementations that can serve here, the one of highest `rank` is bound.
 
-    The other fields say what it can do. Whoever needs to know asks for the field, never for the name.
+    The other fields say what it can do: callers read them instead of comparing names.
     """
 
     op: str
@@ -73,7 +73,7 @@ _TABLE: dict[str, dict[str, Implementation]] = {}
 
 _MODULES = ("linear", "norm", "rope", "attention", "attention_triton", "activation", "step", "sample", "sample_triton",
             "linear_triton", "linear_invariant", "norm_triton", "rope_triton", "activation_triton", "step_triton", "cpu")
-"""Where implementations register themselves on import; a new provider is one more name."""
+"""Modules whose import registers implementations; a new provider is one more name."""
 
 
 def _anywhere(_facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
@@ -116,7 +116,7 @@ def load() -> None:
 
 
 class Kernels:
-    """The bound table: one attribute an operation. What each takes and returns is the reference's docstring."""
+    """The bound table, with one attribute per operation. The reference's docstring says what each takes and returns."""
 
     linear: MatrixOps
     """For plain matrices; `linear_for` says which serves another scheme."""

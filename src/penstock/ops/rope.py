@@ -1,4 +1,4 @@
-"""Query and key norms, rotary position embedding and the write into the paged cache, which always happen together."""
+"""Query and key norms, rotary position embedding and the write into the paged cache: one fused operation."""
 
 from __future__ import annotations
 

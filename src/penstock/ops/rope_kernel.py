@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _scale(left, right, rest, size: tl.constexpr, eps):
-    """1 / rms of each head, which is in three pieces; what lies outside of a head is zero."""
+    """1 / rms of each head, given in three pieces; elements outside of a head are zero."""
     total = tl.sum(left * left, 1) + tl.sum(right * right, 1) + tl.sum(rest * rest, 1)
     return tl.rsqrt(total / size + eps)[:, None]
 
@@ -19,7 +19,7 @@ def _turn(x, out, norm, cos, sin, kept, written, eps, offset, size: tl.constexpr
           far: tl.constexpr):
     """Norms and rotates the heads at x [n, 1] into those at out [n, 1].
 
-    The first `half` numbers of a head turn with the next `half`, blocks of `near`; what is left stays, a block of `far`.
+    The first `half` elements of a head rotate with the next `half`, in blocks of `near`; the rest, a block of `far`, is copied.
     """
     a, b = tl.arange(0, near)[None, :], tl.arange(0, far)[None, :]
     turned, stays = a < half, b < size - 2 * half

@@ -8,10 +8,10 @@ from penstock.ops import gpu
 from penstock.ops.registry import register
 
 _NUMBERS = {64: 2048, 128: 2048, 256: 1024}
-"""Numbers a program, by the head's size rounded up: what was fastest at one token and at 8192 (bench/gpu_rows.py)."""
+"""Elements per program by padded head size: the fastest at one token and at 8192 (bench/gpu_rows.py)."""
 _EARLY = True
-"""Read positions, slots and tables before waiting for the kernel ahead. They are older than the embedding's kernel, which is
-launched in the ordinary way, when everything before it has ended: so they are there when anything behind it begins."""
+"""Read positions, slots and tables before waiting for the previous kernel. They were written before the embedding's kernel,
+which is launched without programmatic dependent launch and so starts only when everything before it has ended."""
 
 
 @register("rope_write", "triton", rank=10, supports=gpu.supports)

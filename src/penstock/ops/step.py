@@ -1,4 +1,4 @@
-"""From segments to flat arrays: which token stands where, and which cache slot its entry goes to."""
+"""From segments to flat arrays: the token and position of each query, and the cache slot that its entry is written to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tenso
     """Token t of segment s stands at position start[s] + t - query_start[s] of row[s].
 
     known [R, L] int32: the rows' tokens. tables: for each cache group [R, C] int32, row -> page ids. row, start [S] and
-    query_start [S + 1] int32. `tokens` T >= query_start[S]: what lies beyond is padding, with token 0, position 0, slot -1.
+    query_start [S + 1] int32. `tokens` T >= query_start[S]: tokens beyond it are padding, with token 0, position 0, slot -1.
     `columns` bounds the pages of any segment's context.
     """
     at = torch.arange(tokens, dtype=torch.int32, device=known.device)
