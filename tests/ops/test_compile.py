@@ -108,8 +108,8 @@ print(json.dumps([[*name, getattr(sys.modules[name[0]], name[1]).cache_key] for 
 
 ALONE = """
 import json, os
-from penstock.ops.compile_worker import settle
-print(json.dumps([[*name, getattr(settle(name[0]), name[1]).cache_key] for name in json.loads(os.environ["NAMES"])]))
+from penstock.ops.compile_worker import import_kernels
+print(json.dumps([[*name, getattr(import_kernels(name[0]), name[1]).cache_key] for name in json.loads(os.environ["NAMES"])]))
 """
 
 QUICK = PRELUDE + """

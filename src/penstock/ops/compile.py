@@ -1,8 +1,8 @@
-"""Triton's kernels are compiled before they are needed, by many processes, into a cache on disk.
+"""Compiles Triton kernels ahead of their first launch, in parallel processes, into the cache on disk.
 
-Which ones is found out by going through the launches on meta tensors (`recording`): what is recorded there is what Triton's
-JIT asks for later, when the same launch runs on the GPU and finds the kernel in the cache. `Compilation` has the processes
-(ops/compile_worker.py) do the work while weights load. `count` tells whether anything was compiled by anyone else.
+A dry run of the launches on meta tensors (`recording`) finds out which kernels are needed; a later launch on the GPU then finds
+its kernel in the cache. `Compilation` runs the compiler processes (ops/compile_worker.py) while weights load. `count` tells
+whether the JIT compiled anything else.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from penstock.ops.registry import Kernels
 from penstock.platform.folders import cache_folder
 
 _PROCESSES = 16
-"""At most; a model has a few dozen kernels."""
+"""The most compiler processes; a model has a few dozen kernels."""
 _PATIENCE = 300.0
-"""Seconds after which a process that is still busy with one kernel is given up."""
+"""Seconds after which a process that still compiles one kernel is killed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel for one set of types, alignments, constants and options."""
+    """One specialisation of a kernel: types, alignments, constants and options."""
 
     module: str
     kernel: str
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass
 class Tally:
-    """Kernels that this process has compiled, and has taken from the cache on disk. Both make the one who waits notice."""
+    """Kernels that this process has compiled, or loaded from the cache on disk. Both delay the launch that needs them."""
 
     compiled: int = 0
     loaded: int = 0
@@ -87,9 +87,10 @@ def _listen(*, src: Any, cache_hit: bool, **_more: Any) -> None:
 
 
 def watch() -> bool:
-    """Has Triton keep its cache where ours is, unless the user says where, and count what it compiles. False without Triton.
+    """Points Triton's cache to Penstock's cache folder, unless the user chose one, and counts compilations. False without
+    Triton.
 
-    The sooner it is called the better: it has something to do that others can wait for.
+    Call it early: it starts hashing Triton's sources on a thread, which every cache look-up needs.
     """
     if importlib.util.find_spec("triton") is None:
         return False
@@ -107,14 +108,15 @@ def watch() -> bool:
 
 @contextmanager
 def recording(chip: Chip) -> Iterator[dict[str, Job]]:
-    """Launches in this context reach no device: what they would compile for `chip` is entered into the dict instead.
+    """Dry run: launches in this context reach no device. The kernels that they would compile for `chip` are entered in the
+    dict.
 
     Tensors must be on torch's meta device. Not for use while another thread launches kernels.
     """
     from triton import knobs
     from triton.runtime.driver import driver
 
-    from penstock.ops.compile_worker import Target, settle
+    from penstock.ops.compile_worker import Target, import_kernels
 
     jobs: dict[str, Job] = {}
     target = Target(10 * chip.capability[0] + chip.capability[1])
@@ -123,7 +125,7 @@ def recording(chip: Chip) -> Iterator[dict[str, Job]]:
         data = compile["specialization_data"]
         name = f"{fn.module}.{fn.name} {data}"
         if name not in jobs:
-            settle(fn.module)
+            import_kernels(fn.module)
             entry = _entry(fn.jit_function, compile, json.loads(data)["options"], target.get_current_target())
             jobs[name] = Job(fn.module, fn.name, data, entry, _caller())
         return True  # nothing is compiled, nothing is launched
@@ -140,21 +142,21 @@ def recording(chip: Chip) -> Iterator[dict[str, Job]]:
 
 
 def _entry(function: Any, described: dict[str, Any], options: dict[str, Any], target: Any) -> Path:
-    """Where Triton's `compile` will look: the file that lists the kernel's others."""
+    """The cache entry that Triton's `compile` looks for: the file that lists a kernel's other files."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.cache import get_cache_key, get_cache_manager
 
     backend = make_backend(target)
     source = ASTSource(function, described["signature"], described["constants"], described["configs"][0])
-    settled = backend.parse_options({name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})
-    key = get_cache_key(source, backend, settled, get_cache_invalidating_env_vars())
+    options_of = backend.parse_options({name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})
+    key = get_cache_key(source, backend, options_of, get_cache_invalidating_env_vars())
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     return Path(manager.cache_dir) / f"__grp__{source.name[:150]}.json"
 
 
 def _caller() -> str:
-    """The module of ours that the launch is in."""
+    """The module of penstock.ops that launches the kernel."""
     frame = sys._getframe()  # noqa: SLF001 (inspect.currentframe is the same, and slower)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -165,10 +167,10 @@ def _caller() -> str:
 
 
 class Manifest:
-    """On disk, the kernels that a rehearsal has found, so that the next start of the same need not rehearse."""
+    """The kernels that a rehearsal found, kept on disk so that the next start of the same configuration need not rehearse."""
 
     def __init__(self, *what: object) -> None:
-        """`what` is all that the kernels depend on, beside the sources of Penstock, Triton and torch."""
+        """`what` are the inputs that kernels depend on, besides the versions of Penstock, Triton and torch."""
         digest = hashlib.sha256(repr(what).encode())
         digest.update(" ".join(version(name) for name in ("torch", "triton")).encode())
         for path in sorted(Path(__file__).parents[1].rglob("*.py")):
@@ -176,7 +178,7 @@ class Manifest:
         self._path = Path(os.environ["TRITON_CACHE_DIR"]) / "manifests" / f"{digest.hexdigest()}.json"
 
     def jobs(self) -> list[Job] | None:
-        """What `keep` was given; None if it was not called before."""
+        """The jobs that `keep` saved; None if there are none."""
         try:
             kept = json.loads(self._path.read_text())
         except (OSError, ValueError):
@@ -184,7 +186,7 @@ class Manifest:
         return [Job(job["module"], job["kernel"], job["data"], Path(job["entry"]), job["caller"]) for job in kept]
 
     def keep(self, jobs: list[Job]) -> None:
-        """Writes them down, for processes that may read it at the same time. What cannot be written is not kept."""
+        """Saves the jobs atomically. Errors of the file system are ignored: the next start rehearses again."""
         text = json.dumps([{"module": job.module, "kernel": job.kernel, "data": job.data, "entry": str(job.entry),
                             "caller": job.caller} for job in jobs])
         with suppress(OSError):
@@ -195,7 +197,7 @@ class Manifest:
 
 
 class Compilation:
-    """Jobs under way in processes of their own. Those that are in the cache already cost nothing."""
+    """Jobs being compiled in other processes. Kernels that are in the cache already are skipped."""
 
     def __init__(self, jobs: Iterable[Job], capability: tuple[int, int]) -> None:
         self._capability = capability
@@ -204,7 +206,7 @@ class Compilation:
         self.compiled = len(missing)
         """Kernels that were not in the cache."""
         self.seconds = 0.0
-        """What that took, once it is done."""
+        """How long compilation took, once it is done."""
         self._began = time.perf_counter()
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._failed: list[tuple[Job, str]] = []
@@ -218,7 +220,7 @@ class Compilation:
             thread.start()
 
     def wait(self) -> list[tuple[Job, str]]:
-        """Returns when all are done: those that cannot be compiled, each with the reason."""
+        """Waits for all jobs; returns those that failed, each with the reason."""
         for thread in self._threads:
             thread.join()
         if self._threads:
@@ -226,22 +228,22 @@ class Compilation:
         return self._failed
 
     def finish(self, kernels: Kernels) -> None:
-        """Waits for all. ConfigError names the first kernel that cannot be compiled, why, and how to do without it."""
+        """Waits for all jobs. ConfigError names the first kernel that failed, why, and which option avoids it."""
         failed = self.wait()
         if failed:
             raise self._refusal(*failed[0], kernels)
 
     def load(self, kernels: Kernels) -> None:
-        """Brings all kernels from the cache to the current device, where else each first launch would. Raises as `finish`."""
+        """Loads all kernels onto the current device, so that no first launch has to. Raises as `finish`."""
         if not self._all:
             return
-        from penstock.ops.compile_worker import settle
+        from penstock.ops.compile_worker import import_kernels
 
         if _tally.hashing is not None:
             _tally.hashing.join()
         for job in self._all:
             try:
-                kernel = getattr(settle(job.module), job.kernel).preload(job.data)
+                kernel = getattr(import_kernels(job.module), job.kernel).preload(job.data)
                 kernel.run  # noqa: B018  (the property loads it)
             except Exception as error:
                 raise self._refusal(job, f"{type(error).__name__}: {error}", kernels) from error
@@ -261,7 +263,7 @@ class Compilation:
         return ConfigError(_explain(what, why, _operations(job.caller, kernels), self._capability))
 
     def _serve(self) -> None:
-        """One process and what it is given."""
+        """Runs one compiler process until no jobs are left."""
         major, minor = self._capability
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         with subprocess.Popen([sys.executable, "-m", "penstock.ops.compile_worker", str(10 * major + minor)], text=True,
@@ -283,7 +285,7 @@ class Compilation:
                     process.stdin.close()
 
     def _ask(self, process: subprocess.Popen[str], job: Job) -> str | None:
-        """What is wrong with a job, if anything is."""
+        """Sends one job to a process; returns the error, or None."""
         assert process.stdin is not None and process.stdout is not None
         watchdog = threading.Timer(_PATIENCE, process.kill)
         watchdog.start()
@@ -301,7 +303,7 @@ class Compilation:
 
 
 def _operations(caller: str, kernels: Kernels) -> list[str]:
-    """The operations that are bound to an implementation of that module."""
+    """The operations that are bound to an implementation in that module."""
     return [op for op, chosen in kernels.chosen.items() if caller and getattr(chosen.call, "__module__", None) == caller]
 
 
@@ -315,7 +317,7 @@ def _explain(what: str, why: str, operations: list[str], capability: tuple[int, 
 
 @contextmanager
 def explained(capability: tuple[int, int]) -> Iterator[None]:
-    """A kernel that fails as it is first launched raises ConfigError saying which and what to do."""
+    """Turns the failure of a kernel's first launch into a ConfigError that names the kernel and the way around it."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A process that compiles kernels for ops/compile.py: one job a line in, one answer a line out. It never imports torch.
+"""A compiler process for ops/compile.py: it reads one job per line and writes one answer per line. It never imports torch.
 
 usage: python -m penstock.ops.compile_worker CAPABILITY, such as 90
 """
@@ -22,7 +22,7 @@ from triton.runtime.jit import JITCallable
 
 
 class Target:
-    """What Triton asks of a driver, for a GPU of that compute capability that need not be there: compiles, launches nothing."""
+    """A Triton driver for a GPU that need not be present: it can compile, but not launch."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -31,7 +31,7 @@ class Target:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> str:
-        """What compiled kernels are kept under: no number of a real device."""
+        """The key of compiled kernels in Triton's caches: not the index of a real device."""
         return f"sm_{self._capability}"
 
     def get_current_stream(self, _device: str) -> int:
@@ -39,33 +39,33 @@ class Target:
 
 
 @cache
-def settle(name: str) -> ModuleType:
-    """Imports a module of kernels and has Triton compute all of its functions' keys in the order of their definition.
+def import_kernels(name: str) -> ModuleType:
+    """Imports a module of kernels, and has Triton compute the cache keys of all its functions in the order of their definition.
 
-    Otherwise a kernel's key depends on whether the functions that it calls had theirs before, so on what was launched first:
-    Triton 3.6 merges the constants that a function uses into its caller's key, but knows them only once the function has one.
+    Otherwise a kernel's key depends on which kernel was launched first: Triton 3.6 merges the constants that a function uses
+    into its caller's key, but only once the function has a key itself.
     """
     module = importlib.import_module(name)
     for found in list(vars(module).values()):
         if isinstance(found, JITCallable):
             if found.fn.__module__ != name:
-                settle(found.fn.__module__)
+                import_kernels(found.fn.__module__)
             found.cache_key  # noqa: B018  (computed when it is read)
     return module
 
 
 UTILITIES = "utilities"
-"""The job of building what Triton itself needs beside kernels."""
+"""The job of building Triton's own launcher utilities."""
 
 
 def compile_one(job: dict[str, Any]) -> None:
-    """Into the cache on disk: the kernel, and the function in C by which Python launches it."""
+    """Compiles a kernel and its C launcher into the cache on disk."""
     if job["kernel"] == UTILITIES:
         # Without a driver on this machine there is nothing to link with, and nobody who could launch.
         with suppress(AssertionError):
             CudaUtils()
         return
-    kernel = getattr(settle(job["module"]), job["kernel"]).preload(job["data"])
+    kernel = getattr(import_kernels(job["module"]), job["kernel"]).preload(job["data"])
     with suppress(AssertionError):
         CudaLauncher(kernel.src, kernel.metadata)
 

@@ -1,7 +1,7 @@
-"""CPU implementations of the operations: thin calls into the C++ libraries of ops/native.py, one set for each instruction set.
+"""The operations on CPUs: thin wrappers of the C++ kernels in ops/csrc, one set per instruction set.
 
-The environment variable PENSTOCK_CPU_ISA (avx512, avx2, portable) restricts the choice to one of them. Contracts are the
-references' docstrings. These wrappers are on the path of every layer of every step, so they check little and allocate once.
+The environment variable PENSTOCK_CPU_ISA (avx512, avx2, portable) restricts the choice to one of them. The references'
+docstrings are the contracts. Every layer of every step calls these wrappers, so they check little and allocate once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
 class PackedWeight(Weight):
-    """A weight in panels (csrc/linear.cpp), with what every call needs of it."""
+    """A weight in panels (csrc/linear.cpp), with the pointer and type code that every call needs."""
 
     __slots__ = ("code", "pointer")
 
@@ -38,7 +38,7 @@ class PackedWeight(Weight):
 
 
 class CpuLinear:
-    """pack, apply, gated and gather of one library."""
+    """MatrixOps (ops/contracts.py) of one library."""
 
     def __init__(self, owner: CpuOperations) -> None:
         self._owner = owner
@@ -76,7 +76,7 @@ class CpuLinear:
 
 
 class CpuAttention(AttentionOps):
-    """apply of one library; there is nothing to prepare."""
+    """AttentionOps of one library. Threads divide the work themselves, so nothing is prepared on the host."""
 
     def __init__(self, owner: CpuOperations) -> None:
         self._owner = owner
@@ -98,7 +98,7 @@ class CpuAttention(AttentionOps):
 
 
 class CpuOperations:
-    """The operations of one instruction set. `supports` builds and loads the library; nothing else may be called before."""
+    """The operations of one instruction set. `supports` builds and loads the library, and must be called first."""
 
     _ROPE = struct.Struct("30q")
     ATTENTION = struct.Struct("22q")
@@ -125,7 +125,7 @@ class CpuOperations:
         return None
 
     def load(self) -> None:
-        """Builds the library if need be and takes hold of its functions. BuildError."""
+        """Builds the library if needed, and binds its functions. BuildError."""
         self.lib = lib = native.library(self.isa.name)
         self.linear_ = lib.penstock_linear
         self._rms_norm = lib.penstock_rms_norm

@@ -1,4 +1,7 @@
-"""What Triton's launches ask about a GPU, answered for a dry run on meta tensors as for the device. Imports no Triton."""
+"""GPU facts that Triton launches depend on: of the device, or during a dry run on meta tensors of the chip that it stands for.
+
+Imports no Triton.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ import torch
 from penstock.platform.facts import DeviceFacts
 
 OLDEST = (8, 0)
-"""The least compute capability that the kernels are written for: bf16, and copies that do not go through registers."""
+"""The lowest compute capability that the kernels support: they need bf16 and asynchronous copies to shared memory."""
 
 MULTIPROCESSORS = 132
-"""An H200's. On another GPU work is divided as for this one, which costs a little and changes nothing else."""
+"""Of an H200. Work is divided for this number on other GPUs too, which costs a little time and changes no result."""
 
 
 class Chip(NamedTuple):
-    """One kind of GPU, as far as a launch depends on it."""
+    """The properties of a GPU that launches depend on."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -47,26 +50,26 @@ def _found(index: int) -> Chip:
 
 
 def chip(device: torch.device) -> Chip:
-    """What `device` is, or in a dry run stands for."""
+    """The chip of `device`; in a dry run, the one that meta tensors stand for."""
     if device.type == "cuda":
         return _found(torch.cuda.current_device() if device.index is None else device.index)
     return _meta[-1] if device.type == "meta" and _meta else _NONE
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability that a launch on `device` can count on; (0, 0) if it is no GPU."""
+    """The compute capability of `device`; (0, 0) if it is no GPU."""
     return chip(device).capability
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs can run at once at least."""
+    """The number of streaming multiprocessors."""
     return chip(device).multiprocessors
 
 
 def linked(device: torch.device) -> bool:
-    """Whether a kernel may be launched before the one ahead of it has ended (programmatic dependent launch).
+    """Whether kernels use programmatic dependent launch: a kernel may start before the previous one has ended.
 
-    A kernel launched so must wait (`gdc_wait`) in every program before it reads or writes anything that others write.
+    Every program of such a kernel must wait (`gdc_wait`) before it reads or writes memory that other kernels write.
     """
     return capability(device) >= (9, 0)
 
@@ -75,17 +78,17 @@ _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program can have (CUDA C++ programming guide, specifications by compute capability)."""
+    """The most shared memory per program (CUDA C++ programming guide, specifications by compute capability)."""
     return _SHARED.get(capability(device), 99) << 10
 
 
 def covering(count: int) -> int:
-    """The least power of two, at least 1, that is not below: blocks of Triton's kernels have such sizes."""
+    """The next power of two, at least 1: block sizes of Triton kernels are powers of two."""
     return 1 << max(0, count - 1).bit_length()
 
 
 def supports(facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
-    """The reason why Triton's kernels cannot serve here, if there is one."""
+    """Why the Triton kernels cannot run here; None if they can."""
     if facts.kind != "cuda":
         return "needs an NVIDIA GPU"
     if facts.capability < OLDEST:

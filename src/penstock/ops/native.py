@@ -1,8 +1,7 @@
-"""Builds C++ into shared libraries, compiled on first use and kept; loads the kernels of ops/csrc, one library for each
-instruction set.
+"""Compiles C++ into shared libraries on first use, and caches them; loads the kernels of ops/csrc, one library per instruction
+set.
 
-Owns the compiler's command, the cache of built libraries and the prototypes of the kernels' C ABI. What they do is said in
-csrc; who calls them is ops/cpu.py.
+Owns the compiler command, the cache of built libraries and the prototypes of the kernels' C ABI. ops/cpu.py calls the kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno"
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """One way of compiling the sources."""
+    """A target that the sources are compiled for."""
 
     name: str
     needs: frozenset[str]

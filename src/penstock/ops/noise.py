@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 M1, M2, STEP, SALT = 0x7FEB352D, 0x846CA68B, 0x9E3779B9, 0x85EBCA6B
-"""The finalizer's factors, the step from one position or token to the next (2^32 over the golden ratio), and what keeps seeds
-below 2^32 from having a zero half."""
+"""The finalizer's factors, the increment per position or token (2^32 over the golden ratio), and a salt for seeds below 2^32,
+whose upper half is zero."""
 
 _MASK = 0xFFFFFFFF
 
@@ -28,7 +28,7 @@ def _mix_one(x: int) -> int:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The same on int32 tensors, whose products wrap and whose right shifts carry the sign, which is masked off."""
+    """The same on int32 tensors: multiplication wraps, and the sign that right shifts carry is masked off."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * signed(M1)
     x = x ^ ((x >> 15) & 0x1FFFF)
@@ -37,7 +37,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def seed_key(seed: int) -> int:
-    """What a 64-bit seed adds to the keys of all its positions, as int32."""
+    """The contribution of a 64-bit seed to the keys of all its positions, as int32."""
     return signed(_mix_one(_mix_one(seed & _MASK) ^ (seed >> 32 & _MASK) ^ SALT))
 
 

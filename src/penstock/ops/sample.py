@@ -1,7 +1,7 @@
-"""Choosing tokens from logits, filters, penalties, edits and log probabilities: what they compute, in plain PyTorch.
+"""The operation `sample` in plain PyTorch: choosing tokens, filters, penalties, logit edits and log probabilities.
 
-Everything that varies by row comes from a table on the device (`Column`), so that launching a step takes nothing from the host
-but which rows it is about. Which of these operations a step needs is decided by `worker/sampler.py`.
+Parameters that vary by row are in a table on the device (`Column`), so the host passes only row numbers to a step.
+`worker/sampler.py` decides which of these functions a step needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.ops.registry import register
 
 
 class Feature(IntFlag):
-    """What a row's sampling needs beyond taking the most likely token; a step pays only for what its rows use."""
+    """What a row needs beyond greedy sampling. A step runs only the functions that its rows need."""
 
     NOTHING = 0
     RANDOM = 1
@@ -67,8 +67,8 @@ WIDTH = 16
 
 
 class Edit(IntEnum):
-    """Words of an edit, EDIT_WIDTH in the lists: `VALUE` is added to the logit of `TOKEN` as long as fewer than `UNTIL` tokens
-    were generated, if the output so far ends in the `LENGTH` tokens at `SUFFIX`."""
+    """Words of an edit, EDIT_WIDTH in the lists: adds `VALUE` to the logit of `TOKEN` while fewer than `UNTIL` tokens were
+    generated and the output ends in the `LENGTH` tokens at `SUFFIX`."""
 
     TOKEN = 0
     VALUE = 1

@@ -1,5 +1,5 @@
-"""The Triton kernels of ops/sample_triton.py that choose tokens, change logits and score; those of filters are in
-ops/threshold_kernels.py. What each computes is said in ops/sample.py.
+"""The Triton kernels that choose tokens, edit logits and compute log probabilities. `ops/sample_triton.py` launches them,
+`ops/sample.py` defines what they compute; the kernels of filters are in ops/threshold_kernels.py. A line is a row of logits.
 
 Imported late: Triton is not on every machine, and takes 0.3 s where it is.
 """
@@ -47,7 +47,8 @@ _TAKEN = tl.constexpr(-(2**31))
 
 @triton.jit
 def enter(linked: tl.constexpr):
-    """How every kernel starts: it may have been launched while the one before still ran (ops/gpu.py::linked)."""
+    """Every kernel starts with this: with programmatic dependent launch the previous kernel may still run
+    (ops/gpu.py::linked)."""
     if linked:
         gdc_launch_dependents()
         gdc_wait()
@@ -61,7 +62,7 @@ def real(word):
 
 @triton.jit
 def ordered(x):
-    """int32 in the order of float32: both zeros are one, NaN anywhere."""
+    """Maps float32 to int32 that sort alike: both zeros are equal, NaN may be anywhere."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -86,8 +87,8 @@ def _log(x, fast: tl.constexpr):
 
 @triton.jit
 def _exponential(key, ids, fast: tl.constexpr):
-    """noise.exponential. -log(u) by its series where u is close to 1: the hardware's fast logarithm has no small relative error
-    there, and it is the smallest variates that win. Elsewhere it is good to 4e-6, a fraction of what logits are."""
+    """noise.exponential. Where u is close to 1, -log(u) is computed by its series: the hardware's fast logarithm has a large
+    relative error there, and the smallest variates win the race. Elsewhere its error is 4e-6, far below that of logits."""
     bits = _mix(_mix(ids.to(tl.uint32) * _STEP + key) ^ key)
     u = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.99999994
     v = 1.0 - u
@@ -98,10 +99,10 @@ def _exponential(key, ids, fast: tl.constexpr):
 @triton.jit(do_not_specialize=["stride", "tiles", "row", "position"])
 def race(logits, stride, tiles, table, row, position, threshold, values, places, tile: tl.constexpr, vocab: tl.constexpr,
          align: tl.constexpr, fast: tl.constexpr, linked: tl.constexpr):
-    """The largest value of `tiles` tiles of a line, and where it is: program (line, part) -> values, places [S, parts].
+    """Argmax over `tiles` tiles of a line: program (line, part) -> values, places [S, parts].
 
-    The value is the logit, or, of random rows, the scaled logit minus the logarithm of an exponential variate. +inf where a
-    logit is NaN.
+    The value is the logit, or for random rows the scaled logit minus the logarithm of an exponential variate (Gumbel-max). A
+    NaN logit counts as +inf.
     """
     enter(linked)
     line, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -142,8 +143,8 @@ def race(logits, stride, tiles, table, row, position, threshold, values, places,
 
 @triton.jit(do_not_specialize=["parts", "length", "row", "position", "tokens", "out", "shift"])
 def decide(values, places, parts, row, position, tokens, length, out, shift, wide: tl.constexpr, linked: tl.constexpr):
-    """The best of a line's parts is its token: program line -> out [S], `shift` elements further if it is given, and tokens
-    [R, length] at its position."""
+    """Reduces the parts of a line to its token: program line -> out [S] (offset by `shift` elements if that is given), and
+    tokens [R, length] at its position."""
     enter(linked)
     line = tl.program_id(0)
     mine = tl.load(row + line)
@@ -165,9 +166,9 @@ def decide(values, places, parts, row, position, tokens, length, out, shift, wid
 @triton.jit(do_not_specialize=["length", "first", "row", "position", "lines", "tokens"])
 def count(lines, first, table, row, position, tokens, length, counts, tile: tl.constexpr, vocab: tl.constexpr,
           linked: tl.constexpr):
-    """Of each token of a line's row: 2 for each time that it was generated, plus 1 if it is in the prompt.
+    """Counts the tokens of a line's row: 2 per occurrence in the output, plus 1 if the token is in the prompt.
 
-    Program (line, part) -> counts [lines, vocab], which were zero.
+    Program (line, part) -> counts [lines, vocab], which must be zero before.
     """
     enter(linked)
     line = tl.load(lines + first + tl.program_id(0))
@@ -188,7 +189,7 @@ def penalize(lines, first, table, row, position, tokens, length, counts, logits,
              vocab: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
     """Applies penalties to the tokens of a line's row, by their counts: program (line, part).
 
-    Of several places with one token the first to come takes the count away, and does the work.
+    Where a token occurs several times, the first occurrence to be processed takes its count and applies the penalty once.
     """
     enter(linked)
     line = tl.load(lines + first + tl.program_id(0))
@@ -214,7 +215,7 @@ def penalize(lines, first, table, row, position, tokens, length, counts, logits,
 @triton.jit(do_not_specialize=["stride", "row", "lines", "lists"])
 def allow(lines, table, lists, row, logits, stride, tile: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr,
           linked: tl.constexpr):
-    """Adds -inf to what is not allowed: program (line, part)."""
+    """Adds -inf to the logits of tokens outside of allowed_token_ids: program (line, part)."""
     enter(linked)
     line = tl.load(lines + tl.program_id(0))
     words = table + tl.load(row + line).to(tl.int64) * _WIDTH
@@ -232,7 +233,7 @@ def allow(lines, table, lists, row, logits, stride, tile: tl.constexpr, vocab: t
 @triton.jit(do_not_specialize=["stride", "lines", "bits", "words"])
 def mask(lines, bits, words, logits, stride, tile: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr,
          linked: tl.constexpr):
-    """Adds -inf to what a mask of `words` words excludes: program (line, part)."""
+    """Adds -inf to the logits of tokens that a bit mask of `words` words excludes: program (line, part)."""
     enter(linked)
     one = tl.program_id(0)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -275,15 +276,15 @@ def edit(lines, table, lists, row, position, tokens, length, logits, stride, til
 
 @triton.jit
 def _ranked(key, ids):
-    """int64 in the order of keys, the lower id first of equals."""
+    """Maps (key, id) to int64 that sort by key, and among equal keys by lower id first."""
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["stride", "top", "lines", "tokens"])
 def survey(logits, stride, lines, tokens, top, largest, sums, above, most, tile: tl.constexpr, slots: tl.constexpr,
            vocab: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
-    """What a tile says of a line's softmax: program (line, part) -> [L, parts] of its largest logit, the sum of exponentials
-    relative to it, how many logits are above the token's, and [L, parts, slots] of its `top` largest as `_ranked`."""
+    """Partial softmax of a tile: program (line, part) -> [L, parts] of its largest logit, the sum of exponentials relative to
+    it and the number of logits above the token's, and [L, parts, slots] of its `top` largest as `_ranked`."""
     enter(linked)
     one, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     line = one
@@ -311,7 +312,7 @@ def survey(logits, stride, lines, tokens, top, largest, sums, above, most, tile:
 @triton.jit(do_not_specialize=["stride", "parts", "top", "lines", "tokens"])
 def score(logits, stride, parts, lines, tokens, top, largest, sums, above, most, ids, values, ranks, wide: tl.constexpr,
           slots: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
-    """Puts a line's tiles together: program line -> ids, values, ranks [L, 1 + top]."""
+    """Merges the tiles of a line: program line -> ids, values, ranks [L, 1 + top]."""
     enter(linked)
     one = tl.program_id(0)
     line = one

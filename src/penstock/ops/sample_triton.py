@@ -1,6 +1,7 @@
-"""Choosing tokens on NVIDIA GPUs: launches the Triton kernels of ops/sample_kernels.py and ops/threshold_kernels.py.
+"""Sampling on NVIDIA GPUs: launches the Triton kernels of ops/sample_kernels.py and ops/threshold_kernels.py.
 
-What a line gives does not depend on the others: maxima are exact in any order, and what is summed up is cut at fixed places.
+The result of a line (a row of logits) does not depend on the others: maxima are exact in any order, and sums have fixed
+borders.
 """
 
 from __future__ import annotations
@@ -14,28 +15,29 @@ from penstock.ops.registry import register
 from penstock.ops.sample import SampleOps
 
 _RACE, _TILE, _KNOWN, _EDITS = 1024, 4096, 1024, 64
-"""Elements that a program takes at a time: to choose; to filter, allow and score; of a row's tokens; of its edits."""
+"""Elements per program: to choose; to filter, allow and score; of a row's tokens; of its edits."""
 _SLOTS = 32
-"""Alternatives that `score` finds by kernels: more than core/sampling.py's MAX_LOGPROBS. Wide beams ask for more."""
+"""The most alternatives that the kernels of `score` find: more than core/sampling.py's MAX_LOGPROBS. Wide beams ask for
+more."""
 _GROUP = 32
 """Lines whose tokens are counted at a time, which bounds the memory of penalties."""
 
 
 def _strided(logits: torch.Tensor) -> tuple[int, dict[str, int]]:
-    """The distance of two lines, and what compilation must know of it and of their length, to load many elements at a time."""
+    """The stride of lines, and the compile-time constants about it and the vocabulary that allow vectorised loads."""
     stride = logits.stride(0)
     align = math.gcd(16, stride)
     return stride // align, {"vocab": logits.shape[1], "align": align}
 
 
 def _linked(device: torch.device) -> dict[str, bool]:
-    """Whether a kernel is launched before the one ahead of it has ended."""
+    """Launch options for programmatic dependent launch."""
     linked = gpu.linked(device)
     return {"linked": linked, "launch_pdl": linked}
 
 
 class TritonSample(SampleOps):
-    """SampleOps by kernels that wait for nothing. Lines of logits may be any distance apart, and are contiguous themselves."""
+    """SampleOps without synchronisation. Lines of logits are contiguous; their stride may be anything."""
 
     def choose(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
                position: torch.Tensor, threshold: torch.Tensor | None = None, out: torch.Tensor | None = None,
@@ -46,7 +48,7 @@ class TritonSample(SampleOps):
         stride, shape = _strided(logits)
         link = _linked(device)
         tiles = -(-shape["vocab"] // _RACE)
-        # Eight programs on each multiprocessor keep the memory busy; beyond that each takes several tiles.
+        # Eight programs per multiprocessor saturate memory; beyond that each takes several tiles.
         each = -(-tiles * lines // (8 * gpu.multiprocessors(device)))
         parts = -(-tiles // each)
         values = torch.empty((lines, parts), dtype=torch.float32, device=device)
@@ -64,7 +66,7 @@ class TritonSample(SampleOps):
         lines, device = len(logits), logits.device
         stride, shape = _strided(logits)
         tiles = -(-shape["vocab"] // _TILE)
-        # Two programs fit on a multiprocessor; they go through several tiles each where there are many lines.
+        # Two programs fit on a multiprocessor; with many lines each takes several tiles.
         each = -(-tiles * lines // (4 * gpu.multiprocessors(device)))
         parts = -(-tiles // each)
         partial = torch.empty((lines, parts, 3), dtype=torch.float32, device=device)

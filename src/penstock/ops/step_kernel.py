@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def build_step(known, row, start, query_start, tables, tokens_out, positions_out, tables_out, slots_out, segments, tokens,
                columns, halvings, pieces, known_row, table_row, cut_row, page: tl.constexpr, block: tl.constexpr,
                wide: tl.constexpr, linked: tl.constexpr):
-    """Programs of `block` tokens each, and behind them `pieces` programs a segment, each for `wide` columns of its tables.
+    """Programs of `block` tokens each, followed by `pieces` programs per segment, each for `wide` columns of its block tables.
 
     tables, tables_out and slots_out are tuples, one entry a cache group. 2^halvings > segments.
     """

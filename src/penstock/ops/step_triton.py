@@ -1,4 +1,4 @@
-"""The step builder on NVIDIA GPUs: tokens, positions, slots and block tables of all cache groups in one launch."""
+"""The step builder on NVIDIA GPUs: tokens, positions, slots and block tables of all cache groups in one kernel launch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from penstock.ops.step import StepTensors
 _BLOCK = 128
 """Tokens a program."""
 _PIECES = 4
-"""Programs that share a row of the block tables, at most."""
+"""The most programs that share a row of a block table."""
 
 
 @register("build_step", "triton", rank=10, supports=gpu.supports)
 def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tensor, start: torch.Tensor,
                query_start: torch.Tensor, page: int, tokens: int, columns: int) -> StepTensors:
-    """Entries of the tables beyond a segment's context are left as the memory was."""
+    """Block table entries beyond a segment's context are left uninitialised."""
     from penstock.ops.step_kernel import build_step as kernel  # Triton: heavy, and not everywhere
 
     device, segments = known.device, len(row)
@@ -28,7 +28,7 @@ def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tenso
     cut = torch.empty(len(tables), segments, cut_row, dtype=torch.int32, device=device)
     stride = tables[0].stride(0)
     assert all(table.stride() == (stride, 1) for table in tables), "tables of one shape, rows contiguous"
-    # By the longest context that there can be, not by this step's: else every length would be a kernel of its own.
+    # By the longest possible context, not this step's: otherwise every length would compile its own kernel.
     wide = max(128, gpu.covering(-(-tables[0].shape[1] // _PIECES)))
     pieces = -(-columns // wide)
     linked = gpu.linked(device)

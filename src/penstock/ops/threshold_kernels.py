@@ -1,13 +1,13 @@
-"""The Triton kernels of filters: where to cut each line's logits so that top_k, top_p and min_p hold, without sorting.
+"""The Triton kernels of top_k, top_p and min_p: they find each line's threshold without sorting.
 
-A cut is found by counting. Which tokens stay is the same question for top_k and for top_p: those that less than so much is
-larger than, in number or in probability (`ops/sample.py::SampleOps.threshold`). With the values as integers in their order
-(`ordered`), the cut is the lowest key of which that holds, and it lies between `low`, of which it does not hold, and `high`, of
-which it does. One or two passes over the logits count above several pivots each, which leaves few values in between; another
-puts these aside, and the last kernel goes on among them alone. Where too many are left, it goes on among the whole line.
+The threshold is found by counting above several pivots at a time. top_k and top_p ask the same question: a token stays if
+the tokens with larger logits are fewer than k, or have less probability than p (`ops/sample.py::SampleOps.threshold`). Logits
+are mapped to integers that sort alike (`ordered`); the threshold is the lowest key for which the condition holds, and lies
+between `low`, for which it fails, and `high`, for which it holds. One or two passes over the logits count what is above each of
+several pivots, which leaves few values in between. The next pass collects these, and the last kernel continues among them
+alone; if they do not fit, it continues over the whole line.
 
-Whatever is summed up in float32 is within one tile of a line, and tiles are cut at fixed places: what is found does not depend
-on the other lines of the step.
+float32 sums stay within one tile, and tile borders are fixed, so the result does not depend on the other lines of the step.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _FILTER_ROW = tl.constexpr(int(Feature.FILTER))
 PIVOTS = 16
 _PIVOTS = tl.constexpr(PIVOTS)
 _BY_MASS, _BY_COUNT, _BY_PEAK, _NOT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""What cuts a line: top_p alone (and min_p), top_k first, min_p alone, nothing."""
+"""The filter that decides a line's threshold: top_p alone (and min_p), top_k first, min_p alone, none."""
 STATE = 8 + PIVOTS
-"""Numbers of a line's state, float64: mode, peak, low, high, what is above high, what is above low, target, whether low and
-high are close enough; then the pivots. "What" is a number of values, or a sum of their exponentials over the peak's, by the
-mode."""
+"""Elements of a line's state, float64: mode, peak, low, high, amount above high, amount above low, target, whether low and high
+are close enough; then the pivots. An amount is a number of values, or the sum of their exponentials relative to the peak's,
+depending on the mode."""
 _STATE = tl.constexpr(STATE)
 
 
 @triton.jit
 def _words(table, row, line):
-    """The parameters of a line; those of some row where the line is padding."""
+    """The parameters of a line's row. Padding lines read those of an arbitrary row."""
     return table + tl.maximum(tl.load(row + line), 0).to(tl.int64) * _WIDTH
 
 
 @triton.jit
 def _scaled(logits, ids, n, inverse):
-    """Scaled logits; what is not there is -inf, and a NaN is +inf."""
+    """Scaled logits; -inf beyond the vocabulary, +inf for NaN."""
     x = tl.load(logits + ids, mask=ids < n, other=float("-inf")).to(tl.float32) * inverse
     return tl.where(x == x, x, float("inf"))
 
@@ -98,10 +98,11 @@ def _begin(words, partial, parts, wide: tl.constexpr):
 
 @triton.jit
 def _pivots(words, mode, low, high, opening: tl.constexpr, vocab: tl.constexpr):
-    """Keys [_PIVOTS]: low itself, so that the whole is known, and values from there up to high.
+    """Pivot keys [_PIVOTS]: low itself, to know the total, and values from there up to high.
 
-    At equal distances; but in the opening pass closer to one another towards high if top_k cuts, which is mostly small. The cut
-    of top_p is not further below the peak than where the whole vocabulary would have 1 - top_p of the peak's probability.
+    They are evenly spaced, except in the opening pass with top_k, where they are denser towards high because k is mostly small.
+    The threshold of top_p lies no further below the peak than where the whole vocabulary would have 1 - top_p of the peak's
+    probability.
     """
     j = tl.arange(0, _PIVOTS)
     least, most = unordered(low), unordered(high)
@@ -116,7 +117,7 @@ def _pivots(words, mode, low, high, opening: tl.constexpr, vocab: tl.constexpr):
 
 @triton.jit
 def _continue(words, state, tallies, tiles, room: tl.constexpr, wide: tl.constexpr):
-    """The state after a pass, from the state before it and [tiles, _PIVOTS] of what is above each pivot in each tile."""
+    """The state after a pass, from the state before it and the amounts above each pivot in each tile [tiles, _PIVOTS]."""
     mode, peak = tl.load(state).to(tl.int32), tl.load(state + 1).to(tl.float32)
     low, high = tl.load(state + 2).to(tl.int32), tl.load(state + 3).to(tl.int32)
     above, beyond, target, close = tl.load(state + 4), tl.load(state + 5), tl.load(state + 6), tl.load(state + 7)
@@ -141,10 +142,11 @@ def _continue(words, state, tallies, tiles, room: tl.constexpr, wide: tl.constex
 @triton.jit(do_not_specialize=["stride", "each", "row"])
 def narrow(logits, stride, each, table, row, partial, before, after, tallies, opening: tl.constexpr, room: tl.constexpr,
            wide: tl.constexpr, tile: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
-    """One pass: what is above each pivot in `each` tiles, program (line, part) -> tallies [S, tiles, _PIVOTS], and the state
-    that they belong to, after [S, STATE]. Nothing to do for lines that are close enough.
+    """One pass: program (line, part) -> tallies [S, tiles, _PIVOTS], the amount above each pivot in `each` tiles, and the state
+    that they belong to, after [S, STATE]. Lines whose low and high are close enough are skipped.
 
-    The state comes from what `extremes` left in `partial` if opening, else from the state `before` and its tallies, `partial`.
+    The opening pass derives the state from the results of `extremes` in `partial`, later ones from the state `before` and its
+    tallies in `partial`.
     """
     enter(linked)
     line, part = tl.program_id(0), tl.program_id(1)
@@ -183,15 +185,15 @@ def narrow(logits, stride, each, table, row, partial, before, after, tallies, op
 
 @triton.jit
 def _highest(mode, high, beyond, room: tl.constexpr):
-    """The highest key that is put aside: any, where there is room for all values above low; top_p after top_k needs them."""
+    """The highest key that is collected. With room for all values above low there is no limit: top_p after top_k needs them."""
     return tl.where((mode == _BY_COUNT) & (beyond <= room), 0x7FFFFFFF, high)
 
 
 @triton.jit(do_not_specialize=["stride", "each", "row"])
 def gather(logits, stride, each, table, row, before, tallies, counters, kept, room: tl.constexpr, wide: tl.constexpr,
            tile: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
-    """Puts the values of a line that may be the cut aside in kept [S, room], in any order, as far as there is room, and counts
-    them in counters [S]: all those above low, or those between low and high."""
+    """Collects the values of a line that may be the threshold in kept [S, room], in any order, as far as there is room, and
+    counts them in counters [S]: all those above low, or those between low and high."""
     enter(linked)
     line, part = tl.program_id(0), tl.program_id(1)
     words = _words(table, row, line)
@@ -218,7 +220,7 @@ def gather(logits, stride, each, table, row, before, tallies, counters, kept, ro
 
 @triton.jit
 def _cut(key, weight, already, target, low, high):
-    """The lowest key above which there is less than the target, among the values at hand; `already` is above all of them."""
+    """The lowest key with less than the target above it, among the given values; `already` is the amount above all of them."""
     while high > low + 1:
         middle = (low.to(tl.int64) + (high.to(tl.int64) - low) // 2).to(tl.int32)
         holds = already + tl.sum(tl.where(key > middle, weight, 0.0), 0) < target
@@ -229,7 +231,7 @@ def _cut(key, weight, already, target, low, high):
 
 @triton.jit
 def _above(logits, inverse, peak, by_count, key, tile: tl.constexpr, vocab: tl.constexpr):
-    """How many of a line's values, or how much, is above a key."""
+    """The amount of a line's values above a key."""
     total = tl.zeros((), tl.float64)
     for begin in range(0, vocab, tile):
         x = _scaled(logits, begin + tl.arange(0, tile), vocab, inverse)
@@ -252,7 +254,7 @@ def _cut_line(logits, inverse, peak, by_count, target, low, high, tile: tl.const
 @triton.jit(do_not_specialize=["stride", "row"])
 def solve(logits, stride, table, row, before, tallies, counters, kept, out, room: tl.constexpr, wide: tl.constexpr,
           tile: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
-    """Program line -> out [S], the threshold. What was put aside is summed in float64, so that its order does not show."""
+    """Program line -> out [S], the threshold. Collected values are summed in float64, so that their order does not matter."""
     enter(linked)
     line = tl.program_id(0)
     words = _words(table, row, line)
