@@ -68,7 +68,7 @@ class Attack:
         return cached / (rounds * (LENGTH - 1))
 
 
-KEYS = ("--api-key", "victim", "attacker", "--threads", "1", "--dtype", "float32")
+KEYS = ("--api-key", "victim,attacker", "--threads", "1", "--dtype", "float32")
 
 
 def test_the_measure() -> None:

@@ -6,6 +6,7 @@ A page is free when nobody holds it and the index does not keep it. A slab of wh
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +24,8 @@ class Pools:
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
         self._slabs = list(range(layout.slabs - 1, -1, -1))
-        self._partial: list[dict[int, list[int]]] = [{} for _ in layout.groups]
+        # Ordered: a dict's first key is found by passing all that were deleted before it.
+        self._partial: list[OrderedDict[int, list[int]]] = [OrderedDict() for _ in layout.groups]
         """For each group: slab -> its free pages, for slabs with some free."""
         self._spare = [0] * len(layout.groups)
         """For each group: free pages in those slabs."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 from penstock.cache.manager import Cache
+from penstock.cache.pool import Pools
 from penstock.core.layout import CacheLayout, lay_out
 from penstock.core.plan import Ints, Move, StepPlan
 from penstock.core.request import Request
@@ -82,3 +85,22 @@ def test_slabs_move_between_groups() -> None:
     second = _sequence(4)
     assert cache.grow(second, 4)
     assert cache.pools.slabs_live == 2
+
+
+def _seconds_a_page(slabs: int) -> float:
+    """Of taking all free pages one by one, where every slab has one page that is held."""
+    states = [StateSpec((Field("k", (1, 16), "float32"),), keep) for keep in [*[Everything()] * 4, Window(64)]]
+    pools = Pools(lay_out(states, 4, lay_out(states, 4, 0).slab_bytes * slabs))
+    per_slab = pools.layout.groups[1].per_slab
+    pools.give(1, [page for page in pools.take(1, slabs * per_slab) if page % per_slab])
+    count = pools.available(1)
+    assert count == slabs * (per_slab - 1) > 0
+    began = time.perf_counter()
+    for _ in range(count):
+        pools.take(1, 1)
+    return (time.perf_counter() - began) / count
+
+
+def test_taking_a_page_costs_the_same_however_many_slabs_are_partly_free() -> None:
+    few, many = (min(_seconds_a_page(slabs) for _ in range(3)) for slabs in (2_000, 32_000))
+    assert many < 3 * few, f"{many * 1e6:.2f} us a page with 32,000 slabs, {few * 1e6:.2f} with 2,000"

@@ -182,3 +182,23 @@ def test_what_is_used_is_told_to_the_store(tmp_path: Path) -> None:
     one.touch([name(1), name(2)])
     keeper.close()
     assert time.time() - path.stat().st_mtime < 60
+
+
+def test_the_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
+    """A new engine gives up what was used longest ago by the files' times, in whatever order it finds the files."""
+    old = DiskStore(claim(str(tmp_path)), version())
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    for i in range(8):
+        put(old, version(), i)
+    for age, i in enumerate(order):
+        os.utime(old.path(name(i)), (1000 + age, 1000 + age))
+    one = catalog(tmp_path, 8 * (SIZE + HEADER_BYTES) + 2000)
+    one.refresh()
+    assert list(one._entries) == [name(i) for i in order]
+    one.shrink()
+    gone = [i for i in range(8) if not old.path(name(i)).exists()]
+    assert gone and set(gone) == set(order[:len(gone)]), "the least recently used have made room"
+    old.touch(name(order[len(gone)]))
+    again = catalog(tmp_path)
+    again.refresh()
+    assert list(again._entries)[-1] == name(order[len(gone)]), "what was used since is the youngest"
