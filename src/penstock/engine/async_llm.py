@@ -21,7 +21,7 @@ from penstock.core.request import EngineInfo, EngineStats, Request, Span, Timing
 from penstock.core.sampling import MAX_OPEN_LIST_WORDS, SamplingParams
 from penstock.engine.loading import inputs_of, load_text
 from penstock.engine.outputs import Delta, Outputs, RequestOutput
-from penstock.engine.process import ENGINE, EngineProcess, News, Refused
+from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused
 from penstock.engine.rendering import Conversation, Renderers
 from penstock.engine.retention import Marked
 from penstock.engine.work import Workers
@@ -31,7 +31,7 @@ from penstock.text import ChatTemplate, Tokenizer
 
 
 class Track:
-    """Where one open request stands, for its stream and for the figures. Times are time.monotonic()."""
+    """Progress of one open request, for its stream and the statistics. Times are time.monotonic()."""
 
     __slots__ = ("arrived", "first", "last", "open", "request", "stream", "tokens")
 
@@ -47,7 +47,7 @@ class Track:
 
 
 class Stream:
-    """What comes of some requests that belong together, as it comes. Close it, or iterate it to its end.
+    """Outputs of one or several requests as they arrive. Close it, or iterate it to its end.
 
     `async for deltas in stream` gives all that has come since the last time, at least one delta. Raises RequestError when a
     request was refused or failed, EngineDeadError when the engine died; the other requests of the stream are then aborted.
@@ -56,7 +56,7 @@ class Stream:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self.work = llm.work
-        """For whoever turns long deltas into an answer."""
+        """Runs the encoding of long answers."""
         self._deltas: list[Delta] = []
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[bool] | None = None
@@ -122,7 +122,7 @@ class Stream:
         self._wake()
 
     def put(self, delta: Delta) -> None:
-        """Adds news for the reader."""
+        """Adds a delta for the reader."""
         self._deltas.append(delta)
         self._wake()
 
@@ -169,8 +169,8 @@ class AsyncLLM:
         self.figures = Figures(1)
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
-        self._process = EngineProcess(self.options, on_news=self._on_news, on_refused=self._on_refused, on_death=self._on_death,
-                                      on_loading=on_loading, engine=engine)
+        self._process = EngineProcess(self.options, on_outputs=self._on_outputs, on_refused=self._on_refused,
+                                      on_death=self._on_death, on_loading=on_loading, engine=engine)
         self._tracks: dict[str, Track] = {}
         self._tenant_tokens: Counter[str] = Counter()
         self._list_words = 0
@@ -181,7 +181,7 @@ class AsyncLLM:
         self._progress = 0.0
         self._steps = -1
         self.work = Workers()
-        """Where work is done that takes longer than the event loop may be kept."""
+        """Runs work that would block the event loop."""
         self._renderers: Renderers | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -230,8 +230,8 @@ class AsyncLLM:
 
     @property
     def silence(self) -> float:
-        """Seconds since the engine was last heard from."""
-        return time.monotonic() - self._process.heard
+        """Seconds since the last message from the engine."""
+        return time.monotonic() - self._process.last_message
 
     @property
     def engine_pid(self) -> int | None:
@@ -245,21 +245,21 @@ class AsyncLLM:
             return "the model is still loading"
         now = time.monotonic()
         if self.silence > self.stall_timeout:
-            return f"the engine is stuck: nothing was heard from it for {self.silence:.0f} s"
+            return f"the engine is stuck: it has sent nothing for {self.silence:.0f} s"
         if self._tracks and now - self._progress > self.stall_timeout:
             return f"the engine is stuck: {self.live} requests are open and no step ended for {now - self._progress:.0f} s"
         return None
 
     async def _watch_progress(self) -> None:
-        """Fails what is open once the engine is stuck: nobody should wait for it without end."""
+        """Fails all open requests once the engine is stuck, so that no client waits without end."""
         interval = min(1.0, self.stall_timeout / 4)
         seen = time.monotonic()
         while True:
             await asyncio.sleep(interval)
             now = time.monotonic()
             if now - seen > 5 * interval:
-                # This process itself stood still, and may have news that it has not read yet.
-                self._process.heard = self._progress = now
+                # This process itself was stopped, and may have messages that it has not read yet.
+                self._process.last_message = self._progress = now
             seen = now
             reason = self.unhealthy()
             if reason is not None and self._tracks and self.dead is None:
@@ -307,10 +307,10 @@ class AsyncLLM:
         return await self.work.run(size, lambda: renderers.render(conversation), always=True)
 
     def open(self, requests: Sequence[Request]) -> Stream:
-        """Submits requests whose news come in one stream. EngineDeadError if there is no engine, RequestError for a request
+        """Submits requests whose outputs come in one stream. EngineDeadError if there is no engine, RequestError for a request
         that cannot be encoded; then none of them is open.
 
-        Their ids come from `new_id`, each used once: late news of an aborted request must not meet another of its name.
+        Their ids come from `new_id`, each used once: a late update of an aborted request must not reach another of its name.
         """
         self._check_alive()
         self._check_room(requests)
@@ -330,7 +330,7 @@ class AsyncLLM:
                 self._process.tell("submit", request, request.id)
                 self._count_start(request)
         except BaseException:
-            # Whatever failed, nothing of these requests stays counted as live.
+            # Close every account of these requests, whatever failed.
             stream.close()
             raise
         return stream
@@ -404,24 +404,24 @@ class AsyncLLM:
         for stream in {track.stream for track in self._tracks.values()}:
             stream.close(error)
 
-    # -- news from the process
+    # -- messages from the process
 
-    def _on_news(self, news: News) -> None:
+    def _on_outputs(self, outputs: EngineOutputs) -> None:
         now = time.monotonic()
-        if news.stats is not None:
-            self.stats = news.stats
+        if outputs.stats is not None:
+            self.stats = outputs.stats
             if self.info is not None:
-                self.info.cache_identity = news.stats.cache_identity
-            if news.stats.steps != self._steps:
-                self._steps = news.stats.steps
+                self.info.cache_identity = outputs.stats.cache_identity
+            if outputs.stats.steps != self._steps:
+                self._steps = outputs.stats.steps
                 self._progress = now
-        for name in news.admitted:
+        for name in outputs.admitted:
             if name in self._tracks:
                 self._tracks[name].stream.confirm(name)
-        if not news.updates:
+        if not outputs.updates:
             return
         self._progress = now
-        known = [update for update in news.updates if update.request_id in self._tracks]
+        known = [update for update in outputs.updates if update.request_id in self._tracks]
         for update in known:
             self._count_update(update)
         for delta in self.outputs.push(known):

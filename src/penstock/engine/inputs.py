@@ -1,6 +1,6 @@
-"""What a user asks for becomes a request in tokens: prompts encoded, parameters checked and settled, limits kept.
+"""From a prompt and parameters to a request in tokens: encoding, checks, defaults, limits.
 
-Used in the process of the frontend. Whatever is wrong with a request is found here, before the engine hears of it.
+Runs in the frontend: a bad request is refused here, before the engine gets it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ marks of what should stay in the cache."""
 
 DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-"""What generation_config.json may set, by the name of the parameter that it is the default of."""
+"""Parameters whose default generation_config.json may set, by their name there."""
 
 
 CHARACTERS_A_TOKEN = 8
-"""How many characters a token has at most in most texts: a text of so many times the context's length is looked at closely."""
+"""Upper bound of a token's mean length in most texts. Texts longer than this times the context are tokenized in steps."""
 
 LEAST_BEGINNING = 64 << 10
-"""Characters up to which a text is tokenized at once, however short the context is."""
+"""Characters up to which a text is tokenized in one go, however short the context is."""
 
 CUT_TOKENS = 64
-"""How many tokens a cut through a text may add or take away at most."""
+"""The most tokens by which cutting a text can change the count of its beginning."""
 
 BAD_WORD_CHARACTERS = 64 << 10
 """The most characters of all bad words of a request."""
 
 WORDS_AT_ONCE = 64
-"""Bad words that are tokenized before the job looks whether it is still wanted."""
+"""Bad words that are tokenized between two checks for cancellation."""
 
 
 class Inputs:
@@ -150,7 +150,7 @@ class Inputs:
         return ids[-count:]
 
     def _settled(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
-        """`params` with nothing left open: max_tokens, seed, token sequences of bad words."""
+        """`params` with all defaults filled in: max_tokens, seed, token sequences of bad words."""
         longest = self.info.max_model_len
         room = longest - prompt_len
         if room < 1:
@@ -222,7 +222,7 @@ class Inputs:
 
 
 def _checked(params: SamplingParams) -> SamplingParams:
-    """A copy whose fields have their types, and values with a meaning."""
+    """A checked copy: every field has its type and a possible value."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}", param="sampling_params",
                            code="invalid_value")

@@ -17,8 +17,8 @@ from penstock.text import ChatTemplate, Tokenizer
 
 
 class Found(msgspec.Struct, array_like=True, tag="found"):
-    """Where a model's files are, and what its small ones say. It crosses to the frontend before the weights are read, so that a
-    bad tokenizer or template is found before a long wait."""
+    """Folders of a model's files, and the contents of the small ones. Sent to the frontend before the weights are read, so
+    that a bad tokenizer or template is found before a long wait."""
 
     folder: str
     tokenizer_folder: str

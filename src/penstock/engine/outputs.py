@@ -1,7 +1,7 @@
-"""What the engine says of its sequences becomes text and outputs: detokenization, stop strings, and vLLM's output objects.
+"""From the engine's updates to text and outputs: detokenization, stop strings, and vLLM's output objects.
 
-Used in the process of the frontend, by whoever takes updates from the engine; it knows neither asyncio nor HTTP. Work is by
-difference: each update costs what is new in it.
+Runs in the frontend; it knows neither asyncio nor HTTP. All work is incremental: the cost of an update is that of its new
+tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.text import Detokenizer, StopStrings, Tokenizer
 
 
 class Delta(msgspec.Struct, gc=False):
-    """What is new of one sequence. The last one of a sequence has a finish_reason."""
+    """New output of one sequence. The last delta of a sequence has a finish_reason."""
 
     request_id: str
     index: int
@@ -85,7 +85,7 @@ class Outputs:
         return _Open(detokenizer, stops)
 
     def forget(self, request_id: str) -> None:
-        """Updates of this request are of no interest any more. Unknown ids are ignored."""
+        """Ignores further updates of this request. Unknown ids are ignored."""
         self._live.pop(request_id, None)
 
     def __len__(self) -> int:
@@ -106,14 +106,14 @@ class Outputs:
                 if not live.sequences:
                     del self._live[update.request_id]
                 if update.finish_reason is None:
-                    # The engine does not know of stop strings.
+                    # Stop strings are found here; the engine does not know them.
                     whole = live.request.params.n == 1 or not live.sequences
                     self._aborts.append(update.request_id if whole else f"{update.request_id}/{update.index}")
             deltas.append(delta)
         return deltas
 
     def take_aborts(self) -> list[str]:
-        """What the engine should abort since the last call ("id" or "id/index"): sequences that a stop string has ended."""
+        """Sequences ("id" or "id/index") that stop strings ended since the last call; the engine should abort them."""
         aborts, self._aborts = self._aborts, []
         return aborts
 
@@ -177,7 +177,7 @@ def _stop(live: _Live, sequence: _Open, delta: Delta, text: str, stop: str, toke
 
 @dataclass(slots=True)
 class Logprob:
-    """How likely a token was at its place."""
+    """Log probability of a token at its position."""
 
     logprob: float
     rank: int | None = None
@@ -187,7 +187,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, time.time() in seconds; 0.0 where it is not known."""
+    """Timestamps of a request's events, time.time() in seconds; 0.0 where unknown."""
 
     arrival_time: float = 0.0
     first_scheduled_time: float = 0.0
@@ -215,11 +215,11 @@ class CompletionOutput:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
-        """With finish_reason "error": what went wrong."""
+        """The error message, with finish_reason "error"."""
 
     @property
     def text(self) -> str:
-        # Joined when somebody looks, so that a long output is not copied for each of its tokens.
+        # Joined on access, so that a long output is not copied for each of its tokens.
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: what runs in the child, what is said between the two, and the parent's handle on it.
+"""The engine in a process of its own: the child's main loop, the messages between the two, and the parent's handle.
 
 Messages are msgpack by msgspec over two ZMQ ipc sockets; nothing is ever pickled. The child owns the engine in its main
 thread. The parent knows requests and updates, no text; `async_llm` turns them into words.
@@ -38,10 +38,10 @@ ENGINE = "penstock.engine.engine:Engine"
 """The engine's class, as module:name. Tests name another."""
 
 IDLE_MS = 500
-"""How long an idle engine sleeps before it says again that it is alive."""
+"""Interval of an idle engine's heartbeat."""
 
 WRITING_MS = 10
-"""The same while pages of its cache are being written to stores, which needs a turn now and then."""
+"""The same while cached pages are being written to stores, which needs a turn now and then."""
 
 STATS_SECONDS = 0.1
 """The least time between two snapshots while busy."""
@@ -64,13 +64,13 @@ CALLS: dict[str, Any] = {
     "reset_prefix_cache": None,
     "shutdown": None,
 }
-"""What the parent may call, and the type of its argument, None where there is none. All but `shutdown` (finish the steps in
+"""Calls that the parent may make, with the type of their argument (None: no argument). All but `shutdown` (finish the steps in
 flight and exit with status 0) are methods of the engine."""
 
 
 class Call(msgspec.Struct, array_like=True):
     """One of CALLS. With a `key` it is answered: by Refused if it raises, by Answered if it returns something, else by
-    `News.admitted`."""
+    `EngineOutputs.admitted`."""
 
     name: str
     key: str = ""
@@ -111,14 +111,14 @@ class Refused(msgspec.Struct, array_like=True, tag="refused"):
 
 
 class Answered(msgspec.Struct, array_like=True, tag="answered"):
-    """What a call returned."""
+    """A call returned a value."""
 
     key: str
     value: msgspec.Raw
 
 
-class News(msgspec.Struct, array_like=True, tag="news"):
-    """What a turn of the loop brought; without updates, a sign of life."""
+class EngineOutputs(msgspec.Struct, array_like=True, tag="outputs"):
+    """Outputs of a turn of the engine; without updates, a heartbeat."""
 
     updates: list[Update]
     stats: EngineStats | None
@@ -126,7 +126,7 @@ class News(msgspec.Struct, array_like=True, tag="news"):
     """Keys of calls that returned nothing, as `submit` does: these requests are not refused any more."""
 
 
-ToParent = Loading | Found | Ready | Failed | Refused | Answered | News
+ToParent = Loading | Found | Ready | Failed | Refused | Answered | EngineOutputs
 
 
 class EngineLike(Protocol):
@@ -171,9 +171,9 @@ class Loop:
             # A snapshot at once when work ends, so that the figures of a resting engine are never stale.
             if now >= self._stats_due or (idle and busy):
                 self._stats_due = now + STATS_SECONDS
-                self.send(News(updates, engine.stats()))
+                self.send(EngineOutputs(updates, engine.stats()))
             elif updates:
-                self.send(News(updates, None))
+                self.send(EngineOutputs(updates, None))
 
     def _take_in(self) -> None:
         admitted: list[str] = []
@@ -186,10 +186,10 @@ class Loop:
                 admitted.append(call.key)
         if admitted:
             # At once: a turn may take long, and clients wait for their answer's headers.
-            self.send(News([], None, admitted))
+            self.send(EngineOutputs([], None, admitted))
 
     def _answer(self, call: Call) -> bool:
-        """Makes a call. True if it has a key, was not refused and returned nothing: it is taken, and answered by News."""
+        """Makes a call. True if it has a key, was not refused and returned nothing: EngineOutputs answers it."""
         if call.name == "shutdown":
             self._stopping = True
             return False
@@ -210,15 +210,15 @@ class Loop:
             return False
         if value is None:
             return True
-        # First, so that whoever has the answer sees what it has changed.
-        self.send(News([], self.engine.stats()))
+        # The statistics first, so that they are current when the caller has its answer.
+        self.send(EngineOutputs([], self.engine.stats()))
         self.send(Answered(call.key, msgspec.Raw(msgspec.msgpack.encode(value))))
         return False
 
 
 def main() -> None:
     """The child's whole life. Exit status: 0 after Shutdown, 1 if the engine could not start or broke."""
-    # The parent decides when to stop: a terminal's Ctrl-C or a service manager's SIGTERM reaches the whole group.
+    # The parent decides when to stop; a terminal's Ctrl-C or a service manager's SIGTERM reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
@@ -238,11 +238,11 @@ def main() -> None:
     status = 0
     try:
         engine = _load(start, send)
-        # What start-up has made stays; the collector need not look at it again between steps.
+        # Objects made at start-up stay: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
         Loop(engine, inbox, send).run()
-        # Not after a failure: a broken engine may not be able to, and the reason must get out.
+        # Not after a failure: closing a broken engine may fail or hang, and the reason must be sent.
         engine.close()
     except Exception as error:  # noqa: BLE001 (reported to the parent)
         status = 1
@@ -252,12 +252,12 @@ def main() -> None:
     context.term()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of native libraries must not keep a finished process alive.
+    # Exit without joining threads of native libraries.
     os._exit(status)
 
 
 def _die_with_parent() -> None:
-    """Standard input is a pipe that only the parent holds: its end is the parent's end."""
+    """Exits when standard input ends: only the parent holds the other end of this pipe."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)
@@ -291,17 +291,17 @@ def _failure(error: Exception) -> Failed:
 class EngineProcess:
     """The parent's handle: starts the child, sends requests, and hands what comes back to callbacks, all on the event loop."""
 
-    def __init__(self, options: EngineOptions, *, on_news: Callable[[News], None], on_refused: Callable[[Refused], None],
-                 on_death: Callable[[str], None], on_loading: Callable[[int, int], None] | None = None,
-                 engine: str = ENGINE) -> None:
+    def __init__(self, options: EngineOptions, *, on_outputs: Callable[[EngineOutputs], None],
+                 on_refused: Callable[[Refused], None], on_death: Callable[[str], None],
+                 on_loading: Callable[[int, int], None] | None = None, engine: str = ENGINE) -> None:
         self.options = options
         self.engine = engine
-        self.on_news = on_news
+        self.on_outputs = on_outputs
         self.on_refused = on_refused
         self.on_death = on_death
         self.on_loading = on_loading
-        self.heard = 0.0
-        """time.monotonic() of the last message."""
+        self.last_message = 0.0
+        """time.monotonic() of the last message from the child."""
         self.dead: str | None = None
         """Why the engine is gone, once it is."""
         self._stopping = False
@@ -338,7 +338,7 @@ class EngineProcess:
             sys.executable, "-P", "-m", "penstock.engine.process", stdin=asyncio.subprocess.PIPE, env=child_environment())
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(Start(address, self.engine, self.options)) + b"\n")
-        self.heard = time.monotonic()
+        self.last_message = time.monotonic()
         self._watch = asyncio.create_task(self._watch_exit())
         return await self._until(self._found)
 
@@ -370,7 +370,7 @@ class EngineProcess:
         try:
             self._outbox.send(message, zmq.NOBLOCK)
         except zmq.Again:
-            # The other end has gone, and the news of its exit is still on the way.
+            # The child has exited, and `_watch_exit` has not run yet.
             raise EngineDeadError("the engine process has gone") from None
 
     async def ask(self, name: str, argument: Any = None) -> Any:
@@ -410,15 +410,15 @@ class EngineProcess:
         self._close()
 
     def _receive(self) -> None:
-        # The descriptor tells of changes only, so everything there is must be read.
+        # ZMQ's descriptor is edge-triggered, so all messages must be read.
         while not self._inbox.closed:
             try:
                 message = self._decode(self._inbox.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            self.heard = time.monotonic()
-            if isinstance(message, News):
-                self.on_news(message)
+            self.last_message = time.monotonic()
+            if isinstance(message, EngineOutputs):
+                self.on_outputs(message)
             elif isinstance(message, Refused):
                 self._refuse(message)
             elif isinstance(message, Loading):
@@ -468,7 +468,7 @@ class EngineProcess:
         if self._inbox.closed:
             return
         if self._ready is not None and self._ready.done() and not self._ready.cancelled():
-            # Whoever waited for it may have failed before for a reason of their own.
+            # Mark the exception as retrieved: its waiter may have failed before for another reason.
             self._ready.exception()
         self._loop.remove_reader(self._inbox.FD)
         self._inbox.close()

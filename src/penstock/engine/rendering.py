@@ -1,6 +1,6 @@
 """Chat templates run in processes of their own: a template that loops or allocates ends its process, not the server.
 
-A template is a program from whoever made the model. Each rendering has a deadline and its process a limit of memory; where
+A template is a program by the model's authors. Each rendering has a deadline and its process a limit of memory; where
 one is passed the process is killed, and a new one starts with the next request. `Renderers` is the server's side, `main` the
 child's.
 """
@@ -31,7 +31,7 @@ MEMORY_BYTES = 1 << 30
 """Memory that a rendering process may have beyond what it has at its start."""
 
 ABANDONED_SECONDS = 0.5
-"""How long a rendering may go on that nobody waits for any more."""
+"""Time for a cancelled rendering to finish before its process is killed."""
 
 _LENGTH = struct.Struct("<Q")
 
@@ -96,7 +96,7 @@ class Renderers:
                 child = _Child(self._setup)
             reply = child.ask(job, self._setup.seconds)
         except BaseException:
-            # It may be in the middle of something.
+            # It may be in the middle of a rendering.
             if child is not None:
                 child.kill()
             child = None
@@ -163,8 +163,8 @@ class _Child:
         return bytes(found)
 
     def _wait(self, write: bool = False) -> None:
-        """Waits until the pipe can be read (or written). TimeoutError after `_until`, or soon after nobody waits for the reply
-        any more: not at once, because a new process costs more than most renderings."""
+        """Waits until the pipe can be read (or written). TimeoutError after `_until`, or soon after the job was cancelled:
+        not at once, because a new process costs more than most renderings."""
         poller = select.poll()
         poller.register(self._in if write else self._out, select.POLLOUT if write else select.POLLIN)
         while not poller.poll(100):
@@ -187,7 +187,7 @@ def _framed(data: bytes) -> bytes:
 
 
 def _failure(status: int, seconds: float) -> RequestError:
-    """What a client is told of a child that ended."""
+    """The error for a child process that ended."""
     if status in (-signal.SIGALRM, -signal.SIGKILL):
         return RequestError(f"the chat template did not finish with these messages within {seconds:g} s (--template-timeout); "
                             "send less, or have the server's operator look at the template", param="messages",
@@ -205,7 +205,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    # Whatever a library prints must not become part of a reply.
+    # Standard output goes to standard error: a library's print must not become part of a reply.
     os.dup2(2, 1)
     setup = msgspec.msgpack.decode(_receive(source), type=Setup)
     template = ChatTemplate(setup.sources, setup.variables)

@@ -1,7 +1,7 @@
 """Threads for work that would block the event loop: few, short jobs before long ones, no work for clients that left.
 
-Jobs release the GIL where they can (tokenizers, pipes) and call `checkpoint` between pieces otherwise, so that a job whose
-client has gone ends there.
+Jobs release the GIL where they can (tokenizers, pipes) and call `checkpoint` between pieces otherwise, where a cancelled job
+ends.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ SHORT = 128 << 10
 """Jobs up to this size have a thread of their own."""
 
 SIZE_PER_SECOND = 2 << 20
-"""How far a job's size delays it: a job twice this size lets shorter ones pass that come up to two seconds later."""
+"""A job's size delays it by size / SIZE_PER_SECOND seconds: shorter jobs that arrive within that time overtake it."""
 
 MOST_JOBS = 2048
 MOST_SIZE = 512 << 20
-"""What may wait in all; more is refused."""
+"""Upper bounds of the queue: jobs, and their sizes together; more are refused."""
 
 SWITCH_SECONDS = 0.0005
-"""How soon a thread that runs Python gives way to the event loop."""
+"""Switch interval of the GIL while workers run: how long the event loop waits for it at most."""
 
 
 class CancelledWork(Exception):  # noqa: N818 (it is no error)
-    """Raised inside a job whose result nobody waits for any more."""
+    """Raised inside a job that was cancelled."""
 
 
 class _Job:
@@ -56,13 +56,13 @@ _current = threading.local()
 
 
 def abandoned() -> bool:
-    """Whether this thread runs a job that nobody waits for any more."""
+    """Whether this thread runs a job that was cancelled."""
     job: _Job | None = getattr(_current, "job", None)
     return job is not None and job.cancelled
 
 
 def checkpoint() -> None:
-    """Ends the job that this thread runs, if nobody waits for it any more. Does nothing outside of jobs."""
+    """Ends the job that this thread runs, if it was cancelled. Does nothing outside of jobs."""
     if abandoned():
         raise CancelledWork
 

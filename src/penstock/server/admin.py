@@ -97,13 +97,13 @@ class Admin:
         return json_response({"version": penstock.__version__})
 
     async def load(self, request: Request) -> Response:
-        """How much there is to do, for a balancer."""
+        """Load figures for a load balancer."""
         llm = self.state.llm
         return json_response({"server_load": llm.live, "running": llm.stats.running, "waiting": llm.stats.waiting,
                               "kv_cache_usage": llm.stats.kv_usage})
 
     async def server_info(self, request: Request) -> Response:
-        """What is served and how; 503 while it loads. Keys of SGLang's answer where they mean the same."""
+        """Facts about the served model; 503 while it loads. SGLang's keys where the meaning is the same."""
         info = self._info()
         tenants = self.state.tenants
         return json_response({
@@ -116,7 +116,7 @@ class Admin:
                       "tiers": [_named(tier) for tier in self.state.llm.stats.tiers]}})
 
     async def kv_event_sources(self, request: Request) -> Response:
-        """Where the cache's events are published, one entry for each engine; empty if they are not."""
+        """Endpoints of the KV cache events, one entry for each engine; empty if they are not published."""
         info = self._info()
         return json_response([] if info.kv_events is None else [
             {"dp_rank": 0, "block_size": info.page_size, "model": info.cache_identity, **info.kv_events}])

@@ -33,7 +33,7 @@ class Application:
         self.state = State(llm, options)
         self.app = FastAPI(title="Penstock", version=penstock.__version__, openapi_url="/openapi.json", docs_url=None,
                            redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
-        # The first one shapes the errors of paths that nobody serves.
+        # The first one shapes the errors of unknown paths.
         dialects: list[Dialect] = [OpenAI(self.state)]
         admin = Admin(self.state)
         routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes()]

@@ -53,7 +53,7 @@ Deadline = tuple[str, float]
 
 @dataclass
 class Counts:
-    """What happened to connections since the start, for /metrics."""
+    """Counts of connections since the start, for /metrics."""
 
     accepted: int = 0
     evicted: int = 0
@@ -191,7 +191,7 @@ class Connection(HttpToolsProtocol):
         self._cancel_timer()
         if self._write_timer is not None:
             self._write_timer.cancel()
-        # Nobody reads the answers: whatever works for them stops where it waits.
+        # Cancel the requests in progress: nobody reads their answers.
         for task in self._running:
             task.cancel()
         self.pipeline.clear()
@@ -335,7 +335,7 @@ def _said(error: httptools.HttpParserError) -> str:
 
 
 def quiet(app: ASGIApp) -> ASGIApp:
-    """`app`, whose cancellation is no error: its client has gone."""
+    """Wraps `app` so that its cancellation, when a client disconnects, is no error."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(asyncio.CancelledError):

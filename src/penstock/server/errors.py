@@ -18,7 +18,7 @@ from penstock.core.errors import EngineDeadError, RequestError
 from penstock.server.dialect import ErrorShape
 
 CLIENT_GONE = 499
-"""The status of an answer that nobody will read, as nginx has it."""
+"""Status of a response to a client that has disconnected; nginx's convention."""
 
 RETRY_SECONDS = 1
 """How long a refused client is told to wait (Retry-After)."""
@@ -92,7 +92,7 @@ WORDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "t
 
 
 ExplainField = Callable[[str, str], RequestError | str]
-"""What a dialect makes of a decoder's complaint (second) about a field (first): a refusal of its own, or a better text."""
+"""Turns (field, decoder's complaint) into a refusal of the dialect's own, or into a better text."""
 
 
 def explain(error: Exception, explain_field: ExplainField) -> RequestError:

@@ -1,4 +1,4 @@
-"""What every request passes first: a name for it, its key, and whether the server takes work at all. Pure ASGI.
+"""The first layer of every request: its id, and checks of its key, its origin and its content type. Pure ASGI.
 
 Bodies are limited where they are read, in `body`.
 """
@@ -20,10 +20,10 @@ from penstock.server.errors import as_request_error, error_response
 from penstock.server.ignored import ignored_header
 
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"})
-"""What a probe or a person may ask without a key. Everything else needs one, routes that do not exist among them."""
+"""Routes that need no key. All others need one, including paths that do not exist."""
 
 ADMIN_ROUTES = frozenset({"/reset_prefix_cache"})
-"""What concerns every tenant."""
+"""Routes that affect every tenant: they need an admin key if there are several keys."""
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 
@@ -82,16 +82,16 @@ class Gate:
             if not started:
                 await error_response(as_request_error(error), shape)(scope, receive, send_named)
             elif not finished:
-                # The status is gone out already; breaking the connection is the only honest end.
+                # The status has been sent already, so only breaking the connection can show the failure.
                 raise
 
     def _cross_site(self, headers: dict[bytes, bytes]) -> RequestError | None:
-        """The refusal of a page that a browser shows from elsewhere, where no key keeps it out."""
+        """The refusal of a request from another site's page in a browser, where no key protects the server."""
         origin = headers.get(b"origin")
         if self.keys or origin is None:
             return None
         text = origin.decode("latin-1")
-        # A page of this server itself, reached by number: a name may be made to lead here by whoever owns it.
+        # A page of this server itself, by numeric address: a host name could be rebound to this address (DNS rebinding).
         own = text.partition("://")[2] == headers.get(b"host", b"").decode("latin-1") and _is_numeric(text)
         if own or text in self.origins or "*" in self.origins:
             return None

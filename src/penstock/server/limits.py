@@ -1,4 +1,4 @@
-"""How much one request, and one tenant's requests together, may ask for: every limit, checked before the work is done.
+"""Limits of one request and of one tenant's requests together, checked before any work is done.
 
 Lengths of single lists and strings are in the types of the protocol, where the served schema shows them; what a connection may
 cost is in `connections.py`. An endpoint inherits all of this: `BodyReader` checks the raw body, `Limits.work` what it asks for.
@@ -35,7 +35,7 @@ class Limits:
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
         self.body_bytes = 0
-        """Bytes of bodies that are being received."""
+        """Bytes of all bodies that are being received."""
 
     # -- the raw body
 

@@ -74,7 +74,7 @@ class EngineCollector(Collector):
             ("penstock:plans_in_flight", "Steps handed to the worker whose results are not back.", stats.flying),
             ("penstock:requests_live", "Requests that this frontend has open.", self.llm.live),
             ("penstock:engine_up", "1 while the engine is alive and not stuck.", 0 if self.llm.unhealthy() else 1),
-            ("penstock:engine_silence_seconds", "Time since the engine was last heard from.", self.llm.silence),
+            ("penstock:engine_silence_seconds", "Time since the last message from the engine.", self.llm.silence),
         ):
             yield self._one(GaugeMetricFamily(name, doc, labels=LABELS), value)
 

@@ -37,10 +37,10 @@ OnReady = Callable[[EngineInfo, str], None]
 """Told of the engine and the server's URL."""
 
 FAREWELL_SECONDS = 0.5
-"""How long clients of a dead engine are given to read their error."""
+"""Time for clients of a dead engine to read their error."""
 
 ENGINE_SECONDS = 5.0
-"""How long the engine is given to finish the steps in flight at the end."""
+"""Time for the engine to finish the steps in flight at shutdown."""
 
 
 class Listener(uvicorn.Server):
@@ -91,7 +91,7 @@ class ServerRun:
                                      else f"{scheme}+unix://{quote(str(options.uds), safe='')}")
         finally:
             listener.should_exit = True
-            # A stuck engine does not hear that it should end.
+            # A stuck engine does not read the shutdown call.
             await self.llm.shutdown(0.0 if self.llm.unhealthy() else ENGINE_SECONDS)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(serving, 5.0)
@@ -107,7 +107,7 @@ class ServerRun:
             return 0
         starting.result()
         assert self.llm.info is not None
-        # What start-up has made stays; the collector need not look at it again while requests run.
+        # Objects made at start-up stay: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
         if self.on_ready:

@@ -1,4 +1,4 @@
-"""What the routes share: the engine's frontend, the names it goes by, and whether work is taken."""
+"""State that all routes share: the engine's frontend, the served names, limits, tenants, and whether the server is draining."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class State:
         self.limits = Limits(options)
         self.draining = False
         self.connections = Counts()
-        """What happened to connections; all 0 where the application runs without a server."""
+        """Counts of connections for /metrics; all 0 where the application runs without a server."""
 
     @property
     def name(self) -> str:

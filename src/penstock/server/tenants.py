@@ -1,7 +1,7 @@
-"""Whose request it is, as far as the cache is concerned: tenants and the salts of their namespaces, derived from API keys.
+"""Tenants of the cache, and the salts of their namespaces, derived from API keys.
 
 How long a prompt takes tells whether it was cached, so requests of different keys never share cached pages. The salt is a keyed
-hash made here, never a name that a client sends: nobody can enter another's namespace by naming it. A request's own cache_salt
+hash made here, never a name that a client sends, so that no client can choose another's namespace. A request's own cache_salt
 divides its tenant's namespace further.
 """
 
