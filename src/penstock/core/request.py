@@ -120,6 +120,8 @@ class Update(msgspec.Struct, array_like=True, gc=False):
     """Prompt tokens that were not computed because the cache had them. On a sequence's first update with a token."""
     timings: Timings | None = None
     """On the last update."""
+    status: int = 500
+    """With finish_reason error: the HTTP status that fits. 400 if the request itself is at fault."""
     cached_by_tier: dict[str, int] | None = None
     """`cached_tokens` by the tier that had them: device, host, disk, remote. Tiers without any may be left out."""
 
@@ -176,6 +178,19 @@ class EngineStats(msgspec.Struct, array_like=True):
     """The part of `worker_seconds` inside the model's forward pass and head."""
     flying: int = 0
     """Plans in flight."""
+    grammars_waiting: int = 0
+    """Requests that wait for their grammar to be compiled."""
+    grammars_compiled: int = 0
+    grammars_cached: int = 0
+    """Requests whose grammar was compiled before."""
+    grammar_seconds: float = 0.0
+    """Total time of compiling, on threads beside the loop."""
+    masks: int = 0
+    """Tokens that were chosen under a mask."""
+    mask_seconds: float = 0.0
+    """Total time in which masks were computed."""
+    forced_tokens: int = 0
+    """Tokens that a grammar left no choice about."""
     tiers: list[TierStats] = []
     """The device first, then further and further away."""
     cache_identity: str = ""

@@ -40,8 +40,31 @@ MAX_TOP_K = 2**31 - 1
 
 NOT_FOR_BEAMS = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_p": 1.0, "min_p": 0.0,
                  "stop": None, "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "bad_words_token_ids": None,
-                 "prompt_logprobs": None}
+                 "prompt_logprobs": None, "structured_outputs": None, "grammar": None, "max_thinking_tokens": None}
 """Parameters that beam search has no use for, and the values that mean nothing is asked for."""
+
+
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
+    """What an answer must look like: exactly one of the first six. The names and shapes are vLLM's."""
+
+    json: dict[str, Any] | str | bool | None = None
+    """A JSON schema, or its text. Whatever of it cannot be enforced is refused."""
+    regex: str | None = None
+    """The answer matches as a whole. Rust's syntax, which has no look-around and no references back."""
+    choice: list[str] | None = None
+    """The answer is one of these."""
+    grammar: str | None = None
+    """A context-free grammar, in Lark's syntax or in llama.cpp's GBNF (EBNF)."""
+    json_object: bool | None = None
+    """The answer is a JSON object, of any kind."""
+    structural_tag: dict[str, Any] | str | None = None
+    """Parts of the answer are constrained, between tags."""
+    disable_any_whitespace: bool = False
+    """JSON without whitespace."""
+    disable_additional_properties: bool = False
+    """Objects have no properties but those listed, wherever the schema does not say otherwise."""
+    whitespace_pattern: str | None = None
+    """A regex for the whitespace in JSON; by default a few blanks, or a line break and an indentation."""
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True):
@@ -107,6 +130,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """When beam search ends: True, once `beam_width` answers are complete; False, once a better one is unlikely; "never",
     once a better one is impossible. The meanings are those of Hugging Face's generate."""
 
+    structured_outputs: StructuredOutputsParams | None = None
+    """Constrains the answer."""
+    grammar: str | None = None
+    """The same for the engine; the frontend makes it of `structured_outputs`, or of a dialect's structure."""
+    reasoning_end_ids: list[int] | None = None
+    """The tokens that end the model's thinking; the answer that is constrained begins behind them. None: it begins at once."""
+    max_thinking_tokens: int | None = None
+    """After so many tokens of thinking its end is forced. Needs `reasoning_end_ids`."""
+
+    @property
+    def constrained(self) -> bool:
+        """Whether tokens are chosen under a mask."""
+        return self.grammar is not None or self.max_thinking_tokens is not None
+
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
@@ -158,6 +195,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         need(finite(self.length_penalty) and -10 <= self.length_penalty <= 10, "length_penalty", "between -10 and 10",
              self.length_penalty)
         need(self.early_stopping in (True, False, "never"), "early_stopping", 'true, false or "never"', self.early_stopping)
+        need(self.max_thinking_tokens is None or self.max_thinking_tokens >= 0, "max_thinking_tokens", "0 or more",
+             self.max_thinking_tokens)
+        need(self.max_thinking_tokens is None or bool(self.reasoning_end_ids), "max_thinking_tokens",
+             "left out for a model whose end of thinking is not known", self.max_thinking_tokens)
         if self.beam_width:
             self._check_beams()
 
@@ -199,6 +240,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             ("logit_bias", list(self.logit_bias or {})),
             ("allowed_token_ids", self.allowed_token_ids or []),
             ("stop_token_ids", self.stop_token_ids or []),
+            ("reasoning_end_ids", self.reasoning_end_ids or []),
             ("bad_words", [t for word in self.bad_words_token_ids or [] for t in word]),
         ]
         for param, ids in named:

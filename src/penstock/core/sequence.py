@@ -12,9 +12,9 @@ class Sequence:
     Owned by the scheduler; nobody else writes.
     """
 
-    __slots__ = ("cached", "cached_by_tier", "children", "computed", "done", "drafted", "due", "epoch", "expected",
-                 "goal", "index", "limit", "mark", "masked", "pages", "passed", "planned", "promised", "prompt_len", "request",
-                 "room", "row", "scores", "scoring", "seed", "slack", "stops", "timings", "tokens")
+    __slots__ = ("cached", "cached_by_tier", "children", "computed", "constraint", "done", "drafted", "due", "epoch",
+                 "expected", "goal", "index", "limit", "mark", "masked", "pages", "passed", "planned", "promised", "prompt_len",
+                 "request", "room", "row", "scores", "scoring", "seed", "slack", "stops", "timings", "tokens")
 
     def __init__(self, request: Request, index: int, seed: int, limit: int) -> None:
         self.request = request
@@ -57,6 +57,8 @@ class Sequence:
         self.scores: list[TokenLogprobs] = []
         self.masked = False
         """Its tokens are chosen under a mask."""
+        self.constraint: object = None
+        """What constrains its tokens and how far that is. Written by the masker alone."""
         self.pages: list[PageRun] = []
         """What the cache holds for it, a run for each group; empty before the first grow. Written by the cache alone."""
         self.room = 0

@@ -440,7 +440,8 @@ class AsyncLLM:
             track.stream.output_tokens += len(delta.token_ids)
             self._count_tokens(track, delta.index, len(delta.token_ids), now)
         if delta.finish_reason == "error":
-            track.stream.close(RequestError(f"the request failed: {delta.error}", code="generation_failed", status=500))
+            track.stream.close(RequestError(f"the request failed: {delta.error}", code="generation_failed",
+                                            status=delta.status))
             return
         if delta.finish_reason is not None:
             track.stream.ends[delta.finish_reason] = None

@@ -11,13 +11,16 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 
+import numpy as np
+
 from penstock.cache.manager import Cache
 from penstock.config.resolve import plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import RequestError
-from penstock.core.plan import StepPlan
+from penstock.core.plan import Masks, StepPlan
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.beam import BeamSearches
+from penstock.engine.constraints import Constraints, tokenizer_folder
 from penstock.engine.events import CacheEvents, open_events
 from penstock.engine.executor import Direct, Executor, Pending, Threaded
 from penstock.engine.ranks import Progress, Rank, make_rank
@@ -74,6 +77,8 @@ class Engine:
             vocab_size=survey.vocab_size, step_target=config.step_target), POLICIES[options.scheduling_policy]())
         self.executor: Executor = Threaded(self.rank) if survey.device.kind == "cpu" else Direct(self.rank)
         undo.callback(self._end)
+        self.constraints = Constraints(self.scheduler, survey.vocab_size, tokenizer_folder(options, survey.folder))
+        undo.callback(self.constraints.close)
         notes = loaded.notes
         if plan.max_model_len < config.max_model_len:
             notes = [*notes, f"max_model_len is {plan.max_model_len} instead of the model's {config.max_model_len}: "
@@ -97,13 +102,14 @@ class Engine:
         if request.params.beam_width:
             self.scheduler.limit_of(request)
             self.beams.start(request, self.info.vocab_size)
-        else:
+        elif not self.constraints.hold(request):
             self._add(request)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Ends requests by "id", or single sequences by "id/index". Unknown ones are ignored."""
         ids = list(ids)
         self.beams.abort(ids)
+        self.constraints.abort(ids)
         self._abort(ids)
 
     def _add(self, request: Request) -> None:
@@ -121,7 +127,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or self.beams.busy
+        return self.scheduler.busy or self.beams.busy or self.constraints.busy
 
     @property
     def writing(self) -> bool:
@@ -140,6 +146,7 @@ class Engine:
         if self._naming.pending and (name := self._naming.poll()) is not None:
             self.scheduler.cache.name(name)
             self.info.cache_identity = name
+        self.constraints.admit()
         plan = self.scheduler.plan(time.time())
         self.scheduler.stats.plan_seconds += time.perf_counter() - began
         if plan is not None:
@@ -151,7 +158,7 @@ class Engine:
         self._take_results(room)
         if self.events is not None:
             self.events.flush()
-        updates = self.beams.through(self.scheduler.take_updates())
+        updates = self.beams.through(self.scheduler.take_updates()) + self.constraints.take_updates()
         if sys.flags.dev_mode and not self.busy:
             # At rest there is time to see whether every page is accounted for (python -X dev).
             self.scheduler.check()
@@ -173,12 +180,21 @@ class Engine:
         masker = self.scheduler.masker
         assert masker is not None
         self._take_results(1)
-        self.executor.mask(plan.id, masker.masks(self.scheduler.masked(plan)))
+        segments = self.scheduler.masked(plan)
+        try:
+            masks = masker.masks(segments)
+        except BaseException:
+            # The worker waits for masks; without any it would wait for ever, and so would whoever closes the engine.
+            lines = sum(1 + len(segment.drafts) for segment in segments)
+            self.executor.mask(plan.id, Masks(np.full((lines, -(-self.info.vocab_size // 32)), -1, np.int32)))
+            raise
+        self.executor.mask(plan.id, masks)
 
     def stats(self) -> EngineStats:
         """Current figures."""
         stats = self.scheduler.snapshot(time.time())
         stats.cache_identity = self.info.cache_identity
+        self.constraints.count(stats)
         return stats
 
     def close(self) -> None:

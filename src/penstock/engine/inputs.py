@@ -17,6 +17,7 @@ from penstock.core.request import EngineInfo, Request, Span
 from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
 from penstock.engine.retention import Marked, check_spans, settle_spans, spans_of, written
 from penstock.engine.work import checkpoint
+from penstock.grammar.definition import define
 from penstock.text import ChatTemplate, Tokenizer
 from penstock.text.template import check_variables
 
@@ -169,6 +170,7 @@ class Inputs:
             changes["seed"] = self._random.getrandbits(63)
         params = self.spelled(params)
         self._check_text_needs(params)
+        changes |= self._constrained(params)
         if changes:
             params = params.replace(**changes)
         params.check()
@@ -186,6 +188,17 @@ class Inputs:
             return params
         sequences = [*(params.bad_words_token_ids or ()), *self._bad_sequences(params.bad_words)]
         return params.replace(bad_words=None, bad_words_token_ids=sequences)
+
+    def _constrained(self, params: SamplingParams) -> dict[str, Any]:
+        """The grammar that the answer must follow, if any. It ends with it, whatever `ignore_eos` says."""
+        if params.structured_outputs is None and params.grammar is None:
+            return {}
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer (skip_tokenizer_init), so that no answer can be constrained",
+                               param="structured_outputs", code="no_tokenizer")
+        if params.structured_outputs is None:
+            return {"ignore_eos": False}
+        return {"grammar": define(params.structured_outputs), "ignore_eos": False}
 
     def _check_text_needs(self, params: SamplingParams) -> None:
         if params.stops and (self.tokenizer is None or not params.detokenize):

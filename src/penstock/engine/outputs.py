@@ -31,6 +31,8 @@ class Delta(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    status: int = 500
+    """With an error: the HTTP status that fits."""
     cached_tokens: int = 0
     timings: Timings | None = None
     cached_by_tier: dict[str, int] | None = None
@@ -120,7 +122,8 @@ class Outputs:
     def _delta(self, live: _Live, sequence: _Open, update: Update) -> Delta:
         ids = update.token_ids
         delta = Delta(update.request_id, update.index, "", ids, update.finish_reason, update.stop_reason, update.logprobs,
-                      update.prompt_logprobs, update.error, update.cached_tokens, update.timings, update.cached_by_tier)
+                      update.prompt_logprobs, update.error, update.status, update.cached_tokens, update.timings,
+                      update.cached_by_tier)
         if ids and not sequence.count:
             sequence.first_token = time.time()
         if sequence.detokenizer is None:

@@ -292,7 +292,8 @@ class Scheduler:
         self.cache.enter(sequence)
         self.running.add(sequence)
         params = sequence.request.params
-        banned = sorted(sequence.stops) if params.min_tokens else []
+        # A mask sees to it that an answer is not too short, as it knows whether one can go on.
+        banned = sorted(sequence.stops) if params.min_tokens and not sequence.masked else []
         self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned))
         if not sequence.timings.first_scheduled:
             sequence.timings.first_scheduled = now

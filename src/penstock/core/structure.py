@@ -1,0 +1,80 @@
+"""The shape of an answer, as data: what a dialect of tool calls, or a structural tag, wants written. `grammar/` makes it a
+grammar.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """This text. Special tokens that are spelled out in it mean the tokens."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Json:
+    """A JSON value that is valid under a schema."""
+
+    schema: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Regex:
+    """A text that matches as a whole."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lark:
+    """A text of a grammar, in Lark or GBNF, from its rule `start` or `root`."""
+
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Any text in which `stop` does not occur. A Literal that begins with `stop` must follow in the same Sequence."""
+
+    stop: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """All parts, one after the other."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """One of the parts."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """The part `least` to `most` times (None: any number), `separator` between."""
+
+    part: Node
+    separator: str = ""
+    least: int = 0
+    most: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Triggered:
+    """Any text, in which each trigger must be followed by its node: (trigger, what follows the trigger). From `least` to `most`
+    of them."""
+
+    tags: tuple[tuple[str, Node], ...]
+    least: int = 0
+    most: int | None = None
+
+
+Node = Literal | Json | Regex | Lark | Until | Sequence | Either | Repeat | Triggered

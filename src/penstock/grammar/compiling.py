@@ -1,0 +1,171 @@
+"""Compiling grammars for the model's vocabulary, on threads beside the engine's loop.
+
+Requests wait here until their grammar is ready; the loop and all other requests go on. llguidance gives up the interpreter lock
+while it compiles.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import PenstockError, RequestError
+from penstock.core.request import Request
+from penstock.grammar.definition import limits
+from penstock.grammar.vocabulary import build
+from penstock.text import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_THREADS = 2
+_CACHED = 256
+"""Compiled grammars that are kept."""
+_CACHED_CHARACTERS = 8_000_000
+"""Length of their texts in all, as a measure of the memory that they take."""
+
+
+@dataclass(slots=True)
+class CompileStats:
+    """Since the start of the engine."""
+
+    compiled: int = 0
+    cached: int = 0
+    """Grammars that were found compiled."""
+    failed: int = 0
+    seconds: float = 0.0
+    """In compiling."""
+
+
+class Compiler:
+    """One engine's. Called from its loop's thread alone, but for the compiling itself."""
+
+    def __init__(self, load: Callable[[], Tokenizer | None], vocab_size: int) -> None:
+        """`load` gives the tokenizer; it is called on a thread, once the first grammar has come."""
+        self.stats = CompileStats()
+        self._load = load
+        self._vocab_size = vocab_size
+        self._pool: ThreadPoolExecutor | None = None
+        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
+        self._lock = threading.Lock()
+        self._done: OrderedDict[tuple[str, tuple[int, ...]], LLMatcher] = OrderedDict()
+        self._characters = 0
+        self._running: dict[tuple[str, tuple[int, ...]], Future[LLMatcher]] = {}
+        self._waiting: dict[str, Request] = {}
+        self._news = threading.Event()
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> bool:
+        """Takes a request whose grammar is needed. False if it need not wait, as there is none or it is compiled."""
+        if request.params.grammar is None:
+            return False
+        key = _key(request)
+        if key in self._done:
+            self._done.move_to_end(key)
+            self.stats.cached += 1
+            return False
+        self._waiting[request.id] = request
+        if key not in self._running:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_THREADS, "penstock-grammar")
+            self._running[key] = future = self._pool.submit(self._compile, *key)
+            future.add_done_callback(lambda _: self._news.set())
+        return True
+
+    def abort(self, ids: Iterable[str]) -> list[Request]:
+        """Forgets requests by id, and returns them. Grammars that nobody waits for any more are not begun."""
+        gone = [self._waiting.pop(name) for name in ids if name in self._waiting]
+        for key in {_key(request) for request in gone} - {_key(request) for request in self._waiting.values()}:
+            if key in self._running and self._running[key].cancel():
+                del self._running[key]
+        return gone
+
+    def wait(self, seconds: float) -> None:
+        """Returns when a grammar is ready, or after a time."""
+        self._news.wait(seconds)
+
+    def ready(self) -> list[tuple[Request, RequestError | None]]:
+        """Requests whose waiting is over, and why those that cannot be served cannot."""
+        if not self._news.is_set():
+            return []
+        self._news.clear()
+        errors: dict[tuple[str, tuple[int, ...]], RequestError | None] = {}
+        for key, future in list(self._running.items()):
+            if future.done():
+                del self._running[key]
+                errors[key] = self._take(key, future)
+        over = [request for request in self._waiting.values() if _key(request) in errors]
+        for request in over:
+            del self._waiting[request.id]
+        return [(request, errors[_key(request)]) for request in over]
+
+    def matcher(self, request: Request) -> LLMatcher | None:
+        """A matcher at the beginning of the request's grammar, of its own; None if it has no grammar."""
+        if request.params.grammar is None:
+            return None
+        key = _key(request)
+        if key not in self._done:
+            # It was evicted while the request waited for a row.
+            self._keep(key, self._compile(*key))
+        return self._done[key].deep_copy()
+
+    def close(self) -> None:
+        """Stops the threads; what is being compiled is finished first."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _take(self, key: tuple[str, tuple[int, ...]], future: Future[LLMatcher]) -> RequestError | None:
+        try:
+            self._keep(key, future.result())
+        except RequestError as error:
+            self.stats.failed += 1
+            return error
+        except PenstockError as error:
+            self.stats.failed += 1
+            return RequestError(f"the answer cannot be constrained: {error}", code="unsupported_parameter")
+        return None
+
+    def _keep(self, key: tuple[str, tuple[int, ...]], matcher: LLMatcher) -> None:
+        self._done[key] = matcher
+        self._characters += len(key[0])
+        while len(self._done) > 1 and (len(self._done) > _CACHED or self._characters > _CACHED_CHARACTERS):
+            (text, _), _ = self._done.popitem(last=False)
+            self._characters -= len(text)
+
+    def _compile(self, grammar: str, eos_ids: tuple[int, ...]) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        tokenizer = self._tokenizer(eos_ids)
+        began = time.perf_counter()
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+        if not matcher.is_error():
+            # The first mask builds what the lexer needs of the vocabulary.
+            matcher.compute_bitmask()
+        self.stats.compiled += 1
+        self.stats.seconds += time.perf_counter() - began
+        if matcher.is_error():
+            raise RequestError(f"the grammar cannot be used with this model's vocabulary: "
+                               f"{matcher.get_error().split('<state>')[0].strip()}", code="unsupported_schema")
+        return matcher
+
+    def _tokenizer(self, eos_ids: tuple[int, ...]) -> LLTokenizer:
+        with self._lock:
+            if eos_ids not in self._tokenizers:
+                tokenizer = self._load()
+                if tokenizer is None:
+                    raise RequestError("answers cannot be constrained without a tokenizer (skip_tokenizer_init)",
+                                       code="no_tokenizer")
+                self._tokenizers[eos_ids] = build(tokenizer, self._vocab_size, eos_ids)
+            return self._tokenizers[eos_ids]
+
+
+def _key(request: Request) -> tuple[str, tuple[int, ...]]:
+    return request.params.grammar or "", tuple(request.eos_ids)

@@ -1,0 +1,260 @@
+"""What a user asks for (schema, regex, choice, grammar, structural tag) as a grammar of llguidance, checked.
+
+Runs where requests are taken in, without a tokenizer; compiling for a vocabulary is `compiling.py`'s. All errors of a user's
+making are found here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from penstock.core.errors import RequestError
+from penstock.core.sampling import StructuredOutputsParams
+from penstock.core.structure import Node
+from penstock.grammar import schema as schemas
+from penstock.grammar.schema import OPTIONS, UnenforceableError, enforceable, resolve_in
+from penstock.grammar.tags import tags_node
+from penstock.grammar.tools import lark_of, lark_text, regex_text
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
+    from llguidance._lib import JsonCompileOptions
+
+MAX_CHARACTERS = 1_000_000
+"""Length of a regex, a grammar, or all choices."""
+MAX_CHOICES = 10_000
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_CACHED = 256
+_TRIES = 200
+"""Subschemas that are compiled to find the one at fault."""
+
+_cache: OrderedDict[bytes, str] = OrderedDict()
+_lock = threading.Lock()
+
+
+def limits() -> LLParserLimits:
+    """Bounds of compiling (about 50,000 units of fuel are a millisecond) and of each token's mask."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(initial_lexer_fuel=5_000_000, max_grammar_size=500_000, max_lexer_states=50_000,
+                          verbose_errors=False)
+
+
+def define(params: StructuredOutputsParams) -> str:
+    """The grammar that `params` asks for, as text for `LLMatcher`. RequestError with the field at fault, and for schemas with
+    the JSON pointer. The last 256 are remembered."""
+    key = msgspec.json.encode(params)
+    with _lock:
+        if key in _cache:
+            _cache.move_to_end(key)
+            return _cache[key]
+    found = _define(params)
+    with _lock:
+        _cache[key] = found
+        while len(_cache) > _CACHED:
+            _cache.popitem(last=False)
+    return found
+
+
+def _define(params: StructuredOutputsParams) -> str:
+    asked = [kind for kind in _KINDS if getattr(params, kind) is not None and (kind != "json_object" or params.json_object)]
+    if len(asked) != 1:
+        raise RequestError(f"structured_outputs must have exactly one of {', '.join(_KINDS)}; it has "
+                           f"{' and '.join(asked) or 'none'}", param="structured_outputs", code="invalid_value")
+    kind = asked[0]
+    try:
+        if kind in ("json", "json_object"):
+            return json_grammar(params.json if kind == "json" else {"type": "object"}, params)
+        grammar = _lark({"regex": _regex, "choice": _choice, "grammar": _grammar, "structural_tag": _tags}[kind](
+            getattr(params, kind)))
+        _check(grammar)
+        return grammar
+    except RequestError as error:
+        error.args = (f"structured_outputs.{kind}: {error.message}",)
+        error.message, error.param = error.args[0], f"structured_outputs.{kind}"
+        error.code = error.code or "invalid_value"
+        raise
+
+
+def json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
+    """The grammar of a JSON schema, given as an object or as text. UnenforceableError with the pointer at fault."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise RequestError(f"the schema is not JSON: {error}") from None
+    if params.disable_additional_properties:
+        schema = _closed(schema)
+    try:
+        checked = enforceable(schema)
+        grammar = _json_grammar(checked, params)
+        message = _fault(grammar)
+        if message:
+            raise _located(checked, params, message)
+    except UnenforceableError as error:
+        raise UnenforceableError(_present(schema, error.pointer), error.why) from None
+    return grammar
+
+
+def node_grammar(node: Node, special: dict[str, int]) -> str:
+    """The grammar of a dialect's structure (`grammar/tools.py`); `special` are the special tokens by their text."""
+    grammar = _lark(lark_of(node, special))
+    _check(grammar, 1 << max(max(special.values(), default=0), 257).bit_length())
+    return grammar
+
+
+def options(params: StructuredOutputsParams) -> dict[str, Any]:
+    """llguidance's options for JSON."""
+    found: dict[str, Any] = dict(OPTIONS)
+    if params.whitespace_pattern is not None:
+        found["whitespace_pattern"] = params.whitespace_pattern
+    if params.disable_any_whitespace:
+        found |= {"whitespace_flexible": False, "whitespace_pattern": None}
+    return found
+
+
+def _json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast("JsonCompileOptions", options(params)))
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with `additionalProperties: false` wherever properties are listed and nothing else is said."""
+    schema = copy.deepcopy(schema)
+    for part, _ in list(schemas.children(schema, "#", deep=True)):
+        if isinstance(part, dict) and "properties" in part:
+            part.setdefault("additionalProperties", False)
+    return schema
+
+
+def _lark(text: str) -> str:
+    """A grammar's text that is certainly taken for Lark: one that begins with a brace would be JSON."""
+    return f"// Lark\n{text}"
+
+
+def _regex(pattern: Any) -> str:
+    _check_length(pattern, "the regex")
+    return f"start: REGEX\nREGEX: {regex_text(pattern)}\n"
+
+
+def _choice(choices: Any) -> str:
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise RequestError("it must be a list of non-empty strings")
+    if len(choices) > MAX_CHOICES or sum(map(len, choices)) > MAX_CHARACTERS:
+        raise RequestError(f"at most {MAX_CHOICES} choices with {MAX_CHARACTERS} characters in all are possible")
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices)) + "\n"
+
+
+def _grammar(text: Any) -> str:
+    _check_length(text, "the grammar")
+    return lark_text(text)
+
+
+def _tags(tag: Any) -> str:
+    if isinstance(tag, str):
+        _check_length(tag, "the structural tag")
+        try:
+            tag = json.loads(tag)
+        except ValueError as error:
+            raise RequestError(f"the structural tag is not JSON: {error}") from None
+    return lark_of(tags_node(tag), {})
+
+
+def _check_length(text: Any, name: str) -> None:
+    if not isinstance(text, str) or not text:
+        raise RequestError("it must be a non-empty string")
+    if len(text) > MAX_CHARACTERS:
+        raise RequestError(f"{name} has {len(text)} characters; at most {MAX_CHARACTERS} are possible")
+
+
+def _check(grammar: str, size: int = 257) -> None:
+    message = _fault(grammar, size)
+    if message:
+        raise RequestError(f"the grammar cannot be used: {message}")
+
+
+def _fault(grammar: str, size: int = 257) -> str:
+    """Why llguidance cannot enforce a grammar, or no text can be an answer; empty if it can."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(_bytes_tokenizer(size), grammar, log_level=0, limits=limits())
+    if matcher.is_error():
+        return _first_lines(matcher.get_error())
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        return _first_lines(matcher.get_error())
+    if matcher.is_stopped() and not matcher.is_accepting():
+        return "no text is valid under it"
+    return ""
+
+
+def _first_lines(message: str) -> str:
+    return " ".join(line.strip() for line in message.split("<state>")[0].splitlines()[:4] if line.strip(" ^|"))[:500]
+
+
+class _Bytes:
+    """A vocabulary of single bytes, which is enough to judge a grammar."""
+
+    is_tokenizer_wrapper = True
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = [256]
+
+    def __init__(self, size: int) -> None:
+        self.tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *[b""] * (size - 257)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@functools.cache
+def _bytes_tokenizer(size: int = 257) -> LLTokenizer:
+    """Single bytes, and ids without text up to `size`, as which special tokens appear."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(cast("TokenizerWrapper", _Bytes(size)))
+
+
+def _located(schema: Any, params: StructuredOutputsParams, message: str) -> UnenforceableError:
+    """The error for a schema that llguidance refuses, at the deepest subschema that it refuses for itself."""
+    place, found, tries = "#", message, _TRIES
+    definitions = {key: schema[key] for key in ("$defs", "definitions", "$schema") if key in schema}
+    here: Any = schema
+    while True:
+        for part, pointer in [*schemas.children(here, place), *_target(here, schema)]:
+            tries -= 1
+            if tries < 0 or not isinstance(part, dict):
+                continue
+            why = _fault(_json_grammar({**definitions, **part}, params))
+            if why:
+                place, here, found = pointer, part, why
+                break
+        else:
+            return UnenforceableError(place, found)
+
+
+def _present(schema: Any, pointer: str) -> str:
+    """The pointer, as far as it leads into what the user sent: rewriting adds subschemas."""
+    while pointer != "#":
+        try:
+            resolve_in(schema, pointer)
+            break
+        except KeyError:
+            pointer = pointer.rpartition("/")[0] or "#"
+    return pointer
+
+
+def _target(schema: Any, root: Any) -> list[tuple[Any, str]]:
+    """What a schema that is only a reference stands for."""
+    if not isinstance(schema, dict) or "$ref" not in schema:
+        return []
+    target = resolve_in(root, schema["$ref"])
+    return [] if isinstance(target, dict) and "$ref" in target else [(target, schema["$ref"])]

@@ -1,0 +1,57 @@
+"""Whether a schema has a finite value. llguidance finds most schemas without values itself, but not endless recursion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def can_end(root: Any, resolve: Callable[[str], Any]) -> bool:
+    """False if certainly no finite value is valid under `root`, because of references that lead back to themselves.
+
+    The least fixed point of "has a finite value": nothing has one at first, and what has one is found round by round.
+    """
+    ends: dict[int, bool] = {}
+    nodes: dict[int, Any] = {}
+
+    def register(schema: Any) -> None:
+        stack = [schema]
+        while stack:
+            part = stack.pop()
+            if isinstance(part, dict) and id(part) not in nodes:
+                nodes[id(part)] = part
+                stack += [child for group in _groups(part, resolve) for child in group]
+
+    def known(schema: Any) -> bool:
+        return ends.get(id(schema), False) if isinstance(schema, dict) else schema is not False
+
+    register(root)
+    changed = True
+    while changed:
+        changed = False
+        for key, schema in nodes.items():
+            if not ends.get(key) and all(any(known(child) for child in group) for group in _groups(schema, resolve)):
+                ends[key] = changed = True
+    return known(root)
+
+
+def _groups(schema: dict[str, Any], resolve: Callable[[str], Any]) -> list[list[Any]]:
+    """Of each group one member at least must have a finite value, if the schema is to have one."""
+    groups = [[part] for part in schema.get("allOf", ())]
+    if "anyOf" in schema:
+        groups.append(list(schema["anyOf"]))
+    if "$ref" in schema:
+        groups.append([resolve(schema["$ref"])])
+    kinds = schema.get("type")
+    if kinds == "object":
+        properties = schema.get("properties", {})
+        groups += [[properties[name]] for name in schema.get("required", ()) if name in properties]
+    if kinds == "array":
+        count = schema.get("minItems", 0)
+        items = schema.get("items")
+        first: list[Any] = schema.get("prefixItems") or (items if isinstance(items, list) else [])
+        groups += [[part] for part in first[:count]]
+        rest = schema.get("additionalItems") if isinstance(items, list) else items
+        if count > len(first) and rest is not None:
+            groups.append([rest])
+    return groups

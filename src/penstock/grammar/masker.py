@@ -1,0 +1,229 @@
+"""Masks of the tokens that may follow, for the rows of a step together, and the tokens that must follow.
+
+Each constrained sequence has a state beside the engine: how far its grammar is, whether it still thinks, and which tokens are
+forced. States are brought up to date when masks are asked for, which is when all earlier steps are known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.core.masking import MaskedSegment
+from penstock.core.plan import Ints, Masks
+from penstock.core.request import Request
+from penstock.core.sequence import Sequence
+from penstock.grammar.compiling import Compiler
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+_FREE = -1
+"""A word of a mask that allows all of its tokens."""
+
+
+@dataclass(slots=True)
+class MaskStats:
+    """Since the start of the engine."""
+
+    masks: int = 0
+    forced: int = 0
+    """Tokens that the grammar left no choice about."""
+    seconds: float = 0.0
+    """In `masks`."""
+
+
+class State:
+    """Where a sequence is in its grammar."""
+
+    __slots__ = ("at", "budget", "end", "forced", "matcher", "stops", "thinking")
+
+    def __init__(self, sequence: Sequence, matcher: LLMatcher | None) -> None:
+        params = sequence.request.params
+        self.matcher = matcher
+        self.at = sequence.prompt_len
+        """Tokens of the sequence that have been taken in."""
+        self.forced: list[int] = []
+        """The tokens that must come next."""
+        self.end = params.reasoning_end_ids or []
+        """The tokens that end thinking."""
+        self.thinking = bool(self.end)
+        self.budget = params.max_thinking_tokens
+        self.stops = sorted(sequence.stops)
+
+
+class Masker:
+    """One engine's; implements `core/masking.py::Masker`."""
+
+    def __init__(self, compiler: Compiler, vocab_size: int,
+                 propose: Callable[[Sequence, int, list[int]], None] | None = None) -> None:
+        """`propose(sequence, at, tokens)` is told which tokens must stand at positions `at` and behind, before they are
+        chosen."""
+        self.stats = MaskStats()
+        self._compiler = compiler
+        self._words = -(-vocab_size // 32)
+        self._propose = propose
+        self._executor: LLExecutor | None = None
+
+    def wants(self, request: Request) -> bool:
+        """Whether the request's tokens are chosen under a mask."""
+        return request.params.constrained
+
+    def masks(self, segments: List[MaskedSegment]) -> Masks:
+        """A line for each token that the segments choose, in their order."""
+        began = time.perf_counter()
+        live = [(segment, self._state(segment.sequence)) for segment in segments if not segment.sequence.done]
+        self._advance([(segment.sequence, state) for segment, state in live])
+        firsts = np.cumsum([0, *(1 + len(segment.drafts) for segment in segments)]).tolist()
+        bits = np.full((firsts[-1], self._words), _FREE, np.int32)
+        line_of = {id(segment.sequence): first for segment, first in zip(segments, firsts, strict=False)}
+        todo: list[tuple[LLMatcher, int, list[int]]] = []
+        for segment, state in live:
+            first = line_of[id(segment.sequence)]
+            if state.thinking:
+                self._think(state, segment, bits, first)
+                behind = _end_of_thinking(state, segment)
+                if behind is not None and state.matcher is not None:
+                    todo.append((state.matcher, first + behind, segment.drafts[behind:]))
+            elif state.matcher is None:
+                continue
+            elif len(state.forced) <= len(segment.drafts):
+                todo.append((state.matcher, first, segment.drafts))
+        self._fill(todo, bits)
+        for segment, state in live:
+            first = line_of[id(segment.sequence)]
+            if state.forced:
+                self._force(segment, state, bits, first)
+            else:
+                _hold_back(segment, state, bits, first)
+        self.stats.masks += len(bits)
+        self.stats.seconds += time.perf_counter() - began
+        return Masks(bits)
+
+    def _state(self, sequence: Sequence) -> State:
+        state = sequence.constraint
+        if state is None:
+            state = sequence.constraint = State(sequence, self._compiler.matcher(sequence.request))
+        assert isinstance(state, State)
+        return state
+
+    def _advance(self, rows: list[tuple[Sequence, State]]) -> None:
+        """Takes in the tokens that have been chosen since, and finds which are forced behind them."""
+        one: list[tuple[LLMatcher, int]] = []
+        moved: list[tuple[Sequence, State]] = []
+        for sequence, state in rows:
+            new = sequence.tokens[state.at:]
+            fresh = state.at == sequence.prompt_len
+            state.at = len(sequence.tokens)
+            if state.forced:
+                state.forced = state.forced[len(new):]
+            if state.thinking:
+                new = self._skip_thinking(sequence, state, new)
+                if state.thinking:
+                    continue
+                fresh = True
+            if state.matcher is None:
+                continue
+            if len(new) == 1:
+                one.append((state.matcher, new[0]))
+            elif new:
+                state.matcher.consume_tokens(new)
+            if (new or fresh) and not state.forced:
+                moved.append((sequence, state))
+        if one:
+            self._threads().consume_token_par(one)
+        for sequence, state in moved:
+            self._find_forced(sequence, state)
+
+    def _find_forced(self, sequence: Sequence, state: State) -> None:
+        assert state.matcher is not None
+        state.forced = forced = state.matcher.compute_ff_tokens()
+        if forced:
+            self.stats.forced += len(forced)
+            if len(forced) > 1 and self._propose is not None:
+                self._propose(sequence, len(sequence.tokens) + 1, forced[1:])
+
+    def _skip_thinking(self, sequence: Sequence, state: State, new: list[int]) -> list[int]:
+        """Leaves thinking where its end is among the `new` tokens. Returns those behind it."""
+        end = state.end
+        for at in range(len(sequence.tokens) - len(new) + 1, len(sequence.tokens) + 1):
+            if at - len(end) >= sequence.prompt_len and sequence.tokens[at - len(end):at] == end:
+                state.thinking, state.forced = False, []
+                return sequence.tokens[at:]
+        return []
+
+    def _think(self, state: State, segment: MaskedSegment, bits: Ints, first: int) -> None:
+        """Thinking is free, up to its budget; then its end is forced."""
+        sequence = segment.sequence
+        if not state.thinking or state.budget is None:
+            return
+        thought = len(sequence.tokens) - sequence.prompt_len
+        if thought >= state.budget and not state.forced:
+            state.forced = list(state.end)
+            if len(state.end) > 1 and self._propose is not None:
+                self._propose(sequence, len(sequence.tokens) + 1, state.end[1:])
+        elif thought + len(segment.drafts) >= state.budget and not state.forced:
+            # Drafts reach beyond the budget: no more of them than fit may be kept.
+            for line in range(state.budget - thought, len(segment.drafts) + 1):
+                _only(bits[first + line], state.end[0])
+
+    def _fill(self, todo: list[tuple[LLMatcher, int, list[int]]], bits: Ints) -> None:
+        """Masks of all matchers at once, on the threads of llguidance."""
+        if not todo:
+            return
+        pointer, width, lines = bits.ctypes.data, bits.shape[1] * 4, len(bits)
+        plain = [(matcher, line) for matcher, line, drafts in todo if not drafts]
+        drafted = [one for one in todo if one[2]]
+        if plain:
+            self._threads().unsafe_compute_mask_ptr(plain, pointer, width, lines)
+        if drafted:
+            self._threads().unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, lines)
+        for matcher, line, _ in todo:
+            if matcher.is_error():
+                # Too complex a state: no token can be chosen, and the request ends with an error.
+                bits[line] = 0
+
+    def _force(self, segment: MaskedSegment, state: State, bits: Ints, first: int) -> None:
+        for line, token in enumerate(state.forced[:1 + len(segment.drafts)]):
+            _only(bits[first + line], token)
+            if segment.drafts[line:line + 1] != [token]:
+                # Whatever is drafted behind is not kept.
+                break
+
+    def _threads(self) -> LLExecutor:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor()
+        return self._executor
+
+
+def _only(words: Ints, token: int) -> None:
+    words[:] = 0
+    words.view(np.uint32)[token // 32] = 1 << token % 32
+
+
+def _end_of_thinking(state: State, segment: MaskedSegment) -> int | None:
+    """How many of the segment's drafts end the thinking, if they do."""
+    known, count = segment.sequence.tokens, len(state.end)
+    tokens = [*known[len(known) - count + 1:], *segment.drafts]
+    first = segment.sequence.prompt_len - len(known) + count
+    return next((drafts for drafts in range(max(1, first), len(segment.drafts) + 1)
+                 if tokens[drafts - 1:drafts - 1 + count] == state.end), None)
+
+
+def _hold_back(segment: MaskedSegment, state: State, bits: Ints, first: int) -> None:
+    """min_tokens: an answer that could end goes on, if it can."""
+    sequence = segment.sequence
+    missing = sequence.request.params.min_tokens - (len(sequence.tokens) - sequence.prompt_len)
+    for line in range(first, first + min(missing, 1 + len(segment.drafts))):
+        held = bits[line].copy()
+        for token in state.stops:
+            held.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+        if held.any():
+            bits[line] = held

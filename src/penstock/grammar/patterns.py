@@ -1,0 +1,77 @@
+"""Regular expressions of JSON Schema (ECMA-262, unicode mode) in the dialect of llguidance (Rust's regex crate).
+
+The two differ in what a few characters mean, and each difference would let through strings that the schema forbids. What is
+not understood is passed on as it is, for llguidance to refuse.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SPACE = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "s": _SPACE}
+_DOT = r"[^\n\r\u2028\u2029]"
+_SURROGATES = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+
+
+def translate(pattern: str) -> str:
+    """The same set of strings in Rust's dialect."""
+    pattern = _SURROGATES.sub(lambda found: _rust_escape(0x10000 + ((int(found[1], 16) - 0xD800) << 10)
+                                                         + int(found[2], 16) - 0xDC00), pattern)
+    out, at = [], 0
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "\\" and at + 1 < len(pattern):
+            found, at = _escape(pattern, at, inside=False)
+        elif character == "[":
+            found, at = _class(pattern, at)
+        elif character == ".":
+            found, at = _DOT, at + 1
+        else:
+            found, at = character, at + 1
+        out.append(found)
+    return "".join(out)
+
+
+def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
+    """The escape at `at`, translated, and where it ends."""
+    letter = pattern[at + 1]
+    if letter.lower() in _CLASSES:
+        members = _CLASSES[letter.lower()]
+        if letter.islower():
+            return members if inside else f"[{members}]", at + 2
+        return f"[^{members}]", at + 2
+    if letter == "c" and pattern[at + 2:at + 3].isascii() and pattern[at + 2:at + 3].isalpha():
+        return _rust_escape(ord(pattern[at + 2]) % 32), at + 3
+    if letter == "b" and inside:
+        return r"\x08", at + 2
+    if letter == "0" and not pattern[at + 2:at + 3].isdigit():
+        return r"\x00", at + 2
+    if letter == "/":
+        return "/", at + 2
+    return pattern[at:at + 2], at + 2
+
+
+def _rust_escape(code: int) -> str:
+    return f"\\u{{{code:x}}}"
+
+
+def _class(pattern: str, at: int) -> tuple[str, int]:
+    """The class at `at`, translated, and where it ends. Brackets and doubled signs mean nothing there in ECMA-262."""
+    out, at = ["["], at + 1
+    if pattern[at:at + 1] == "^":
+        out.append("^")
+        at += 1
+    if pattern[at:at + 1] == "]":
+        # [] is nothing and [^] is everything.
+        return ("[\\s\\S]" if len(out) == 2 else "[^\\s\\S]"), at + 1
+    while at < len(pattern) and pattern[at] != "]":
+        character = pattern[at]
+        if character == "\\" and at + 1 < len(pattern):
+            found, at = _escape(pattern, at, inside=True)
+        elif character in "[&~" or (character == "-" and pattern[at - 1] == "-"):
+            found, at = "\\" + character, at + 1
+        else:
+            found, at = character, at + 1
+        out.append(found)
+    return "".join(out) + "]", at + 1

@@ -1,0 +1,103 @@
+"""Structural tags, in vLLM's older form (structures and triggers) and in the newer one (a tree of formats), as a structure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.core.errors import RequestError
+from penstock.core.structure import Either, Json, Lark, Literal, Node, Regex, Repeat, Sequence, Triggered, Until
+
+
+def tags_node(tag: Any) -> Node:
+    """The structure that a structural tag describes. RequestError with what is wrong."""
+    if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
+        raise RequestError('a structural tag must be an object with the type "structural_tag"')
+    if "format" in tag:
+        return _format(tag["format"], "#/format")
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if not isinstance(structures, list) or not structures or not isinstance(triggers, list):
+        raise RequestError("a structural tag needs structures (a list of begin, schema and end) and triggers, or a format")
+    return _triggered([_structure(entry, f"#/structures/{at}") for at, entry in enumerate(structures)], triggers, "#/triggers")
+
+
+def _structure(entry: Any, place: str) -> tuple[str, Node]:
+    schema = _get(entry, "schema", dict | bool, place, {})
+    return _get(entry, "begin", str, place), Sequence((Json(schema), Literal(_get(entry, "end", str, place, ""))))
+
+
+def _triggered(tags: list[tuple[str, Node]], triggers: list[Any], place: str, least: int = 0, most: int | None = None) -> Node:
+    """Free text with tags: behind a trigger, the rest of one of the tags that begin with it."""
+    found = []
+    for trigger in triggers:
+        if not isinstance(trigger, str) or not trigger:
+            raise RequestError(f"the trigger at {place} must be a non-empty string")
+        rests = tuple(Sequence((Literal(begin.removeprefix(trigger)), body)) for begin, body in tags
+                      if begin.startswith(trigger))
+        if not rests:
+            raise RequestError(f"no tag begins with the trigger {trigger!r} ({place})")
+        found.append((trigger, Either(rests)))
+    orphan = next((begin for begin, _ in tags if not any(begin.startswith(trigger) for trigger in triggers)), None)
+    if orphan is not None:
+        raise RequestError(f"the tag {orphan!r} begins with none of the triggers")
+    return Triggered(tuple(found), least, most)
+
+
+def _format(value: Any, place: str) -> Node:
+    kind = _get(value, "type", str, place)
+    if kind not in _FORMATS:
+        raise RequestError(f"the format {kind!r} at {place} is not known; known are {', '.join(_FORMATS)}")
+    found: Node = _FORMATS[kind](value, place)
+    return found
+
+
+def _elements(value: Any, place: str) -> tuple[Node, ...]:
+    listed = _get(value, "elements", list, place)
+    nodes = [_format(part, f"{place}/elements/{at}") for at, part in enumerate(listed)]
+    out: list[Node] = []
+    for node, following in zip(nodes, [*nodes[1:], None], strict=True):
+        # Text ends where the next literal begins.
+        out.append(Until(following.text) if node == _TEXT and isinstance(following, Literal) else node)
+    return tuple(out)
+
+
+def _tag(value: Any, place: str) -> Node:
+    begin, end = _get(value, "begin", str, place), _get(value, "end", str, place)
+    content = _format(_get(value, "content", dict, place), f"{place}/content")
+    return Sequence((Literal(begin), Until(end) if content == _TEXT and end else content, Literal(end)))
+
+
+def _triggered_tags(value: Any, place: str) -> Node:
+    tags: list[tuple[str, Node]] = []
+    for at, tag in enumerate(_get(value, "tags", list, place)):
+        node = _tag(tag, f"{place}/tags/{at}")
+        assert isinstance(node, Sequence)
+        tags.append((_get(tag, "begin", str, f"{place}/tags/{at}"), Sequence(node.parts[1:])))
+    most = 1 if value.get("stop_after_first") else None
+    least = int(bool(value.get("at_least_one")))
+    return _triggered(tags, _get(value, "triggers", list, place), f"{place}/triggers", least, most)
+
+
+def _separated_tags(value: Any, place: str) -> Node:
+    tags = tuple(_tag(tag, f"{place}/tags/{at}") for at, tag in enumerate(_get(value, "tags", list, place)))
+    most = 1 if value.get("stop_after_first") else None
+    return Repeat(Either(tags), _get(value, "separator", str, place), int(bool(value.get("at_least_one"))), most)
+
+
+def _get(value: Any, name: str, kind: Any, place: str, default: Any = None) -> Any:
+    found = value.get(name, default) if isinstance(value, dict) else None
+    if not isinstance(found, kind):
+        raise RequestError(f"{place}/{name} is missing, or not of the right type")
+    return found
+
+
+_TEXT = Regex("(?s:.*)")
+_FORMATS: dict[str, Any] = {
+    "const_string": lambda value, place: Literal(_get(value, "value", str, place)),
+    "json_schema": lambda value, place: Json(_get(value, "json_schema", dict | bool, place)),
+    "regex": lambda value, place: Regex(_get(value, "pattern", str, place)),
+    "grammar": lambda value, place: Lark(_get(value, "grammar", str, place)),
+    "any_text": lambda _value, _place: _TEXT,
+    "sequence": lambda value, place: Sequence(_elements(value, place)),
+    "or": lambda value, place: Either(_elements(value, place)),
+    "tag": _tag, "triggered_tags": _triggered_tags, "tags_with_separator": _separated_tags,
+}

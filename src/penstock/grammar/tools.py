@@ -1,0 +1,152 @@
+"""From the structure of an answer (`core/structure.py`) to a grammar: one Lark text for all of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from penstock.core.errors import RequestError
+from penstock.core.structure import Either, Json, Lark, Literal, Node, Regex, Repeat, Sequence, Triggered, Until
+from penstock.grammar.lark import check_productive, with_schemas
+from penstock.grammar.schema import OPTIONS, enforceable
+
+_ANY = "(?s:.*)"
+
+
+def lark_of(node: Node, special: Mapping[str, int]) -> str:
+    """The grammar of `node`. `special` are the special tokens by their text; without them, all text is plain. RequestError for
+    a schema or grammar in it that cannot be enforced."""
+    writer = _Writer(special)
+    start = writer.write(node)
+    return "\n".join([f"start: {start}", *writer.rules]) + "\n"
+
+
+def lark_text(text: str) -> str:
+    """A user's grammar, in Lark or GBNF, checked and in Lark. RequestError if it is neither."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        lark = any_to_lark(text)
+    except Exception as error:  # noqa: BLE001 (the converter raises plain Exception)
+        raise RequestError(f"the grammar is neither Lark nor GBNF (EBNF): {error}") from None
+    lark = with_schemas(lark, lambda schema: {**enforceable(schema), "x-guidance": OPTIONS})
+    check_productive(lark)
+    return lark
+
+
+def regex_text(pattern: str) -> str:
+    """A regex between slashes, on one line. Anchors at its ends say what holds anyway."""
+    pattern = pattern.removeprefix("^")
+    if pattern.endswith("$") and not pattern.endswith("\\$"):
+        pattern = pattern[:-1]
+    out, escaped = [], False
+    for character in pattern:
+        out.append({"/": "/" if escaped else "\\/", "\n": "n" if escaped else "\\n"}.get(character, character))
+        escaped = character == "\\" and not escaped
+    return f"/(?:{''.join(out)})/"
+
+
+class _Writer:
+    """Collects rules; `write` gives the name or the expression that stands for a node."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self.rules: list[str] = []
+        self._special = special
+        self._split = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
+        self._count = 0
+
+    def write(self, node: Node) -> str:
+        if isinstance(node, Literal):
+            return self._literal(node.text)
+        if isinstance(node, Json):
+            return self._rule(f"%json {json.dumps({**enforceable(node.schema), 'x-guidance': OPTIONS})}")
+        if isinstance(node, Regex):
+            return self._terminal(regex_text(node.pattern))
+        if isinstance(node, Lark):
+            return self._rule(f"%lark {{\n{lark_text(node.grammar)}\n}}")
+        if isinstance(node, Until):
+            return self._without((node.stop,))
+        if isinstance(node, Sequence):
+            return self._sequence(node.parts)
+        if isinstance(node, Either):
+            return self._rule(" | ".join(self.write(part) for part in node.parts))
+        if isinstance(node, Repeat):
+            return self._repeat(node)
+        return self._triggered(node)
+
+    def _rule(self, body: str, attributes: str = "") -> str:
+        name = f"r{self._count}"
+        self._count += 1
+        self.rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def _terminal(self, body: str) -> str:
+        name = f"T{self._count}"
+        self._count += 1
+        self.rules.append(f"{name}: {body}")
+        return name
+
+    def _literal(self, text: str) -> str:
+        parts: list[str] = []
+        at = 0
+        for found in self._split.finditer(text) if self._split else ():
+            parts += [_quoted(text[at:found.start()]), f"<[{self._special[found[0]]}]>"]
+            at = found.end()
+        return " ".join(part for part in (*parts, _quoted(text[at:])) if part) or '""'
+
+    def _without(self, stops: tuple[str, ...]) -> str:
+        """Any text in which none of `stops` occurs. Special tokens are no text."""
+        plain = [stop for stop in stops if stop not in self._special]
+        return self._terminal(" & ".join([f"/{_ANY}/", *(f"~/{_ANY}{_escaped(stop)}{_ANY}/" for stop in plain)]))
+
+    def _upto(self, stop: str) -> str:
+        """Any text up to the first `stop`, and that."""
+        found = self._split.match(stop) if self._split else None
+        text = self._terminal(f"/{_ANY}/")
+        if found is not None:
+            return f"{text} {self._literal(stop)}"
+        return self._rule(f"{text} {_quoted(stop)}", "[lazy]")
+
+    def _sequence(self, parts: tuple[Node, ...]) -> str:
+        out, stop = [], ""
+        for part, following in zip(parts, (*parts[1:], None), strict=True):
+            if isinstance(part, Until) and isinstance(following, Literal) and following.text.startswith(part.stop):
+                out.append(self._upto(part.stop))
+                stop = part.stop
+                continue
+            out.append(self.write(Literal(part.text.removeprefix(stop)) if stop and isinstance(part, Literal) else part))
+            stop = ""
+        return self._rule(" ".join(out) or '""')
+
+    def _repeat(self, node: Repeat) -> str:
+        if node.most == 0:
+            return '""'
+        part = self.write(node.part)
+        more = f"{self._literal(node.separator)} {part}" if node.separator else part
+        most = None if node.most is None else node.most - 1
+        some = f"{part} {_times(more, max(0, node.least - 1), most)}"
+        return self._rule(some if node.least else f'({some}) | ""')
+
+    def _triggered(self, node: Triggered) -> str:
+        tags = [self._rule(f"{self._upto(trigger)} {self.write(body)}") for trigger, body in node.tags]
+        calls = self._rule(" | ".join(tags))
+        tail = self._without(tuple(trigger for trigger, _ in node.tags))
+        return self._rule(f"{_times(calls, node.least, node.most)} {tail}")
+
+
+def _times(expression: str, least: int, most: int | None) -> str:
+    if most == 0:
+        return ""
+    if most is None:
+        return f"({expression})*" if not least else f"({expression}){{{least},}}"
+    return f"({expression}){{{least},{most}}}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _escaped(text: str) -> str:
+    """A text as a regex between slashes."""
+    return "".join(c if c.isalnum() or c in " _<>=\"'" else f"\\x{{{ord(c):x}}}" for c in text)

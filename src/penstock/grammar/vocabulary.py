@@ -1,0 +1,48 @@
+"""A model's vocabulary as llguidance sees it: the bytes of each token, which are special, and how a text is tokenized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+from penstock.core.errors import RequestError
+from penstock.text import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+
+class _Wrapped:
+    """The attributes and the call that LLTokenizer reads."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_id: int) -> None:
+        self._tokenizer = tokenizer
+        self._before = tokenizer.encode("\n", add_special_tokens=False)
+        self.eos_token_id = eos_id
+        self.bos_token_id = tokenizer.bos_id
+        size = min(vocab_size, tokenizer.vocab_size)
+        self.tokens: list[bytes] = [tokenizer.token_bytes(token) for token in range(size)]
+        # Ids that only the model has are no token that could be chosen.
+        self.tokens += [b""] * (vocab_size - size)
+        self.special_token_ids = sorted(token for token in tokenizer.special_ids if token < size)
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text that stands inside another: in front of one that stands alone, sentencepiece puts a space."""
+        found = self._tokenizer.encode("\n" + text, add_special_tokens=False)
+        if found[:len(self._before)] == self._before:
+            return found[len(self._before):]
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def build(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
+    """llguidance's tokenizer; takes up to some seconds for 200,000 tokens. `vocab_size` is the model's, which may have unused
+    ids; any of `eos_ids` ends an answer. RequestError if the model has no such token."""
+    from llguidance import LLTokenizer
+
+    ends = [token for token in eos_ids if token < vocab_size] or [t for t in (tokenizer.eos_id,) if t is not None]
+    if not ends:
+        raise RequestError("this model has no end-of-sequence token, so that a constrained answer could not end",
+                           code="unsupported_parameter")
+    return LLTokenizer(cast("TokenizerWrapper", _Wrapped(tokenizer, vocab_size, ends[0])), eos_token=ends)
