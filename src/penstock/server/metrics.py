@@ -38,6 +38,16 @@ TIER_COUNTERS = (
 )
 """Fields of `core/request.py::TierStats`, published as penstock:cache_FIELD by tier."""
 
+GRAMMAR_COUNTERS = (
+    ("grammars_compiled", "grammars_compiled", "Grammars compiled for constrained answers."),
+    ("grammars_cached", "grammars_cached", "Constrained requests whose grammar was compiled before."),
+    ("grammar_seconds", "grammar_seconds", "Time of compiling grammars, beside the steps."),
+    ("masked_tokens", "masks", "Tokens chosen under a mask."),
+    ("mask_seconds", "mask_seconds", "Time in which masks were computed."),
+    ("forced_tokens", "forced_tokens", "Tokens that a grammar left no choice about."),
+)
+"""(name, field of EngineStats, meaning)."""
+
 CONNECTIONS = {"accepted": "Connections taken in.",
                "evicted": "Idle connections closed because there were too many.",
                "refused": "Connections refused because there were too many.",
@@ -98,6 +108,7 @@ class EngineCollector(Collector):
             ("penstock:plan_seconds", "Host time in planning steps and taking in results.", stats.plan_seconds),
             ("penstock:worker_seconds", "Time of the worker in its steps.", stats.worker_seconds),
             ("penstock:kernel_seconds", "The worker's time inside the model.", stats.kernel_seconds),
+            *((f"penstock:{name}", doc, getattr(stats, field)) for name, field, doc in GRAMMAR_COUNTERS),
         ):
             yield self._one(CounterMetricFamily(name, doc, labels=LABELS), value)
         success = CounterMetricFamily("vllm:request_success", "Finished sequences by why they ended.",

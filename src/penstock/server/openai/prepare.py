@@ -11,7 +11,11 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.retention import Marked
 from penstock.server.openai.protocol import GenerationFields
 from penstock.server.openai.sampling import check_something_is_left, retained
+from penstock.server.openai.structured import check_structure
 from penstock.server.state import State
+
+_COMPILING = 100_000
+"""Cost of checking a schema or grammar, in characters to tokenize: some milliseconds."""
 
 
 async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[int] | Marked], params: SamplingParams,
@@ -29,6 +33,7 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
     retain = retained(body)
 
     def work() -> list[Request]:
+        check_structure(body)
         # Once for all prompts.
         spelled = llm.inputs.spelled(params)
         return [llm.inputs.request(llm.new_id(), prompt, spelled, add_special_tokens=add_special_tokens,
@@ -36,6 +41,8 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
                                    keep_last=body.truncate_prompt_tokens) for prompt in prompts]
 
     size = sum(map(_effort, prompts)) + (1 + len(prompts) // 10) * _lists(params)
+    if params.structured_outputs is not None:
+        size += _COMPILING
     requests = await llm.work.run(size, work)
     state.limits.check_tenant(llm.tokens_in_flight(tenant), requests)
     check_something_is_left(requests[0])

@@ -15,6 +15,7 @@ from msgspec import Meta
 from penstock.core.request import MARKED_PRIORITY, PINNED
 from penstock.core.sampling import MAX_BEAM_WIDTH, MAX_N, MOST_LOGPROBS
 from penstock.engine.retention import MAX_SPANS
+from penstock.server.openai.structured import StructureFields
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -43,12 +44,8 @@ OnlyFalse = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]
 Empty = Annotated[str, Meta(max_length=0)]
 NoList = Annotated[list[Any], Meta(max_length=0)]
 
-_GUIDED = "structured output is not supported yet"
 WHY_REFUSED: dict[str, str] = {
-    "response_format": f"{_GUIDED}; the only possible value is {{\"type\": \"text\"}}",
-    "structured_outputs": _GUIDED,
-    "guided_json": _GUIDED, "guided_regex": _GUIDED, "guided_choice": _GUIDED, "guided_grammar": _GUIDED,
-    "tool_choice": f"{_GUIDED}, so a tool call cannot be forced; possible are \"auto\" and \"none\"",
+    "tool_choice": "a tool call cannot be forced yet; possible are \"auto\" and \"none\"",
     "functions": "it is deprecated; use tools",
     "function_call": "it is deprecated; use tool_choice",
     "audio": "this server gives text only",
@@ -96,11 +93,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: OnlyFalse | None = None
 
 
-class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["text"]
-
-
-class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class GenerationFields(StructureFields, kw_only=True, forbid_unknown_fields=True):
     """What both endpoints have: model, streaming, sampling, vLLM's extras, and the fields that change nothing."""
 
     model: Name | None = None
@@ -153,7 +146,6 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     early_stopping: bool | Literal["never"] | None = None
     """When to stop looking: true, once there are beam_width answers; false, once better ones are unlikely; "never", once there
     can be none."""
-    response_format: TextFormat | None = None
 
     # Accepted, as OpenAI does; they name or file the request and change no token of the answer.
     user: Name | None = None
@@ -167,11 +159,6 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Spaces are put only by tokenizers that transformers calls slow; here both values mean the same."""
 
     # Only one value possible, or none.
-    structured_outputs: None = None
-    guided_json: None = None
-    guided_regex: None = None
-    guided_choice: None = None
-    guided_grammar: None = None
     kv_transfer_params: None = None
     ec_transfer_params: None = None
 

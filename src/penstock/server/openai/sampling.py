@@ -12,6 +12,7 @@ from penstock.core.request import MARKED_PRIORITY, PROMPT, WHOLE, Request, Span
 from penstock.core.sampling import SamplingParams
 from penstock.engine.retention import read_mark, seconds_of
 from penstock.server.openai.protocol import GenerationFields
+from penstock.server.openai.structured import structure_of
 
 SAME_NAME = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
              "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "logit_bias",
@@ -29,7 +30,9 @@ def sampling_params(body: GenerationFields, defaults: Mapping[str, Any], max_tok
         value = getattr(body, name)
         if value is not None:
             said[name] = value
-    return SamplingParams(**said, max_tokens=max_tokens, logprobs=logprobs)
+    structure = structure_of(body)
+    return SamplingParams(**said, max_tokens=max_tokens, logprobs=logprobs,
+                          structured_outputs=None if structure is None else structure[0])
 
 
 def _beams(body: GenerationFields) -> dict[str, Any]:
