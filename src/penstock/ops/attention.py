@@ -80,6 +80,10 @@ class AttentionOps:
         one. None if there is nothing to remember."""
         return None
 
+    def warm_up(self, device: torch.device) -> None:
+        """Loads what a library loads at its first use, if it takes so long that a request would notice. May run in a thread of
+        its own."""
+
     def contexts(self, most: int) -> list[int]:
         """Contexts, of up to `most` positions, with which long prefill segments between them launch every kernel and take the
         most memory; none if neither depends on the context."""

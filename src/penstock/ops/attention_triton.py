@@ -32,6 +32,10 @@ class TritonAttention(AttentionOps):
     def divider(self, geometry: Geometry) -> Divides:
         return Divider(geometry, self.invariant, partial(self.prepare, geometry))
 
+    def warm_up(self, device: torch.device) -> None:
+        if not self.invariant:
+            attention_library.warm_up(device)
+
     def contexts(self, most: int) -> list[int]:
         return [] if self.invariant else [before for before in attention_library.CONTEXTS if before <= most]
 

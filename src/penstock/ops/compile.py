@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from penstock.ops import gpu
 from penstock.ops.gpu import Chip
 from penstock.ops.registry import Kernels
 from penstock.platform.folders import cache_folder
+from penstock.platform.kept import Kept
 
 _PROCESSES = 16
 """The most compiler processes; a model has a few dozen kernels."""
@@ -171,29 +171,24 @@ class Manifest:
 
     def __init__(self, *what: object) -> None:
         """`what` are the inputs that kernels depend on, besides the versions of Penstock, Triton and torch."""
-        digest = hashlib.sha256(repr(what).encode())
-        digest.update(" ".join(version(name) for name in ("torch", "triton")).encode())
-        for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-            digest.update(path.read_bytes())
-        self._path = Path(os.environ["TRITON_CACHE_DIR"]) / "manifests" / f"{digest.hexdigest()}.json"
+        self._kept = Kept(kept_folder() / "manifests", *what)
 
     def jobs(self) -> list[Job] | None:
         """The jobs that `keep` saved; None if there are none."""
-        try:
-            kept = json.loads(self._path.read_text())
-        except (OSError, ValueError):
+        kept = self._kept.read()
+        if kept is None:
             return None
         return [Job(job["module"], job["kernel"], job["data"], Path(job["entry"]), job["caller"]) for job in kept]
 
     def keep(self, jobs: list[Job]) -> None:
         """Saves the jobs atomically. Errors of the file system are ignored: the next start rehearses again."""
-        text = json.dumps([{"module": job.module, "kernel": job.kernel, "data": job.data, "entry": str(job.entry),
-                            "caller": job.caller} for job in jobs])
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            part = self._path.with_suffix(f".{os.getpid()}")
-            part.write_text(text)
-            part.replace(self._path)
+        self._kept.write([{"module": job.module, "kernel": job.kernel, "data": job.data, "entry": str(job.entry),
+                           "caller": job.caller} for job in jobs])
+
+
+def kept_folder() -> Path:
+    """The folder where Triton keeps compiled kernels, once `watch` was called; other values are kept beside them."""
+    return Path(os.environ["TRITON_CACHE_DIR"])
 
 
 class Compilation:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -23,10 +25,14 @@ from penstock.ops import compile as compiling
 from penstock.ops import gpu, registry
 from penstock.ops.compile import Compilation
 from penstock.platform.facts import detect, device_name
+from penstock.platform.kept import Kept
 from penstock.stores.behind import Behind
 from penstock.worker import memory
 from penstock.worker.rehearsal import rehearse
 from penstock.worker.worker import Launched, Worker
+
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables that say how torch's allocator takes memory."""
 
 
 class Rank:
@@ -71,23 +77,39 @@ class Rank:
         what to change."""
         options, device, config, kernels = self._options, self._device, self._config, self._kernels
         self._compilation = compiled = compilation(config, self._spec, kernels, device) if self._compiles else None
-        with memory.explained(device):
+        # A library that takes long to load does so meanwhile.
+        with memory.explained(device), ThreadPoolExecutor(1, "penstock-warm-up") as pool:
+            warming = pool.submit(kernels.attention.warm_up, device)
             self._model = model = models.load(
                 self._folder, self._checkpoint, dtype=getattr(torch, config.dtype), device=device, kernels=kernels,
                 load_format=options.load_format, max_model_len=config.max_model_len, seed=options.seed, progress=progress)
+            warming.result()
         if compiled is not None:
             compiled.finish(kernels)
             with torch.cuda.device(device):
                 compiled.load(kernels)
         with compiling.explained(self._facts.capability), memory.explained(device):
-            working = memory.working_bytes(model, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len,
-                                           config.page, device, config.graph_tokens)
+            working = self._working(model)
             self._scratch = working.scratch
             room = cache_room(options, self._facts, memory.free_bytes(device, options.gpu_memory_utilization),
                               working.step + working.graphs)
         return Loaded(model.states, model.weight_bytes, working.step, working.graphs, room, self._occupancy, model.computation,
                       kernels.table(), notes(kernels, self._facts), 0 if compiled is None else compiled.compiled,
                       0.0 if compiled is None else compiled.seconds)
+
+    def _working(self, model: models.Decoder) -> memory.Working:
+        """What steps take beside weights and cache. Measuring it takes 2 s on a GPU, so a start keeps it for the next one."""
+        config, device = self._config, self._device
+        kept = Kept(compiling.kept_folder() / "measured", self._facts, gpu.chip(device), self._spec, config,
+                    self._kernels.table(), torch.version.cuda, *map(os.environ.get, _ALLOCATOR)) if self._compiles else None
+        found = kept.read() if kept is not None else None
+        if found is not None:
+            return memory.Working(*found)
+        working = memory.working_bytes(model, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len,
+                                       config.page, device, config.graph_tokens)
+        if kept is not None:
+            kept.write(list(working))
+        return working
 
     def prepare(self, layout: CacheLayout, max_model_len: int, behind: Behind | None) -> Prepared:
         """Allocates the cache and the rows, captures graphs and warms up. `behind`: where pages go besides the device; its

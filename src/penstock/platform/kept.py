@@ -1,0 +1,51 @@
+"""Values that one start finds out and the next start of the same finds again, as JSON on disk.
+
+A value is kept under a digest of all that it depends on, this package's sources and torch's and Triton's versions among it, so
+that it is never out of date. Where nothing can be written, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+class Kept:
+    """One value. Processes may read and write it at the same time."""
+
+    def __init__(self, folder: Path, *what: object) -> None:
+        """`what`: all that the value depends on besides sources and versions; told apart by their `repr`."""
+        digest = hashlib.sha256(repr(what).encode() + _sources())
+        self._path = folder / f"{digest.hexdigest()}.json"
+
+    def read(self) -> Any:
+        """What was written; None if nothing was."""
+        try:
+            return json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def write(self, value: Any) -> None:
+        text = json.dumps(value)
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part = self._path.with_suffix(f".{os.getpid()}")
+            part.write_text(text)
+            part.replace(self._path)
+
+
+@cache
+def _sources() -> bytes:
+    digest = hashlib.sha256()
+    for name in ("torch", "triton"):
+        with suppress(PackageNotFoundError):
+            digest.update(f"{name} {version(name)} ".encode())
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.digest()
