@@ -115,6 +115,23 @@ def test_one_beam_is_greedy(llm: tuple[str, LLM]) -> None:
     assert (beam.token_ids, beam.text, beam.finish_reason) == (greedy.token_ids, greedy.text, greedy.finish_reason)
 
 
+@pytest.mark.parametrize("width", [1, 4])
+def test_no_beam_ends_before_min_tokens(llm: tuple[str, LLM], width: int) -> None:
+    _, engine = llm
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    tokens = engine.generate(START, greedy, use_tqdm=False)[0].outputs[0].token_ids
+    place = next(place for place, token in enumerate(tokens) if place >= 2 and token not in tokens[:place])
+    for least in range(place + 3):
+        beams = greedy.replace(beam_width=width, n=width, min_tokens=least, stop_token_ids=[tokens[place]])
+        found = engine.generate(START, beams, use_tqdm=False)[0].outputs
+        ended = [len(one.token_ids) for one in found if one.finish_reason == "stop"]
+        assert all(length > least for length in ended)
+        assert all(tokens[place] not in one.token_ids[:least] for one in found)
+        if width == 1:
+            alone = engine.generate(START, beams.replace(beam_width=0), use_tqdm=False)[0].outputs[0]
+            assert found[0].token_ids == alone.token_ids and (place + 1 in ended) is (least <= place)
+
+
 def test_a_search_counts_as_one_request() -> None:
     """Its rounds are not counted, each computes one position a beam, and a full queue does not end it."""
     with LLM(str(folder_of("stories260k")), dtype="float32", threads=1, max_num_seqs=2, max_num_queued_reqs=3) as llm:

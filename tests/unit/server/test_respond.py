@@ -10,10 +10,13 @@ import pytest
 from penstock.core.errors import RequestError
 from penstock.engine.async_llm import Stream
 from penstock.engine.outputs import Delta
+from penstock.engine.work import Workers
 from penstock.server.openai import respond
 
 
 class FakeLLM:
+    work = Workers()
+
     def drop(self, stream: Stream) -> None:
         stream.open.clear()
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.text import Detokenizer
 from penstock.text.detokenize import LONGEST_RUN, EachCharacter, WholeRun
+from penstock.text.fast import BYTE_OF_CHARACTER
 from tests.unit.text import real
 
 
@@ -141,3 +142,18 @@ def test_a_broken_run_is_told_at_once() -> None:
     assert run.end() == ""
     assert run.add(0x41) == ""
     assert run.end() == "A"
+
+
+@pytest.mark.parametrize("name", ["tokenizers/gpt2", "tokenizers/qwen2.5", "models/stories260k", "models/babyllama-tok361"])
+def test_a_character_that_the_prompt_begins_is_completed(name: str) -> None:
+    """However many of its bytes the prompt has, and whatever comes before them."""
+    tokenizer = real.load(name)
+    spelled = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+    for text in ("\U0001f170", "\u20ac", "\u00e9"):
+        raw = text.encode()
+        ids = [tokenizer.token_id(f"<0x{byte:02X}>") or tokenizer.token_id(spelled[byte]) for byte in raw]
+        assert None not in ids
+        for cut in range(1, len(raw)):
+            for before in ([], tokenizer.encode("Hello", False), ids, ids + ids):
+                stream = tokenizer.detokenizer(True, [*before, *ids[:cut]])
+                assert stream.push(ids[cut:]) + stream.flush() == text, (text, cut, before)

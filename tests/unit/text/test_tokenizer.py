@@ -72,6 +72,17 @@ def test_llama_classes_obey_their_switches(wanted: dict[str, bool], expected: li
     assert Tokenizer.load(folder).encode("Once", add_special_tokens=False) == [403]
 
 
+def test_tokenizer_config_wins_over_special_tokens_map(tmp_path: Path) -> None:
+    """As in transformers: the older file only says what tokenizer_config.json leaves open."""
+    folder = copy("models/stories260k", tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "additional_special_tokens": ["<unk>"]}))
+    (folder / "special_tokens_map.json").write_text(json.dumps(
+        {"bos_token": "<s>", "eos_token": "<unk>", "additional_special_tokens": ["<s>"]}))
+    found = Tokenizer.load(folder)
+    assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": ["<unk>"]}
+    assert (found.bos_id, found.eos_id) == (found.token_id("<s>"), found.token_id("</s>"))
+
+
 def test_special_tokens_map_fills_in(tmp_path: Path) -> None:
     folder = copy("models/stories260k", tmp_path)
     (folder / "tokenizer_config.json").unlink()
