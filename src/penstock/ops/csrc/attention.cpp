@@ -6,7 +6,7 @@
 // depend neither on its neighbours, nor on how the prompt was cut, nor on how many threads shared the parts.
 //
 // A tile is a run of one segment's queries with all heads that share a KV head: its rows reuse each block of keys, which is
-// widened to f32 and transposed on the way in, so that scores are vectors over keys and any head size will do.
+// widened to f32 and transposed when loaded, so that scores are vectors over keys and any head size works.
 
 #include <algorithm>
 #include <limits>
@@ -79,7 +79,7 @@ void product(int64_t m, const float* a, int64_t lda, const float* b, int64_t ldb
 }
 
 // Keys [count], a multiple of VW, of elements [first, size), each at its own address or absent (null, read as zero), to f32
-// [size][BLOCK]. The entries at `next` are fetched meanwhile: pages lie anywhere, so the hardware cannot guess.
+// [size][BLOCK]. Prefetches the entries at `next`: pages are not contiguous, so the hardware prefetcher cannot.
 template <class T>
 void load_keys(const T* const* keys, const T* const* next, int64_t count, int64_t first, int64_t size, float* out) {
     for (int64_t k = 0; k < count; k += VW)
@@ -147,7 +147,7 @@ struct Softmax {
 
 float exp1(float x) { return vexp(set1(x))[0]; }
 
-// What e^(score - top) is to be measured from; a row that has seen no key yet has nothing to measure.
+// The maximum that e^(score - top) is relative to; 0 for a row that has seen no key yet.
 float finite(float top) { return top == NONE ? 0.0f : top; }
 
 // into = into and then part: exact if either is empty.
@@ -167,7 +167,7 @@ struct Tile {
     int32_t segment, kv_head;
     int64_t first, count;              // queries of the segment
     int64_t first_part, last_part;     // [first, last) of the parts that any of them sees
-    int64_t at;                        // where its parts lie in the workspace, if they are shared out
+    int64_t at;                        // where its parts are in the workspace, if threads share them
 };
 
 template <class C>
@@ -197,7 +197,7 @@ struct Attention {
     }
 
     // Weights of one row of scores over block `begin`, of which `count` were computed: masks, updates top and sum, rescales the
-    // row's values. WHOLE says that there are BLOCK of them, all seen.
+    // row's values. WHOLE: there are BLOCK scores, all visible.
     template <bool WHOLE>
     INLINE void weigh(float* scores, int64_t count, int64_t low, int64_t high, Softmax s, int64_t row) const {
         const int64_t vectors = WHOLE ? BLOCK / VW : count / VW;
@@ -264,7 +264,7 @@ struct Attention {
     void run_part(const Tile& t, int64_t part, const float* q, Softmax s) const {
         const int64_t rows = t.count * groups;
         const int64_t oldest = first_seen(position(t, 0)), newest = position(t, t.count - 1);
-        const int64_t live = first_seen(position(t, 0) - t.first);  // behind it, pages may be stale
+        const int64_t live = first_seen(position(t, 0) - t.first);  // before it, pages may be stale
         float* keys = (float*)pool::scratch(4, (a.size * BLOCK + BLOCK * padded + rows * BLOCK) * sizeof(float));
         float *values = keys + a.size * BLOCK, *scores = values + BLOCK * padded;
         const int64_t end = std::min((part + 1) * PART, newest + 1), start = std::max(part * PART, oldest / BLOCK * BLOCK);
@@ -334,7 +334,7 @@ struct Attention {
         const bool worth = cost > 100000;
         if (!worth || count >= 4 * pool::threads() || parts == count)
             return pool::parallel_if(worth, count, [&](int64_t i) { run_tile(all[i]); });
-        // Few tiles over many keys: their parts are shared out, then merged in the order that run_tile has.
+        // Few tiles over many keys: threads share their parts (split-K), which are merged in the order of run_tile.
         std::vector<std::pair<int64_t, int64_t>> jobs;
         for (int64_t i = 0; i < count; i++)
             for (int64_t p = all[i].first_part; p < all[i].last_part; p++) jobs.emplace_back(i, p);

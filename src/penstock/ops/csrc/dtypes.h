@@ -1,4 +1,4 @@
-// The codes by which Python names element types, and the choice of a template's instance by them.
+// The codes of element types that Python passes, and the dispatch of templates by them.
 #pragma once
 
 #include "simd.h"

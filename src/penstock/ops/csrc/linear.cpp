@@ -1,10 +1,10 @@
-// Products of activations with a packed weight matrix, the packing, and rows read back out of it.
+// GEMMs of activations with a packed weight matrix, the packing, and embedding look-ups in packed weights.
 //
 // A weight [N, K] is stored as panels of NR output columns: [N / NR][K][NR], with bf16 in pairs of k, [N / NR][K / 2][NR][2],
-// so that both elements of a 32-bit lane widen to f32 by one shift or mask; missing columns and the odd k are zero.
-// Each output is one chain of fused multiply-adds over k, in order, in f32, whatever the number of rows: its bits depend on
-// its own row and column only. Rows and columns are blocked for registers and caches around that chain; between blocks of k
-// the partial sums rest in f32. (vdpbf16ps was tried: half the multiply-add rate of f32 FMA on Sapphire Rapids.)
+// so that both elements of a 32-bit lane widen to f32 by one shift or mask; missing columns and an odd last k are zero.
+// Each output is one chain of fused multiply-adds over k, in order, in f32, independent of the number of rows, so its bits
+// depend on its own row and column only (batch invariance). Rows and columns are blocked for registers and caches; between
+// blocks of k, partial sums are kept in f32. (vdpbf16ps has half the multiply-add rate of f32 FMA on Sapphire Rapids.)
 
 #include <sys/mman.h>
 
@@ -19,14 +19,14 @@ namespace {
 constexpr int NR = 32;       // columns of a panel
 constexpr int NV = NR / VW;  // vectors of a panel
 
-// Registers hold the sums of max_rows rows by strip_vectors vectors.
+// Register tile: accumulators of max_rows rows by strip_vectors vectors.
 #if defined(__AVX512F__)
 template <class T>
 constexpr int max_rows = 12;
 constexpr int strip_vectors(int) { return 2; }
 #elif defined(__AVX2__)
 template <class T>
-constexpr int max_rows = std::is_same_v<T, bf16> ? 5 : 6;  // at 6 rows of bf16 GCC 12 spills: 68 against 84 GFLOP/s a core
+constexpr int max_rows = std::is_same_v<T, bf16> ? 5 : 6;  // GCC 12 spills at 6 rows of bf16: 68 instead of 84 GFLOP/s per core
 constexpr int strip_vectors(int rows) { return rows <= 3 ? 4 : 2; }
 #else
 template <class T>
@@ -34,14 +34,14 @@ constexpr int max_rows = 4;
 constexpr int strip_vectors(int) { return 2; }
 #endif
 
-constexpr int64_t SLICE = 16384;  // bytes of a panel that stay in L1 while row blocks pass
-constexpr int64_t ROWS = 256;     // rows of a task: their partial sums and slices of x stay in L2
-constexpr int64_t PASS = 512;     // rows of a product: more are several products
-constexpr int64_t GROUP = 4;      // panels of a task: a slice of x is read once for all of them
+constexpr int64_t SLICE = 16384;  // bytes of a panel that stay in L1 while all row blocks use them
+constexpr int64_t ROWS = 256;     // rows per task: their partial sums and slices of x stay in L2
+constexpr int64_t PASS = 512;     // rows per pass: more are several passes
+constexpr int64_t GROUP = 4;      // panels per task: a slice of x is read once for all of them
 constexpr int64_t FEW = 4;        // row blocks up to which the panel, not x, is the larger stream
-constexpr int64_t AHEAD = 4096;   // bytes of prefetch distance within a stream
+constexpr int64_t AHEAD = 4096;   // prefetch distance within a stream, in bytes
 
-// How an element type is laid out and widened: STEP consecutive k are stored together.
+// Layout and widening of an element type: STEP consecutive k are stored together.
 template <class T>
 struct Format {
     static constexpr int STEP = 1;
@@ -63,7 +63,7 @@ int64_t padded(int64_t k) {
     return (k + step - 1) / step * step;
 }
 
-// What to bring into L2 while a pass computes: at each STEP a line or two, `stride` bytes further on.
+// Prefetch into L2 during a pass: one or two cache lines per STEP, `stride` bytes further each time.
 struct Ahead {
     const char* at;
     int64_t stride;
@@ -133,7 +133,7 @@ void pack_rows(const T* x, int64_t ldx, int64_t rows, int64_t k, int64_t padded_
 #pragma GCC unroll 16
         for (int64_t r = 0; r < VW; r++) column[r] = r < rows ? load_upto(x + r * ldx + i, k - i) : vf{};
         transpose(column);
-        // Each store but the last ones spills over into where the next one goes.
+        // Each full store may overwrite the beginning of the next row, which is stored afterwards.
         for (int64_t lane = 0; lane < VW && i + lane < padded_k; lane++)
             if ((i + lane) * rows + VW <= padded_k * rows)
                 store(out + (i + lane) * rows, column[lane]);
@@ -142,7 +142,7 @@ void pack_rows(const T* x, int64_t ldx, int64_t rows, int64_t k, int64_t padded_
     }
 }
 
-// Sums of `rows` rows of one panel, plus bias, to their places in out.
+// Epilogue: adds the bias to the sums of `rows` rows of one panel, and stores them in out.
 template <class Out, class T>
 void finish(const float* c, const T* bias, Out* out, int64_t ldo, int64_t rows, int64_t columns) {
     for (int64_t r = 0; r < rows; r++)
@@ -155,16 +155,16 @@ void finish(const float* c, const T* bias, Out* out, int64_t ldo, int64_t rows, 
         }
 }
 
-// One product of at most PASS rows: how it is cut into tasks, and a task.
+// One pass of at most PASS rows: its division into tasks, and a task.
 template <class T, class Out>
-struct Product {
+struct Pass {
     const T *x, *w, *bias;
     Out* out;
     const int64_t ldx, rows, n, k;
 
     const int64_t pk = padded<T>(k), panels = (n + NR - 1) / NR;
     const RowBlocks blocks{rows, max_rows<T>};
-    // A few rows let the weights flow by once, whole columns of k at a time; with more, slices of k stay in L1.
+    // With few rows the weights are streamed once over the whole of k; with more, slices of k are kept in L1.
     const bool flow = rows < 4 && blocks.count == 1 && strip_vectors((int)rows) == NV;
     const int64_t kc = flow ? pk : SLICE / (NR * (int64_t)sizeof(T));
     const int64_t task_blocks = std::max<int64_t>(1, ROWS / max_rows<T>);
@@ -176,7 +176,7 @@ struct Product {
         const int64_t bytes = NR * pk * (int64_t)sizeof(T);
         int64_t g = 1;
         while (g < GROUP && !flow && panels / (g * 2) * row_tasks >= 8 * pool::threads()) g *= 2;
-        // At least some microseconds of work.
+        // A task should take at least some microseconds.
         while (g < panels && g * bytes < 32768 && g * NR * pk * rows < 131072) g *= 2;
         return g;
     }
@@ -197,7 +197,7 @@ struct Product {
         for (int64_t at = 0; at < pk; at += kc) {
             auto pass = [&](int64_t b, int64_t p) {
                 const T* here = w + (p * pk + at) * NR;
-                // The slice that will be wanted after this one; behind the last, the next task's.
+                // The next slice to prefetch; after the last one, that of the next task.
                 const T* next = here + pk * NR;
                 if (p + 1 == last_panel) next = w + (at + kc < pk ? first_panel * pk + at + kc : last_panel * pk) * NR;
                 const int64_t length = std::min(kc, pk - at), r = blocks.begin(b), m = blocks.rows(b);
@@ -218,7 +218,7 @@ struct Product {
                    height, n - p * NR);
     }
 
-    // What pass `number` of `passes` over the slice at `here` fetches: the first two share the next slice, over all their strips.
+    // The prefetches of row block `number` of `passes` over the slice at `here`: the first two blocks share the next slice.
     Ahead ahead(const T* here, const T* next, int64_t number, int64_t passes, int64_t height, int64_t length) const {
         const int64_t step = NR * Format<T>::STEP * sizeof(T) / (NV / strip_vectors((int)height));
         if (flow) return {(const char*)here + AHEAD, step};
@@ -229,9 +229,9 @@ struct Product {
 
 template <class T, class Out>
 void linear(const T* x, int64_t ldx, const T* w, const T* bias, Out* out, int64_t rows, int64_t n, int64_t k) {
-    // Bounds the memory of the packed rows, whatever the length of a prompt.
+    // Bounds the memory of the packed rows for prompts of any length.
     for (int64_t r = 0; r < rows; r += PASS)
-        Product<T, Out>{x + r * ldx, w, bias, out + r * n, ldx, std::min(PASS, rows - r), n, k}.run();
+        Pass<T, Out>{x + r * ldx, w, bias, out + r * n, ldx, std::min(PASS, rows - r), n, k}.run();
 }
 
 template <class T>
@@ -252,7 +252,7 @@ void pack(const T* from, int64_t row_stride, int64_t column_stride, int64_t n, i
     });
 }
 
-// Asks for huge pages before memory is first touched: fewer misses of the TLB while weights stream by. A wish, no more.
+// Advises huge pages before memory is first touched: fewer TLB misses while weights are streamed. The system may ignore it.
 void advise_huge(void* memory, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
     const uintptr_t page = 4096, begin = ((uintptr_t)memory + page - 1) / page * page;

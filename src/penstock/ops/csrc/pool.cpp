@@ -21,8 +21,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a thread looks for news before it sleeps: longer than the gap between two operations of a step, far shorter
-// than what the scheduler would take from a neighbour.
+// How long a thread spins before it sleeps: longer than the gap between two operations of a step, far shorter than a time
+// slice of the system's scheduler.
 constexpr auto SPIN = std::chrono::microseconds(60);
 
 struct Pool {
@@ -76,7 +76,7 @@ void serve(Pool* p, int index) {
     }
 }
 
-// False where the system grants no more threads: the work is then shared by fewer.
+// False if the system grants no more threads; fewer then share the work.
 bool start(Pool* p, int index) {
     try {
         std::thread([p, index] { serve(p, index); }).detach();
@@ -86,7 +86,7 @@ bool start(Pool* p, int index) {
     }
 }
 
-// The child of a fork has the memory but not the threads.
+// After fork, the child has the memory but not the threads.
 void renew() {
     shared = new Pool;
     inside = false;

@@ -1,5 +1,5 @@
-// The pool of threads that kernels share. Work is claimed chunk by chunk from one counter by the caller and by whoever
-// is awake, so that a thread that is late or was taken off its core holds up nobody but the chunk it is on.
+// The thread pool of the kernels. The caller and all awake threads claim chunks of work from one counter, so a thread that is
+// late or was preempted delays only its own chunk.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ int threads();
 void set_threads(int n);
 
 // Calls work(context, i) for every i in [0, n), each once, in any order, on any thread; returns when all are done.
-// If another caller has the pool, or work calls run again, the calls are made here.
+// If another caller uses the pool, or from within work, all calls are made on this thread.
 void run(int64_t n, void (*work)(void*, int64_t), void* context);
 
 template <class F>
@@ -20,7 +20,7 @@ inline void parallel(int64_t n, const F& body) {
     run(n, [](void* context, int64_t i) { (*static_cast<const F*>(context))(i); }, const_cast<F*>(&body));
 }
 
-// As parallel, or a plain loop when the work is too small to be worth waking anyone.
+// As parallel, or a plain loop where the work is too small to wake threads for.
 template <class F>
 inline void parallel_if(bool worth, int64_t n, const F& body) {
     if (worth)

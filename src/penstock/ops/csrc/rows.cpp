@@ -1,4 +1,4 @@
-// Operations row by row: normalisations, rotary embedding with the cache write, activations. Arithmetic is f32, rounded where
+// Row-wise operations: norms, rotary embedding with the cache write, activations. Arithmetic is f32, rounded where
 // the references round; a row's result depends on that row alone.
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 namespace {
 
-constexpr int64_t WORTH = 32768;  // elements from which on other threads are asked to help
+constexpr int64_t WORTH = 32768;  // elements from which on the thread pool is used
 
-// Sums over a row of f(x, at, left) in four chains of lanes: the order is the same for every row of that width.
+// Sums f(x, at, left) over a row in four accumulators: the order of summation depends on the width alone.
 template <class F>
 INLINE float row_sum(int64_t width, F&& f) {
     vf sums[4] = {};

@@ -1,5 +1,5 @@
 // Vectors of floats, their conversions from and to bf16 and f16, and a few functions on them. One source for every
-// instruction set: GCC's vector extensions say most of it, intrinsics the rest. No operation of the engine lives here.
+// instruction set: mostly GCC's vector extensions, and some intrinsics. No operation of the engine is here.
 #pragma once
 
 #include <cstdint>
@@ -187,7 +187,7 @@ static INLINE float widen(bf16 x) {
 }
 static INLINE float widen(f16 x) { return load_first(&x, 1)[0]; }
 
-// v rounded to T and back: what a reader of a stored T would see.
+// v rounded to T and back, as if stored and loaded.
 template <class T>
 static INLINE vf rounded(vf v) {
     T buffer[VW];

@@ -1,4 +1,4 @@
-// Reads files that hold a page each and sums what it reads, without Python's lock: `worker/reading.py` says what for.
+// Reads files of one page each and computes their checksums without the GIL, for `worker/reading.py`.
 
 #include <cerrno>
 #include <cstdint>
@@ -16,7 +16,7 @@ constexpr int64_t kChunk = 64 * kLine;  // Summed while it is still in a core's 
 
 using Word = uint64_t __attribute__((aligned(1), may_alias));
 
-// Adds whole lines, each to its own sum and word by word to those of the columns, modulo 2^64.
+// Adds whole lines: each to its own sum, and word by word to the column sums, modulo 2^64.
 void add(const uint8_t* bytes, int64_t lines, uint64_t* line_sums, uint64_t* column_sums) {
     for (int64_t line = 0; line < lines; ++line) {
         const Word* words = reinterpret_cast<const Word*>(bytes + line * kLine);
@@ -29,7 +29,7 @@ void add(const uint8_t* bytes, int64_t lines, uint64_t* line_sums, uint64_t* col
     }
 }
 
-// Fills both parts as far as the file has bytes; how many it had, or -errno.
+// Fills both parts as far as the file has bytes. Returns how many it had, or -errno.
 int64_t fill(int file, uint8_t* head, int64_t head_bytes, uint8_t* body, int64_t body_bytes) {
     int64_t done = 0;
     while (done < head_bytes + body_bytes) {
@@ -58,7 +58,7 @@ int open_page(const char* path) {
     return file < 0 ? -error : file;
 }
 
-// One file: its header and page, and the page's sums. How many bytes there were, or -errno.
+// Reads one file: its header and page, and the page's sums. Returns how many bytes there were, or -errno.
 int64_t read_page(const char* path, uint8_t* head, int64_t head_bytes, uint8_t* page, int64_t page_bytes, uint64_t* line_sums,
                   uint64_t* column_sums) {
     const int file = open_page(path);
