@@ -1,10 +1,12 @@
-"""Greedy output is identical whatever the route: batch size, chunk, depth, preemption, page size, fork, what was cached.
+"""Greedy output is identical whatever the route. Routes are data (`routes.py`): every pair of values of any two axes is run
+here, every three by `make test-all`.
 
 A trained model, and a random one whose layers alternate between full attention and a short sliding window.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from functools import cache
@@ -18,12 +20,14 @@ from penstock.core.layout import lay_out
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine.engine import Engine
+from penstock.engine.ranks import RankGroup
+from penstock.worker.rank import Rank
 from tests.data import MODELS, need
+from tests.system.routes import AXES, Route, covering, every, made, named, possible
 
 OUTPUT = 20
 PAGES = (8, 16, 32)
 BATCHES = (1, 7, 32)
-CHUNKS = (8, 64, 4096)
 DEPTHS = (1, 2)
 
 ALTERNATING = {
@@ -59,25 +63,37 @@ def _prompts(vocabulary: int, count: int) -> list[list[int]]:
     return [[1] + [rng.randrange(3, vocabulary) for _ in range(length - 1)] for length in lengths[:count]]
 
 
-def _run(folder: Path, batch: int, vocabulary: int, *, chunk: int, depth: int, page: int, strained: bool, fork: int,
-         only: int | None = None) -> tuple[dict[tuple[int, int], list[int]], int]:
+def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, only: int | None = None
+         ) -> tuple[dict[tuple[int, int], list[int]], int]:
     """Outputs by (prompt, index), and the number of preemptions."""
-    options = {"model": str(folder), "depth": depth, "block_size": page, "max_num_batched_tokens": max(chunk, batch * fork),
-               "max_num_seqs": batch * fork, "max_model_len": 128, "device": "cpu"}
-    if strained:
-        options["kv_cache_memory_bytes"] = _tight(folder, page, max(chunk, batch * fork))
-    engine = Engine(EngineOptions(**options))
-    prompts = _prompts(vocabulary, max(BATCHES))
-    for i in range(batch) if only is None else [only]:
-        params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=0, n=fork)
-        engine.submit(Request(str(i), prompts[i], params))
-    out: dict[tuple[int, int], list[int]] = {}
-    while engine.busy:
-        for update in engine.turn():
-            assert update.finish_reason in (None, "length"), update
-            out.setdefault((int(update.request_id), update.index), []).extend(update.token_ids)
+    found = made(route, scratch)
+    told = {"batch": 1, "fork": 1, "tight": False, "again": False, "ranks": 1, **found.run}
+    rows = told["batch"] * told["fork"]
+    options = {"model": str(folder), "max_num_seqs": rows, "max_model_len": 128, "device": "cpu", "threads": 1,
+               **found.options}
+    options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], rows)
+    if told["tight"]:
+        options["kv_cache_memory_bytes"] = _tight(folder, options["block_size"], options["max_num_batched_tokens"])
+    settled = EngineOptions(**options)
+    ranks = [Rank(settled) for _ in range(told["ranks"])]
+    engine = Engine(settled, rank=ranks[0] if len(ranks) == 1 else RankGroup(ranks))
+    for change in found.apply:
+        change(engine, [rank.worker for rank in ranks])
+    prompts, out = _prompts(vocabulary, max(BATCHES)), dict[tuple[int, int], list[int]]()
+    for turn in range(1 + told["again"]):
+        seen: dict[tuple[int, int], list[int]] = {}
+        for i in range(told["batch"]) if only is None else [only]:
+            params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=0, n=told["fork"])
+            engine.submit(Request(f"{turn}-{i}", prompts[i], params))
+        while engine.busy:
+            for update in engine.turn():
+                assert update.finish_reason in (None, "length"), update
+                seen.setdefault((int(update.request_id[2:]), update.index), []).extend(update.token_ids)
+        assert not out or seen == out, "what was cached changed the output"
+        out = seen
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+    engine.scheduler.check()
     engine.close()
     return out, stats.preemptions
 
@@ -94,43 +110,64 @@ def _tight(folder: Path, page: int, chunk: int) -> int:
 
 
 @cache
-def _alone(folder: Path, vocabulary: int) -> list[list[int]]:
-    """Each prompt's continuation by itself, on the plainest route."""
-    found = []
-    for i in range(max(BATCHES)):
-        out, _ = _run(folder, 1, vocabulary, chunk=4096, depth=1, page=16, strained=False, fork=1, only=i)
-        found.append(out[i, 0])
-    return found
+def _alone(folder: Path, vocabulary: int, kernel: str) -> list[list[int]]:
+    """Each prompt's continuation by itself, on the plainest route but for the kernels."""
+    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    route = {**plain, "kernel": kernel, "chunk": "4096", "page": "16"}
+    return [_run(folder, vocabulary, route, folder, only=i)[0][i, 0] for i in range(max(BATCHES))]
 
 
-def _check(folder: Path, vocabulary: int, batch: int, depth: int, page: int) -> None:
-    want = _alone(folder, vocabulary)
+def _check(folder: Path, vocabulary: int, route: Route, scratch: Path) -> int:
+    want = _alone(folder, vocabulary, route["kernel"])
     assert len({tuple(tokens) for tokens in want}) > 10, "the model says the same to everything: it would hide mistakes"
-    preempted = 0
-    for chunk in CHUNKS:
-        for strained in (False, True):
-            for fork in (1, 2):
-                out, preemptions = _run(folder, batch, vocabulary, chunk=chunk, depth=depth, page=page, strained=strained,
-                                        fork=fork)
-                preempted += preemptions
-                assert len(out) == batch * fork
-                for (i, index), tokens in out.items():
-                    assert tokens == want[i], (chunk, strained, fork, i, index)
-    assert preempted > 0 or batch == 1, "no run was preempted"
+    out, preemptions = _run(folder, vocabulary, route, scratch)
+    assert len(out) == int(route["batch"]) * int(route["fork"])
+    for (i, index), tokens in out.items():
+        assert tokens == want[i], (i, index)
+    return preemptions
 
 
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("batch", BATCHES)
-def test_trained(batch: int, depth: int, page: int) -> None:
-    _check(need(MODELS / "stories260k"), 512, batch, depth, page)
+PAIRS = covering(AXES, 2)
+CLASSIC = ("batch", "chunk", "page", "depth", "memory", "fork")
+"""Axes whose every combination is run by `make test-all`, beside every combination of any three axes."""
 
 
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("batch", BATCHES)
-def test_alternating_windows(alternating: Path, batch: int, depth: int, page: int) -> None:
-    _check(alternating, 160, batch, depth, page)
+def test_pairs_are_covered_by_few_routes() -> None:
+    """Every two values that can be had together are, in far fewer routes than there are combinations."""
+    for one, other in itertools.combinations(AXES, 2):
+        for pair in itertools.product(AXES[one], AXES[other]):
+            route = dict(zip((one, other), pair, strict=True))
+            assert not possible(route) or any(route.items() <= found.items() for found in PAIRS), route
+    assert len(PAIRS) < 30 and all(possible(route) for route in PAIRS)
+    assert len(covering({"a": dict.fromkeys("xyz"), "b": dict.fromkeys("xyz"), "c": dict.fromkeys("xy")}, 2)) == 9
+
+
+@pytest.mark.parametrize("route", PAIRS, ids=named)
+def test_trained(route: Route, tmp_path: Path) -> None:
+    preemptions = _check(need(MODELS / "stories260k"), 512, route, tmp_path)
+    # With room for one sequence and little more, so many cannot be held.
+    assert preemptions > 0 or route["memory"] == "False" or route["batch"] != "32" or route["reuse"] == "again"
+
+
+@pytest.mark.parametrize("route", PAIRS, ids=named)
+def test_alternating_windows(alternating: Path, route: Route, tmp_path: Path) -> None:
+    _check(alternating, 160, route, tmp_path)
+
+
+@cache
+def _all() -> list[Route]:
+    return [*covering(AXES, 3), *every(CLASSIC)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shard", range(20))
+def test_every_route(alternating: Path, shard: int, tmp_path: Path) -> None:
+    for number, route in enumerate(_all()[shard::20]):
+        for model, vocabulary in ((need(MODELS / "stories260k"), 512), (alternating, 160)):
+            try:
+                _check(model, vocabulary, route, tmp_path / f"{number}-{vocabulary}")
+            except AssertionError as error:
+                raise AssertionError(f"{model.name}, {named(route)}: {error}") from error
 
 
 def _waves(vocabulary: int) -> list[list[list[int]]]:

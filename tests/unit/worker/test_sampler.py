@@ -98,6 +98,38 @@ def test_the_distribution_is_the_one_described(case: dict[str, Any]) -> None:
     assert chi < freedom + 5 * math.sqrt(2 * freedom) + 5, (chi, freedom)
 
 
+def test_the_repetition_penalty_makes_prompt_and_output_less_likely() -> None:
+    """Positive logits are divided by it, negative ones multiplied; tokens of the prompt count, and each counts once."""
+    logits = torch.tensor([[2.0, -2.0, 3.0, -3.0, 1.0] + [0.0] * (V - 5)])
+    rows = _rows([[0, 1, 0, 2, 2, 3]], [3], [SamplingParams(temperature=0, repetition_penalty=2.0)])
+    found = logits.clone()
+    SampleOps().penalize(found, rows.parameters.table, rows.tokens, *(torch.tensor([n], dtype=torch.int32) for n in (0, 6, 0)))
+    assert found[0, :5].tolist() == [1.0, -4.0, 1.5, -6.0, 1.0] and not found[0, 5:].any()
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
+@pytest.mark.parametrize("filters", [
+    {"min_p": 0.2}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1, "top_k": 9}, {"min_p": 0.05, "top_p": 0.8},
+    {"top_k": 12, "top_p": 0.6}, {"min_p": 0.03, "top_k": 15, "top_p": 0.9}], ids=str)
+def test_filters_apply_to_the_scaled_distribution_in_their_order(filters: dict[str, Any], temperature: float) -> None:
+    """Temperature first; then min_p, top_k and top_p, each of what the one before has left: exactly the tokens that a plain
+    computation keeps."""
+    for seed in range(20):
+        logits = torch.randn(1, V, generator=torch.Generator().manual_seed(seed)) * 2
+        rows = _rows([[1]], [1], [SamplingParams(temperature=temperature, **filters)])
+        least = SampleOps().threshold(logits, rows.parameters.table, torch.zeros(1, dtype=torch.int32))
+        kept = set(((logits[0] / temperature) >= least[0] - 1e-6).nonzero()[:, 0].tolist())
+        p = (logits[0].double() / temperature).softmax(0)
+        left = [t for t in p.argsort(descending=True).tolist() if p[t] >= filters.get("min_p", 0) * p.max()]
+        left = left[:filters.get("top_k", V)]
+        total, wanted = sum(float(p[t]) for t in left), list[int]()
+        for token in left:
+            wanted.append(token)
+            if sum(float(p[t]) for t in wanted) >= filters.get("top_p", 1.0) * total - 1e-12 and "top_p" in filters:
+                break
+        assert kept == set(wanted), (seed, sorted(kept ^ set(wanted)))
+
+
 def test_neighbours_do_not_matter() -> None:
     """Each row alone gives what it gives among others of every kind."""
     torch.manual_seed(2)
