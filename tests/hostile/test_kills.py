@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
-from tests.hostile.kills import KINDS, play
+from tests.hostile.kills import KINDS, alive, descendants, play
+from tests.system.served import served
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -18,6 +25,32 @@ def test_one_of_each(tmp_path: Path, kind: str) -> None:
         # The next start finds the folder of the killed one, and removes it.
         play(tmp_path / "cache", temporary, "frontend SIGTERM", 2, 0)
         assert not list(temporary.glob("penstock-*"))
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_a_looping_template_does_not_outlive_the_server(how: str) -> None:
+    """The model's own template loops: requests wait for its deadline, /health answers, signals work, nothing is left."""
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with served("canary", "--chat-template", loop, "--template-timeout", "60", "--shutdown-timeout", "1") as server:
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        waiting = [threading.Thread(target=give_up, args=(server.url, body), daemon=True) for _ in range(4)]
+        for thread in waiting:
+            thread.start()
+        time.sleep(1.5)
+        assert server.http.get("/health").status_code == 200
+        assert server.complete(prompt="a", max_tokens=2)
+        processes = descendants(server.process.pid)
+        server.signal(getattr(signal, how))
+        assert server.ended(10) == (0 if how == "SIGTERM" else -9)
+        until = time.monotonic() + 3
+        while any(map(alive, processes)):
+            assert time.monotonic() < until, "a rendering process is left"
+            time.sleep(0.02)
+
+
+def give_up(url: str, body: dict[str, Any]) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30)
 
 
 @pytest.mark.exhaustive

@@ -56,9 +56,10 @@ class _Live:
 
     __slots__ = ("include_stop", "min_tokens", "request", "sequences")
 
-    def __init__(self, request: Request, sequences: dict[int, _Open]) -> None:
+    def __init__(self, request: Request, sequences: dict[int, _Open | None]) -> None:
         self.request = request
         self.sequences = sequences
+        """By index; None until the first token, because a request may have many."""
         self.min_tokens = request.params.min_tokens
         self.include_stop = request.params.include_stop_str_in_output
 
@@ -75,7 +76,7 @@ class Outputs:
     def register(self, request: Request) -> None:
         """Expects updates of `request`. Its id must not be in use."""
         assert request.id not in self._live, f"request id {request.id!r} is in use"
-        self._live[request.id] = _Live(request, {index: self._open(request) for index in range(request.params.n)})
+        self._live[request.id] = _Live(request, dict.fromkeys(range(request.params.n)))
 
     def _open(self, request: Request) -> _Open:
         params = request.params
@@ -99,9 +100,11 @@ class Outputs:
         deltas = []
         for update in updates:
             live = self._live.get(update.request_id)
-            sequence = live.sequences.get(update.index) if live is not None else None
-            if live is None or sequence is None:
+            if live is None or update.index not in live.sequences:
                 continue
+            sequence = live.sequences[update.index]
+            if sequence is None:
+                sequence = live.sequences[update.index] = self._open(live.request)
             delta = self._delta(live, sequence, update)
             if delta.finish_reason is not None:
                 del live.sequences[update.index]

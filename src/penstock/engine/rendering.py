@@ -8,6 +8,7 @@ child's.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
 import resource
@@ -24,7 +25,7 @@ import msgspec
 from penstock.core.errors import RequestError
 from penstock.engine.process import child_environment
 from penstock.engine.retention import Mark, Marked, written
-from penstock.engine.work import abandoned
+from penstock.engine.work import THREADS, abandoned
 from penstock.text import ChatTemplate
 
 MEMORY_BYTES = 1 << 30
@@ -32,6 +33,9 @@ MEMORY_BYTES = 1 << 30
 
 ABANDONED_SECONDS = 0.5
 """Time for a cancelled rendering to finish before its process is killed."""
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl."""
 
 _LENGTH = struct.Struct("<Q")
 
@@ -73,14 +77,23 @@ Reply = Rendered | Refused
 class Renderers:
     """Processes that render one model's templates. `render` may be called from several threads; each call takes one process."""
 
-    def __init__(self, template: ChatTemplate, seconds: float, processes: int = 2) -> None:
-        """Starts the first process, the others when they are needed. `seconds` is the deadline of one rendering."""
+    def __init__(self, template: ChatTemplate, seconds: float, processes: int = THREADS) -> None:
+        """Starts the first process, the others when they are needed. `seconds` is the deadline of one rendering. With as many
+        processes as threads call, none waits for another's rendering."""
         self._setup = Setup(template.sources, template.variables, seconds)
         self._free: queue.LifoQueue[_Child | None] = queue.LifoQueue()
+        self._children: set[_Child] = set()
+        self._closed = False
         for _ in range(processes - 1):
             self._free.put(None)
-        self._free.put(_Child(self._setup))
-        self._closed = False
+        self._free.put(self._start())
+
+    def _start(self) -> _Child:
+        child = _Child(self._setup)
+        self._children.add(child)
+        if self._closed:
+            child.end()
+        return child
 
     def render(self, conversation: Conversation) -> Marked:
         """The conversation as text, with its marks. RequestError if the template refuses it, or takes too long or too much.
@@ -93,38 +106,34 @@ class Renderers:
         child = self._free.get()
         try:
             if child is None:
-                child = _Child(self._setup)
+                child = self._start()
             reply = child.ask(job, self._setup.seconds)
         except BaseException:
             # It may be in the middle of a rendering.
             if child is not None:
+                self._children.discard(child)
                 child.kill()
             child = None
             raise
         finally:
             self._free.put(child)
-            if self._closed:
-                self.close()
         if isinstance(reply, Refused):
             raise RequestError(reply.message, param=reply.param, code=reply.code, status=reply.status)
         return Marked(reply.text, tuple(Mark(*mark) for mark in reply.marks))
 
     def close(self) -> None:
-        """Ends the processes, at the latest when their rendering ends."""
+        """Ends the processes, also in the middle of a rendering, which then fails."""
         self._closed = True
-        with contextlib.suppress(queue.Empty):
-            while True:
-                child = self._free.get_nowait()
-                if child is not None:
-                    child.kill()
+        for child in list(self._children):
+            child.end()
 
 
 class _Child:
     """One process, from the server's side."""
 
     def __init__(self, setup: Setup) -> None:
-        self._process = subprocess.Popen([sys.executable, "-P", "-m", "penstock.engine.rendering"], stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, env=child_environment(), bufsize=0)
+        self._process = subprocess.Popen([sys.executable, "-P", "-m", "penstock.engine.rendering", str(os.getpid())],
+                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment(), bufsize=0)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
@@ -173,7 +182,13 @@ class _Child:
             if time.monotonic() > self._until:
                 raise TimeoutError
 
+    def end(self) -> None:
+        """Ends the process; whoever reads from it finds its end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
     def kill(self) -> None:
+        """Ends the process and frees everything. Only for the thread that uses it."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -204,6 +219,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The kernel ends this process when its parent is killed, also in the middle of a rendering.
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        # It was killed before that.
+        os._exit(0)
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     # Standard output goes to standard error: a library's print must not become part of a reply.
     os.dup2(2, 1)

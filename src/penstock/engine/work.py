@@ -29,6 +29,9 @@ SHORT = 128 << 10
 SIZE_PER_SECOND = 2 << 20
 """A job's size delays it by size / SIZE_PER_SECOND seconds: shorter jobs that arrive within that time overtake it."""
 
+THREADS = 3
+"""One for short jobs, two for all."""
+
 MOST_JOBS = 2048
 MOST_SIZE = 512 << 20
 """Upper bounds of the queue: jobs, and their sizes together; more are refused."""
@@ -70,7 +73,7 @@ def checkpoint() -> None:
 class Workers:
     """Threads that run jobs in the order of arrival plus size. They are daemons and start with the first job."""
 
-    def __init__(self, threads: int = 3) -> None:
+    def __init__(self, threads: int = THREADS) -> None:
         """The first thread takes short jobs only. At least 2."""
         assert threads >= 2
         self._count = threads

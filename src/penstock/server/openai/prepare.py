@@ -36,16 +36,17 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
         check_structure(body)
         # Once for all prompts.
         spelled = llm.inputs.spelled(params)
-        return [llm.inputs.request(llm.new_id(), prompt, spelled, add_special_tokens=add_special_tokens,
+        made = [llm.inputs.request(llm.new_id(), prompt, spelled, add_special_tokens=add_special_tokens,
                                    priority=priority, salt=salt, tenant=tenant, retain=retain,
                                    keep_last=body.truncate_prompt_tokens) for prompt in prompts]
+        check_something_is_left(made[0])
+        return made
 
     size = sum(map(_effort, prompts)) + (1 + len(prompts) // 10) * _lists(params)
     if params.structured_outputs is not None:
         size += _COMPILING
     requests = await llm.work.run(size, work)
     state.limits.check_tenant(llm.tokens_in_flight(tenant), requests)
-    check_something_is_left(requests[0])
     for request in requests[1:]:
         request.follows = True
     return requests
