@@ -27,6 +27,9 @@ from penstock.core.errors import ConfigError, PenstockError
 
 T = TypeVar("T")
 
+BAR_DELAY = 1.0
+"""Seconds before a progress bar that will be taken away again is shown: what is quicker would only flash."""
+
 
 @dataclass(frozen=True)
 class Api:
@@ -75,14 +78,15 @@ async def _loaded(options: EngineOptions, names: list[str]) -> AsyncIterator[Api
     from penstock.engine.async_llm import AsyncLLM
     from penstock.server.app import Application
 
-    with tqdm(desc="loading", unit="B", unit_scale=True, leave=False, file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+    with tqdm(desc="loading", unit="B", unit_scale=True, leave=False, delay=BAR_DELAY, file=sys.stderr,
+              disable=not sys.stderr.isatty()) as bar:
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
         llm = AsyncLLM(options, on_loading=show)
         await llm.start()
-    local = Local(Application(llm, ServerOptions(served_model_name=names)).asgi)
+    local = Local(Application(llm, ServerOptions(served_model_name=names, log_requests=False)).asgi)
     try:
         yield Api(local, names[0] if names else options.model, own=True)
     finally:

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import re
 import sys
 import time
 from concurrent.futures import Future
@@ -23,6 +24,11 @@ from penstock.config.flags import add_flags, nearest
 from penstock.config.schema import option
 from penstock.core.errors import PenstockError
 
+QUOTES = '"""'
+
+NO_TEMPLATE = re.compile("no chat template|provide a chat template|default chat template")
+"""How servers say that a model has none: this one's words and vLLM's."""
+
 COMMANDS = {
     "/help": "this list",
     "/reset": "forget the conversation, keep the system prompt",
@@ -31,6 +37,7 @@ COMMANDS = {
     "/system": "show the system prompt, or set it: /system You are terse.",
     "/stats": "switch the line of figures after each answer on or off",
     "/quit": "leave (so does Ctrl-D)",
+    QUOTES: "begins and ends a text of several lines; a backslash at a line's end goes on in the next one, too",
 }
 
 
@@ -75,6 +82,10 @@ class AnswerStoppedError(Exception):
     """Ctrl-C while an answer was coming."""
 
 
+class NoTemplateError(PenstockError):
+    """The server cannot write out conversations for this model."""
+
+
 @dataclass
 class Figures:
     """What is said about one answer, seconds and tokens."""
@@ -84,14 +95,18 @@ class Figures:
     ended: float = 0.0
     prompt_tokens: int = 0
     tokens: int = 0
+    """As the server counted them at the end; 0 if the answer was stopped before."""
+    chunks: int = 0
 
     def line(self) -> str:
-        if not self.first or not self.tokens:
+        tokens = self.tokens or self.chunks  # a chunk is a token, unless the network was slow
+        if not self.first or not tokens:
             return "(no tokens)"
         decode = self.ended - self.first
-        rate = f", {(self.tokens - 1) / decode:.1f} tokens/s" if self.tokens > 1 and decode > 0 else ""
+        rate = f", {(tokens - 1) / decode:.1f} tokens/s" if tokens > 1 and decode > 0 else ""
         wait = (self.first - self.started) * 1e3
-        return f"({self.prompt_tokens} tokens in, {self.tokens} out, first after {wait:.0f} ms{rate})"
+        counts = f"{self.prompt_tokens} tokens in, {tokens} out" if self.tokens else f"stopped after about {tokens} tokens"
+        return f"({counts}, first after {wait:.0f} ms{rate})"
 
 
 class Conversation:
@@ -115,7 +130,7 @@ class Conversation:
             print(f"{self.api.model}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
         while True:
             try:
-                line = input("> " if self.interactive else "").strip()
+                line = self._read()
             except EOFError:
                 if self.interactive:
                     print()
@@ -133,6 +148,23 @@ class Conversation:
                 failed |= not self.command(line)
             else:
                 failed |= not self.ask(line.removeprefix("/") if line.startswith("//") else line)
+
+    def _read(self) -> str:
+        """What the user types next: a line, or several between two lines of triple quotes, or joined by backslashes."""
+        lines: list[str] = []
+        quoted = False
+        while True:
+            line = input(("... " if lines or quoted else "> ") if self.interactive else "")
+            if line.strip().startswith(QUOTES) and not lines and not quoted:
+                quoted, line = True, line.strip().removeprefix(QUOTES)
+            if quoted and line.rstrip().endswith(QUOTES):
+                lines.append(line.rstrip().removesuffix(QUOTES))
+            elif quoted or line.endswith("\\"):
+                lines.append(line if quoted else line[:-1])
+                continue
+            else:
+                lines.append(line)
+            return "\n".join(lines).strip()
 
     def command(self, line: str) -> bool:
         """Does what a slash command says; False if it could not."""
@@ -173,6 +205,12 @@ class Conversation:
             self._wait(self.loop.submit(self._stream(body, parts, figures)))
         except AnswerStoppedError:
             print(" (stopped)", flush=True)
+        except NoTemplateError:
+            self.plain = True
+            self.messages.clear()
+            print("(this model has no chat template, so it continues each line by itself, as with --plain)", file=sys.stderr,
+                  flush=True)
+            return self.ask(question)
         except PenstockError as error:
             self.messages.pop()
             print(f"{chr(10) if parts else ''}penstock: {error}", file=sys.stderr, flush=True)
@@ -190,7 +228,10 @@ class Conversation:
         reply = await self.api.transport.send("POST", path, msgspec.json.encode(body))
         try:
             if reply.status != 200:
-                raise PenstockError(complaint(reply.status, await reply.read()))
+                said = complaint(reply.status, await reply.read())
+                if not self.plain and reply.status == 400 and NO_TEMPLATE.search(said):
+                    raise NoTemplateError(said)
+                raise PenstockError(said)
             async for event in reply.events():
                 if event.data == b"[DONE]":
                     break
@@ -208,6 +249,7 @@ class Conversation:
             if text:
                 figures.first = figures.first or at
                 figures.ended = at
+                figures.chunks += 1
                 parts.append(text)
                 sys.stdout.write(text)
                 sys.stdout.flush()

@@ -164,20 +164,30 @@ def entry(line: Line, custom_id: str | None, response: dict[str, Any] | None, er
 class _Output:
     """Appends whole lines, each in one write, so that only the last can be torn."""
 
-    def __init__(self, path: Path, bar: tqdm[Any]) -> None:
+    def __init__(self, path: Path) -> None:
         try:
             self._file: BinaryIO = path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-        self._bar = bar
-        self.failed = 0
+        self._bar: tqdm[Any] | None = None
+        self.failed = self.done = 0
 
     def write(self, data: bytes, good: bool) -> None:
         view = memoryview(data)
         while view:
             view = view[self._file.write(view) or 0:]
         self.failed += not good
-        self._bar.update()
+        self.skip()
+
+    def skip(self) -> None:
+        """One more line needs no asking."""
+        self.done += 1
+        if self._bar is not None:
+            self._bar.update()
+
+    def show(self, bar: tqdm[Any]) -> None:
+        """Shows progress from here on."""
+        self._bar = bar
 
     def close(self) -> None:
         os.fsync(self._file.fileno())
@@ -187,21 +197,23 @@ class _Output:
 async def _generate(args: argparse.Namespace, done: Done, total: int) -> int:
     """Asks what is not answered yet, at most `window` at a time. Returns how many of this run's lines failed."""
     seen: set[str] = set()
-    with tqdm(total=total, unit="line", disable=args.quiet, file=sys.stderr) as bar:
-        output = _Output(args.output, bar)
-        try:
-            todo = _todo(args.input, done, seen, output, bar)
-            first = next(todo, None)
-            if first is None:
-                return output.failed  # nothing to ask: do not load a model for it
-            async with open_api(args) as api:
+    output = _Output(args.output)
+    try:
+        todo = _todo(args.input, done, seen, output)
+        first = next(todo, None)
+        if first is None:
+            return output.failed  # nothing to ask: do not load a model for it
+        async with open_api(args) as api:
+            # Only now: the time that loading takes must not enter the rate and the time that is left.
+            with tqdm(total=total, initial=output.done, unit="line", disable=args.quiet, file=sys.stderr) as bar:
+                output.show(bar)
                 await _ask_all(api, first, todo, output, args.window)
-            return output.failed
-        finally:
-            output.close()
+        return output.failed
+    finally:
+        output.close()
 
 
-def _todo(path: Path, done: Done, seen: set[str], output: _Output, bar: tqdm[Any]) -> Iterator[tuple[Line, Ask]]:
+def _todo(path: Path, done: Done, seen: set[str], output: _Output) -> Iterator[tuple[Line, Ask]]:
     """The lines still to be asked; those that cannot be get their error entry on the way."""
     for line in read_lines(path):
         try:
@@ -211,13 +223,13 @@ def _todo(path: Path, done: Done, seen: set[str], output: _Output, bar: tqdm[Any
             seen.add(ask.custom_id)
         except RefusedLineError as refused:
             if line.id in done.lines:
-                bar.update()
+                output.skip()
             else:
                 error = {"code": refused.code, "message": refused.message}
                 output.write(entry(line, refused.custom_id, None, error), good=False)
             continue
         if ask.custom_id in done.custom_ids:
-            bar.update()
+            output.skip()
         else:
             yield line, ask
 

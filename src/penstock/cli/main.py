@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": "ask graded questions and show how many answers are right",
     "bench": "measure latency, throughput or a running server",
     "cache": "list, measure, clean and check a folder of cached pages",
+    "completion": "print a script that completes commands and flags in a shell",
     "version": "print the version",
 }
 
@@ -68,12 +69,18 @@ def _dispatch(words: list[str]) -> int:
         print(f"penstock: there is no command {name!r}{nearest(name, COMMANDS)}\n  see penstock --help", file=sys.stderr)
         return EXIT_USAGE
     module = importlib.import_module(f"penstock.cli.{name}")
+    status = int(module.run(parser_of(name).parse_args(rest)))
+    sys.stdout.flush()
+    return status
+
+
+def parser_of(name: str) -> Parser:
+    """The parser of a command's arguments."""
+    module = importlib.import_module(f"penstock.cli.{name}")
     parser = Parser(prog=f"penstock {name}", description=(module.__doc__ or "").split("\n\n")[0],
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add(parser)
-    status = int(module.run(parser.parse_args(rest)))
-    sys.stdout.flush()
-    return status
+    return parser
 
 
 def overview() -> str:

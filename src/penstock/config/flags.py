@@ -133,15 +133,20 @@ class Parser(argparse.ArgumentParser):
             self.usage = " ".join([self.prog, *words, "[flags]"]).replace("%", "%%")
         return super().format_help()
 
+    def arguments(self) -> list[argparse.Action]:
+        """Every argument but subcommands."""
+        return [action for action in self._actions if not isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
+
+    def subcommands(self) -> dict[str, Parser]:
+        """The parsers of subcommands, by name."""
+        return {name: parser for action in self._actions
+                if isinstance(action, argparse._SubParsersAction)  # noqa: SLF001 (argparse has no public name for it)
+                for name, parser in action.choices.items() if isinstance(parser, Parser)}
+
     def flags(self) -> list[str]:
         """Every flag of this parser and of its subparsers."""
-        found: list[str] = []
-        for action in self._actions:
-            found += action.option_strings
-            if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 (argparse has no public name for it)
-                for parser in action.choices.values():
-                    found += parser.flags() if isinstance(parser, Parser) else []
-        return found
+        found = [flag for action in self.arguments() for flag in action.option_strings]
+        return found + [flag for parser in self.subcommands().values() for flag in parser.flags()]
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n  see {self.prog} --help\n")

@@ -24,6 +24,7 @@ class FakeApi:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.aborted = 0
+        self.template_missing = False
         self.busy_left = 2
         self.running = self.most_running = 0
 
@@ -58,6 +59,10 @@ class FakeApi:
         words = prompt.split() if isinstance(prompt, str) else [f"t{i}" for i in prompt]
         if not isinstance(prompt, str):
             words = (words * 50)[: body["max_tokens"]]
+        if chat and self.template_missing:
+            await self._json(send, 400, {"error": {"message": "default chat template is no longer allowed, so you must provide "
+                                                              "a chat template if the tokenizer does not define one."}})
+            return
         if words == ["broken"]:
             await self._json(send, 400, {"error": {"message": "the prompt is broken", "param": "messages"}})
             return

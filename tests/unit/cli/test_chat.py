@@ -58,6 +58,27 @@ def test_plain_lines_are_continued_without_a_conversation(monkeypatch: pytest.Mo
     assert capsys.readouterr().out == "Once upon\na time\n"
 
 
+def test_a_model_without_a_template_is_continued_line_by_line(monkeypatch: pytest.MonkeyPatch,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said once, and not refused again and again."""
+    app = FakeApi()
+    app.template_missing = True
+    assert chat(app, "Once upon\na time\n", monkeypatch=monkeypatch) == 0
+    out, err = capsys.readouterr()
+    assert out == "Once upon\na time\n"
+    assert err.count("has no chat template, so it continues each line by itself") == 1 and err.count("\n") == 1
+    assert [body["prompt"] for body in app.bodies if "prompt" in body] == ["Once upon", "a time"]
+
+
+@pytest.mark.parametrize(("typed", "asked"), [
+    ('"""\none\n\n  two\n"""\nthree\n', ["one\n\n  two", "three"]), ('"""one\ntwo"""\n', ["one\ntwo"]),
+    ("one\\\ntwo\nthree\n", ["one\ntwo", "three"]), ('"""all"""\n', ["all"]), ('"""\none\n', []), ("\n\none\n", ["one"])])
+def test_questions_of_several_lines(typed: str, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FakeApi()
+    chat(app, typed, "--plain", monkeypatch=monkeypatch)
+    assert [body["prompt"] for body in app.bodies] == asked
+
+
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:9"]) == 1
     assert "is the server running there?" in capsys.readouterr().err
@@ -67,7 +88,7 @@ def test_ctrl_c_stops_the_answer_not_the_program() -> None:
     app = FakeApi()
     with served(app) as url:
         terminal, child = pty.openpty()
-        command = [sys.executable, "-m", "penstock", "chat", "--url", url]
+        command = [sys.executable, "-m", "penstock", "chat", "--url", url, "--stats"]
         process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child)
         os.close(child)
         screen = Screen(terminal)
@@ -77,6 +98,8 @@ def test_ctrl_c_stops_the_answer_not_the_program() -> None:
         screen.wait_for("drip drip")
         process.send_signal(signal.SIGINT)
         screen.wait_for("(stopped)")
+        screen.wait_for("(stopped after about ")  # it used to say "(no tokens)"
+        screen.wait_for("tokens/s)")
         screen.wait_for("> ")
         os.write(terminal, b"hello\n")
         screen.wait_for("hello\r\n")

@@ -127,3 +127,49 @@ def test_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "in.jsonl").write_text(line("a", "x") + "\n")
     assert main(["generate", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--quiet"]) == 1
     assert "either a MODEL to load or the --url" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
+    """With a model loaded here: each of the requests in flight used to print a traceback."""
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
+    lines = [json.dumps({"custom_id": f"r{i}", "url": "/v1/completions", "body": body}) for i in range(60)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "penstock", "generate", str(tmp_path / "in.jsonl"), str(out), "canary", "--window", "48",
+               "--max-num-seqs", "4", "--max-model-len", "512", "--quiet"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not out.exists() or not out.stat().st_size:
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said == "penstock: interrupted; what is answered is kept, run the same command to go on\n"
+
+
+def test_progress_starts_when_the_model_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines answered before and the time of loading are no part of the rate."""
+    made: list[dict[str, Any]] = []
+
+    class Bar:
+        def __init__(self, **options: Any) -> None:
+            made.append(options)
+            self.count = 0
+
+        def update(self) -> None:
+            self.count += 1
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            made[-1]["updates"] = self.count
+
+    monkeypatch.setattr(generate, "tqdm", Bar)
+    opened: list[int] = []
+    monkeypatch.setattr(generate, "open_api", lambda args, real=generate.open_api: (opened.append(len(made)), real(args))[1])
+    generate_all(tmp_path, [line(f"r{i}", "x") for i in range(3)], FakeApi())
+    generate_all(tmp_path, [line(f"r{i}", "x") for i in range(5)], FakeApi())
+    assert opened == [0, 1], "no bar before the API is open"
+    assert [(bar["total"], bar["initial"], bar["updates"]) for bar in made] == [(3, 0, 3), (5, 3, 2)]
