@@ -1,8 +1,9 @@
-# Penstock's commands: setup, serve, test, test-all, lint, bench. Each sets up what it needs first; once that is done it costs nothing.
+# Penstock's commands. Each sets up what it needs first; once that is done it costs nothing.
 #
 #   make serve [MODEL=<folder or hub id>] [ARGS="--port 8001 ..."]      without MODEL: canary, the small model that comes with it
 #   make test  [ARGS="tests/unit -x"]         without the tests marked exhaustive
 #   make test-all [ARGS=...]                  with them
+#   make lint, make mutants, make bench       style and types; do the tests find known faults; the standing measurements
 #
 # Serving needs the runtime dependencies alone; test, lint and bench take the dev extra as well.
 
@@ -14,7 +15,7 @@ SERVING := $(VENV)/.ready-to-serve
 DEVELOPING := $(VENV)/.ready-to-develop
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve hostile test test-all lint bench clean
+.PHONY: help setup serve hostile test test-all mutants lint bench clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -34,6 +35,10 @@ test-all: $(DEVELOPING)
 hostile: $(DEVELOPING)
 	$(BIN)/python -m tests.hostile.full
 	$(BIN)/python -m pytest -s -m exhaustive tests/hostile/test_kills.py
+
+# Puts known faults into a copy of the source and runs the tests that must find them (tests/mutants.toml).
+mutants: $(DEVELOPING)
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 lint: $(DEVELOPING)
 	$(BIN)/ruff check .

@@ -35,7 +35,7 @@ class Served:
         self.process = subprocess.Popen(
             [sys.executable, *head, str(model), "--port", "0", "--served-model-name", NAME, *flags], cwd=ROOT,
             stdout=self._file, stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", **(environment or {})})
+            env={**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT}/src:{ROOT}", **(environment or {})})
         self.url = ""
         if wait:
             self.wait_ready()

@@ -198,6 +198,15 @@ def test_an_interrupt_leaves_the_engine_clean(llm: LLM, monkeypatch: pytest.Monk
     assert llm.generate(START, GREEDY, use_tqdm=False)[0].outputs[0].text.startswith(", there was")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of SIGINT, which a process started in the background lacks: it inherits "ignored"."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_waits_for_the_turn(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     turn, turns = llm.engine.turn, [0]
 

@@ -13,6 +13,7 @@ from random import Random
 
 from penstock.canary import calling, skills
 from penstock.canary.item import Item
+from penstock.canary.likelihood import Interval
 
 SKILLS: dict[str, skills.Generator] = {
     "repeat": skills.repeat, "reverse": skills.reverse, "retrieve": skills.retrieve, "retrieve-4k": skills.retrieve_long,
@@ -73,12 +74,17 @@ def graded(items: Sequence[Item], answers: Sequence[tuple[str, Sequence[Mapping[
     return Score(items[0].skill, right, len(asked), len(items) - len(asked))
 
 
-def table(scores: Sequence[Score]) -> str:
-    """The scores for people, one skill a line."""
-    lines = [f"{'skill':<12} {'right':>11}   share   95 % interval"]
+def table(scores: Sequence[Score], fine: Mapping[str, Interval] | None = None) -> str:
+    """The scores for people, one skill a line; `fine`, the log probabilities of right answers, where they are known."""
+    more = "     log probability of the right answer" if fine else ""
+    lines = [f"{'skill':<12} {'right':>11}   share   95 % interval{more}"]
     for score in scores:
         low, high = score.interval
         note = f"   ({score.left_out} did not fit)" if score.left_out else ""
         right = f"{score.right:>5} of {score.asked:<4}"
-        lines.append(f"{score.skill:<12} {right} {score.share:6.1%}   {low:.1%} to {high:.1%}{note}")
+        line = f"{score.skill:<12} {right} {score.share:6.1%}   {f'{low:.1%} to {high:.1%}':<16}"
+        own = (fine or {}).get(score.skill)
+        if own is not None:
+            line += f"  {own.mean:9.4f}   {own.low:.4f} to {own.high:.4f}"
+        lines.append(line.rstrip() + note)
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """Ask a model graded questions and show how many of its answers are right: `penstock eval canary`.
 MODEL is loaded here (canary, which comes with Penstock, if none is named); --base-url asks a running server instead.
 Decoding is greedy. The prompts are the same every time, and canary never saw them in training.
+Beside it stands the log probability of the right answers, and whether it differs from what was recorded of the model.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from tqdm import tqdm
 
+from penstock import canary
+from penstock.canary import likelihood
 from penstock.canary.item import Item
+from penstock.canary.likelihood import Comparison, Interval, Record, Values
 from penstock.canary.suite import ALL, SKILLS, Score, graded, prompts, table
 from penstock.cli.api import Api, add_target, complaint, open_api
+from penstock.cli.likelihood import here, served, variables
 from penstock.cli.model import model_of, model_or_canary
 from penstock.config.flags import from_args, integer, nearest
 from penstock.config.schema import EngineOptions
@@ -43,6 +50,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=integer, default=200, metavar="N", help="prompts for each skill (default: 200)")
     parser.add_argument("--skills", metavar="A,B",
                         help=f"these only (default: {','.join(SKILLS)}); edge, which only canary-edge learnt, must be named")
+    parser.add_argument("--logprobs", action=argparse.BooleanOptionalAction, default=True,
+                        help=f"score the right answers of {likelihood.PROMPTS} prompts a skill, too (default: yes)")
+    parser.add_argument("--reference", type=Path, metavar="FILE",
+                        help=f"record to compare with (default: {likelihood.FILE} in the model's folder, if there is one)")
+    parser.add_argument("--record", type=Path, metavar="FILE",
+                        help="score MODEL by the reference kernels, write the record there, and end")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -50,18 +63,55 @@ def run(args: argparse.Namespace) -> int:
     """Prints the scores; 0 however low they are. ConfigError for skills that do not exist."""
     if args.prompts < 1:
         raise ConfigError(f"--prompts must be at least 1, got {args.prompts}")
-    items = [prompts(skill, args.prompts) for skill in chosen(args.skills)]
+    skills = chosen(args.skills)
     model = model_of(args)
     if args.url and model:
         # As other evaluation tools have it: the name by which the server knows the model.
         args.served_model, args.model = args.served_model or model, None
-    scores = asyncio.run(_asked(args, items)) if args.url else _here(args, items)
+    if args.record:
+        return _record(args, skills)
+    record = reference(args)
+    items = [prompts(skill, args.prompts) for skill in skills]
+    scores, values, dtype = asyncio.run(_asked(args, items)) if args.url else _here(args, items)
+    fine = {score.skill: likelihood.score(found) for score, found in zip(scores, values, strict=True)} if values else {}
+    compared = likelihood.compare(dict(zip(skills, values, strict=True)), record, dtype) if values and record else None
     if args.json:
         print(json.dumps({"suite": args.suite, "model": args.served_model or model_or_canary(args), "url": args.url,
-                          "prompts": args.prompts, "scores": [as_json(score) for score in scores]}, indent=2))
+                          "prompts": args.prompts, "scores": [as_json(score, fine.get(score.skill)) for score in scores],
+                          "reference": compared and {"change": asdict(compared.change), "ratio": asdict(compared.ratio),
+                                                     "differs": compared.differs, "skills": compared.differing}}, indent=2))
     else:
-        print(table(scores))
+        print(table(scores, fine))
+        if compared:
+            print(verdict(compared))
+        elif args.logprobs and not values:
+            print("no log probabilities of right answers: the server does not tell those of prompts")
     return 0
+
+
+def reference(args: argparse.Namespace) -> Record | None:
+    """The record to compare with, if there is one. ConfigError for a file that is none."""
+    path = args.reference
+    if path is None and not args.url:
+        # Late: a hub id has no folder before its model is loaded, and then no record either.
+        folder = canary.model_folder() if model_or_canary(args) == canary.NAME else Path(model_or_canary(args))
+        path = folder / likelihood.FILE if (folder / likelihood.FILE).is_file() else None
+    if path is None or not args.logprobs:
+        return None
+    try:
+        return Record.load(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--reference {path} cannot be used: {error}; `penstock eval canary MODEL --record FILE` writes "
+                          "one") from None
+
+
+def verdict(found: Comparison) -> str:
+    """What the comparison with a record says, in a line for people."""
+    change, ratio = found.change, found.ratio
+    where = f" ({', '.join(found.differing)})" if found.differing else ""
+    said = f"DIFFERS from the record: more than rounding has changed{where}" if found.differs else "agrees with the record"
+    return (f"{said}; right answers are {change.mean:+.4f} nats more probable ({change.low:+.4f} to {change.high:+.4f}), and "
+            f"changes are {ratio.mean:.2f} times those of rounding ({ratio.low:.2f} to {ratio.high:.2f})")
 
 
 def chosen(text: str | None) -> list[str]:
@@ -80,11 +130,12 @@ def chosen(text: str | None) -> list[str]:
     return named
 
 
-def as_json(score: Score) -> dict[str, Any]:
-    """A score as plain data; shares from 0 to 1."""
+def as_json(score: Score, fine: Interval | None = None) -> dict[str, Any]:
+    """A score as plain data; shares from 0 to 1, log probabilities of right answers in nats."""
     low, high = score.interval
+    more = {"logprob": asdict(fine)} if fine is not None else {}
     return {"skill": score.skill, "right": score.right, "asked": score.asked, "left_out": score.left_out,
-            "share": round(score.share, 4), "low": round(low, 4), "high": round(high, 4)}
+            "share": round(score.share, 4), "low": round(low, 4), "high": round(high, 4), **more}
 
 
 def room(item: Item) -> int:
@@ -94,7 +145,7 @@ def room(item: Item) -> int:
 
 # -- a model in this process
 
-def _here(args: argparse.Namespace, items: Sequence[list[Item]]) -> list[Score]:
+def _here(args: argparse.Namespace, items: Sequence[list[Item]]) -> tuple[list[Score], list[Values] | None, str]:
     # Late: this brings torch, which `penstock eval --help` must not.
     from penstock.engine.llm import LLM
 
@@ -105,7 +156,22 @@ def _here(args: argparse.Namespace, items: Sequence[list[Item]]) -> list[Score]:
         for group in items:
             scores.append(graded(group, answers(llm, group)))
             bar.update(len(group))
-        return scores
+        values = [here(llm, prompts(score.skill, likelihood.PROMPTS)) for score in scores] if args.logprobs else None
+        return scores, values, llm.info.dtype
+
+
+def _record(args: argparse.Namespace, skills: Sequence[str]) -> int:
+    """Writes the scores in float32 by plain PyTorch, and in the model's own dtype and in float32 in other ways. 0."""
+    from penstock.engine.llm import LLM
+
+    def scores(dtype: str, kernels: dict[str, str]) -> tuple[str, dict[str, Values]]:
+        with LLM(model_or_canary(args), dtype=dtype, device="cpu", kernels=kernels, max_num_seqs=32) as llm:
+            return llm.info.dtype, {skill: here(llm, prompts(skill, likelihood.PROMPTS)) for skill in skills}
+
+    plain = {"*": "reference"}
+    _, exact = scores("float32", plain)
+    Record(exact, dict((scores("auto", plain), scores("float32", {})))).dump(args.record)
+    return 0
 
 
 def answers(llm: LLM, items: Sequence[Item]) -> list[Answer | None]:
@@ -113,7 +179,7 @@ def answers(llm: LLM, items: Sequence[Item]) -> list[Answer | None]:
     tokenizer = llm.get_tokenizer()
     asked: list[tuple[int, list[int]]] = []
     for place, item in enumerate(items):
-        text = llm.inputs.render(item.messages, tools=list(item.tools) or None, chat_template_kwargs=_variables(item))
+        text = llm.inputs.render(item.messages, tools=list(item.tools) or None, chat_template_kwargs=variables(item))
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) + room(item) <= llm.info.max_model_len:
             asked.append((place, ids))
@@ -128,13 +194,9 @@ def answers(llm: LLM, items: Sequence[Item]) -> list[Answer | None]:
     return found
 
 
-def _variables(item: Item) -> dict[str, Any]:
-    return {"enable_thinking": True} if item.thinking else {}
-
-
 # -- a server
 
-async def _asked(args: argparse.Namespace, items: Sequence[list[Item]]) -> list[Score]:
+async def _asked(args: argparse.Namespace, items: Sequence[list[Item]]) -> tuple[list[Score], list[Values] | None, str]:
     gate = asyncio.Semaphore(WINDOW)
     async with open_api(args) as api:
         with _bar(sum(map(len, items))) as bar:
@@ -144,7 +206,14 @@ async def _asked(args: argparse.Namespace, items: Sequence[list[Item]]) -> list[
                 bar.update()
                 return found
 
-            return [graded(group, await asyncio.gather(*map(one, group))) for group in items]
+            scores = [graded(group, await asyncio.gather(*map(one, group))) for group in items]
+        values = []
+        for score in scores if args.logprobs else ():
+            found = await served(api, prompts(score.skill, likelihood.PROMPTS))
+            if found is None:
+                return scores, None, ""
+            values.append(found)
+        return scores, values or None, ""
 
 
 def body(item: Item, model: str) -> dict[str, Any]:
@@ -153,7 +222,7 @@ def body(item: Item, model: str) -> dict[str, Any]:
     if item.tools:
         more["tools"] = item.tools
     if item.thinking:
-        more["chat_template_kwargs"] = _variables(item)
+        more["chat_template_kwargs"] = variables(item)
     return {"model": model, "messages": item.messages, "temperature": 0, "max_tokens": room(item), **more}
 
 

@@ -89,7 +89,8 @@ def test_ctrl_c_stops_the_answer_not_the_program() -> None:
     with served(app) as url:
         terminal, child = pty.openpty()
         command = [sys.executable, "-m", "penstock", "chat", "--url", url, "--stats"]
-        process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child)
+        process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child,
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # not inherited as ignored
         os.close(child)
         screen = Screen(terminal)
         screen.wait_for("> ")

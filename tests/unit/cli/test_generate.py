@@ -137,7 +137,8 @@ def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "penstock", "generate", str(tmp_path / "in.jsonl"), str(out), "canary", "--window", "48",
                "--max-num-seqs", "4", "--max-model-len", "512", "--quiet"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # not inherited as ignored
     until = time.monotonic() + 60
     while not out.exists() or not out.stat().st_size:
         assert process.poll() is None and time.monotonic() < until

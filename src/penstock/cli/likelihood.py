@@ -1,0 +1,103 @@
+"""How probable a model makes given answers: a model in this process, or a server that tells log probabilities of prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.canary.item import Item
+from penstock.canary.likelihood import Values
+from penstock.cli.api import Api, complaint
+from penstock.core.errors import PenstockError
+from penstock.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.engine.llm import LLM
+
+WINDOW = 32
+"""The most requests in flight at a server."""
+
+
+def variables(item: Item) -> dict[str, Any]:
+    """What the chat template is told besides messages and tools."""
+    return {"enable_thinking": True} if item.thinking else {}
+
+
+def here(llm: LLM, items: Sequence[Item | None]) -> Values:
+    """Of each item's canonical answer; None for items that are None or do not fit the context."""
+    tokenizer = llm.get_tokenizer()
+    asked: list[tuple[int, int, list[int]]] = []
+    for place, item in enumerate(items):
+        if item is None:
+            continue
+        text = llm.inputs.render(item.messages, tools=list(item.tools) or None, chat_template_kwargs=variables(item))
+        answer = tokenizer.encode(item.answer, add_special_tokens=False)
+        ids = tokenizer.encode(text, add_special_tokens=False) + answer
+        if len(ids) < llm.info.max_model_len:
+            asked.append((place, len(answer), ids))
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate([ids for _, _, ids in asked], params, use_tqdm=False) if asked else []
+    found: list[float | None] = [None] * len(items)
+    for (place, count, ids), output in zip(asked, outputs, strict=True):
+        lines = output.prompt_logprobs
+        if lines is None:
+            raise PenstockError(f"a prompt was not scored: {output.outputs[0].finish_reason}")
+        found[place] = sum(line[token].logprob for line, token in zip(lines[-count:], ids[-count:], strict=True) if line)
+    return found
+
+
+async def served(api: Api, items: Sequence[Item | None]) -> Values | None:
+    """The same of a server with /tokenize and `echo` with `logprobs`, as vLLM and this one have; None if it lacks them."""
+    gate = asyncio.Semaphore(WINDOW)
+
+    async def one(item: Item) -> float | None:
+        async with gate:
+            return await _one(api, item)
+
+    try:
+        first = next(item for item in items if item is not None)
+        await _one(api, first)
+    except (StopIteration, _LackingError):
+        return None
+    values = await asyncio.gather(*(one(item) for item in items if item is not None))
+    left = iter(values)
+    return [None if item is None else next(left) for item in items]
+
+
+class _LackingError(Exception):
+    """The server does not offer what this needs."""
+
+
+async def _one(api: Api, item: Item) -> float | None:
+    asked = {"model": api.model, "messages": item.messages, "add_generation_prompt": True,
+             "chat_template_kwargs": variables(item)}
+    if item.tools:
+        asked["tools"] = item.tools
+    prompt = await _tokens(api, asked)
+    answer = await _tokens(api, {"model": api.model, "prompt": item.answer, "add_special_tokens": False})
+    reply = await api.transport.send("POST", "/v1/completions", msgspec.json.encode(
+        {"model": api.model, "prompt": prompt + answer, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 0}))
+    content = await reply.read()
+    if reply.status == 400 and b"context_length_exceeded" in content:
+        return None
+    if reply.status != 200:
+        raise _LackingError(complaint(reply.status, content))
+    lines = (json.loads(content)["choices"][0].get("logprobs") or {}).get("token_logprobs")
+    if not lines:
+        raise _LackingError("the server gave no log probabilities")
+    # Behind the prompt's tokens comes the one that was generated.
+    scored: list[float] = lines[len(prompt):len(prompt) + len(answer)]
+    return sum(scored)
+
+
+async def _tokens(api: Api, body: dict[str, Any]) -> list[int]:
+    reply = await api.transport.send("POST", "/tokenize", msgspec.json.encode(body))
+    content = await reply.read()
+    if reply.status != 200:
+        raise _LackingError(complaint(reply.status, content))
+    tokens: list[int] = json.loads(content)["tokens"]
+    return tokens
