@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.core.request import Request, Update
+from penstock.core.request import Request, TokenLogprobs, Update
 from penstock.core.sampling import SamplingParams
-from penstock.engine.beam import BeamSearches
+from penstock.engine.beam import BeamSearch, BeamSearches
 
 
 def test_parts_are_heard_of_by_nobody() -> None:
@@ -19,3 +19,14 @@ def test_parts_are_heard_of_by_nobody() -> None:
     assert other in searches.through([other, *late])
     assert not searches.busy
     assert searches.through([*late, other]) == [other]
+
+
+def test_no_beam_ends_before_min_tokens() -> None:
+    """The end-of-sequence token is the most likely one every time, and is not taken before it may be."""
+    search = BeamSearch(SamplingParams(beam_width=2, max_tokens=4, min_tokens=2), stops=[0])
+    for length in (1, 2, 3):
+        lines = [TokenLogprobs([-1, 0, 5, 6], [0.0, -0.1, -2.0, -3.0], [0, 1, 2, 3]) for _ in search.open]
+        search.advance(lines)
+        ended = [found for found in search.found if found.stopped]
+        assert bool(ended) == (length > 2)
+    assert all(len(found.beginning.tokens) > 2 for found in search.found)
