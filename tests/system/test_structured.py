@@ -212,3 +212,22 @@ def test_skip_tokenizer_init_is_refused(tmp_path: Path) -> None:
     with (LLM(threads=1, skip_tokenizer_init=True, max_model_len=64) as bare,
           pytest.raises(RequestError, match="no tokenizer")):
         bare.generate([[1, 2]], SamplingParams(max_tokens=2, structured_outputs=PHONE, detokenize=False), use_tqdm=False)
+
+
+ROUTES: list[dict[str, Any]] = [{"depth": 1}, {"depth": 2, "max_num_batched_tokens": 16, "max_num_seqs": 4},
+                                {"depth": 2, "block_size": 8, "kv_cache_memory_bytes": 1_000_000}]
+
+
+def test_answers_are_the_same_whatever_the_route() -> None:
+    """Depth, chunks, page size and preemption, with forced runs, at temperature 0 and above."""
+    asked = [COMPACT, PHONE, StructuredOutputsParams(json=PERSON), None]
+    prompts = [f"{PROMPT} Number {i}. " * (1 + i) for i in range(8)]
+    params = [SamplingParams(temperature=float(i % 2), seed=i, max_tokens=60, structured_outputs=asked[i % 4])
+              for i in range(8)]
+    found, preempted = [], 0
+    for route in ROUTES:
+        with LLM(threads=1, max_model_len=256, **route) as llm:
+            found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+            preempted += llm.engine.stats().preemptions
+    assert found[0] == found[1] == found[2]
+    assert preempted, "the third route has room for all: give it less"
