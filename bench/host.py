@@ -83,12 +83,12 @@ class NoModel:
 
 
 class NoGraphs(Graphs):
-    """Steps find their capacity and are filled in; replaying does nothing."""
+    """Steps find their bucket and are filled in; replaying does nothing."""
 
     def capture(self) -> None:
         graph = SimpleNamespace(replay=lambda: None)
-        for capacity in self.capacities.all():
-            self._captured[capacity] = graph, torch.zeros(capacity.segments, 1)
+        for bucket in self.buckets.all():
+            self._captured[bucket] = graph, torch.zeros(bucket.segments, 1)
 
 
 class Times:

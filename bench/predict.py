@@ -32,7 +32,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine import engine as engine_module
 from penstock.engine import llm as llm_module
 from penstock.engine.executor import Direct, Pending
-from penstock.worker.graphs import Capacities
+from penstock.worker.graphs import Buckets
 from penstock.worker.worker import Worker
 
 RESULTS = Path(__file__).parent / "results"
@@ -68,7 +68,7 @@ class Card:
         # Norms, gate and rope, at the rates of results/gpu_rows.json: they read and write some ten times the width of a row.
         self.row = 0.046 if shape == "llama8b" else 0.0135
         # As an engine with default options has them.
-        self.capacities = Capacities(graph_tokens(sizes(config).weights), 1024, 16_384)
+        self.buckets = Buckets(graph_tokens(sizes(config).weights), 1024, 16_384)
         self.products, self.head = {0: 0.0}, {0: 0.0}
         for product in found["products"]:
             best = min([product["cublas_us"], *(tile["us"] for tile in product["tiles"])])
@@ -97,8 +97,8 @@ class Card:
 
     def padded(self, plan: StepPlan) -> int:
         """Rows of the captured step that a plan fits in; 0 if it is launched kernel by kernel."""
-        capacity = self.capacities.of(plan, int((plan.wants & 1).sum()))
-        return 0 if capacity is None else capacity.tokens
+        bucket = self.buckets.of(plan, int((plan.wants & 1).sum()))
+        return 0 if bucket is None else bucket.tokens
 
     def launching(self, plan: StepPlan) -> float:
         """Seconds of the host that `host.py`'s worker without kernels does not have: replaying a graph, or launching all."""

@@ -12,7 +12,7 @@ from fixed import write
 from gpu_memory import CONFIGURATIONS
 from penstock import LLM, SamplingParams
 from penstock.core.plan import StepPlan, Want
-from penstock.worker.memory import probe
+from penstock.worker.dummy import dummy_plan
 
 SLEEP = 300_000_000
 """Cycles, 150 ms or more: longer than any launch takes."""
@@ -23,7 +23,7 @@ def test_no_step_waits_for_those_before(tmp_path: Path) -> None:
     draw, rows, known = random.Random(0), 320, 200
     with LLM(str(write(CONFIGURATIONS[0][0], tmp_path / "model")), load_format="dummy", skip_tokenizer_init=True) as llm:
         worker = llm.engine.rank.worker
-        plan = probe(worker, rows, 20)
+        plan = dummy_plan(np.full(rows, 20, np.int32), layout=worker.layout)
         plan.enter = [enter._replace(params=SamplingParams(temperature=0.0), tokens=[5] * known, prompt_len=known)
                       for enter in plan.enter]
         worker.run(plan)

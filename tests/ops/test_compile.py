@@ -65,7 +65,7 @@ SWEEP = PRELUDE + """
 import logging, sys
 from penstock import checkpoint, models
 from penstock.worker import rehearsal
-from penstock.worker.step import Capacity
+from penstock.worker.step import Bucket
 
 spec = models.describe(checkpoint.read_config(checkpoint.resolve_folder("canary", None)))
 options = dict(dtype=torch.bfloat16, tokens=2048, max_model_len=640, page=16, chip=CHIP)
@@ -76,10 +76,10 @@ for rows, graph_tokens in ((16, 0), (16, 256), (1024, 2048)):
     for prefer in ({}, {"linear": "triton-invariant", "attention": "triton-invariant"}, {"*": "reference"}):
         kernels = registry.bind(FACTS, torch.bfloat16, prefer)
         jobs = rehearsal.rehearse(spec, kernels, rows=rows, graph_tokens=graph_tokens, **options)
-        plain, rehearsal.capacities = rehearsal.capacities, lambda *sizes: [
-            Capacity(tokens, segments) for tokens, segments in (steps + many if rows > 16 else steps)]
+        plain, rehearsal.buckets = rehearsal.buckets, lambda *sizes: [
+            Bucket(tokens, segments) for tokens, segments in (steps + many if rows > 16 else steps)]
         odd = rehearsal.rehearse(spec, kernels, rows=rows, graph_tokens=graph_tokens, **options)
-        rehearsal.capacities = plain
+        rehearsal.buckets = plain
         new = {(job.kernel, job.data) for job in odd} - {(job.kernel, job.data) for job in jobs}
         found[f"{rows} {graph_tokens} {prefer.get('*', prefer.get('linear', 'triton'))}"] = [
             sorted({job.module.rpartition(".")[2] for job in jobs}), sorted({name for name, _ in new})]

@@ -111,7 +111,7 @@ def test_a_start_that_fails_leaves_nothing_behind(stage: str, tmp_path: Path, mo
     place = {"rank": (engine_module, "make_rank"), "survey": (Rank, "survey"), "check": (Rank, "check"),
              "config": (engine_module, "resolve"),
              "load": (Rank, "load"), "memory": (engine_module, "plan_memory"), "stores": (engine_module, "set_up"),
-             "worker": (Worker, "_set_up"), "warm-up": (Worker, "settle"), "events": (engine_module, "open_events"),
+             "worker": (Worker, "_set_up"), "warm-up": (Worker, "warm_up"), "events": (engine_module, "open_events"),
              "scheduler": (engine_module, "Scheduler")}[stage]
     wanted = options(cache_host_bytes=1 << 20, cache_disk=str(tmp_path / "pages"),
                      kv_events_config={"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"})

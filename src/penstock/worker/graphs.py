@@ -1,4 +1,4 @@
-"""Captured CUDA graphs of the model's forward, one for each capacity that steps are padded to.
+"""Captured CUDA graphs of the model's forward, one for each bucket that steps are padded to.
 
 Decode steps (one token a segment) and small mixed ones replay a graph: the host then enqueues one launch instead of hundreds.
 Larger steps run eagerly; the device needs longer for them than the host needs to enqueue them. For decode steps whose rows ask
@@ -13,14 +13,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import torch
 
 from penstock.core.plan import StepPlan, Want
 from penstock.layers.decoder import Decoder
+from penstock.worker.dummy import dummy_plan, filled, spread
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LINES, Sampler
-from penstock.worker.step import Capacity, Parts, Picks, StepBuilder, picks_of
+from penstock.worker.step import Bucket, Parts, Picks, StepBuilder, picks_of
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -35,7 +35,7 @@ _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32),
 """Rows of decode steps: to 512, and to a quarter of the tokens of the largest mixed step, as they read keys besides."""
 
 
-class Capacities:
+class Buckets:
     """What steps are padded to, given options: mixed ones have up to `tokens` tokens, and no more than `rows` rows of `longest`
     tokens can."""
 
@@ -49,12 +49,12 @@ class Capacities:
         """Tokens of mixed steps."""
         self._rows = rows
 
-    def all(self) -> list[Capacity]:
+    def all(self) -> list[Bucket]:
         """The largest first: later graphs fit into the memory of the first."""
-        found = [*map(self._of_mixed, self.mixed), *(Capacity(size, size) for size in self.decode)]
-        return sorted(found, key=lambda capacity: -capacity.tokens)
+        found = [*map(self._of_mixed, self.mixed), *(Bucket(size, size) for size in self.decode)]
+        return sorted(found, key=lambda bucket: -bucket.tokens)
 
-    def of(self, plan: StepPlan, picks: int) -> Capacity | None:
+    def of(self, plan: StepPlan, picks: int) -> Bucket | None:
         """The smallest that the plan fits in, of which so many tokens are chosen, or None."""
         tokens, segments = int(plan.counts.sum()), len(plan.rows)
         sizes = self.decode if tokens == segments else self.mixed
@@ -62,13 +62,13 @@ class Capacities:
         if at == len(sizes):
             return None
         if tokens == segments:
-            return Capacity(sizes[at], sizes[at])
+            return Bucket(sizes[at], sizes[at])
         found = self._of_mixed(sizes[at])
         return found if max(segments, picks) <= found.segments else None
 
-    def _of_mixed(self, tokens: int) -> Capacity:
+    def _of_mixed(self, tokens: int) -> Bucket:
         # One segment at least has two tokens; fewer segments than tokens is how kernels know a mixed step.
-        return Capacity(tokens, min(self._rows, tokens - 1, _SEGMENTS))
+        return Bucket(tokens, min(self._rows, tokens - 1, _SEGMENTS))
 
 
 class Graphs:
@@ -81,10 +81,10 @@ class Graphs:
         self.builder = StepBuilder(model, rows, page, captured=True)
         self._columns = rows.tables[0].shape[1]
         self._longest = rows.tokens.shape[1]
-        self.capacities = Capacities(max_tokens, max_num_seqs, self._longest)
+        self.buckets = Buckets(max_tokens, max_num_seqs, self._longest)
         self._stream = stream
-        self._captured: dict[Capacity, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._choices: dict[Capacity, torch.cuda.CUDAGraph] = {}
+        self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._choices: dict[Bucket, torch.cuda.CUDAGraph] = {}
         self.seconds = 0.0
         """What capturing took."""
 
@@ -93,19 +93,19 @@ class Graphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Runs every capacity once, so that kernels are compiled and loaded, and captures it. Rows must be unused."""
+        """Runs every bucket once, so that kernels are compiled and loaded, and captures it. Rows must be unused."""
         began = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
-            plans = [(capacity, _example(capacity, self._longest)) for capacity in self.capacities.all()]
+            plans = [(bucket, _example(bucket, self._longest - 1)) for bucket in self.buckets.all()]
             # All arrays once before anything is captured, so that the buffer they share is in its place.
-            self.builder.reserve(max(self.builder.fill(plan, capacity, picks_of(plan)).size for capacity, plan in plans))
-            for capacity, plan in plans:
-                parts = self.builder.fill(plan, capacity, picks_of(plan))
-                graph, hidden = self._capture(pool, partial(self._run, capacity, parts))
-                self._captured[capacity] = graph, hidden
-                if capacity.tokens == capacity.segments <= LINES and self._sampler.capturable:
-                    self._choices[capacity], _ = self._capture(pool, partial(self._choose, capacity, parts, hidden))
+            self.builder.reserve(max(self.builder.fill(plan, bucket, picks_of(plan)).size for bucket, plan in plans))
+            for bucket, plan in plans:
+                parts = self.builder.fill(plan, bucket, picks_of(plan))
+                graph, hidden = self._capture(pool, partial(self._run, bucket, parts))
+                self._captured[bucket] = graph, hidden
+                if bucket.tokens == bucket.segments <= LINES and self._sampler.capturable:
+                    self._choices[bucket], _ = self._capture(pool, partial(self._choose, bucket, parts, hidden))
         self._stream.synchronize()
         self.seconds = time.perf_counter() - began
 
@@ -119,19 +119,19 @@ class Graphs:
         graph.capture_end()
         return graph, found
 
-    def _choose(self, capacity: Capacity, parts: Parts, hidden: torch.Tensor) -> None:
-        shift, row, position = self.builder.choice(parts, capacity.segments)
+    def _choose(self, bucket: Bucket, parts: Parts, hidden: torch.Tensor) -> None:
+        shift, row, position = self.builder.choice(parts, bucket.segments)
         self._sampler.choose_at(shift, self.model.head(hidden), row, position)
 
-    def _run(self, capacity: Capacity, parts: Parts) -> torch.Tensor:
-        ends = None if capacity.tokens == capacity.segments else capacity.segments
-        return self.model.forward(self.builder.step(capacity, parts, ends, self._columns))
+    def _run(self, bucket: Bucket, parts: Parts) -> torch.Tensor:
+        ends = None if bucket.tokens == bucket.segments else bucket.segments
+        return self.model.forward(self.builder.step(bucket, parts, ends, self._columns))
 
-    def forward(self, plan: StepPlan, capacity: Capacity, picks: Picks) -> tuple[torch.Tensor, Parts]:
+    def forward(self, plan: StepPlan, bucket: Bucket, picks: Picks) -> tuple[torch.Tensor, Parts]:
         """Hidden states, then of padding: of a decode step's tokens, or of the tokens of a mixed one that are picked.
-        Overwritten by the next step of that capacity."""
-        parts = self.builder.fill(plan, capacity, picks)
-        graph, hidden = self._captured[capacity]
+        Overwritten by the next step of that bucket."""
+        parts = self.builder.fill(plan, bucket, picks)
+        graph, hidden = self._captured[bucket]
         graph.replay()
         return hidden, parts
 
@@ -144,24 +144,17 @@ class Graphs:
             return None
         if plan.slack is not None or plan.draft is not None or not self._sampler.plain(plan.rows):
             return None
-        capacity = self.capacities.of(plan, count)
-        if capacity is None or capacity not in self._choices:
+        bucket = self.buckets.of(plan, count)
+        if bucket is None or bucket not in self._choices:
             return None
         room = self._sampler.room(count)
-        self.builder.fill(plan, capacity, picks_of(plan), int(room.storage_offset()))
-        self._captured[capacity][0].replay()
-        self._choices[capacity].replay()
+        self.builder.fill(plan, bucket, picks_of(plan), int(room.storage_offset()))
+        self._captured[bucket][0].replay()
+        self._choices[bucket].replay()
         return room
 
 
-def _example(capacity: Capacity, longest: int) -> StepPlan:
-    """A plan that fills a capacity: rows of equal segments, as long as a row may be."""
-    if capacity.tokens == capacity.segments:
-        counts = np.ones(capacity.segments, np.int32)
-    else:
-        length = longest - 1
-        whole, rest = divmod(capacity.tokens, length)
-        counts = np.array([length] * whole + [rest] * (rest > 0), np.int32)
-    rows = np.arange(len(counts), dtype=np.int32)
-    return StepPlan(-1, rows=rows, starts=np.zeros_like(counts), counts=counts,
-                    wants=np.full_like(counts, int(Want.NOTHING)))
+def _example(bucket: Bucket, longest: int) -> StepPlan:
+    """A plan that fills a bucket: single tokens, or segments as long as a row may be."""
+    single = bucket.tokens == bucket.segments
+    return dummy_plan(spread(bucket.tokens, bucket.segments) if single else filled(bucket.tokens, longest))

@@ -16,11 +16,11 @@ from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.errors import ConfigError
 from penstock.core.layout import lay_out
-from penstock.core.plan import Enter, StepPlan, Want
-from penstock.core.sampling import MAX_OPEN_LIST_WORDS, SamplingParams
+from penstock.core.sampling import MAX_OPEN_LIST_WORDS
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.platform.facts import available_memory
+from penstock.worker.dummy import dummy_plan
 from penstock.worker.graphs import Graphs
 from penstock.worker.sampler import LINES
 from penstock.worker.worker import Worker
@@ -100,7 +100,7 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
     worker = Worker(model, layout, rows, max_model_len, device)
     held = torch.cuda.memory_reserved(device)
     for segments, count, before in shapes:
-        worker.run(probe(worker, segments, count, before))
+        worker.run(dummy_plan(np.full(segments, count, np.int32), before, layout))
     left, scratch = _free(device), torch.cuda.memory_reserved(device) - held
     step, graphs = max(0, before - left - layout.nbytes) + LIST_BYTES, 0
     if graph_tokens and worker.stream is not None:
@@ -116,7 +116,7 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
     return Working(step, graphs, scratch)
 
 
-def settle_allocator() -> None:
+def configure_allocator() -> None:
     """Lets the allocator grow and shrink what it holds in place, so that steps of many sizes leave no gaps between them. To be
     called before anything is on a GPU; what the user set in the environment stands."""
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
@@ -126,24 +126,6 @@ def settle_allocator() -> None:
 def _free(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     return int(torch.cuda.mem_get_info(device)[0])
-
-
-def probe(worker: Worker, segments: int, count: int, before: int = 0) -> StepPlan:
-    """An ordinary plan: `segments` rows of `count` tokens each behind `before` others, all sampled at random with everything
-    reported."""
-    params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=20)
-    length = before + count
-    enter = [Enter(row, [0] * length, length, params, row, []) for row in range(segments)]
-    pages = -(-length // worker.layout.page)
-    row, index = np.divmod(np.arange(segments * pages), pages)
-    edits = []
-    for group in worker.layout.groups:
-        # Pages may be shared, of a window's group or of a context: their content does not matter.
-        page = np.arange(segments * pages) % (worker.layout.slabs * group.per_slab)
-        edits.append(np.stack((row, index, page), 1).astype(np.int32))
-    rows = np.arange(segments, dtype=np.int32)
-    return StepPlan(-1, enter, [], edits, [], rows, np.full(segments, before, np.int32), np.full(segments, count, np.int32),
-                    np.full(segments, int(Want.SAMPLE), np.int32))
 
 
 def occupancy(device: torch.device) -> Occupancy | None:

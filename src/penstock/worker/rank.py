@@ -69,7 +69,7 @@ class Rank:
         self._config = replace(config, graph_tokens=0) if kernels.uncapturable() else config
         self._occupancy = memory.occupancy(self._device)
         if self._occupancy is not None:
-            memory.settle_allocator()
+            memory.configure_allocator()
         memory.check(self._options, self._config, self._spec, self._device, self._facts, self._occupancy)
 
     def load(self, progress: Progress | None = None) -> Loaded:
@@ -124,7 +124,7 @@ class Rank:
                 for store in behind.stores if behind is not None else ():
                     store.close()
                 raise
-            worker.settle(self._scratch, config.max_num_batched_tokens)
+            worker.warm_up(self._scratch, config.max_num_batched_tokens)
         if worker.graphs is None:
             return Prepared()
         return Prepared(len(worker.graphs), worker.graphs.seconds)

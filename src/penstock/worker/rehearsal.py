@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 
-import numpy as np
 import torch
 
 from penstock.core.layout import lay_out
@@ -24,9 +23,10 @@ from penstock.ops.registry import Kernels
 from penstock.ops.sample import WIDTH
 from penstock.quant.scheme import empty
 from penstock.worker.arena import Arena
-from penstock.worker.graphs import Capacities
+from penstock.worker.dummy import dummy_plan, spread
+from penstock.worker.graphs import Buckets
 from penstock.worker.sizes import fitted
-from penstock.worker.step import Capacity
+from penstock.worker.step import Bucket
 
 _META = torch.device("meta")
 _INTS = torch.int32
@@ -40,13 +40,13 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
         model, groups = _model(spec, kernels, dtype, max_model_len, page)
         known = torch.empty(rows, max_model_len, dtype=_INTS, device=_META)
         tables = [torch.empty(rows, -(-max_model_len // page), dtype=_INTS, device=_META)] * groups
-        for capacity in capacities(rows, tokens, graph_tokens, max_model_len):
-            _forward(model, capacity, known, tables, page, capacity.segments)
+        for bucket in buckets(rows, tokens, graph_tokens, max_model_len):
+            _forward(model, bucket, known, tables, page, bucket.segments)
         # Any number of segments may end in an eager step, and all tokens may be wanted of one whose prompt is scored.
         for ends in (*_examples(1, fitted(rows)), None):
-            _forward(model, Capacity(tokens, 1), known, tables, page, ends)
+            _forward(model, Bucket(tokens, 1), known, tables, page, ends)
         for before in kernels.attention.contexts(max_model_len - tokens):
-            _forward(model, Capacity(tokens, 1), known, tables, page, 1, before)
+            _forward(model, Bucket(tokens, 1), known, tables, page, 1, before)
         # Any number of rows may be sampled after any step.
         for lines in _examples(1, tokens):
             logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))
@@ -76,12 +76,12 @@ def _without_values(kernels: Kernels) -> Kernels:
     return kernels
 
 
-def capacities(rows: int, tokens: int, graph_tokens: int, max_model_len: int) -> list[Capacity]:
+def buckets(rows: int, tokens: int, graph_tokens: int, max_model_len: int) -> list[Bucket]:
     """Those of captured steps, and examples of those that run eagerly: steps of any size may, for want of a large enough
     graph or because prompts are scored in them."""
-    eager = {Capacity(size, segments) for size in _examples(1, fitted(tokens)) for segments in (1, min(fitted(rows), size))}
-    padded = Capacities(graph_tokens, rows, max_model_len).all() if graph_tokens else []
-    return sorted(eager.union(padded), key=lambda capacity: (capacity.tokens, capacity.segments))
+    eager = {Bucket(size, segments) for size in _examples(1, fitted(tokens)) for segments in (1, min(fitted(rows), size))}
+    padded = Buckets(graph_tokens, rows, max_model_len).all() if graph_tokens else []
+    return sorted(eager.union(padded), key=lambda bucket: (bucket.tokens, bucket.segments))
 
 
 def _examples(least: int, most: int) -> list[int]:
@@ -116,20 +116,20 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
     return model, len(none.groups)
 
 
-def _forward(model: Decoder, capacity: Capacity, known: torch.Tensor, tables: list[torch.Tensor], page: int,
+def _forward(model: Decoder, bucket: Bucket, known: torch.Tensor, tables: list[torch.Tensor], page: int,
              ends: int | None, before: int = 0) -> None:
     """A step of which `ends` tokens are wanted, or all. Each segment has `before` positions of context."""
-    segments, tokens = capacity.segments, capacity.tokens
+    segments, tokens = bucket.segments, bucket.tokens
 
     def ints(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=_INTS, device=_META)
 
-    counts = np.full(segments, tokens // segments, np.int32)
-    counts[0] += tokens - int(counts.sum())
+    plan = dummy_plan(spread(tokens, segments), before)
+    counts, contexts = plan.counts, plan.starts + plan.counts
     work, whole = list[torch.Tensor | None](), list[list[Span]]()
     for one in model.works:
-        whole.append(one.ops.whole(one.geometry, counts, counts + before))
-        found = one.ops.prepare(one.geometry, counts, counts + before, segments, tokens, whole[-1])
+        whole.append(one.ops.whole(one.geometry, counts, contexts))
+        found = one.ops.prepare(one.geometry, counts, contexts, segments, tokens, whole[-1])
         work.append(None if found is None else ints(len(found)))
     query_start, context = ints(segments + 1), ints(segments)
     built = model.kernels.build_step(known, tables, ints(segments), ints(segments), query_start, page, tokens,

@@ -1,6 +1,6 @@
 """Builds a layer's view of a step from a plan and the rows: the host says how long the segments are, the device fills them.
 
-All that a step brings from the host is one array of int32, uploaded in one copy. Its parts lie where the step's capacity says,
+All that a step brings from the host is one array of int32, uploaded in one copy. Its parts lie where the step's bucket says,
 so a captured graph finds the next step's numbers in the places of the last one's.
 """
 
@@ -26,7 +26,7 @@ Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Capacity:
+class Bucket:
     """What a step is padded to."""
 
     tokens: int
@@ -91,7 +91,7 @@ class StepBuilder:
         self._build = model.kernels.build_step
         self._works = list(model.works)
         self._sharing = [work.ops.shares(work.geometry) for work in self._works]
-        self._parts: dict[Capacity, Parts] = {}
+        self._parts: dict[Bucket, Parts] = {}
         self._staging = Staging(torch.int32, rows.device)
         self._columns = rows.tables[0].shape[1]
         self._captured = captured
@@ -108,29 +108,29 @@ class StepBuilder:
         """With how many rows products are computed in place of `count`."""
         return fitted(count) if self.fits else count
 
-    def capacity(self, plan: StepPlan, picks: int) -> Capacity:
+    def bucket(self, plan: StepPlan, picks: int) -> Bucket:
         """Room for the plan, and hardly more."""
         tokens, segments = int(plan.counts.sum()), len(plan.rows)
         size = self.size(tokens)
         # As many segments as tokens is how kernels know a step of single tokens.
         room = size if tokens == segments else min(self.size(segments), size - 1)
-        return Capacity(size, room, self.size(picks) if picks > room else 0)
+        return Bucket(size, room, self.size(picks) if picks > room else 0)
 
-    def ends(self, count: int, capacity: Capacity) -> int:
+    def ends(self, count: int, bucket: Bucket) -> int:
         """Of how many tokens to take the hidden states, where a token is chosen behind `count`."""
-        return min(self.size(count), max(capacity.segments, capacity.picks))
+        return min(self.size(count), max(bucket.segments, bucket.picks))
 
-    def fill(self, plan: StepPlan, capacity: Capacity, picks: Picks, shift: int = 0) -> Parts:
+    def fill(self, plan: StepPlan, bucket: Bucket, picks: Picks, shift: int = 0) -> Parts:
         """Brings the plan's numbers to the device, in order after everything enqueued there. `shift`: Parts.shift."""
         counts, context = plan.counts, plan.starts + plan.counts
         if not self._captured:
             self._whole = [work.ops.whole(work.geometry, counts, context) for work in self._works]
         alike = self._rows.sharing.of(plan) if self._rows.sharing is not None else None
-        prepared = [self._divide(place, plan, context, capacity, alike if shares else None)
+        prepared = [self._divide(place, plan, context, bucket, alike if shares else None)
                     for place, shares in enumerate(self._sharing)]
-        parts = self._lay_out(capacity, prepared)
+        parts = self._lay_out(bucket, prepared)
         host = self._staging.host(parts.size)
-        segments, tail = len(plan.rows), capacity.segments - len(plan.rows)
+        segments, tail = len(plan.rows), bucket.segments - len(plan.rows)
         for part, values in ((parts.row, plan.rows), (parts.start, plan.starts), (parts.context, context)):
             host[part.start:part.start + segments] = values
             host[part.start + segments:part.stop] = 0
@@ -139,7 +139,7 @@ class StepBuilder:
         counts.cumsum(out=host[first + 1:first + 1 + segments])
         chosen, lines = picks.segments, len(picks.segments)
         host[parts.heads.start:parts.heads.start + lines] = host[first + chosen] + picks.offsets
-        # Hidden states are taken at all places of a capacity: padding points at the first token.
+        # Hidden states are taken at all places of a bucket: padding points at the first token.
         host[parts.heads.start + lines:parts.heads.stop] = 0
         host[parts.lines_row.start:parts.lines_row.start + lines] = plan.rows[chosen]
         host[parts.lines_row.start + lines:parts.lines_row.stop] = -1
@@ -156,19 +156,19 @@ class StepBuilder:
                 host[part.start + len(values):part.stop] = 0
         self._staging.send(parts.size)
         if plan.slack is not None:
-            self._correct(capacity, parts)
+            self._correct(bucket, parts)
         # Eager steps may copy just the columns that are in use; a captured one must be ready for any.
         self._columns = -(-int(context.max()) // self._page)
         return parts
 
-    def _divide(self, place: int, plan: StepPlan, context: Ints, capacity: Capacity, alike: Alike | None) -> Ints | None:
+    def _divide(self, place: int, plan: StepPlan, context: Ints, bucket: Bucket, alike: Alike | None) -> Ints | None:
         divider, work = self._dividers[place], self._works[place]
-        if divider is not None and capacity.tokens == capacity.segments and plan.slack is None:
-            return divider.decode(plan.counts, context, capacity.segments, alike)
-        return work.ops.prepare(work.geometry, plan.counts, context, capacity.segments, capacity.tokens, self._whole[place],
+        if divider is not None and bucket.tokens == bucket.segments and plan.slack is None:
+            return divider.decode(plan.counts, context, bucket.segments, alike)
+        return work.ops.prepare(work.geometry, plan.counts, context, bucket.segments, bucket.tokens, self._whole[place],
                                 alike, plan.slack)
 
-    def _correct(self, capacity: Capacity, parts: Parts) -> None:
+    def _correct(self, bucket: Bucket, parts: Parts) -> None:
         """Where the host knows only upper bounds, the device fills in where the segments begin: at their rows' last tokens."""
         there = self._staging.device(parts.size)
         start = there[parts.start]
@@ -178,10 +178,10 @@ class StepBuilder:
         there[parts.lines_position] -= lag[there[parts.lines_segment].long()]
         for work, part in zip(self._works, parts.work, strict=True):
             if part is not None:
-                work.ops.correct(work.geometry, there[part], lag, capacity.segments, capacity.tokens)
+                work.ops.correct(work.geometry, there[part], lag, bucket.segments, bucket.tokens)
 
-    def _lay_out(self, capacity: Capacity, prepared: list[Ints | None]) -> Parts:
-        parts = self._parts.get(capacity)
+    def _lay_out(self, bucket: Bucket, prepared: list[Ints | None]) -> Parts:
+        parts = self._parts.get(bucket)
         if parts is not None:
             return parts
         at = 0
@@ -192,10 +192,10 @@ class StepBuilder:
             at = -(-(at + size) // 16) * 16
             return slice(begin, begin + size)
 
-        segments = capacity.segments
+        segments = bucket.segments
         row, start, context = take(segments), take(segments), take(segments)
         query_start = take(segments + 1)
-        lines = max(segments, capacity.picks)
+        lines = max(segments, bucket.picks)
         heads, lines_row, lines_position, lines_segment = take(lines), take(lines), take(lines), take(lines)
         slack, shift = take(segments), take(1)
         taken = [None if array is None else take(len(array)) for array in prepared]
@@ -203,7 +203,7 @@ class StepBuilder:
                       at)
         if len(self._parts) > 512:
             self._parts.clear()
-        self._parts[capacity] = parts
+        self._parts[bucket] = parts
         return parts
 
     def heads(self, parts: Parts, count: int) -> torch.Tensor:
@@ -221,13 +221,13 @@ class StepBuilder:
         row, position = there[parts.lines_row][:count], there[parts.lines_position][:count]
         return Lines(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1, row, position)
 
-    def step(self, capacity: Capacity, parts: Parts, ends: int | None = None, columns: int | None = None) -> Step:
+    def step(self, bucket: Bucket, parts: Parts, ends: int | None = None, columns: int | None = None) -> Step:
         """The step whose numbers were brought last. `ends`: hidden states are wanted at so many of its segments' ends alone.
         `columns`: pages that a context may have; by default, that step's."""
         there = self._staging.device(parts.size)
         rows = self._rows
         row, start, context, query_start = (there[part] for part in (parts.row, parts.start, parts.context, parts.query_start))
-        built = self._build(rows.tokens, rows.device_tables, row, start, query_start, self._page, capacity.tokens,
+        built = self._build(rows.tokens, rows.device_tables, row, start, query_start, self._page, bucket.tokens,
                             columns or self._columns)
         groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
         work = [None if part is None else there[part] for part in parts.work]

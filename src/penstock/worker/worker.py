@@ -162,7 +162,7 @@ class Worker:
             self.graphs = Graphs(model, self.rows, layout.page, max_num_seqs, graph_tokens, self.stream, self.sampler)
             self.graphs.capture()
 
-    def settle(self, scratch: int, tokens: int) -> None:
+    def warm_up(self, scratch: int, tokens: int) -> None:
         """Does now what a GPU's driver does only once all that is enqueued is done, for which everybody would have to wait in
         the midst of steps: gives the `scratch` bytes that steps take and give back, which the allocator then keeps for them,
         and loads the kernels that a library picks for the products of up to `tokens` tokens."""
@@ -170,8 +170,8 @@ class Worker:
             return
         with torch.inference_mode(), self._on_stream:
             torch.empty(scratch, dtype=torch.uint8, device=self.rows.device)
-            captured = [] if self.graphs is None else self.graphs.capacities.all()
-            counts = {*fitted_sizes(LINES), *(capacity.segments for capacity in captured)}
+            captured = [] if self.graphs is None else self.graphs.buckets.all()
+            counts = {*fitted_sizes(LINES), *(bucket.segments for bucket in captured)}
             lines = {min(LINES, count - at) for count in counts for at in range(0, count, LINES)}
             self.model.warm_up_gemms(fitted_sizes(min(tokens, _ALIKE)), sorted(lines))
         self.stream.synchronize()
@@ -274,21 +274,21 @@ class Worker:
         picks = picks_of(plan)
         count = len(picks.segments)
         # Graphs give no hidden states of all tokens.
-        capacity = self.graphs.capacities.of(plan, count) if self.graphs is not None and not every else None
-        if self.graphs is not None and capacity is not None:
+        bucket = self.graphs.buckets.of(plan, count) if self.graphs is not None and not every else None
+        if self.graphs is not None and bucket is not None:
             builder = self.graphs.builder
-            ends = builder.ends(count, capacity)
-            hidden, parts = self.graphs.forward(plan, capacity, picks)
-            if capacity.tokens == capacity.segments and count < len(plan.rows):
+            ends = builder.ends(count, bucket)
+            hidden, parts = self.graphs.forward(plan, bucket, picks)
+            if bucket.tokens == bucket.segments and count < len(plan.rows):
                 hidden = hidden.index_select(0, builder.heads(parts, ends))
         else:
             builder = self.builder
-            capacity = builder.capacity(plan, count)
-            ends = builder.ends(count, capacity)
-            parts = builder.fill(plan, capacity, picks)
+            bucket = builder.bucket(plan, count)
+            ends = builder.ends(count, bucket)
+            parts = builder.fill(plan, bucket, picks)
             if every:
-                hidden = self.model.forward(builder.step(capacity, parts))
+                hidden = self.model.forward(builder.step(bucket, parts))
                 return hidden, hidden.index_select(0, builder.heads(parts, ends)), builder.lines(parts, plan, picks)
             whole = count == int(plan.counts.sum())
-            hidden = self.model.forward(builder.step(capacity, parts, None if whole else ends))
+            hidden = self.model.forward(builder.step(bucket, parts, None if whole else ends))
         return hidden, hidden[:ends], builder.lines(parts, plan, picks)

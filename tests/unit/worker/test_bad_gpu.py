@@ -21,6 +21,7 @@ from penstock.core.layout import lay_out
 from penstock.core.request import EngineInfo
 from penstock.core.state import Everything, Field, StateSpec
 from penstock.ops import compile, gpu, registry
+from penstock.platform import kept
 from penstock.worker import memory, rank
 
 GIB = 1 << 30
@@ -117,7 +118,7 @@ def test_a_rehearsal_that_fails_costs_time_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(rank.gpu, "chip", lambda device: gpu.Chip((9, 0), 132))
     monkeypatch.setattr(rank, "rehearse", failing(RuntimeError("a launch looked into a tensor")))
-    monkeypatch.setattr(compile, "version", lambda name: "1.0")
+    monkeypatch.setattr(kept, "version", lambda name: "1.0")
     kernels = registry.bind(gpu_facts((9, 0)), torch.bfloat16, {"*": "reference"})
     spec: Any = SimpleNamespace()
     with caplog.at_level(logging.WARNING, "penstock"):

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from penstock.config.resolve import graph_tokens
-from penstock.worker.graphs import Capacities
+from penstock.worker.graphs import Buckets
 
 
 def test_what_is_captured_depends_on_how_long_launching_takes() -> None:
     """Steps that keep a GPU busy for long need no graph: a large model's are fewer."""
     small, large = graph_tokens(int(0.6e9)), graph_tokens(int(8e9))
     assert (small, large) == (4096, 1024) and graph_tokens(int(70e9)) == 256
-    of_small, of_large = (Capacities(tokens, 2048, 16384) for tokens in (small, large))
+    of_small, of_large = (Buckets(tokens, 2048, 16384) for tokens in (small, large))
     assert of_small.decode[-1] == 1024 and of_large.decode[-1] == 512
     assert of_small.mixed[-1] == 4096 and of_large.mixed[-1] == 1024
-    assert len(Capacities(large, 1024, 16384).all()) < len(Capacities(small, 1024, 16384).all()) < 70
+    assert len(Buckets(large, 1024, 16384).all()) < len(Buckets(small, 1024, 16384).all()) < 70
 
 
 def test_the_last_decode_step_has_all_rows() -> None:
     for tokens in (256, 1024, 4096):
         for rows in (1, 3, 64, 100, 500, 512, 513, 600, 1000, 1024, 4000):
-            sizes = Capacities(tokens, rows, 16384).decode
+            sizes = Buckets(tokens, rows, 16384).decode
             assert sizes == sorted(set(sizes)) and sizes[-1] == min(rows, max(512, tokens // 4))
 
 
 def test_mixed_steps_have_fewer_segments_than_tokens() -> None:
     for tokens, rows, longest in ((4096, 1024, 16384), (512, 3, 100), (2048, 1, 50_000)):
-        for capacity in Capacities(tokens, rows, longest).all():
-            assert capacity.segments <= min(rows, capacity.tokens) and capacity.tokens <= max(tokens, rows)
-            assert capacity.segments == capacity.tokens or capacity.tokens <= rows * (longest - 1)
+        for bucket in Buckets(tokens, rows, longest).all():
+            assert bucket.segments <= min(rows, bucket.tokens) and bucket.tokens <= max(tokens, rows)
+            assert bucket.segments == bucket.tokens or bucket.tokens <= rows * (longest - 1)

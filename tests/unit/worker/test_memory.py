@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +10,8 @@ from penstock import models
 from penstock.core.device import DeviceFacts
 from penstock.core.layout import lay_out
 from penstock.ops import registry
-from penstock.worker.memory import probe, working_bytes
+from penstock.worker.dummy import dummy_plan
+from penstock.worker.memory import working_bytes
 from penstock.worker.worker import Worker
 
 CONFIG = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 32, "intermediate_size": 48,
@@ -25,6 +27,6 @@ def test_probe_runs(segments: int) -> None:
     small = lay_out(model.states, 16, 0)
     layout = lay_out(model.states, 16, small.slab_bytes * small.slabs_for(60, 60) * segments)
     worker = Worker(model, layout, 5, 128, cpu)
-    result = worker.run(probe(worker, segments, 60))
+    result = worker.run(dummy_plan(np.full(segments, 60, np.int32), layout=layout))
     assert (result.tokens >= 0).all() and len(result.tokens) == segments
     assert working_bytes(model, 512, 5, 128, 16, cpu).step > 512 * 32 * 4
