@@ -173,13 +173,13 @@ def replay(trace: Trace, capacity: int, policy: str) -> int:
             assert cache.grow(sequence, length), "alone, a request that fits has room"
         found += hit
         sequence.tokens[-1:] = turn.output
-        if sequence.mark is not None:
-            del sequence.mark.packed[4 * len(turn.prompt):]
+        if sequence.cache_state is not None:
+            del sequence.cache_state.packed[4 * len(turn.prompt):]
         cache.count_hit(sequence)
         cache.enter(sequence)
         sequence.planned = sequence.computed = length
         if sequence.computed >= sequence.due:
-            cache.settle(sequence)
+            cache.commit(sequence)
         cache.release(sequence)
     cache.check([])
     return found

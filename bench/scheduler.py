@@ -76,7 +76,7 @@ def long_prompt(length: int = 32_768, times: int = 40) -> dict[str, float]:
                 cache.grow(sequence, length)
                 sequence.planned = sequence.computed = length
                 began = time.perf_counter()
-                cache.settle(sequence)
+                cache.commit(sequence)
                 inserted.append(time.perf_counter() - began)
             cache.release(sequence)
             cache.drain(StepPlan(0))

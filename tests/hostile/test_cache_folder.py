@@ -92,7 +92,7 @@ def test_bystanders_survive_everything(tmp_path: Path, capsys: pytest.CaptureFix
         for i in range(24):
             if catalog.reserve(name(i), float(i)):
                 put(catalog.store, found, i)  # type: ignore[arg-type]
-                catalog.settle(name(i), True, float(i))
+                catalog.finish_write(name(i), True, float(i))
             time.sleep(0.005)
             keeper.wake()
         keeper.close()

@@ -20,7 +20,7 @@ from penstock.core.layout import CacheLayout
 from penstock.core.plan import Logprobs, StepPlan, StepResult, Want
 from penstock.core.request import TierStats
 from penstock.core.state import Retention
-from penstock.core.transfer import Landing, Receipt
+from penstock.core.transfer import LoadResult, WriteResult
 
 VOCABULARY = 31
 _PRIME = (1 << 61) - 1
@@ -70,7 +70,7 @@ class Behind(Protocol):
         """After the plan's copies."""
         ...
 
-    def arrived(self, pages: list[Pages], wait: bool) -> tuple[list[Landing], list[Receipt]]:
+    def arrived(self, pages: list[Pages], wait: bool) -> tuple[list[LoadResult], list[WriteResult]]:
         """What has ended, after the step."""
         ...
 
@@ -132,7 +132,7 @@ class FakeWorker:
             # The engine drops nothing: what is beyond the prompt is the real worker's business, so leave it out here too.
             result.scores = Logprobs(at[:, 0], at[:, 1], at[:, 1:2], at[:, 1:2].astype(np.float32), at[:, 1:2])
         if self.behind is not None:
-            result.landings, result.receipts = self.behind.arrived(self.pages, wait=plan.idle)
+            result.load_results, result.write_results = self.behind.arrived(self.pages, wait=plan.idle)
         return result
 
     def _starts(self, plan: StepPlan) -> list[int]:
@@ -224,6 +224,9 @@ class FakeTiers:
         self._transfers.append(self.tickets)
         return self.tickets
 
+    def patience(self, positions: int) -> float:
+        return 60.0
+
     def source(self, ticket: int) -> dict[str, int]:
         return {"host": len(self.loads[ticket])}
 
@@ -239,10 +242,10 @@ class FakeTiers:
         transfers, self._transfers = self._transfers, []
         return transfers
 
-    def report(self, landings: Iterable[Landing], receipts: Iterable[Receipt]) -> None:
-        for landing in landings:
-            pages = self.loads.pop(landing.ticket)
-            if not landing.ok:
+    def report(self, load_results: Iterable[LoadResult], write_results: Iterable[WriteResult]) -> None:
+        for result in load_results:
+            pages = self.loads.pop(result.ticket)
+            if not result.ok:
                 self.known -= {(page.group, page.key) for page in pages}
 
     def computed(self, positions: int, seconds: float) -> None:
@@ -264,18 +267,18 @@ class FakeTiers:
     def fetch(self, plan: StepPlan) -> None:
         self.started += [transfer for transfer in plan.transfers if isinstance(transfer, int)]
 
-    def arrived(self, pages: list[Pages], wait: bool) -> tuple[list[Landing], list[Receipt]]:
+    def arrived(self, pages: list[Pages], wait: bool) -> tuple[list[LoadResult], list[WriteResult]]:
         done = [ticket for ticket in self.started if self.rng.random() < 0.3]
         if wait and self.started and not done:
             done = self.started[:1]
         self.started = [ticket for ticket in self.started if ticket not in done]
         return [self._land(ticket, pages) for ticket in done], []
 
-    def _land(self, ticket: int, pages: list[Pages]) -> Landing:
+    def _land(self, ticket: int, pages: list[Pages]) -> LoadResult:
         ok = self.rng.random() < 0.85
         for content in self.loads[ticket]:
             # A load that fails has filled some of its pages with anything.
             pages[content.group][content.page] = self.bytes[content.group, content.key] if ok else -7
         self.landed += ok
         self.failed += not ok
-        return Landing(ticket, ok)
+        return LoadResult(ticket, ok)

@@ -154,8 +154,8 @@ class Run:
             assert int(plan.counts.sum()) <= self.limits.max_num_batched_tokens
             assert len(set(plan.rows.tolist())) == len(plan.rows), "a row has two segments"
             self.seen["copies"] += len(plan.moves)
-            self.seen["waits"] += any(self.cache.joining.leads(s.mark.leader) for s in self.scheduler.waiting
-                                      if s.mark is not None and s.mark.leader is not None)
+            self.seen["waits"] += any(self.cache.joining.leads(s.cache_state.leader) for s in self.scheduler.waiting
+                                      if s.cache_state is not None and s.cache_state.leader is not None)
             self.flying.append(self.worker.run(plan))
         else:
             assert self.flying or not self.scheduler.live, "nothing runs though there is work: a livelock"

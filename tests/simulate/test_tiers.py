@@ -15,7 +15,7 @@ from penstock.cache.keys import Key
 from penstock.cache.tiers import hierarchy
 from penstock.cache.tiers.hierarchy import Hierarchy, Policy
 from penstock.core.plan import StepPlan
-from penstock.core.transfer import Landing, PageName, Receipt
+from penstock.core.transfer import LoadResult, PageName, WriteResult
 from penstock.stores import Entry, fill
 from penstock.stores.behind import Behind
 from penstock.stores.listing import Listing
@@ -146,7 +146,7 @@ class TieredRun(Run):
         self.movers.load(plan)
         self.world.passes()
 
-    def arrived(self, pages: list[Pages], wait: bool) -> tuple[list[Landing], list[Receipt]]:
+    def arrived(self, pages: list[Pages], wait: bool) -> tuple[list[LoadResult], list[WriteResult]]:
         self.world.passes()
         for job in list(self.movers._open.values()):
             if self.world.rng.random() < 0.03:
@@ -154,9 +154,9 @@ class TieredRun(Run):
         if wait and self.movers._open:
             self.world.settles()
         found = self.movers.arrived()
-        self.seen["landed"] += sum(landing.ok for landing in found[0])
-        self.seen["failed"] += sum(not landing.ok for landing in found[0])
-        self.seen["written"] += sum(receipt.ok for receipt in found[1])
+        self.seen["landed"] += sum(result.ok for result in found[0])
+        self.seen["failed"] += sum(not result.ok for result in found[0])
+        self.seen["written"] += sum(result.ok for result in found[1])
         return found
 
     # -- what is checked

@@ -33,10 +33,10 @@ class Policy:
         return -age
 
     def added(self, node: Node, first: int) -> None:
-        """Slots of a node from `first` on have been computed and are kept."""
+        """Blocks of a node from `first` on have been computed and are kept."""
 
     def evicted(self, node: Node) -> None:
-        """The last slot of a node is given up."""
+        """The last block of a node is given up."""
 
 
 class TailFirst(Policy):
@@ -87,7 +87,7 @@ class Adaptive(Policy):
 
     As in ARC (Megiddo and Modha 2003), what was given up is remembered for a while, by its tokens alone: if something comes
     back that had been found before, such things should have been kept longer and the factor grows; if something comes back
-    that had been used only once, it shrinks. It counts from `_ENOUGH` on; until then this is LRU. Only every fourth slot is
+    that had been used only once, it shrinks. It counts from `_ENOUGH` on; until then this is LRU. Only every fourth block is
     watched.
     """
 
@@ -104,7 +104,7 @@ class Adaptive(Policy):
         self._room = max(1, pages // self._WATCHED)
         self.factor = 1.0
         self._gone: OrderedDict[int, int] = OrderedDict()
-        """Fingerprint of a slot -> its kind, oldest first."""
+        """Fingerprint of a block -> its kind, oldest first."""
         self._counts = [0, 0]
 
     def kind(self, node: Node) -> int:
@@ -118,21 +118,21 @@ class Adaptive(Policy):
     def added(self, node: Node, first: int) -> None:
         if not self._gone:
             return
-        for slot in self._watched(node, first):
-            kind = self._gone.pop(self._fingerprint(node, slot), None)
+        for block in self._watched(node, first):
+            kind = self._gone.pop(self._fingerprint(node, block), None)
             if kind is not None:
                 node.uses = max(node.uses, 1)
                 self._learn(kind)
 
     def evicted(self, node: Node) -> None:
-        slot = node.slots - 1
-        if slot in self._watched(node, slot):
-            mark, kind = self._fingerprint(node, slot), self.kind(node)
+        block = node.blocks - 1
+        if block in self._watched(node, block):
+            seen, kind = self._fingerprint(node, block), self.kind(node)
             self._counts[kind] += 1
-            before = self._gone.pop(mark, None)
+            before = self._gone.pop(seen, None)
             if before is not None:
                 self._counts[before] -= 1
-            self._gone[mark] = kind
+            self._gone[seen] = kind
             if len(self._gone) > self._room:
                 self._counts[self._gone.popitem(last=False)[1]] -= 1
 
@@ -144,13 +144,13 @@ class Adaptive(Policy):
         self.factor = min(self._MOST, max(self._LEAST, self.factor * 2 ** (doublings if kind else -doublings)))
 
     def _watched(self, node: Node, first: int) -> range:
-        """The slots of a node from `first` on that are watched: every fourth, counted from the root."""
+        """The blocks of a node from `first` on that are watched: every fourth, counted from the root."""
         at = node.start // self._page
-        return range(first + (-(at + first)) % self._WATCHED, node.slots, self._WATCHED)
+        return range(first + (-(at + first)) % self._WATCHED, node.blocks, self._WATCHED)
 
-    def _fingerprint(self, node: Node, slot: int) -> int:
+    def _fingerprint(self, node: Node, block: int) -> int:
         width = self._page * TOKEN
-        return hash((node.start + slot * self._page, bytes(node.tokens[slot * width:(slot + 1) * width])))
+        return hash((node.start + block * self._page, bytes(node.tokens[block * width:(block + 1) * width])))
 
 
 class _Candidates:
@@ -234,7 +234,7 @@ class Evictor:
         self.bounded = [keep.needed(1 << 30)[0] > 0 for keep in self._keeps]
         """Whether losing a page of a group strands no other, because it does not need everything."""
         self._loose: OrderedDict[tuple[int, int], tuple[int, Node]] = OrderedDict()
-        """Pages of such groups that nobody holds, by (group, page), in the order in which they were let go: the slot counted
+        """Pages of such groups that nobody holds, by (group, page), in the order in which they were let go: the block counted
         from the root, and a node in which it lies or below."""
         self._ends: list[tuple[int, int, int, tuple[int, int], int, Node]] = []
         """Those of them with which a context could go on at the end of a node: (priority, last use, serial number, and the
@@ -246,7 +246,7 @@ class Evictor:
         return node.priority if node.until > self.now else DEFAULT_PRIORITY
 
     def removable(self, node: Node) -> bool:
-        """Whether a node's last slot can go."""
+        """Whether a node's last block can go."""
         if node.children or node.gone or node.parent is None:
             return False
         pools = self.index.pools
@@ -262,10 +262,10 @@ class Evictor:
                 self._own.setdefault(id(node.label.account), _Candidates(self)).push(node)
 
     def loosen(self, group: int, places: list[tuple[int, int]], node: Node) -> None:
-        """Nobody holds these kept pages of a `bounded` group any more, given as (slot from the root, page); `node` is one in
+        """Nobody holds these kept pages of a `bounded` group any more, given as (block from the root, page); `node` is one in
         or below which they lie."""
-        for slot, page in places:
-            self._loose[group, page] = slot, node
+        for block, page in places:
+            self._loose[group, page] = block, node
             self._loose.move_to_end((group, page))
         while node.gone and node.parent is not None:
             node = node.parent
@@ -287,7 +287,7 @@ class Evictor:
                 return False
         return True
 
-    def settle_quota(self, account: Account) -> None:
+    def enforce_quota(self, account: Account) -> None:
         """Gives up pages of a tenant until it occupies no more than it may, as far as nobody holds them."""
         if self._quota is None or account.nbytes <= self._quota or id(account) not in self._own:
             return
@@ -296,11 +296,11 @@ class Evictor:
             self._trim(leaf, lambda: account.nbytes <= quota)
 
     def _trim(self, leaf: Node, enough: Callable[[], bool]) -> None:
-        """Gives up the last slots of a leaf, as many as it takes and as rank alike."""
+        """Gives up the last blocks of a leaf, as many as it takes and as rank alike."""
         kind, parent = self.policy.kind(leaf), leaf.parent
         assert parent is not None
         while True:
-            last = leaf.slots - 1
+            last = leaf.blocks - 1
             self.policy.evicted(leaf)
             for g, ids in enumerate(leaf.pages):
                 if ids[last] >= 0:
@@ -315,47 +315,47 @@ class Evictor:
     def _evict_spare(self) -> bool:
         """One page that only a context branching off inside a stretch could use, if there is one."""
         while self._loose:
-            place, (slot, node) = self._loose.popitem(last=False)
-            found = self._find(place, slot, node)
+            place, (block, node) = self._loose.popitem(last=False)
+            found = self._find(place, block, node)
             if found is None:
                 continue
             page = self.index.page
-            if slot < self._keeps[place[0]].needed(found.end)[0] // page:
-                self._drop(found, place[0], slot - found.start // page)
+            if block < self._keeps[place[0]].needed(found.end)[0] // page:
+                self._drop(found, place[0], block - found.start // page)
                 return True
             self._serial += 1
-            heapq.heappush(self._ends, (self.priority(found), found.used, self._serial, place, slot, found))
+            heapq.heappush(self._ends, (self.priority(found), found.used, self._serial, place, block, found))
         return False
 
     def _first_end(self) -> tuple[int, int, int, tuple[int, int], int, Node] | None:
         """The first of `_ends` that still is what its entry says."""
         while self._ends:
-            priority, used, serial, place, slot, node = self._ends[0]
-            found = self._find(place, slot, node)
+            priority, used, serial, place, block, node = self._ends[0]
+            found = self._find(place, block, node)
             if found is not None and (priority, used) == (self.priority(found), found.used):
-                return priority, used, serial, place, slot, found
+                return priority, used, serial, place, block, found
             heapq.heappop(self._ends)
             if found is not None:
-                heapq.heappush(self._ends, (self.priority(found), found.used, serial, place, slot, found))
+                heapq.heappush(self._ends, (self.priority(found), found.used, serial, place, block, found))
         return None
 
-    def _evict_single(self, place: tuple[int, int], slot: int, node: Node) -> None:
-        self._drop(node, place[0], slot - node.start // self.index.page)
+    def _evict_single(self, place: tuple[int, int], block: int, node: Node) -> None:
+        self._drop(node, place[0], block - node.start // self.index.page)
 
-    def _find(self, place: tuple[int, int], slot: int, node: Node) -> Node | None:
-        """The node with this page in this slot, if it still is there and nobody holds it."""
+    def _find(self, place: tuple[int, int], block: int, node: Node) -> Node | None:
+        """The node with this page in this block, if it still is there and nobody holds it."""
         group, page = place
-        position = slot * self.index.page
+        position = block * self.index.page
         while (node.gone or node.start > position) and node.parent is not None:
             node = node.parent
-        at = slot - node.start // self.index.page
-        if node.gone or not 0 <= at < node.slots or node.pages[group][at] != page:
+        at = block - node.start // self.index.page
+        if node.gone or not 0 <= at < node.blocks or node.pages[group][at] != page:
             return None
         return None if self.index.pools.holders(group, page) else node
 
-    def _drop(self, node: Node, group: int, slot: int) -> None:
+    def _drop(self, node: Node, group: int, block: int) -> None:
         self.evicted[group] += 1
-        self.index.drop(node, group, slot)
+        self.index.drop(node, group, block)
 
     def check(self) -> None:
         """Asserts that everything that may go can be found here."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from penstock.cache.eviction import Evictor
 from penstock.cache.lookup import Lookup
-from penstock.cache.mark import Mark, mark_of, packed, words
 from penstock.cache.pool import Pools
 from penstock.cache.prefix import TOKEN, Node
+from penstock.cache.sequence_state import SequenceState, packed, state_of, words
 from penstock.core.request import Span
 from penstock.core.sequence import Sequence
 
@@ -29,52 +29,53 @@ class Indexer:
 
         Where the index has pages of equal contents already, they replace the sequence's own.
         """
-        mark, page = mark_of(sequence), self.page
+        state, page = state_of(sequence), self.page
         upto = sequence.computed - sequence.computed % page
-        if upto <= mark.indexed:
+        if upto <= state.indexed:
             return
-        node = mark.node
-        if self.simple and upto == mark.indexed + page and node is not None and self.index.grows(node, sequence, mark.indexed):
-            # What happens most: a page more for a sequence that alone goes on with full attention.
-            fresh = sequence.pages[0].ids[mark.indexed // page]
-            self.index.append(node, words(sequence, mark.indexed, upto), fresh)
-            mark.indexed = upto
-            self.evictor.settle_quota(node.label.account)
+        node = state.node
+        one_more = self.simple and upto == state.indexed + page
+        if one_more and node is not None and self.index.grows(node, sequence, state.indexed):
+            # The usual case: one page more of a sequence with full attention alone, in a node that only it extends.
+            fresh = sequence.pages[0].ids[state.indexed // page]
+            self.index.append(node, words(sequence, state.indexed, upto), fresh)
+            state.indexed = upto
+            self.evictor.enforce_quota(node.label.account)
             return
         data = packed(sequence, upto)
-        node = self._place(sequence, mark)
-        first, last = mark.indexed // page, upto // page
+        node = self._place(sequence, state)
+        first, last = state.indexed // page, upto // page
         pages = [self._whole(sequence, g, first, last) for g in range(len(self.keeps))]
-        node, spent = self.index.insert(node, mark.indexed, data[mark.indexed * TOKEN:upto * TOKEN], pages, sequence)
-        mark.indexed, mark.node, mark.deepest = upto, node, node
+        node, spent = self.index.insert(node, state.indexed, data[state.indexed * TOKEN:upto * TOKEN], pages, sequence)
+        state.indexed, state.node, state.deepest = upto, node, node
         for g, ids in enumerate(pages):
             self._adopt(g, sequence, first - self.shift[g], ids)
         for useless in spent:
             self.forget(useless)
         if not self.simple and self.evictor.removable(node):
             self.evictor.offer(node)
-        self.evictor.settle_quota(node.label.account)
+        self.evictor.enforce_quota(node.label.account)
 
-    def _place(self, sequence: Sequence, mark: Mark) -> Node:
+    def _place(self, sequence: Sequence, state: SequenceState) -> Node:
         """The sequence's place in the tree; found anew if it has none yet, or if what was there has been evicted."""
-        node = mark.node
-        if node is None or node.gone or node.end < mark.indexed:
+        node = state.node
+        if node is None or node.gone or node.end < state.indexed:
             request = sequence.request
             node = self.index.root(request.adapter, request.salt, request.tenant)
-            trail = self.index.walk(node, mark.packed[:mark.indexed * TOKEN])
-            mark.indexed = trail.matched - trail.matched % self.page
-            if mark.indexed:
-                node = self.index.locate(trail.nodes[-1], mark.indexed)
-            mark.node = node
+            trail = self.index.walk(node, state.packed[:state.indexed * TOKEN])
+            state.indexed = trail.matched - trail.matched % self.page
+            if state.indexed:
+                node = self.index.locate(trail.nodes[-1], state.indexed)
+            state.node = node
         return node
 
     def _whole(self, sequence: Sequence, g: int, first: int, last: int) -> list[int]:
-        """A group's pages for slots [first, last) of the tree, as far as the sequence holds them and they are whole."""
+        """A group's pages for blocks [first, last) of the tree, as far as the sequence holds them and they are whole."""
         run, shift = sequence.pages[g], self.shift[g]
         ids = run.ids[max(run.first, first - shift):last - shift]
         ids = [-1] * (last - first - len(ids)) + ids
         if shift:
-            # Forks that part in the next slot may share such a page, which lies on both ways then: leave it to them.
+            # Forks that part in the next block may share such a page, which lies on both ways then: leave it to them.
             ids = [-1 if page >= 0 and self.pools.shared(g, page) else page for page in ids]
         if self.keeps[g].exact:
             # Only a segment that ended on the border has left the state of the border behind.
@@ -98,21 +99,21 @@ class Indexer:
     def end(self, sequence: Sequence) -> None:
         """A sequence is about to let go of its pages: what is certain and not there yet is added, whole or not."""
         self.add(sequence)
-        mark, page, computed = mark_of(sequence), self.page, sequence.computed
-        node, slot = self._place(sequence, mark), computed // page
-        if computed % page == 0 or mark.indexed != slot * page:
+        state, page, computed = state_of(sequence), self.page, sequence.computed
+        node, block = self._place(sequence, state), computed // page
+        if computed % page == 0 or state.indexed != block * page:
             return
-        pages = [[self._rest(sequence, g, slot)] for g in range(len(self.keeps))]
+        pages = [[self._rest(sequence, g, block)] for g in range(len(self.keeps))]
         if any(ids[0] >= 0 for ids in pages):
-            data = packed(sequence, computed)[mark.indexed * TOKEN:computed * TOKEN]
-            leaf, spent = self.index.rest(node, mark.indexed, data, pages)
-            mark.deepest = leaf or mark.deepest
+            data = packed(sequence, computed)[state.indexed * TOKEN:computed * TOKEN]
+            leaf, spent = self.index.rest(node, state.indexed, data, pages)
+            state.deepest = leaf or state.deepest
             for useless in spent:
                 self.forget(useless)
 
-    def _rest(self, sequence: Sequence, g: int, slot: int) -> int:
-        """A group's page for the last slot of a context that ends inside it; -1 if that is of no use, or others hold it too."""
-        keep, run, i = self.keeps[g], sequence.pages[g], slot - self.shift[g]
+    def _rest(self, sequence: Sequence, g: int, block: int) -> int:
+        """A group's page for the last block of a context that ends inside it; -1 if it is of no use, or others hold it too."""
+        keep, run, i = self.keeps[g], sequence.pages[g], block - self.shift[g]
         if not run.first <= i < len(run.ids) or run.ids[i] < 0 or self.pools.shared(g, run.ids[i]):
             return -1
         if keep.exact and sequence.planned != sequence.computed:
@@ -149,7 +150,7 @@ class Indexer:
     def forget(self, node: Node, upwards: bool = False) -> None:
         """Takes a leaf out of the tree, as far as nobody holds it; `upwards`, then its parent if that has become one."""
         while self.evictor.removable(node):
-            last, parent = node.slots - 1, node.parent
+            last, parent = node.blocks - 1, node.parent
             for g, ids in enumerate(node.pages):
                 if ids[last] >= 0:
                     self.index.drop(node, g, last)

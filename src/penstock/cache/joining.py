@@ -53,7 +53,7 @@ class Joining:
         """Whether a sequence still has work that others may wait for."""
         return sequence in self._begins
 
-    def settled(self, sequence: Sequence) -> None:
+    def advanced(self, sequence: Sequence) -> None:
         """A sequence has computed more."""
         begin = self._begins.get(sequence)
         if begin is not None and sequence.computed >= self._leaders[begin][sequence][1]:

@@ -16,12 +16,12 @@ from penstock.cache import keys
 from penstock.cache.eviction import Evictor
 from penstock.cache.keys import Key
 from penstock.cache.lookup import Lookup
-from penstock.cache.mark import mark_of, packed
 from penstock.cache.pool import Pools
 from penstock.cache.prefix import TOKEN, Node
+from penstock.cache.sequence_state import packed, state_of
 from penstock.cache.tiers import Content, Tiers
 from penstock.core.sequence import Sequence
-from penstock.core.transfer import Landing
+from penstock.core.transfer import LoadResult
 
 
 class _Load(NamedTuple):
@@ -32,11 +32,11 @@ class _Load(NamedTuple):
     deepest: Node
     """Where in the tree those of its pages end that were there before."""
     tokens: bytearray
-    """Of the whole slots up to which pages are loaded."""
+    """Of the whole blocks up to which pages are loaded."""
     pages: list[list[int]]
-    """For each group the page of each slot, loaded or there before; -1 where none is needed."""
-    slots: dict[tuple[int, Key], int]
-    """The slot of each page that is loaded, by group and key."""
+    """For each group the page of each block, loaded or there before; -1 where none is needed."""
+    blocks: dict[tuple[int, Key], int]
+    """The block of each page that is loaded, by group and key."""
     waiting: list[Sequence]
     gain: dict[str, int]
     """Positions that it brings, by tier."""
@@ -64,54 +64,54 @@ class Loading:
 
     def ask(self, sequence: Sequence) -> bool:
         """Whether a sequence without pages must wait for some to be loaded: they are on their way, or are from now on."""
-        mark = mark_of(sequence)
-        if mark.ticket is None and mark.asked != sequence.epoch:
-            mark.ticket = self._begin(sequence)
-            if mark.ticket is None:
-                mark.asked = sequence.epoch
-        elif mark.ticket is not None and time.monotonic() > mark.until:
+        state = state_of(sequence)
+        if state.ticket is None and state.asked != sequence.epoch:
+            state.ticket = self._begin(sequence)
+            if state.ticket is None:
+                state.asked = sequence.epoch
+        elif state.ticket is not None and time.monotonic() > state.until:
             # It computes. The load goes on: others may wait for it, or it is of use later.
-            self._loads[mark.ticket].waiting.remove(sequence)
-            mark.ticket, mark.asked = None, sequence.epoch
-        return mark.ticket is not None
+            self._loads[state.ticket].waiting.remove(sequence)
+            state.ticket, state.asked = None, sequence.epoch
+        return state.ticket is not None
 
     def _begin(self, sequence: Sequence) -> int | None:
         """Starts or joins a load that takes a sequence further than what the device has; None if none does."""
         request, page = sequence.request, self.lookup.page
-        slots = (len(sequence.tokens) - 1) // page
-        if not slots:
+        blocks = (len(sequence.tokens) - 1) // page
+        if not blocks:
             return None
         root = self.index.root(request.adapter, request.salt, request.tenant)
-        mark, data = mark_of(sequence), packed(sequence, slots * page)[:slots * page * TOKEN]
-        if len(mark.keys) < slots:
-            mark.keys = keys.links(self.index.root_key(root), data, page)
-        found = self.lookup.find(root, data, slots * page)
+        state, data = state_of(sequence), packed(sequence, blocks * page)[:blocks * page * TOKEN]
+        if len(state.keys) < blocks:
+            state.keys = keys.links(self.index.root_key(root), data, page)
+        found = self.lookup.find(root, data, blocks * page)
         # A page that agrees only in its first tokens is no piece of this context.
         whole = found.trail.matched // page
         device = [ids[:max(0, whole - shift)] for ids, shift in zip(found.places, self.lookup.shift, strict=True)]
-        places = self._everywhere(device, mark.keys, slots)
-        upto = self.lookup.reach([np.array(ids, np.int32) for ids in places], slots * page, slots * page)
+        places = self._everywhere(device, state.keys, blocks)
+        upto = self.lookup.reach([np.array(ids, np.int32) for ids in places], blocks * page, blocks * page)
         if upto - found.reach < page:
             return None
         wanted, held = self._divide(device, upto)
         if not wanted:
             return None
         # One stretch of patience for all loads that it waits for.
-        mark.until = mark.until or time.monotonic() + self.tiers.patience(upto - found.reach)
+        state.until = state.until or time.monotonic() + self.tiers.patience(upto - found.reach)
         for g, i in wanted:
-            ticket = self._tickets.get((g, mark.keys[i + self.lookup.shift[g]]))
+            ticket = self._tickets.get((g, state.keys[i + self.lookup.shift[g]]))
             if ticket is not None:
                 self._loads[ticket].waiting.append(sequence)
                 return ticket
         deepest = found.trail.nodes[-1] if found.trail.nodes else root
         return self._start(sequence, deepest, data, device, wanted, held, upto - found.reach)
 
-    def _everywhere(self, device: list[list[int]], names: list[Key], slots: int) -> list[list[int]]:
+    def _everywhere(self, device: list[list[int]], names: list[Key], blocks: int) -> list[list[int]]:
         """For each group, by page index: a number >= 0 where a page is, on the device or behind it."""
         everywhere = []
         for g, shift in enumerate(self.lookup.shift):
-            ids = device[g][:slots - shift]
-            ids += [-1] * (slots - shift - len(ids))
+            ids = device[g][:blocks - shift]
+            ids += [-1] * (blocks - shift - len(ids))
             missing = [i for i, page in enumerate(ids) if page < 0]
             for i, there in zip(missing, self.tiers.find(g, [names[i + shift] for i in missing]), strict=True):
                 ids[i] = 0 if there else -1
@@ -131,11 +131,11 @@ class Loading:
     def _start(self, sequence: Sequence, deepest: Node, data: bytearray, device: list[list[int]], wanted: list[tuple[int, int]],
                held: list[tuple[int, int]], positions: int) -> int | None:
         """Takes pages and asks the tiers to fill them."""
-        mark, request, shift, page = mark_of(sequence), sequence.request, self.lookup.shift, self.lookup.page
-        slots = 1 + max(i + shift[g] for g, i in wanted)
-        pages = [[-1] * slots for _ in shift]
+        state, request, shift, page = state_of(sequence), sequence.request, self.lookup.shift, self.lookup.page
+        blocks = 1 + max(i + shift[g] for g, i in wanted)
+        pages = [[-1] * blocks for _ in shift]
         for g, i in held:
-            if i + shift[g] < slots:
+            if i + shift[g] < blocks:
                 pages[g][i + shift[g]] = device[g][i]
         for g, ids in enumerate(pages):
             self.pools.share(g, [p for p in ids if p >= 0])
@@ -146,18 +146,18 @@ class Loading:
                 self._let_go(deepest, pages)
                 return None
             for i, target in zip(mine, self.pools.take(g, len(mine)), strict=True):
-                slot = i + shift[g]
-                pages[g][slot] = target
-                contents.append(Content(g, target, mark.keys[slot]))
+                block = i + shift[g]
+                pages[g][block] = target
+                contents.append(Content(g, target, state.keys[block]))
         ticket = self.tiers.load(contents, positions)
         if ticket is None:
             self._let_go(deepest, pages)
             return None
         sources = self.tiers.source(ticket)
         gain = {tier: positions * count // len(contents) for tier, count in sources.items()}
-        places = {(g, mark.keys[i + shift[g]]): i + shift[g] for g, i in wanted}
+        places = {(g, state.keys[i + shift[g]]): i + shift[g] for g, i in wanted}
         namespace = request.adapter, request.salt, request.tenant
-        self._loads[ticket] = _Load(namespace, deepest, data[:slots * page * TOKEN], pages, places, [sequence], gain)
+        self._loads[ticket] = _Load(namespace, deepest, data[:blocks * page * TOKEN], pages, places, [sequence], gain)
         self._tickets.update(dict.fromkeys(places, ticket))
         return ticket
 
@@ -172,46 +172,46 @@ class Loading:
         for g, ids in enumerate(pages):
             idle = set(self.pools.give(g, [page for page in ids if page >= 0]))
             if idle and self.evictor.bounded[g]:
-                self.evictor.loosen(g, [(slot, page) for slot, page in enumerate(ids) if page in idle], deepest)
+                self.evictor.loosen(g, [(block, page) for block, page in enumerate(ids) if page in idle], deepest)
         # What lay below the held pages may have been evicted meanwhile.
         while deepest.gone and deepest.parent is not None:
             deepest = deepest.parent
         self.evictor.offer(deepest)
 
-    def land(self, landing: Landing) -> int:
+    def land(self, result: LoadResult) -> int:
         """A load has ended: what has landed whole goes to the index, up to the first page that was lost. Returns how many bytes
         were loaded."""
-        load = self._loads.pop(landing.ticket)
-        for name in load.slots:
+        load = self._loads.pop(result.ticket)
+        for name in load.blocks:
             del self._tickets[name]
-        kept = landing.ok and landing.ticket not in self._stale
-        self._stale.discard(landing.ticket)
+        kept = result.ok and result.ticket not in self._stale
+        self._stale.discard(result.ticket)
         deepest, held = load.deepest, [list(ids) for ids in load.pages]
-        slots = len(held[0])
-        if landing.lost:
-            slots = min(load.slots[name.group, name.key] for name in landing.lost)
-            if not self._of_use(load, slots):
+        blocks = len(held[0])
+        if result.lost:
+            blocks = min(load.blocks[name.group, name.key] for name in result.lost)
+            if not self._of_use(load, blocks):
                 kept = False
         if kept:
-            pages = [ids[:slots] for ids in load.pages]
-            tokens = load.tokens[:slots * self.lookup.page * TOKEN]
+            pages = [ids[:blocks] for ids in load.pages]
+            tokens = load.tokens[:blocks * self.lookup.page * TOKEN]
             deepest, _ = self.index.insert(self.index.root(*load.namespace), 0, tokens, pages, None)
             self.index.touch(deepest, self.evictor.now)
         self._let_go(deepest, held)
         if load.waiting:
             # Who joined may want more than this load has brought, and asks again.
-            mark_of(load.waiting[0]).asked = load.waiting[0].epoch
+            state_of(load.waiting[0]).asked = load.waiting[0].epoch
         for sequence in load.waiting:
-            mark = mark_of(sequence)
-            mark.ticket = None
+            state = state_of(sequence)
+            state.ticket = None
             if kept:
-                mark.loaded = {tier: count * slots // len(held[0]) for tier, count in load.gain.items()}
+                state.loaded = {tier: count * blocks // len(held[0]) for tier, count in load.gain.items()}
         groups = self.pools.layout.groups
-        return sum(groups[g].page_bytes for g, _ in load.slots) if landing.ok else 0
+        return sum(groups[g].page_bytes for g, _ in load.blocks) if result.ok else 0
 
-    def _of_use(self, load: _Load, slots: int) -> bool:
-        """Whether the first slots of a load have any page that was not on the device before."""
-        return any(slot < slots for slot in load.slots.values())
+    def _of_use(self, load: _Load, blocks: int) -> bool:
+        """Whether the first blocks of a load have any page that was not on the device before."""
+        return any(block < blocks for block in load.blocks.values())
 
     def reset(self) -> None:
         """What is on its way is not to be found."""

@@ -31,7 +31,7 @@ class Lookup:
         self.keeps = [group.keep for group in layout.groups]
         self.simple = all(keep == Everything() for keep in self.keeps)
         self.shift = [-(-keep.ahead // layout.page) for keep in self.keeps]
-        """For each group: its page i depends on tokens up to slot i + shift of the tree, and is found there."""
+        """For each group: its page i depends on tokens up to block i + shift of the tree, and is found there."""
 
     def find(self, root: Node | None, packed: bytearray, limit: int) -> Found:
         """Looks a context up that may go on at `limit` at most."""
@@ -39,8 +39,8 @@ class Lookup:
         places: list[list[int]] = []
         for g, shift in enumerate(self.shift):
             ids: list[int] = []
-            for node, slots in zip(trail.nodes, trail.slots, strict=True):
-                ids += node.pages[g][:slots]
+            for node, blocks in zip(trail.nodes, trail.blocks, strict=True):
+                ids += node.pages[g][:blocks]
             places.append(ids[shift:])
         return Found(self.continues(places, trail, limit), places, trail)
 

@@ -1,10 +1,10 @@
-"""The whole face of the cache to the scheduler: match, grow, settle, fork, release, drain.
+"""The whole face of the cache to the scheduler: match, grow, commit, fork, release, drain.
 
 Every method either does all of what it says or nothing. Page edits, copies and transfers gather here until `drain` hands them
 to the plan being made. Execution is in order: what a plan reads may be given away as soon as the NEXT plan is made.
 
 Who owns a page: `pool` counts the live sequences that hold it and whether the index keeps it. Whole pages of a running
-sequence are kept as soon as they are certain (`settle`), the rest of its last page when it ends (`release`). A page that is
+sequence are kept as soon as they are certain (`commit`), the rest of its last page when it ends (`release`). A page that is
 kept, or has two holders, is never written: `grow` copies it first. So a match may end inside a page, and that page is cut.
 """
 
@@ -21,16 +21,16 @@ from penstock.cache.indexing import Indexer
 from penstock.cache.joining import Joining
 from penstock.cache.loading import Loading
 from penstock.cache.lookup import Lookup
-from penstock.cache.mark import Mark, mark_of, packed
 from penstock.cache.news import News
 from penstock.cache.pool import Pools
 from penstock.cache.prefix import Node, Prefix
+from penstock.cache.sequence_state import SequenceState, packed, state_of
 from penstock.cache.tiers import Tiers
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import Move, StepPlan
 from penstock.core.request import TierStats
 from penstock.core.sequence import PageRun, Sequence
-from penstock.core.transfer import Landing, Receipt
+from penstock.core.transfer import LoadResult, WriteResult
 
 POLICY = "adaptive"
 """What goes first, if nobody says (`cache/eviction.py`); chosen by bench/cache_replay.py."""
@@ -106,21 +106,21 @@ class Cache:
     def _loads(self, sequence: Sequence, loading: Loading) -> bool:
         """Whether it waits for pages to be loaded. It does not ask for any before there is room for it: what the device has of
         it now may be gone by then."""
-        asks = mark_of(sequence).ticket is not None or not self.pools.slabs_live or self.has_room(sequence, sequence.goal)
+        asks = state_of(sequence).ticket is not None or not self.pools.slabs_live or self.has_room(sequence, sequence.goal)
         return asks and loading.ask(sequence)
 
     def _follows(self, sequence: Sequence) -> bool:
-        mark = mark_of(sequence)
-        if mark.leader is not None:
-            if self.joining.leads(mark.leader) and mark.leader.computed < mark.upto:
+        state = state_of(sequence)
+        if state.leader is not None:
+            if self.joining.leads(state.leader) and state.leader.computed < state.upto:
                 return True
-            mark.leader = None
+            state.leader = None
         if not self.joining:
             return False
         data, root = packed(sequence, len(sequence.tokens)), self._root(sequence)
         found = self.joining.find(sequence, data, self.index.walk(root, data).matched if root is not None else 0)
         if found is not None:
-            mark.leader, mark.upto = found
+            state.leader, state.upto = found
         return found is not None
 
     def _root(self, sequence: Sequence) -> Node | None:
@@ -134,7 +134,7 @@ class Cache:
         """
         if sequence.pages:
             return sequence.planned
-        mark, page = self._begin(sequence, reuse), self.layout.page
+        state, page = self._begin(sequence, reuse), self.layout.page
         if not self.sharing or sequence.scoring or reuse is Reuse.NOTHING:
             return 0
         found = self.lookup.find(self._root(sequence), packed(sequence, len(sequence.tokens)), len(sequence.tokens) - 1)
@@ -144,23 +144,23 @@ class Cache:
         if not n:
             return 0
         sequence.pages = [self._hold(g, found.places[g], n) for g in range(len(self._keeps))]
-        mark.deepest = mark.origin = found.trail.nodes[-1]
-        mark.indexed = n - n % page
-        if mark.indexed:
+        state.deepest = state.origin = found.trail.nodes[-1]
+        state.indexed = n - n % page
+        if state.indexed:
             # What lies beyond has not been found now: it may go before what has.
-            node = self.index.locate(mark.deepest, mark.indexed)
-            mark.node = self.index.split(node, (mark.indexed - node.start) // page) if mark.indexed < node.end else node
-            self.index.touch(mark.node, self.evictor.now)
-        sequence.due = mark.indexed + page
+            node = self.index.locate(state.deepest, state.indexed)
+            state.node = self.index.split(node, (state.indexed - node.start) // page) if state.indexed < node.end else node
+            self.index.touch(state.node, self.evictor.now)
+        sequence.due = state.indexed + page
         return n
 
-    def _begin(self, sequence: Sequence, reuse: Reuse = Reuse.TOKENS) -> Mark:
+    def _begin(self, sequence: Sequence, reuse: Reuse = Reuse.TOKENS) -> SequenceState:
         """A sequence starts to have pages."""
-        mark, private = mark_of(sequence), reuse is Reuse.NOTHING or not self.sharing
-        mark.node, mark.deepest, mark.origin, mark.indexed, mark.forked = None, None, None, 0, False
-        mark.generation = -1 if private else self._generation
+        state, private = state_of(sequence), reuse is Reuse.NOTHING or not self.sharing
+        state.node, state.deepest, state.origin, state.indexed, state.forked = None, None, None, 0, False
+        state.generation = -1 if private else self._generation
         sequence.due = _NEVER if private else self.layout.page
-        return mark
+        return state
 
     def _hold(self, g: int, places: list[int], n: int) -> PageRun:
         """Takes hold of a group's pages that a context needs to continue at n."""
@@ -264,11 +264,11 @@ class Cache:
 
     def _deepest(self, sequence: Sequence) -> Node:
         """A node in which or above which all kept pages of a sequence lie; it has some."""
-        mark = mark_of(sequence)
-        if mark.deepest is None or mark.forked:
-            mark.deepest = self.index.walk(self.index.roots[sequence.request.adapter, sequence.request.salt],
+        state = state_of(sequence)
+        if state.deepest is None or state.forked:
+            state.deepest = self.index.walk(self.index.roots[sequence.request.adapter, sequence.request.salt],
                                            packed(sequence, len(sequence.tokens))).nodes[-1]
-        return mark.deepest
+        return state.deepest
 
     def _install(self, g: int, sequence: Sequence, taken: list[int], copy: bool, pages: int) -> None:
         run, row, edits = sequence.pages[g], sequence.row, self._edits[g]
@@ -279,7 +279,7 @@ class Cache:
             self._give(g, sequence, at, at + 1)
             run.ids[at] = target
             edits += (row, at, target)
-            deepest = mark_of(sequence).deepest
+            deepest = state_of(sequence).deepest
             if deepest is not None:
                 self.evictor.offer(deepest)
         run.ids += [-1] * (pages - len(run.ids) - len(taken))
@@ -295,8 +295,8 @@ class Cache:
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence has been given a row: the worker is told its pages, and others may wait for what it will compute."""
-        mark = mark_of(sequence)
-        if mark.generation == self._generation:
+        state = state_of(sequence)
+        if state.generation == self._generation:
             self.joining.lead(sequence, packed(sequence, len(sequence.tokens)))
         for g, run in enumerate(sequence.pages):
             for i in range(run.first, len(run.ids)):
@@ -306,12 +306,12 @@ class Cache:
     def count_hit(self, sequence: Sequence) -> dict[str, int]:
         """Called once, when a sequence has its first row: what it has found counts as used once more. Returns where its
         `planned` positions came from, by tier."""
-        mark, left, found = mark_of(sequence), sequence.planned, dict[str, int]()
-        node = mark.node
+        state, left, found = state_of(sequence), sequence.planned, dict[str, int]()
+        node = state.node
         while node is not None:
             node.uses += 1
             node = node.parent
-        for tier, positions in mark.loaded.items():
+        for tier, positions in state.loaded.items():
             if left and positions:
                 found[tier] = min(left, positions)
                 left -= found[tier]
@@ -322,11 +322,11 @@ class Cache:
 
     # -- what is certain, forks, ends
 
-    def settle(self, sequence: Sequence) -> None:
+    def commit(self, sequence: Sequence) -> None:
         """Called when `sequence.computed` has come to `sequence.due`: its whole pages can be found from here on."""
         sequence.due = sequence.computed - sequence.computed % self.layout.page + self.layout.page
-        self.joining.settled(sequence)
-        if mark_of(sequence).generation == self._generation:
+        self.joining.advanced(sequence)
+        if state_of(sequence).generation == self._generation:
             self._indexer.add(sequence)
 
     def fork(self, parent: Sequence, child: Sequence, upto: int) -> int:
@@ -338,11 +338,11 @@ class Cache:
         pages = -(-upto // self.layout.page)
         child.pages = []
         parent.room = child.room = 0
-        theirs, mark = mark_of(parent), self._begin(child)
-        mark.node, mark.origin, mark.generation = theirs.node, theirs.origin, theirs.generation
-        mark.forked = theirs.forked = True
-        mark.indexed = min(theirs.indexed, upto - upto % self.layout.page)
-        child.due = min(parent.due, mark.indexed + self.layout.page)
+        theirs, state = state_of(parent), self._begin(child)
+        state.node, state.origin, state.generation = theirs.node, theirs.origin, theirs.generation
+        state.forked = theirs.forked = True
+        state.indexed = min(theirs.indexed, upto - upto % self.layout.page)
+        child.due = min(parent.due, state.indexed + self.layout.page)
         for g, run in enumerate(parent.pages):
             mine = PageRun()
             mine.first = run.first
@@ -356,8 +356,8 @@ class Cache:
         had computed must not be found any more, because it is broken."""
         if not sequence.pages:
             return
-        mark = mark_of(sequence)
-        if keep and sequence.computed and mark.generation == self._generation:
+        state = state_of(sequence)
+        if keep and sequence.computed and state.generation == self._generation:
             self._indexer.end(sequence)
         self.joining.done(sequence)
         for g, run in enumerate(sequence.pages):
@@ -365,16 +365,16 @@ class Cache:
         sequence.pages = []
         sequence.room = 0
         sequence.due = _NEVER
-        mark.until = 0.0
-        if mark.deepest is None:
+        state.until = 0.0
+        if state.deepest is None:
             return
-        self._indexer.used(sequence, mark.deepest)
+        self._indexer.used(sequence, state.deepest)
         if not keep:
-            self._forget(mark.deepest)
-        for node in (mark.node, mark.deepest, mark.origin):
+            self._forget(state.deepest)
+        for node in (state.node, state.deepest, state.origin):
             if node is not None:
                 self.evictor.offer(node)
-        self.evictor.settle_quota(mark.deepest.label.account)
+        self.evictor.enforce_quota(state.deepest.label.account)
 
     def _forget(self, node: Node) -> None:
         """Takes what is broken out of the index, and offers it to no tier."""
@@ -421,13 +421,14 @@ class Cache:
         if self.tiers is not None:
             plan.transfers += self.tiers.drain()
 
-    def report(self, landings: Iterable[Landing], receipts: Iterable[Receipt], positions: int, seconds: float) -> None:
-        """What came of a plan's transfers, and that its step of so many positions took so long."""
+    def report(self, load_results: Iterable[LoadResult], write_results: Iterable[WriteResult], positions: int,
+               seconds: float) -> None:
+        """Takes the results of a plan's transfers, and the time that its step of so many positions took."""
         if self.tiers is None or self.loading is None:
             return
-        for landing in landings:
-            self._loaded += self.loading.land(landing)
-        self.tiers.report(landings, receipts)
+        for result in load_results:
+            self._loaded += self.loading.land(result)
+        self.tiers.report(load_results, write_results)
         if positions:
             self.tiers.computed(positions, seconds)
 

@@ -26,43 +26,43 @@ class News:
         """Pages have been offered to the tiers since the last plan."""
         index.stored, index.removed = self._stored, self._removed
 
-    def _stored(self, node: Node, group: int, slots: list[int]) -> None:
+    def _stored(self, node: Node, group: int, blocks: list[int]) -> None:
         if len(node.tokens) < self._index.width or self._index.model is None:
             return
         if self._tiers is not None:
-            self._certain += [self._content(node, group, slot) for slot in slots]
+            self._certain += [self._content(node, group, block) for block in blocks]
             self.offered = True
         if self._sink is not None:
-            self._index.key(node, slots[-1])
+            self._index.key(node, blocks[-1])
             run: list[int] = []
-            for slot in slots:
-                if run and slot != run[-1] + 1:
+            for block in blocks:
+                if run and block != run[-1] + 1:
                     self._tell(node, group, run)
                     run = []
-                run.append(slot)
+                run.append(block)
             self._tell(node, group, run)
 
     def _tell(self, node: Node, group: int, run: list[int]) -> None:
-        """Of consecutive slots."""
+        """Of consecutive blocks."""
         assert self._sink is not None
-        keys, first = [self._index.key(node, slot) for slot in run], run[0]
+        keys, first = [self._index.key(node, block) for block in run], run[0]
         parent = self._index.key(node, first - 1) if first or node.start else None
         self._sink.stored(group, "device", parent, keys, self._tokens(node, first, run[-1] + 1), node.label.salt,
         node.label.adapter)
 
-    def _removed(self, node: Node, group: int, slot: int) -> None:
+    def _removed(self, node: Node, group: int, block: int) -> None:
         if self._index.model is None:
             return
         if self._tiers is not None and self._broken:
-            self._tiers.forget([self._content(node, group, slot)])
+            self._tiers.forget([self._content(node, group, block)])
         elif self._tiers is not None:
-            self._leaving.append(self._content(node, group, slot))
+            self._leaving.append(self._content(node, group, block))
             self.offered = True
         if self._sink is not None:
-            self._sink.removed(group, "device", [self._index.key(node, slot)])
+            self._sink.removed(group, "device", [self._index.key(node, block)])
 
-    def _content(self, node: Node, group: int, slot: int) -> Content:
-        return Content(group, node.pages[group][slot], self._index.key(node, slot))
+    def _content(self, node: Node, group: int, block: int) -> Content:
+        return Content(group, node.pages[group][block], self._index.key(node, block))
 
     def _tokens(self, node: Node, first: int, end: int) -> list[int]:
         page = self._index.page
@@ -73,9 +73,9 @@ class News:
         """The index has got its name: tells of all that is in it, parents first."""
         for node in self._index.nodes():
             for group, ids in enumerate(node.pages):
-                slots = [slot for slot, page in enumerate(ids) if page >= 0]
-                if slots:
-                    self._stored(node, group, slots)
+                blocks = [block for block, page in enumerate(ids) if page >= 0]
+                if blocks:
+                    self._stored(node, group, blocks)
 
     @contextmanager
     def broken(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The prefix index: a radix tree over pages of tokens that says where the entries of a context lie. It moves no bytes.
 
-A node is a stretch of contexts that share it: tokens, and for each cache group the page of each page-long piece (a slot).
-Edges are compressed: a node has as many slots as nobody branches off between. Only a leaf may end inside a page: its one slot
+A node is a stretch of contexts that share it: tokens, and for each cache group the page of each page-long piece (a block).
+Edges are compressed: a node has as many blocks as nobody branches off between. Only a leaf may end inside a page: its one block
 is the rest of a context that ended there, found by token though it is stored by page.
 """
 
@@ -23,7 +23,7 @@ TOKEN = 4
 
 
 class Node:
-    """One stretch of the tree. `pages[g][i]` is the page of group g that belongs to slot i, -1 where there is none."""
+    """One stretch of the tree. `pages[g][i]` is the page of group g that belongs to block i, -1 where there is none."""
 
     __slots__ = ("author", "children", "gone", "keys", "label", "longest", "order", "pages", "parent", "priority", "seconds",
                  "start", "tokens", "until", "used", "uses")
@@ -39,12 +39,12 @@ class Node:
         """int32 in the machine's order."""
         self.pages = pages
         self.children: dict[bytes, Node] = {}
-        """By the tokens of the child's first slot."""
+        """By the tokens of the child's first block."""
         self.order: list[bytes] = []
         """The same keys, sorted: contexts that share most tokens with another stand beside it."""
         self.label = label
         self.keys: list[Key] = []
-        """Content keys of its first slots; computed when somebody asks."""
+        """Content keys of its first blocks; computed when somebody asks."""
         self.author: object = None
         """The sequence that is adding to it; nobody else may extend it in place."""
         self.used = 0
@@ -64,7 +64,7 @@ class Node:
         return self.start + len(self.tokens) // TOKEN
 
     @property
-    def slots(self) -> int:
+    def blocks(self) -> int:
         return len(self.pages[0])
 
 
@@ -90,8 +90,8 @@ class Trail(NamedTuple):
 
     nodes: list[Node]
     """From below the root on."""
-    slots: list[int]
-    """How many slots of each it reaches into; only the last may be touched in part."""
+    blocks: list[int]
+    """How many blocks of each it reaches into; only the last may be touched in part."""
     matched: int
     """Positions whose tokens are equal."""
 
@@ -109,11 +109,11 @@ class Prefix:
         self.weights = [group.stride for group in layout.groups]
         self.model = model
         self.stored: Callable[[Node, int, list[int]], None] | None = None
-        """Told of a node, a group and its slots whose pages can be found from now on."""
+        """Told of a node, a group and its blocks whose pages can be found from now on."""
         self.removed: Callable[[Node, int, int], None] | None = None
-        """Told of a node, a group and the slot whose page is about to go."""
+        """Told of a node, a group and the block whose page is about to go."""
         self.added: Callable[[Node, int], None] = lambda _node, _first: None
-        """Told of a node and the slot from which on it is new."""
+        """Told of a node and the block from which on it is new."""
         self.accounts: dict[str, Account] = {}
         self.roots: dict[tuple[str, str], Node] = {}
         self.clock = 0
@@ -132,7 +132,7 @@ class Prefix:
 
     def walk(self, root: Node, data: bytearray) -> Trail:
         """Follows tokens (int32) from a root as far as any context in the tree goes with them."""
-        node, at, nodes, slots = root, 0, [], []
+        node, at, nodes, blocks = root, 0, [], []
         while at < len(data):
             child = node.children.get(bytes(data[at:at + self.width]))
             shared = len(child.tokens) if child is not None else 0
@@ -143,15 +143,15 @@ class Prefix:
             elif data[at:at + shared] != child.tokens:
                 shared = common(data, at, child.tokens)
             nodes.append(child)
-            slots.append(-(-shared // self.width))
+            blocks.append(-(-shared // self.width))
             at += shared
             if shared < len(child.tokens):
                 break
             node = child
-        return Trail(nodes, slots, at // TOKEN)
+        return Trail(nodes, blocks, at // TOKEN)
 
     def _nearest(self, node: Node, data: bytes) -> tuple[Node | None, int]:
-        """The child whose first slot shares most tokens with `data`, and the bytes that it shares: less than all of both."""
+        """The child whose first block shares most tokens with `data`, and the bytes that it shares: less than all of both."""
         at = bisect_left(node.order, data)
         best, most = None, 0
         for key in node.order[max(0, at - 1):at + 1]:
@@ -161,16 +161,16 @@ class Prefix:
         return best, most
 
     def locate(self, node: Node, at: int) -> Node:
-        """The node on the way to `node` in which position `at`, a border of slots, lies or ends."""
+        """The node on the way to `node` in which position `at`, a border of blocks, lies or ends."""
         while at <= node.start and node.parent is not None:
             node = node.parent
         return node
 
     def insert(self, node: Node, at: int, data: bytearray, pages: list[list[int]], author: object) -> tuple[Node, list[Node]]:
-        """Adds whole slots behind position `at` of `node`; `pages[g]` are held pages, -1 for none, one for each slot.
+        """Adds whole blocks behind position `at` of `node`; `pages[g]` are held pages, -1 for none, one for each block.
 
         Where the tree has a page it stays and `pages` is changed to name it; else the given one is kept. Returns the node in
-        which the last slot lies, and the leaves that ended inside a page and are now of no use.
+        which the last block lies, and the leaves that ended inside a page and are now of no use.
         """
         node, i, count, width, spent = self.locate(node, at), 0, len(data) // self.width, self.width, []
         while i < count:
@@ -198,12 +198,12 @@ class Prefix:
         return node.author is author and not node.children and not node.gone and node.end == at
 
     def append(self, node: Node, tokens: bytes | bytearray, page: int) -> None:
-        """Adds one slot to a leaf that grows, in an index of one group."""
-        slot = len(node.pages[0])
+        """Adds one block to a leaf that grows, in an index of one group."""
+        block = len(node.pages[0])
         node.tokens += tokens
         node.pages[0].append(page)
-        self._keep(node, 0, slot, [page])
-        self.added(node, slot)
+        self._keep(node, 0, block, [page])
+        self.added(node, block)
 
     def _append(self, node: Node, at: int, data: bytearray, pages: list[list[int]], author: object) -> Node:
         if node.author is author and node.parent is not None and not node.children:
@@ -212,7 +212,7 @@ class Prefix:
                 node.pages[g] += ids
         else:
             node = self._add(node, at, data, pages, author)
-        first = node.slots - len(pages[0])
+        first = node.blocks - len(pages[0])
         for g, ids in enumerate(pages):
             self._keep(node, g, first, ids)
         self.added(node, first)
@@ -229,7 +229,7 @@ class Prefix:
         return node
 
     def _merge(self, node: Node, first: int, pages: list[list[int]], i: int, count: int) -> None:
-        """Slots of `node` from `first` on hold the same tokens as the given ones from i on: one page for both."""
+        """Blocks of `node` from `first` on hold the same tokens as the given ones from i on: one page for both."""
         for g, ids in enumerate(pages):
             mine = node.pages[g]
             for j in range(count):
@@ -241,7 +241,7 @@ class Prefix:
                     self._keep(node, g, first + j, [given])
 
     def _keep(self, node: Node, group: int, first: int, ids: list[int]) -> None:
-        """Marks pages that were put into slots from `first` on."""
+        """Marks pages that were put into blocks from `first` on."""
         pages = [page for page in ids if page >= 0] if -1 in ids else ids
         if pages:
             self.pools.keep(group, pages)
@@ -250,12 +250,12 @@ class Prefix:
             if self.stored is not None:
                 self.stored(node, group, [first + i for i, page in enumerate(ids) if page >= 0])
 
-    def drop(self, node: Node, group: int, slot: int) -> None:
+    def drop(self, node: Node, group: int, block: int) -> None:
         """Gives up one page."""
-        page = node.pages[group][slot]
+        page = node.pages[group][block]
         if self.removed is not None and len(node.tokens) >= self.width:
-            self.removed(node, group, slot)
-        node.pages[group][slot] = -1
+            self.removed(node, group, block)
+        node.pages[group][block] = -1
         node.label.account.nbytes -= self.weights[group]
         self.pools.drop(group, page)
 
@@ -267,7 +267,7 @@ class Prefix:
         return []
 
     def rest(self, node: Node, at: int, data: bytearray, pages: list[list[int]]) -> tuple[Node | None, list[Node]]:
-        """Adds a leaf of less than a page behind position `at` of `node`, a border of slots, unless the tree has these tokens
+        """Adds a leaf of less than a page behind position `at` of `node`, a border of blocks, unless the tree has these tokens
         there already. Returns the leaf, if there is a new one, and leaves that end inside it and are now of no use."""
         node = self.locate(node, at)
         if at < node.end:
@@ -285,32 +285,32 @@ class Prefix:
             self._keep(leaf, g, 0, ids)
         return leaf, spent
 
-    def split(self, node: Node, slots: int) -> Node:
-        """Cuts a node in two and returns the upper one, of `slots` slots. The lower one stays the same object."""
+    def split(self, node: Node, blocks: int) -> Node:
+        """Cuts a node in two and returns the upper one, of `blocks` blocks. The lower one stays the same object."""
         parent, width = node.parent, self.width
-        assert parent is not None and 0 < slots < node.slots
-        upper = Node(parent, node.start, node.tokens[:slots * width], [ids[:slots] for ids in node.pages], node.label)
+        assert parent is not None and 0 < blocks < node.blocks
+        upper = Node(parent, node.start, node.tokens[:blocks * width], [ids[:blocks] for ids in node.pages], node.label)
         upper.used, upper.uses, upper.longest = node.used, node.uses, node.longest
         upper.priority, upper.until, upper.seconds = node.priority, node.until, node.seconds
-        upper.keys = node.keys[:slots]
+        upper.keys = node.keys[:blocks]
         parent.children[bytes(upper.tokens[:width])] = upper
-        node.parent, node.start = upper, node.start + slots * self.page
-        node.keys = node.keys[slots:]
-        del node.tokens[:slots * width]
+        node.parent, node.start = upper, node.start + blocks * self.page
+        node.keys = node.keys[blocks:]
+        del node.tokens[:blocks * width]
         for ids in node.pages:
-            del ids[:slots]
+            del ids[:blocks]
         key = bytes(node.tokens[:width])
         upper.children[key] = node
         upper.order.append(key)
         return upper
 
     def cut(self, node: Node) -> None:
-        """Takes the last slot, whose pages are gone, off a leaf; an empty leaf leaves the tree."""
+        """Takes the last block, whose pages are gone, off a leaf; an empty leaf leaves the tree."""
         for ids in node.pages:
             ids.pop()
-        if node.slots:
-            del node.tokens[node.slots * self.width:]
-            del node.keys[node.slots:]
+        if node.blocks:
+            del node.tokens[node.blocks * self.width:]
+            del node.keys[node.blocks:]
             return
         parent = node.parent
         assert parent is not None and not node.children
@@ -345,15 +345,15 @@ class Prefix:
                 at.until = now + at.seconds
             at = at.parent
 
-    def key(self, node: Node, slot: int) -> Key:
-        """The content key of a context up to the end of a slot; of slot -1, up to the start of the node."""
-        if slot < 0:
-            return self.key(node.parent, node.parent.slots - 1) if node.parent is not None else self.root_key(node)
-        if len(node.keys) <= slot:
+    def key(self, node: Node, block: int) -> Key:
+        """The content key of a context up to the end of a block; of block -1, up to the start of the node."""
+        if block < 0:
+            return self.key(node.parent, node.parent.blocks - 1) if node.parent is not None else self.root_key(node)
+        if len(node.keys) <= block:
             parent = node.keys[-1] if node.keys else self.key(node, -1)
-            tokens = node.tokens[len(node.keys) * self.width:(slot + 1) * self.width]
+            tokens = node.tokens[len(node.keys) * self.width:(block + 1) * self.width]
             node.keys += keys.links(parent, tokens, self.page)
-        return node.keys[slot]
+        return node.keys[block]
 
     def top(self, node: Node) -> Node:
         """The root above a node."""
@@ -382,10 +382,10 @@ class Prefix:
             assert parent is not None and parent.children[bytes(node.tokens[:self.width])] is node
             assert node.start == parent.end and node.start % self.page == 0 and node.tokens
             assert not node.children or len(node.tokens) % self.width == 0, "a page goes on after a stretch that ends inside it"
-            assert len(node.tokens) % self.width == 0 or node.slots == 1, "a rest of a page is a node of its own"
+            assert len(node.tokens) % self.width == 0 or node.blocks == 1, "a rest of a page is a node of its own"
             assert node.order == sorted(node.children) and parent.used >= node.used
             for g, ids in enumerate(node.pages):
-                assert len(ids) == node.slots == -(-len(node.tokens) // self.width)
+                assert len(ids) == node.blocks == -(-len(node.tokens) // self.width)
                 mine = [page for page in ids if page >= 0]
                 assert len(set(mine)) == len(mine) and kept[g].isdisjoint(mine), "a page is in the index twice"
                 kept[g].update(mine)

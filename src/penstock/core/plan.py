@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.sampling import SamplingParams
-from penstock.core.transfer import Landing, Receipt, Transfer
+from penstock.core.transfer import LoadResult, Transfer, WriteResult
 
 Ints = npt.NDArray[np.int32]
 
@@ -148,9 +148,9 @@ class StepResult:
     """The whole of the worker's `run`."""
     kernel_seconds: float = 0.0
     """The part of it inside the model."""
-    landings: list[Landing] = field(default_factory=list)
+    load_results: list[LoadResult] = field(default_factory=list)
     """Loads that have ended since the last result."""
-    receipts: list[Receipt] = field(default_factory=list)
+    write_results: list[WriteResult] = field(default_factory=list)
     """Pages that were written to stores since, or could not be."""
 
 

@@ -12,9 +12,9 @@ class Sequence:
     Owned by the scheduler; nobody else writes.
     """
 
-    __slots__ = ("cached", "cached_by_tier", "children", "computed", "constraint", "done", "drafted", "due", "epoch",
-                 "expected", "goal", "index", "limit", "mark", "masked", "pages", "passed", "planned", "promised", "prompt_len",
-                 "request", "room", "row", "scores", "scoring", "seed", "slack", "stops", "timings", "tokens")
+    __slots__ = ("cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done", "drafted", "due",
+                 "epoch", "expected", "goal", "index", "limit", "masked", "pages", "passed", "planned", "promised",
+                 "prompt_len", "request", "room", "row", "scores", "scoring", "seed", "slack", "stops", "timings", "tokens")
 
     def __init__(self, request: Request, index: int, seed: int, limit: int) -> None:
         self.request = request
@@ -64,8 +64,8 @@ class Sequence:
         self.room = 0
         """Positions below this can be written without asking the cache. Written by the cache alone."""
         self.due = 1 << 62
-        """`computed` at which the cache wants to be told again (`settle`). Written by the cache alone."""
-        self.mark: object = None
+        """`computed` at which the cache wants to be told again (`commit`). Written by the cache alone."""
+        self.cache_state: object = None
         """What the cache knows of this sequence beyond its pages."""
         self.timings = Timings(arrival=request.arrival)
 

@@ -25,8 +25,8 @@ class Save(NamedTuple):
     slot: int
 
 
-class Store(NamedTuple):
-    """Write a slot of the host to a store. Answered by a Receipt, until which the slot must not change."""
+class Write(NamedTuple):
+    """Write a slot of the host to a store. Answered by a WriteResult, until which the slot must not change."""
 
     id: int
     store: int
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Fill pages of the device. Answered by a Landing with the ticket, until which its slots must not change."""
+    """Fill pages of the device. Answered by a LoadResult with the ticket, until which its slots must not change."""
 
     ticket: int
     pieces: list[Piece]
@@ -56,10 +56,10 @@ class Load(NamedTuple):
     """Seconds after which it has failed."""
 
 
-Transfer = Save | Store | Load
+Transfer = Save | Write | Load
 
 
-class Landing(NamedTuple):
+class LoadResult(NamedTuple):
     """What became of a load."""
 
     ticket: int
@@ -73,8 +73,8 @@ class Landing(NamedTuple):
     """The stores that did not answer, or not before the load's patience had run out."""
 
 
-class Receipt(NamedTuple):
-    """What became of a Store."""
+class WriteResult(NamedTuple):
+    """What became of a Write."""
 
     id: int
     ok: bool

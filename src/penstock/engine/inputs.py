@@ -15,7 +15,7 @@ import msgspec
 from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, Request, Span
 from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
-from penstock.engine.retention import Marked, check_spans, settle_spans, spans_of, written
+from penstock.engine.retention import Marked, check_spans, resolve_spans, spans_of, written
 from penstock.engine.work import checkpoint
 from penstock.grammar.definition import define
 from penstock.text import ChatTemplate, Tokenizer
@@ -104,7 +104,7 @@ class Inputs:
         kept = ids if keep_last is None else self._last(ids, keep_last, params)
         params = self._settled(params, len(kept))
         return Request(name, kept, params, list(self.eos_ids), time.time(), priority, salt, tenant,
-                       settle_spans(retain, len(kept), len(ids) - len(kept)))
+                       resolve_spans(retain, len(kept), len(ids) - len(kept)))
 
     def _ids(self, prompt: str | Sequence[int], add_special_tokens: bool, whole: bool) -> list[int]:
         """The prompt's tokens. Unless the `whole` is wanted, a text that cannot fit is refused before all is tokenized."""

@@ -24,7 +24,7 @@ import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.engine.process import child_environment
-from penstock.engine.retention import Mark, Marked, written
+from penstock.engine.retention import Breakpoint, Marked, written
 from penstock.engine.work import THREADS, abandoned
 from penstock.text import ChatTemplate
 
@@ -119,7 +119,7 @@ class Renderers:
             self._free.put(child)
         if isinstance(reply, Refused):
             raise RequestError(reply.message, param=reply.param, code=reply.code, status=reply.status)
-        return Marked(reply.text, tuple(Mark(*mark) for mark in reply.marks))
+        return Marked(reply.text, tuple(Breakpoint(*mark) for mark in reply.marks))
 
     def close(self) -> None:
         """Ends the processes, also in the middle of a rendering, which then fails."""

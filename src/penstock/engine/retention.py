@@ -33,7 +33,7 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 
 
-class Mark(NamedTuple):
+class Breakpoint(NamedTuple):
     """The first `at` characters of a prompt's text should stay in the cache."""
 
     at: int
@@ -45,7 +45,7 @@ class Marked(NamedTuple):
     """A prompt as text, and what of it should stay."""
 
     text: str
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[Breakpoint, ...] = ()
 
 
 def seconds_of(ttl: str, param: str) -> float:
@@ -86,7 +86,7 @@ def check_spans(spans: Sequence[Span]) -> None:
                                code="invalid_value")
 
 
-def settle_spans(spans: Sequence[Span], count: int, cut: int) -> list[Span]:
+def resolve_spans(spans: Sequence[Span], count: int, cut: int) -> list[Span]:
     """Spans of a prompt that `cut` tokens were cut off at the front of and `count` are left, in the order of their ends."""
     settled = []
     for span in spans:
@@ -166,14 +166,14 @@ def written(render: Callable[[Messages, Tools], str], messages: Messages, tools:
             before = shown[:end]
             for other in places:
                 before = before.replace(other.word, "")
-            wanted.append(Mark(_agreement(before, text), place.priority, place.seconds))
+            wanted.append(Breakpoint(_agreement(before, text), place.priority, place.seconds))
     for count, tool in enumerate(tools or (), 1):
         if tool.get("cache_control") is not None:
             # What follows a tool is another one or the end of the list: up to where both agree, it is written.
             another = {**_bare(tool), "function": {**tool["function"], "name": "x" + secrets.token_hex(8)}}
             shown = render(plain, [*(clean_tools or ())[:count], another])
             mark = read_mark(tool["cache_control"], f"tools[{count - 1}].cache_control")
-            wanted.append(Mark(_agreement(shown, text), *mark))
+            wanted.append(Breakpoint(_agreement(shown, text), *mark))
     return Marked(text, tuple(wanted))
 
 

@@ -410,7 +410,7 @@ class Scheduler:
         assert flight.id == result.id, (flight.id, result.id)
         logprobs = _lines_by_segment(result.logprobs, flight.sequences, "logprobs")
         scores = _lines_by_segment(result.scores, flight.sequences, "prompt_logprobs")
-        settle, lost, drafts = self.cache.settle, flight.lost, flight.drafts
+        commit, lost, drafts = self.cache.commit, flight.lost, flight.drafts
         tokens, at = result.tokens.tolist(), 0
         segments = zip(flight.sequences, flight.counts, flight.wants, result.kept.tolist(), strict=True)
         for i, (sequence, count, want, kept) in enumerate(segments):
@@ -425,7 +425,7 @@ class Scheduler:
                 sequence.computed = computed = sequence.computed + count
                 # What gave no usable logits must not be found again.
                 if computed >= sequence.due and not (own and own[-1] == NOT_FINITE):
-                    settle(sequence)
+                    commit(sequence)
                 if want & _SCORE:
                     sequence.scores += scores.get(i, ())
             if want & _SAMPLE:
@@ -434,7 +434,7 @@ class Scheduler:
         decoded = flight.counts.count(1) + len(drafts)
         checked = sum(drafts.values())
         tokens_done = sum(flight.counts)
-        self.cache.report(result.landings, result.receipts, tokens_done, result.seconds)
+        self.cache.report(result.load_results, result.write_results, tokens_done, result.seconds)
         self.pace.learn(decoded, tokens_done - decoded - checked, result.seconds)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds

@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from penstock.core.transfer import Landing, Load, PageName, Receipt
+from penstock.core.transfer import Load, LoadResult, PageName, WriteResult
 
 LOG = logging.getLogger("penstock")
 
@@ -20,8 +20,8 @@ class Reports:
     """What threads have to tell."""
 
     def __init__(self) -> None:
-        self.receipts: deque[Receipt] = deque()
-        self._landings: list[Landing] = []
+        self.write_results: deque[WriteResult] = deque()
+        self._load_results: list[LoadResult] = []
         self._ends: dict[int, float] = {}
         """When the last load from each place ended."""
         self._some = threading.Condition()
@@ -34,19 +34,19 @@ class Reports:
         with self._some:
             since = max(began or now, self._ends.get(furthest, 0.0))
             self._ends[furthest] = now
-            self._landings.append(Landing(ticket, ok, now - since, lost, missed))
+            self._load_results.append(LoadResult(ticket, ok, now - since, lost, missed))
             self._some.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Returns when there is a landing, or after so long."""
+        """Returns when there is a result, or after so long."""
         with self._some:
-            self._some.wait_for(lambda: bool(self._landings), seconds)
+            self._some.wait_for(lambda: bool(self._load_results), seconds)
 
-    def take(self) -> tuple[list[Landing], list[Receipt]]:
+    def take(self) -> tuple[list[LoadResult], list[WriteResult]]:
         """What there is since the last call."""
         with self._some:
-            landings, self._landings = self._landings, []
-        return landings, [self.receipts.popleft() for _ in range(len(self.receipts))]
+            load_results, self._load_results = self._load_results, []
+        return load_results, [self.write_results.popleft() for _ in range(len(self.write_results))]
 
     def complain(self, what: str) -> None:
         """Logs a failure, at most one in a while: a disk that fails does so often."""
@@ -69,7 +69,7 @@ class Job:
         self._left = Counter(places)
         """Parts that have not ended, by place."""
         self._writing = 0
-        self._landed = False
+        self._take_result = False
         self._lost: list[PageName] = []
         self._missed: set[int] = set()
         self._began = 0.0
@@ -114,7 +114,7 @@ class Job:
             self._land_if_over()
 
     def _land_if_over(self) -> None:
-        if not self._landed and not self._writing and (self.given_up or not self._left.total()):
-            self._landed = True
+        if not self._take_result and not self._writing and (self.given_up or not self._left.total()):
+            self._take_result = True
             missed = tuple(sorted(place for place in self._missed if place >= 0))
             self._reports.land(self.ticket, not self.given_up, self._began, self._furthest, tuple(self._lost), missed)

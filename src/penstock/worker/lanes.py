@@ -22,7 +22,7 @@ _PIECES = 4
 """So many may be under way: some are being copied while the thread wakes up that another has ended."""
 
 
-class Mark:
+class Fence:
     """The end of some copies, or of what a stream had been told when it was made. Any thread may ask."""
 
     def __init__(self, future: Future[torch.cuda.Event | None]) -> None:
@@ -50,11 +50,11 @@ class Mark:
         return event is None or event.query()
 
 
-def moment(device: torch.device) -> Mark:
+def moment(device: torch.device) -> Fence:
     """What the current stream has been told so far; on a CPU that is done."""
     future: Future[torch.cuda.Event | None] = Future()
     future.set_result(_event() if device.type == "cuda" else None)
-    return Mark(future)
+    return Fence(future)
 
 
 def _event() -> torch.cuda.Event:
@@ -75,15 +75,15 @@ class Lane:
         self.hurry = False
         """While somebody waits for all of it to be started, it is, however much."""
 
-    def run(self, copies: Iterable[Copy], after: Sequence[Mark]) -> Mark:
-        """Does these copies behind those that it was given before, and behind these marks."""
-        return Mark(self._thread.submit(self._run, copies, after))
+    def run(self, copies: Iterable[Copy], after: Sequence[Fence]) -> Fence:
+        """Does these copies behind those that it was given before, and behind these fences."""
+        return Fence(self._thread.submit(self._run, copies, after))
 
     @torch.inference_mode()
-    def _run(self, copies: Iterable[Copy], after: Sequence[Mark]) -> torch.cuda.Event | None:
+    def _run(self, copies: Iterable[Copy], after: Sequence[Fence]) -> torch.cuda.Event | None:
         with torch.cuda.stream(self._stream):
-            for mark in after:
-                mark.hold()
+            for fence in after:
+                fence.hold()
             for piece in _cut(copies):
                 while len(self._pieces) >= _PIECES and not self.hurry:
                     self._pieces.popleft().synchronize()

@@ -20,13 +20,12 @@ import numpy as np
 import torch
 
 from penstock.core.plan import StepPlan
-from penstock.core.transfer import Landing, Load, Piece, Receipt, Save
-from penstock.core.transfer import Store as Writing
+from penstock.core.transfer import Load, LoadResult, Piece, Save, Write, WriteResult
 from penstock.stores import record
 from penstock.stores.behind import Behind
 from penstock.worker.arena import Arena, own_pages
 from penstock.worker.jobs import Job, Reports
-from penstock.worker.lanes import Copy, Lane, Mark, Pinned, moment
+from penstock.worker.lanes import Copy, Fence, Lane, Pinned, moment
 from penstock.worker.reading import Reader
 from penstock.worker.threads import Threads
 
@@ -41,7 +40,7 @@ copy sooner."""
 _SPARE_BUFFERS = 8
 """Besides one for each reader: being copied from."""
 _WRITERS = 2
-"""Writing is never urgent."""
+"""Write is never urgent."""
 _WRITES = 8
 """Pages that one of them is given at a time."""
 _IDLE_SECONDS = 0.005
@@ -66,7 +65,7 @@ class Movers:
         self._saves, self._loads = Lane("penstock-saves", device), Lane("penstock-loads", device)
         self._saved = moment(device)
         """The end of the saves that were started last."""
-        self._saving: deque[tuple[Mark, set[tuple[int, int]]]] = deque()
+        self._saving: deque[tuple[Fence, set[tuple[int, int]]]] = deque()
         """The pages (group, page) of saves that may still be under way, plan by plan."""
         self._ends = ThreadPoolExecutor(1, "penstock-loaded")
         self._sources = [Reader(store, behind.version) for store in self._stores]
@@ -96,17 +95,17 @@ class Movers:
         doomed = set[tuple[int, int]]()
         if saves or self._saving:
             doomed = {place for page in _overwritten(plan, self._arena.layout.page) for place in self._overlaps(*page)}
-        held = [mark for mark, pages in self._saving if not doomed.isdisjoint(pages)]
+        held = [fence for fence, pages in self._saving if not doomed.isdisjoint(pages)]
         overtaken = not doomed.isdisjoint(fresh)
         self._saves.hurry = bool(held) or overtaken
         if saves:
             self._saved = self._saves.run(self._downwards(saves), [moment(self._device)])
             self._saving.append((self._saved, fresh))
             held += [self._saved] * overtaken
-        for mark in held:
-            mark.hold()
+        for fence in held:
+            fence.hold()
         self._saves.hurry = False
-        writings = [transfer for transfer in plan.transfers if isinstance(transfer, Writing)]
+        writings = [transfer for transfer in plan.transfers if isinstance(transfer, Write)]
         for i, writers in enumerate(self._writers):
             mine = [writing for writing in writings if writing.store == i]
             for at in range(0, len(mine), _WRITES):
@@ -135,7 +134,7 @@ class Movers:
             most = min(-(-len(mine) // (2 * _READERS[self._stores[store].tier])), self._batch)
             yield from (mine[at:at + most] for at in range(0, len(mine), most))
 
-    def arrived(self, wait: bool = False) -> tuple[list[Landing], list[Receipt]]:
+    def arrived(self, wait: bool = False) -> tuple[list[LoadResult], list[WriteResult]]:
         """What has ended since the last call. With `wait`, and loads under way, it may wait a moment for one."""
         if wait and self._open:
             self._reports.wait(_IDLE_SECONDS)
@@ -143,10 +142,10 @@ class Movers:
         for job in list(self._open.values()):
             if now > job.deadline:
                 job.give_up(late=True)
-        landings, receipts = self._reports.take()
-        for landing in landings:
-            del self._open[landing.ticket]
-        return landings, receipts
+        load_results, write_results = self._reports.take()
+        for result in load_results:
+            del self._open[result.ticket]
+        return load_results, write_results
 
     def close(self) -> None:
         """Drops loads and writes that have not begun, and frees the host's memory."""
@@ -172,7 +171,7 @@ class Movers:
         for group, page, slot, count in _runs(Save(piece.name.group, piece.page, piece.slot) for piece in pieces):
             yield self._arena.stretch(group, page, count), self._host.stretch(group, slot, count)
 
-    def _write(self, writings: list[Writing], saved: Mark) -> None:
+    def _write(self, writings: list[Write], saved: Fence) -> None:
         """Some pages from the host to a store."""
         saved.wait()
         for writing in writings:
@@ -184,9 +183,9 @@ class Movers:
             except OSError as error:
                 self._reports.complain(f"the {store.tier} tier of the cache does not take pages: {error}")
             finally:
-                self._reports.receipts.append(Receipt(writing.id, ok, time.perf_counter() - began))
+                self._reports.write_results.append(WriteResult(writing.id, ok, time.perf_counter() - began))
 
-    def _read(self, job: Job, pieces: list[Piece], ready: Mark) -> None:
+    def _read(self, job: Job, pieces: list[Piece], ready: Fence) -> None:
         """Some pages of a load, by way of a buffer, because they are not certain to be the right ones."""
         store = pieces[0].store
         job.begin(store)
@@ -225,14 +224,14 @@ class Movers:
                        if piece.name not in bad]
         return copies
 
-    def _finish(self, job: Job, place: int, copies: Iterable[Copy], after: list[Mark], buffer: torch.Tensor | None) -> None:
+    def _finish(self, job: Job, place: int, copies: Iterable[Copy], after: list[Fence], buffer: torch.Tensor | None) -> None:
         """Has pages copied to the device; that ends a part of a load from `place`, and its buffer is free again."""
-        mark = self._loads.run(copies, after)
+        fence = self._loads.run(copies, after)
 
         def end() -> None:
             failed = False
             try:
-                mark.wait()
+                fence.wait()
             except Exception:
                 LOG.exception("a page of the cache could not be copied to the device")
                 failed = True

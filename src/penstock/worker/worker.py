@@ -96,7 +96,7 @@ class Launched:
             self._result.seconds, self._result.kernel_seconds = self._interval.seconds, self._interval.kernel_seconds
             if self._movers is not None:
                 # With nothing computed there may be loads that the engine waits for.
-                self._result.landings, self._result.receipts = self._movers.arrived(wait=self._plan.idle)
+                self._result.load_results, self._result.write_results = self._movers.arrived(wait=self._plan.idle)
             self._chosen = Chosen()
         return self._result
 

@@ -10,7 +10,7 @@ import pytest
 from penstock.cache import keys, media
 from penstock.cache.events import BlockStored, Journal
 from penstock.cache.manager import Cache
-from penstock.cache.mark import packed
+from penstock.cache.sequence_state import packed
 from penstock.core.layout import lay_out
 from penstock.core.plan import StepPlan
 from penstock.core.request import Medium, Request
@@ -51,7 +51,7 @@ def run(cache: Cache, asked: Request) -> int:
     cache.enter(sequence)
     cache.drain(StepPlan(0))
     sequence.planned = sequence.computed = len(sequence.tokens)
-    cache.settle(sequence)
+    cache.commit(sequence)
     cache.release(sequence)
     cache.check([])
     return found

@@ -40,7 +40,7 @@ def _compute(cache: Cache, tokens: list[int], **more: object) -> tuple[int, list
     plan = StepPlan(0)
     cache.drain(plan)
     sequence.planned = sequence.computed = len(tokens)
-    cache.settle(sequence)
+    cache.commit(sequence)
     cache.check([sequence])
     cache.release(sequence)
     cache.check([])
@@ -87,7 +87,7 @@ def test_equal_pages_are_kept_once() -> None:
         cache.enter(sequence)
     for sequence in (first, second):
         sequence.planned = sequence.computed = 9
-        cache.settle(sequence)
+        cache.commit(sequence)
     assert first.pages[0].ids[:2] == second.pages[0].ids[:2] and first.pages[0].ids[2] != second.pages[0].ids[2]
     plan = StepPlan(0)
     cache.drain(plan)
@@ -121,7 +121,7 @@ def test_a_snapshot_serves_where_it_was_sealed() -> None:
     for upto in (8, 16, 18):
         assert cache.grow(sequence, upto)
         sequence.planned = sequence.computed = upto
-        cache.settle(sequence)
+        cache.commit(sequence)
     cache.release(sequence)
     assert _find(cache, [*context, 1]) == 18, "where it ended"
     assert _find(cache, [*context[:17], 1]) == 16 and _find(cache, [*context[:13], 1]) == 8, "at the borders it stopped at"
@@ -180,11 +180,11 @@ def test_a_reset_forgets_all_but_disturbs_nobody() -> None:
     running = _sequence(list(range(100, 120)))
     assert cache.grow(running, 20)
     running.planned = running.computed = 8
-    cache.settle(running)
+    cache.commit(running)
     cache.reset()
     cache.check([running])
     running.planned = running.computed = 20
-    cache.settle(running)
+    cache.commit(running)
     assert _find(cache, [*range(16), 1]) == 0 and _find(cache, [*range(100, 120), 1]) == 0
     cache.release(running)
     cache.check([])
@@ -198,7 +198,7 @@ def test_what_is_broken_is_not_found() -> None:
     broken.planned = broken.computed = cache.match(broken)
     assert cache.grow(broken, 18)
     broken.planned = broken.computed = 17
-    cache.settle(broken)
+    cache.commit(broken)
     cache.release(broken, keep=False)
     cache.check([])
     assert _find(cache, [*range(8), *range(50, 60)]) <= 8

@@ -13,12 +13,12 @@ import pytest
 from penstock.core.errors import RequestError
 from penstock.core.request import MARKED_PRIORITY, PROMPT, WHOLE, Span
 from penstock.engine.retention import (
-    Mark,
+    Breakpoint,
     Marked,
     check_spans,
     read_mark,
+    resolve_spans,
     seconds_of,
-    settle_spans,
     spans_of,
     written,
 )
@@ -131,13 +131,13 @@ def test_marks_as_spans_of_tokens(name: str) -> None:
     text = "Once upon a time there was an internationalisation 12345 of naïve cafés.\n\n  And then?"
     ids = tokenizer.encode(text, True)
     for at in range(len(text) + 1):
-        spans = spans_of(Marked(text, (Mark(at, 50, 60.0),)), ids, tokenizer, True)
+        spans = spans_of(Marked(text, (Breakpoint(at, 50, 60.0),)), ids, tokenizer, True)
         upto = spans[0].upto if spans else 0
         assert text.startswith(tokenizer.decode(ids[:upto]).rstrip("\ufffd").lstrip())
         assert len(tokenizer.decode(ids[:upto])) <= at + 1
         alone = len(tokenizer.encode(text[:at], True))
         assert alone - 4 <= upto <= alone
-    [whole] = spans_of(Marked(text, (Mark(len(text), 50, 60.0),)), ids, tokenizer, True)
+    [whole] = spans_of(Marked(text, (Breakpoint(len(text), 50, 60.0),)), ids, tokenizer, True)
     assert whole == Span(len(ids), 50, 60.0)
 
 
@@ -148,5 +148,5 @@ def test_spans_are_checked_and_settled() -> None:
             check_spans([wrong])  # type: ignore[list-item]
     with pytest.raises(RequestError, match="at most 16"):
         check_spans([Span()] * 17)
-    assert settle_spans([Span(WHOLE), Span(), Span(30, 5), Span(12)], 20, 12) == [Span(18, 5), Span(20), Span(WHOLE)]
+    assert resolve_spans([Span(WHOLE), Span(), Span(30, 5), Span(12)], 20, 12) == [Span(18, 5), Span(20), Span(WHOLE)]
     assert PROMPT == 0

@@ -55,9 +55,9 @@ def test_what_ends_a_sequence_is_banned_before_min_tokens(params: dict[str, Any]
 def test_what_gave_no_usable_logits_is_not_found_again(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what the broken step computed, which is never told to the cache, nor what came before it."""
     scheduler, worker = made(budget=budget)
-    settled: list[int] = []
-    settle = scheduler.cache.settle
-    monkeypatch.setattr(scheduler.cache, "settle", lambda s: (settled.append(s.computed), settle(s)))
+    committed: list[int] = []
+    commit = scheduler.cache.commit
+    monkeypatch.setattr(scheduler.cache, "commit", lambda s: (committed.append(s.computed), commit(s)))
     scheduler.add(request("broken", 12), 0.0)
     for _ in range(12 // budget + (12 % budget > 0)):
         plan = scheduler.plan(0.0)
@@ -68,7 +68,7 @@ def test_what_gave_no_usable_logits_is_not_found_again(budget: int, monkeypatch:
         scheduler.apply(result, 0.0)
         scheduler.check()
     assert [update.finish_reason for update in scheduler.take_updates()] == ["error"]
-    assert 12 not in settled and (settled == [4, 8] or budget == 16)
+    assert 12 not in committed and (committed == [4, 8] or budget == 16)
     scheduler.add(request("next", 12), 0.0)
     found = run(scheduler, worker)
     while not found:

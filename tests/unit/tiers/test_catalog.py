@@ -40,8 +40,8 @@ def test_what_was_kept_is_known_again(tmp_path: Path) -> None:
 def test_reserved_pages_are_written_once(tmp_path: Path) -> None:
     one = catalog(tmp_path)
     assert one.reserve(name(1), 0.0) and not one.reserve(name(1), 0.0) and name(1) not in one
-    assert one.settle(name(1), True, 0.0) and name(1) in one and not one.reserve(name(1), 0.0)
-    assert one.reserve(name(2), 0.0) and one.settle(name(2), False, 10.0)
+    assert one.finish_write(name(1), True, 0.0) and name(1) in one and not one.reserve(name(1), 0.0)
+    assert one.reserve(name(2), 0.0) and one.finish_write(name(2), False, 10.0)
     assert not one.reserve(name(2), 11.0), "a store that failed is left alone for a while"
     assert one.reserve(name(2), 20.0)
     assert one.used_bytes == SIZE + HEADER_BYTES
@@ -53,7 +53,7 @@ def test_what_is_doomed_is_not_found_again(tmp_path: Path) -> None:
     for i in range(2):
         assert one.reserve(name(i), 0.0)
     put(one.store, version(), 0)  # type: ignore[arg-type]
-    assert one.settle(name(0), True, 0.0)
+    assert one.finish_write(name(0), True, 0.0)
     one.doom_all()
     put(one.store, version(), 1)  # type: ignore[arg-type]
     one.refresh()
@@ -61,7 +61,7 @@ def test_what_is_doomed_is_not_found_again(tmp_path: Path) -> None:
     one.bury()
     other.refresh()
     assert name(0) not in other and name(1) in other, "what is being written is not deleted before it has been"
-    assert not one.settle(name(1), True, 0.0) and name(1) not in one
+    assert not one.finish_write(name(1), True, 0.0) and name(1) not in one
     one.bury()
     other.refresh()
     assert not other.pages and one.used_bytes == other.used_bytes == 0
@@ -104,7 +104,7 @@ def test_bounds_hold_and_the_least_used_goes(tmp_path: Path) -> None:
     for i in range(40):
         if one.reserve(name(i), 0.0):
             put(one.store, version(), i)  # type: ignore[arg-type]
-            one.settle(name(i), True, 0.0)
+            one.finish_write(name(i), True, 0.0)
             written.append(i)
             one.touch([name(0)])
         one.shrink()
@@ -133,7 +133,7 @@ def test_two_engines_keep_one_bound(tmp_path: Path) -> None:
         one = engines[i % 2]
         if one.reserve(name(i), 0.0):
             put(one.store, version(), i)  # type: ignore[arg-type]
-            one.settle(name(i), True, 0.0)
+            one.finish_write(name(i), True, 0.0)
         if i % 3 == 0:
             for other in engines:
                 other.refresh()

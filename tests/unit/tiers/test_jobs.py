@@ -24,8 +24,8 @@ def test_a_part_that_writes_holds_the_landing_up() -> None:
     assert not one.wanted() and not reports.take()[0], "one part still writes"
     one.end(0, False)
     one.end(0, True)
-    [landing] = reports.take()[0]
-    assert (landing.ticket, landing.ok, landing.lost, landing.missed) == (7, False, (NAME,), (0,))
+    [result] = reports.take()[0]
+    assert (result.ticket, result.ok, result.lost, result.missed) == (7, False, (NAME,), (0,))
     one.give_up()
     assert not reports.take()[0], "it lands once"
 
@@ -49,7 +49,7 @@ def test_what_is_given_up_in_between_lands_nevertheless() -> None:
     reports = Reports()
     one = job(1, reports, Sudden)
     one.end(0, one.wanted())
-    assert [landing.ticket for landing in reports.take()[0]] == [7]
+    assert [result.ticket for result in reports.take()[0]] == [7]
 
 
 def test_threads_at_random() -> None:
@@ -68,8 +68,8 @@ def test_threads_at_random() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        [landing] = reports.take()[0]
-        assert landing.ok == ("failed" not in fates) and (not landing.ok or len(landing.lost) == fates.count("lost"))
+        [result] = reports.take()[0]
+        assert result.ok == ("failed" not in fates) and (not result.ok or len(result.lost) == fates.count("lost"))
 
 
 def test_who_was_late_is_told() -> None:
@@ -79,8 +79,8 @@ def test_who_was_late_is_told() -> None:
     for place in (-1, 0, 1):
         one.end(place, one.wanted())
     one.give_up(late=True)
-    [landing] = reports.take()[0]
-    assert not landing.ok and landing.missed == (0,)
+    [result] = reports.take()[0]
+    assert not result.ok and result.missed == (0,)
     other = Job(Load(8, [], 60.0), [-1, 0], reports)
     other.give_up()
     assert reports.take()[0][0].missed == ()

@@ -79,9 +79,9 @@ def test_few_pieces_are_under_way_unless_somebody_waits(lane: Lane, monkeypatch:
 
 
 def test_a_failure_is_told_to_who_waits(lane: Lane) -> None:
-    mark = lane.run([(torch.zeros(2, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8))], [])
+    fence = lane.run([(torch.zeros(2, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8))], [])
     with pytest.raises(RuntimeError):
-        mark.wait()
+        fence.wait()
     pairs = copies([10])
     after = lane.run(pairs, [])
     until = time.monotonic() + 5

@@ -1,5 +1,5 @@
 """The tiers and the worker's movers together, under a fake index that evicts, loads and forgets at random: bytes come back as
-they were, or the landing says that they do not."""
+they were, or the result says that they do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.stores.behind import Behind
 from penstock.stores.disk import DiskStore
 from penstock.stores.folder import claim
 from penstock.worker.arena import Arena
-from penstock.worker.lanes import Copy, Mark
+from penstock.worker.lanes import Copy, Fence
 from penstock.worker.movers import Movers
 from tests.unit.stores.pages import layout, version
 
@@ -70,9 +70,9 @@ class Rig:
         self.movers.load(plan)
         for write in writes:
             self.fill(*write)
-        landings, receipts = self.movers.arrived(wait=True)
-        self.landed |= {landing.ticket: landing.ok and not landing.lost for landing in landings}
-        self.tiers.report(landings, receipts)
+        load_results, write_results = self.movers.arrived(wait=True)
+        self.landed |= {result.ticket: result.ok and not result.lost for result in load_results}
+        self.tiers.report(load_results, write_results)
 
     def settle(self, ticket: int) -> bool:
         until = time.monotonic() + 10
@@ -354,7 +354,7 @@ def test_a_full_disk_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("through", [True, False])
 @pytest.mark.parametrize("disk", [True, False])
 def test_at_random(tmp_path: Path, through: bool, disk: bool) -> None:
-    """Every page that a good landing filled holds what its name says, whatever else is saved, evicted and overwritten."""
+    """Every page that a good result filled holds what its name says, whatever else is saved, evicted and overwritten."""
     rng = random.Random(7)
     rig = Rig(tmp_path if disk else None, slabs=5, through=through)
     on_device: dict[tuple[int, int], int] = {}
@@ -404,7 +404,7 @@ class Reluctant:
         self.waiting: list[Callable[[], None]] = []
         self.held = 0
 
-    def run(self, copies: Iterable[Copy], after: Sequence[Mark]) -> Reluctant:
+    def run(self, copies: Iterable[Copy], after: Sequence[Fence]) -> Reluctant:
         def copy() -> None:
             for to, source in copies:
                 to.copy_(source)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from penstock.cache.keys import Key
 from penstock.core.request import TierStats
-from penstock.core.transfer import Landing, PageName, Receipt, Transfer
+from penstock.core.transfer import LoadResult, PageName, Transfer, WriteResult
 
 
 class Content(NamedTuple):
@@ -47,8 +47,8 @@ class Tiers(Protocol):
 
     def load(self, pages: Sequence[Content], positions: int) -> int | None:
         """Promises to fill these pages, which nobody else uses, and returns a ticket; or None where computing `positions`
-        positions is predicted to be faster, or the bytes have gone meanwhile. A Landing with it ends it; until then the pages
-        belong to the load, even if the request that wanted them has gone."""
+        positions is predicted to be faster, or the bytes have gone meanwhile. A LoadResult with the ticket ends it; until then
+        the pages belong to the load, even if the request that wanted them has gone."""
         ...
 
     def patience(self, positions: int) -> float:
@@ -63,7 +63,7 @@ class Tiers(Protocol):
         """The transfers since the last call, for the plan being made (its `transfers`)."""
         ...
 
-    def report(self, landings: Iterable[Landing], receipts: Iterable[Receipt]) -> None:
+    def report(self, load_results: Iterable[LoadResult], write_results: Iterable[WriteResult]) -> None:
         """What came of transfers, as results bring it."""
         ...
 

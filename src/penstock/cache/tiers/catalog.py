@@ -124,7 +124,7 @@ class Catalog:
         self._pending_bytes += size
         return True
 
-    def settle(self, name: PageName, ok: bool, now: float) -> bool:
+    def finish_write(self, name: PageName, ok: bool, now: float) -> bool:
         """A reserved page has been written, or could not be. False if it was doomed meanwhile: it can be deleted now."""
         size = self._pending.pop(name)
         self._pending_bytes -= size

@@ -20,8 +20,8 @@ from penstock.cache.tiers.cost import Costs, Source
 from penstock.cache.tiers.host import HostSlots
 from penstock.core.layout import CacheLayout
 from penstock.core.request import TierStats
-from penstock.core.transfer import Landing, Load, PageName, Piece, Receipt, Save, Store, Transfer
-from penstock.stores import Store as Place
+from penstock.core.transfer import Load, LoadResult, PageName, Piece, Save, Transfer, Write, WriteResult
+from penstock.stores import Store
 
 HOST = "host"
 
@@ -63,7 +63,7 @@ class _Loading:
 class Hierarchy:
     """Implements `cache/tiers/__init__.py::Tiers` over a host arena of `slabs` slabs and stores, nearest first."""
 
-    def __init__(self, layout: CacheLayout, slabs: int, stores: Sequence[tuple[Place, int | None]], policy: Policy,
+    def __init__(self, layout: CacheLayout, slabs: int, stores: Sequence[tuple[Store, int | None]], policy: Policy,
                  refresh_seconds: float = 1.0) -> None:
         """`stores` with the bytes that each may hold."""
         self.layout = layout
@@ -82,11 +82,11 @@ class Hierarchy:
         self._saves: dict[tuple[int, int], tuple[PageName, Save]] = {}
         """By group and slot."""
         self._transfers: list[Transfer] = []
-        """Loads and Stores."""
+        """Loads and writes."""
         self._wanted: deque[PageName] = deque(maxlen=_WANTED_PAGES)
         """Pages to be written to stores as soon as there is room for them in the queue."""
         self._writing: dict[int, tuple[int, PageName, int, float]] = {}
-        """Stores under way: which store, which page, its size, since when."""
+        """Writes under way: which store, which page, its size, since when."""
         self._most_writing = max(1, int(_WRITING_SHARE * slabs * min(group.per_slab for group in layout.groups)))
         self._loading: dict[int, _Loading] = {}
         self._ids = count(1)
@@ -178,17 +178,17 @@ class Hierarchy:
             catalog.doom_all()
         self._tidy()
 
-    def report(self, landings: Iterable[Landing], receipts: Iterable[Receipt]) -> None:
+    def report(self, load_results: Iterable[LoadResult], write_results: Iterable[WriteResult]) -> None:
         now = time.monotonic()
-        for landing in landings:
-            self._landed(landing, now)
-        for receipt in receipts:
-            which, name, size, _ = self._writing.pop(receipt.id)
+        for loaded in load_results:
+            self._take_result(loaded, now)
+        for result in write_results:
+            which, name, size, _ = self._writing.pop(result.id)
             catalog = self.catalogs[which]
             self.host.let_go(name)
-            if not catalog.settle(name, receipt.ok, now):
+            if not catalog.finish_write(name, result.ok, now):
                 self._tidy()
-            if receipt.ok:
+            if result.ok:
                 self._moved(catalog.tier, size)
                 self._stats[HOST].bytes_out += size
         if self._wanted:
@@ -259,7 +259,7 @@ class Hierarchy:
                     number = next(self._ids)
                     busy += 1
                     self._writing[number] = which, name, self._sizes[name.group], now
-                    self._transfers.append(Store(number, which, name, self.host.hold(name)))
+                    self._transfers.append(Write(number, which, name, self.host.hold(name)))
 
     def _locate(self, pages: Sequence[Content]) -> list[Piece]:
         """Where each page is to come from; nothing if one of them is nowhere."""
@@ -279,8 +279,8 @@ class Hierarchy:
             catalog.touch(names)
         return pieces
 
-    def _landed(self, landing: Landing, now: float) -> None:
-        load = self._loading.pop(landing.ticket)
+    def _take_result(self, result: LoadResult, now: float) -> None:
+        load = self._loading.pop(result.ticket)
         for piece in load.pieces:
             if piece.slot >= 0:
                 self.host.let_go(piece.name)
@@ -288,19 +288,19 @@ class Hierarchy:
         furthest = max(load.nbytes, key=list(self._stats).index)
         for tier, size in load.nbytes.items():
             self.costs.sources[tier].owed -= size
-            if landing.ok:
+            if result.ok:
                 self._stats[tier].bytes_out += size
-                self._stats[tier].hit_tokens += self._positions(load, tier, landing.lost)
-        self.costs.sources[furthest].learn(load.nbytes[furthest], landing.seconds, now, landing.ok)
-        for which in landing.missed:
+                self._stats[tier].hit_tokens += self._positions(load, tier, result.lost)
+        self.costs.sources[furthest].learn(load.nbytes[furthest], result.seconds, now, result.ok)
+        for which in result.missed:
             self._stats[self.catalogs[which].tier].late_loads += 1
             # Where nothing has been computed yet nobody knows what was to be expected.
             if self.costs.steps.known:
                 self.catalogs[which].missed(now)
-        for which in {piece.store for piece in load.pieces if landing.ok and piece.store >= 0}:
+        for which in {piece.store for piece in load.pieces if result.ok and piece.store >= 0}:
             self.catalogs[which].answered()
         for piece in load.pieces:
-            if piece.name in landing.lost:
+            if piece.name in result.lost:
                 self._stats[self._tier(piece)].failures += 1
                 self.catalogs[piece.store].doom([piece.name])
                 self._tidy()

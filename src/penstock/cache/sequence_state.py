@@ -8,8 +8,8 @@ from penstock.cache.prefix import TOKEN, Node
 from penstock.core.sequence import Sequence
 
 
-class Mark:
-    """Kept on the sequence (`Sequence.mark`), from its first look into the cache to its end."""
+class SequenceState:
+    """Kept on the sequence (`Sequence.state`), from its first look into the cache to its end."""
 
     __slots__ = ("asked", "deepest", "forked", "generation", "indexed", "keys", "leader", "loaded", "node", "origin", "packed",
                  "ticket", "until", "upto")
@@ -44,21 +44,21 @@ class Mark:
         """Positions that were loaded for it, by the tier that had them."""
 
 
-def mark_of(sequence: Sequence) -> Mark:
-    """The sequence's mark, made at the first call."""
-    if sequence.mark is None:
-        sequence.mark = Mark()
-    assert isinstance(sequence.mark, Mark)
-    return sequence.mark
+def state_of(sequence: Sequence) -> SequenceState:
+    """The sequence's state, made at the first call."""
+    if sequence.cache_state is None:
+        sequence.cache_state = SequenceState()
+    assert isinstance(sequence.cache_state, SequenceState)
+    return sequence.cache_state
 
 
 def packed(sequence: Sequence, upto: int) -> bytearray:
     """At least the first `upto` tokens of a sequence as the index knows them (`words`); to be read only."""
-    mark = mark_of(sequence)
-    have = len(mark.packed) // TOKEN
+    state = state_of(sequence)
+    have = len(state.packed) // TOKEN
     if have < upto:
-        mark.packed += words(sequence, have, upto)
-    return mark.packed
+        state.packed += words(sequence, have, upto)
+    return state.packed
 
 
 def words(sequence: Sequence, start: int, end: int) -> bytes | bytearray:
