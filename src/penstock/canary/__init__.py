@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.core.errors import ModelError
 
 NAME = "canary"
-"""What the packaged model is called where a model's folder or hub id is expected, and what runs if no model is named."""
+"""The packaged model's name where a folder or hub id is expected; it runs if no model is named."""
 
 MODEL = Path(__file__).parent / "model"
 """The packaged model, a Hugging Face folder."""

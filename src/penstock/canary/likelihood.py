@@ -18,7 +18,7 @@ PROMPTS = 40
 """Items of each skill, always the same ones, so that any two records can be paired."""
 
 FILE = "logprobs.json"
-"""What a model folder calls its record."""
+"""The name of the record in a model folder."""
 
 LIMIT = 1.5
 """Changes that are this many times those of rounding come from something else; kernels of one dtype differ by about 1.2."""
@@ -42,7 +42,7 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Of independent values; of fewer than two the interval says nothing."""
+        """The interval of independent values; infinite for fewer than two."""
         mean = statistics.fmean(values) if values else 0.0
         half = _NORMAL * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
         return cls(mean, mean - half, mean + half, len(values))

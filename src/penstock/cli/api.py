@@ -1,5 +1,5 @@
-"""Where `chat` and `generate` send requests: a running server by --url, or a model loaded here behind the server's own
-application. Either way it is the OpenAI API, so the commands and the server cannot disagree about a request or an answer.
+"""The API that `chat`, `generate` and `eval` send requests to: a running server by --url, or a model loaded here behind the
+server's own application. Both are the OpenAI API, so commands and server cannot disagree about a request or an answer.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ async def first_model(transport: Transport) -> str:
 
 
 def complaint(status: int, body: bytes) -> str:
-    """What an error answer says, in one line."""
+    """The message of an error answer, in one line."""
     with contextlib.suppress(ValueError, AttributeError, TypeError):
         content = json.loads(body)
         error = content.get("error", content)

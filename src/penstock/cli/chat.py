@@ -88,7 +88,7 @@ class NoTemplateError(PenstockError):
 
 @dataclass
 class Figures:
-    """What is said about one answer, seconds and tokens."""
+    """Times (seconds) and token counts of one answer."""
 
     started: float
     first: float = 0.0
@@ -150,7 +150,7 @@ class Conversation:
                 failed |= not self.ask(line.removeprefix("/") if line.startswith("//") else line)
 
     def _read(self) -> str:
-        """What the user types next: a line, or several between two lines of triple quotes, or joined by backslashes."""
+        """The next input: a line, or several lines between triple quotes or joined by backslashes."""
         lines: list[str] = []
         quoted = False
         while True:

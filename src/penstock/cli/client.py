@@ -47,7 +47,7 @@ class Reply:
         self._news: asyncio.Future[None] | None = None
         self._abandon = abandon
 
-    # What a transport calls.
+    # Called by transports.
 
     def start(self, status: int, headers: dict[str, str]) -> None:
         self.status, self.headers = status, headers
@@ -71,7 +71,7 @@ class Reply:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    # What a command calls.
+    # Called by commands.
 
     async def started(self) -> None:
         """Waits for the status; raises ConnectionFailedError if none came."""
@@ -119,7 +119,7 @@ class Reply:
 
 
 class Transport(Protocol):
-    """Where requests go."""
+    """A way to send requests to an API."""
 
     async def send(self, method: str, path: str, body: bytes = b"") -> Reply:
         """Sends one request and returns when the answer's status is known. Raises ConnectionFailedError."""

@@ -15,7 +15,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 class Words(NamedTuple):
-    """What may follow a command: its subcommands, its flags, and the values of those flags that have few."""
+    """The words that may follow a command: subcommands, flags, and the values of flags that have few."""
 
     command: str
     """Without "penstock"; empty for the first word."""

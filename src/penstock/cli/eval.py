@@ -106,7 +106,7 @@ def reference(args: argparse.Namespace) -> Record | None:
 
 
 def verdict(found: Comparison) -> str:
-    """What the comparison with a record says, in a line for people."""
+    """The result of the comparison with a record, in a line for people."""
     change, ratio = found.change, found.ratio
     where = f" ({', '.join(found.differing)})" if found.differing else ""
     said = f"DIFFERS from the record: more than rounding has changed{where}" if found.differs else "agrees with the record"
@@ -175,7 +175,7 @@ def _record(args: argparse.Namespace, skills: Sequence[str]) -> int:
 
 
 def answers(llm: LLM, items: Sequence[Item]) -> list[Answer | None]:
-    """What a model says to each item, all asked at once; None for those that do not fit its context."""
+    """The model's answer to each item, all asked at once; None for those that do not fit its context."""
     tokenizer = llm.get_tokenizer()
     asked: list[tuple[int, list[int]]] = []
     for place, item in enumerate(items):

@@ -94,7 +94,7 @@ class Ask:
 
 
 def parse(line: Line) -> Ask:
-    """What a line asks. Raises RefusedLineError for one that is not a batch request."""
+    """Parses a line. Raises RefusedLineError for one that is not a batch request."""
     try:
         content = msgspec.json.decode(line.raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -120,7 +120,7 @@ DUPLICATE = "duplicate_custom_id"
 
 @dataclass
 class Done:
-    """What the output already holds: the custom_ids answered, and the ids of lines that have none of their own."""
+    """The content of the output so far: the custom_ids answered, and the ids of lines without a custom_id."""
 
     custom_ids: set[str] = field(default_factory=set)
     lines: set[str] = field(default_factory=set)

@@ -122,7 +122,7 @@ def _planned(options: EngineOptions, plan: MemoryPlan, config: EngineConfig) -> 
 
 
 def _cache(options: EngineOptions, plan: MemoryPlan) -> dict[str, Any]:
-    """What becomes of pages when their requests have ended. Raises ConfigError if that cannot be had as asked."""
+    """The settings of the prefix cache and its tiers. Raises ConfigError if they cannot be honoured."""
     tiers = plan_tiers(options, plan.layout)
     return {"prefix_caching": options.enable_prefix_caching, "tenant_share": options.cache_tenant_share,
             "host_bytes": tiers.host_slabs * plan.layout.slab_bytes, "disk": tiers.disk,
@@ -175,7 +175,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def _prefixes(cache: dict[str, Any]) -> str:
-    """Where prefixes are found again, for people."""
+    """The tiers of the prefix cache, for people."""
     if not cache["prefix_caching"]:
         return "not kept (enable_prefix_caching is off)"
     places = ["found again on the device"]

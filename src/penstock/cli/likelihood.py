@@ -23,12 +23,12 @@ WINDOW = 32
 
 
 def variables(item: Item) -> dict[str, Any]:
-    """What the chat template is told besides messages and tools."""
+    """Variables for the chat template besides messages and tools."""
     return {"enable_thinking": True} if item.thinking else {}
 
 
 def here(llm: LLM, items: Sequence[Item | None]) -> Values:
-    """Of each item's canonical answer; None for items that are None or do not fit the context."""
+    """The log probability of each item's canonical answer; None for items that are None or do not fit the context."""
     tokenizer = llm.get_tokenizer()
     asked: list[tuple[int, int, list[int]]] = []
     for place, item in enumerate(items):

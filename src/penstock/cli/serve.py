@@ -21,7 +21,7 @@ from penstock.core.request import EngineInfo
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 STEP_TARGET_MS = 50.0
-"""What a step may take by default when people watch tokens arrive."""
+"""Default of --step-target-ms while people watch tokens arrive."""
 
 
 def add(parser: ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def run_server(engine_options: EngineOptions, options: ServerOptions, engine: st
 
 
 def addresses(url: str) -> str:
-    """Where the server is, for people: what to open, and who reaches it if it listens on every address of the machine."""
+    """The server's addresses for people, and how others reach it if it listens on every address of the machine."""
     place = urlsplit(url)
     lines = []
     if place.hostname in ("0.0.0.0", "::"):
@@ -106,7 +106,7 @@ class LoadingLine:
 
 
 def memory_plan(info: EngineInfo) -> str:
-    """What memory is used for, and how much context fits."""
+    """How memory is divided, and how much context fits."""
     return "\n".join([
         f"{info.architecture}, {info.dtype}, on {info.device}",
         f"  weights          {size(info.weight_bytes):>10}",

@@ -1,4 +1,4 @@
-"""From what a user said, the model and the device to what runs: every default and every conflict between options. Pure."""
+"""Resolves options against the model and the device: every default and every conflict between options. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GIB = 1 << 30
 _GRAPH_FLOPS = 1e13
 """14 ms of a fast GPU, which is what a host takes to enqueue the operations of a deep model's step."""
 _CPU_KV_SHARE = 0.5
-"""Of a computer's free memory, what the KV cache may take by default; it becomes resident only as it is used."""
+"""Default share of a computer's free memory for the KV cache; it becomes resident only as it is used."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class EngineConfig:
 
 def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, facts: DeviceFacts,
             parameters: int = 0) -> EngineConfig:
-    """Settles everything that does not depend on how much memory is left once the weights are there. `parameters` is the
+    """Resolves everything that does not depend on how much memory is left beside the weights. `parameters` is the
     model's size."""
     options = checked(options)
     gpu = facts.kind != "cpu"
@@ -77,7 +77,7 @@ def graph_tokens(parameters: int) -> int:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What goes where, in bytes, and what fits."""
+    """How memory is divided, in bytes, and how much context fits."""
 
     weight_bytes: int
     step_bytes: int
@@ -153,7 +153,7 @@ def check_host(weight_bytes: int, step_bytes: int, available: int, total: int) -
 
 
 _MOST = 0.98
-"""Of a GPU's memory, what can be used at all."""
+"""The usable share of a GPU's memory."""
 
 
 def cache_room(options: EngineOptions, facts: DeviceFacts, free_bytes: int, step_bytes: int) -> int:

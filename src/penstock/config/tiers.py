@@ -1,4 +1,4 @@
-"""How much goes behind the device, from what the user said and how pages are cut. Pure."""
+"""Sizes of the cache tiers behind the device, from the options and the page layout. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.core.errors import ConfigError
 from penstock.core.layout import CacheLayout
 
 _WAY_BYTES = 1 << 30
-"""Host memory where it is but the way to a store, if the user does not say."""
+"""Default of cache_host_bytes with a disk or remote store, whose pages pass through host memory."""
 _LEAST_SLABS = 4
 """With less host memory nothing could be written while something is read."""
 
 
 @dataclass(frozen=True)
 class TierPlan:
-    """What is behind the device. Nothing of it where there are no slabs."""
+    """The tiers behind the device. With 0 host slabs there are none."""
 
     host_slabs: int
     disk: str | None

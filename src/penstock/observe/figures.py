@@ -1,4 +1,4 @@
-"""What a server counts and times, as plain numbers. `server/metrics.py` gives them their public names.
+"""Counters and histograms of a server, as plain numbers. `server/metrics.py` gives them their public names.
 
 Owned by one event loop; nothing here locks. An observation costs well under a microsecond, so every token may be observed.
 """
@@ -30,7 +30,7 @@ def token_bounds(longest: int) -> tuple[float, ...]:
 
 
 class Histogram:
-    """Counts of values by upper bound, and their sum. `counts` has one entry more than `bounds`, for what lies above."""
+    """Counts of values by upper bound, and their sum. `counts` has one entry more than `bounds`, for larger values."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -74,7 +74,7 @@ class Figures:
         self.inference = Histogram(REQUEST_SECONDS)
         self.prompt_lengths = Histogram(tokens)
         self.computed_prompts = Histogram(tokens)
-        """What of a prompt was not cached."""
+        """Prompt tokens that were not cached."""
         self.output_lengths = Histogram(tokens)
         self.max_tokens = Histogram(tokens)
         self.sequences = Histogram((1.0, 2.0, 5.0, 10.0, 20.0))

@@ -1,4 +1,4 @@
-"""What machine this is: the facts by which kernels are chosen and memory is planned. No kernel and no policy lives here."""
+"""Facts about the machine, by which kernels are chosen and memory is planned. No kernel and no policy lives here."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def _first_sentence(error: BaseException) -> str:
-    """What torch says is wrong, without what it says about it."""
+    """The first sentence of torch's message, without its advice."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].split(". ")[0].rstrip(".:")
 

@@ -1,4 +1,4 @@
-"""Where what was built for this machine is kept between runs."""
+"""The folder for files that are built for this machine and kept between runs."""
 
 from __future__ import annotations
 

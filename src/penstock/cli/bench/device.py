@@ -1,4 +1,4 @@
-"""What the device itself can do: bytes per second of a copy, bf16 FLOP/s of a GEMM. The ceilings of every other figure."""
+"""The ceilings of the device: bytes per second of a copy, bf16 FLOP/s of a GEMM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measure_device(args: argparse.Namespace) -> dict[str, Any]:
     repeats = _REPEATS[facts.kind]
 
     def seconds(work: Callable[[], object]) -> float:
-        """Of one launch; the median over rounds, after one that is not timed."""
+        """Seconds of one launch: the median over rounds, after a warm-up round."""
         found = []
         for _ in range(_ROUNDS + 1):
             wait()

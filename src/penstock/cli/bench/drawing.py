@@ -53,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Box:
-    """Where a panel's axes are, in pixels."""
+    """The place of a panel's axes, in pixels."""
 
     left: float
     top: float

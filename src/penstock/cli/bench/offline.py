@@ -125,7 +125,7 @@ class _Run:
         self.begin()
 
     def begin(self) -> None:
-        """What the engine counts from here on is reported."""
+        """Starts the measurement: `report` covers everything from here on."""
         self.before = msgspec.structs.replace(self.llm.stats())  # a copy: the engine goes on counting in its own
 
     def generate(self, items: list[Item]) -> float:
@@ -140,7 +140,7 @@ class _Run:
             traced(lambda: self.generate(items), folder / f"{name}.json")
 
     def report(self) -> dict[str, Any]:
-        """What the engine is, and what it counted since `begin`; milliseconds per step."""
+        """Facts about the engine, and its counters since `begin`; milliseconds per step."""
         before, after = self.before, self.llm.stats()
         steps = max(1, after.steps - before.steps)
         worker, kernels = after.worker_seconds - before.worker_seconds, after.kernel_seconds - before.kernel_seconds

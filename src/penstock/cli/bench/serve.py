@@ -79,7 +79,7 @@ def _limits(texts: list[str]) -> dict[str, float]:
     return limits
 
 
-# What is read of a chunk; msgspec skips the rest without building it.
+# The fields of a chunk that are read; msgspec skips the others without building them.
 
 
 class _Delta(msgspec.Struct):
@@ -111,7 +111,7 @@ _read_chunk = msgspec.json.Decoder(_Chunk).decode
 
 @dataclass(slots=True)
 class Record:
-    """What one request experienced; times in time.perf_counter() seconds."""
+    """The measurements of one request; times in time.perf_counter() seconds."""
 
     sent: float
     input_len: int

@@ -47,7 +47,7 @@ def traced(work: Callable[[], object], path: Path) -> None:
 
 
 def timeline(path: Path) -> dict[str, Any]:
-    """What a trace shows of the device, in its middle part.
+    """Statistics of the device's idle time in the middle part of a trace.
 
     * idle_share: of the time, in which nothing ran; 1.0 if nothing ever did.
     * steps, step_us: how many whole steps, and the median from one's start to the next one's.

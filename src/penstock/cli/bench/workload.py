@@ -1,4 +1,4 @@
-"""What a benchmark asks: prompts and output lengths, random or from recorded traces, and when each request arrives.
+"""Workloads: prompts and output lengths, random or from recorded traces, and when each request arrives.
 
 Everything is a function of the seed. The trace formats are those of the Azure LLM inference traces (TIMESTAMP,
 ContextTokens, GeneratedTokens), Vidur's length files (num_prefill_tokens, num_decode_tokens) and Mooncake's (timestamp in
@@ -54,7 +54,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Workload:
-    """What will be asked, in the order of arrival, and how many lengths the caps changed."""
+    """Requests in the order of arrival, and how many lengths the caps changed."""
 
     items: list[Item]
     clipped_inputs: int = 0
