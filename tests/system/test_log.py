@@ -83,6 +83,6 @@ def test_the_farewell_and_silence() -> None:
         served.signal()
         assert served.ended() == 0
         assert re.search(r" I stopped after \d+ s: 1 answers, \d+ tokens in, 3 out$", served.log.strip())
-        assert "POST" not in served.log
+        assert "POST" not in served.log and "Traceback" not in served.log
     finally:
         served.stop()

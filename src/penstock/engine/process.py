@@ -74,7 +74,8 @@ class Call(msgspec.Struct, array_like=True):
 
     name: str
     key: str = ""
-    argument: msgspec.Raw = msgspec.Raw()
+    argument: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """Encoded; by default nil, since an empty Raw would leave the message one element short."""
 
 
 # -- child to parent
