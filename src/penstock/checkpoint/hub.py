@@ -1,4 +1,4 @@
-"""Where a model lies on this machine: a local folder as it is, the packaged one, or a hub id, downloaded if need be."""
+"""Resolves a model's name to a folder on this machine: a local folder, the packaged model, or a hub id, which is downloaded."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from penstock import canary
 from penstock.core.errors import ModelError
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
-"""What Penstock reads of a hub repository."""
+"""The files of a hub repository that Penstock reads."""
 
 SKIPPED = ["original/*", "consolidated*", "onnx/*", "*/*.safetensors"]
-"""Second copies of the weights, in forms that Penstock does not read."""
+"""Other copies of the weights, in formats that Penstock does not read."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 

@@ -1,4 +1,4 @@
-"""The headers of a model folder's safetensors files: which tensors there are, and where. Every offset is checked here, before
+"""The headers of a model folder's safetensors files: names, types, shapes and places of tensors. Every offset is checked before
 anything is mapped or read.
 
 Format: github.com/huggingface/safetensors (8 bytes of header length, a JSON header,
@@ -32,7 +32,7 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies: `start` and `end` are bytes from the beginning of `file`."""
+    """One tensor in a file; `start` and `end` are byte offsets from the beginning of `file`."""
 
     name: str
     file: Path
@@ -47,7 +47,7 @@ class Stored:
 
 
 def find(folder: Path) -> list[Path]:
-    """A folder's safetensors files: the single one, those that the index names, or the only one there is."""
+    """A folder's safetensors files: model.safetensors, the files that the index names, or the only file there is."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():

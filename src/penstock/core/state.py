@@ -1,4 +1,4 @@
-"""What a layer remembers, as data: the fields of one entry, and which positions must live to continue at n.
+"""What a mixer remembers, as data: the fields of its state, and which positions must be kept to continue at n.
 
 Prefix hits, freeing, admission, eviction, offload and rollback are derived from `Retention` alone, so a new kind of state is
 one small class here and one operation in `ops`.
@@ -68,8 +68,7 @@ class Retention(Protocol):
 
 @dataclass(frozen=True)
 class _Entries:
-    """An entry for each position, made from the tokens up to it and read by all that follow: what most kinds are but for one
-    thing."""
+    """The defaults: an entry for each position, computed from the tokens up to it and read by all later ones."""
 
     def needed(self, n: int) -> tuple[int, int]:
         return 0, n

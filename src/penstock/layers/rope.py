@@ -18,24 +18,24 @@ def base_frequencies(theta: float, dim: int) -> torch.Tensor:
 
 
 class RopeScaling(Protocol):
-    """A way to use rotary positions beyond the length that they were trained on."""
+    """A method to use rotary positions beyond the trained length."""
 
     def frequencies(self, theta: float, dim: int, max_model_len: int, /) -> torch.Tensor:
         """Radians per position, float32 [ceil(dim / 2)]."""
         ...
 
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         ...
 
     def reach(self, max_positions: int) -> int:
-        """The context length, given the one that the config states."""
+        """The context length, given `max_position_embeddings`."""
         ...
 
 
 @dataclass(frozen=True)
 class NoScaling:
-    """Positions as trained."""
+    """No scaling."""
 
     def frequencies(self, theta: float, dim: int, _max_model_len: int, /) -> torch.Tensor:
         return base_frequencies(theta, dim)

@@ -1,6 +1,7 @@
-"""Models are data: a family describes itself as a ModelSpec and a table of names, and one decoder and one loader serve all.
+"""Model families as data: each describes itself as a ModelSpec and a table of names; one decoder and one loader serve all of
+them.
 
-This is the whole face of the package.
+These are the package's public names.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ ACTIVATIONS = {
 """transformers' names of activations and ours (ops/activation.py)."""
 
 class Config:
-    """Typed reads of a config. `defaults` stand in for what is absent or null, as the family's own configuration class says."""
+    """Typed reads of a config. `defaults` replace values that are absent or null, as in the family's configuration class."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self.given = values
@@ -74,7 +74,7 @@ class Config:
         return value
 
     def choice(self, name: str, choices: Mapping[str, str]) -> str:
-        """What `choices` maps the value to."""
+        """The value, mapped by `choices`."""
         value = self.values.get(name)
         if not isinstance(value, str) or value not in choices:
             raise self.wrong(name, f"one of {', '.join(choices)}")
@@ -137,7 +137,7 @@ _ROPE_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "fin
 
 
 def _original(where: Config, config: Config) -> int:
-    """The context length before stretching: Phi-3 states it outside the scaling, and there it goes first."""
+    """The context length before scaling. Phi-3 states it outside of the scaling's entry, which takes precedence."""
     for source in (config, where):
         if "original_max_position_embeddings" in source.values:
             return source.integer("original_max_position_embeddings")

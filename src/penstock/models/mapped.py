@@ -15,7 +15,7 @@ from penstock.checkpoint.tensors import TORCH_NAMES, read_headers
 
 
 class Checkpoint:
-    """All tensors of a folder by name, and their bytes while `mapped`."""
+    """All tensors of a model folder by name; their data can be read while it is `mapped`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,11 +24,11 @@ class Checkpoint:
 
     @contextmanager
     def mapped(self) -> Iterator[None]:
-        """Maps the files for as long as the context lasts. Tensors from `read` must be gone by its end."""
+        """Maps the files during the context. Tensors from `read` must be released before its end."""
         try:
             for path in {stored.file for stored in self.tensors.values()}:
                 with path.open("rb") as file:
-                    # A private mapping is writable memory to torch, which warns of any other; nothing writes to it.
+                    # torch warns of memory that is not writable, so the mapping is private; nothing writes to it.
                     self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             yield
         finally:
@@ -37,7 +37,7 @@ class Checkpoint:
             self._maps.clear()
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor as stored, without a copy: its pages are read from the file as they are touched."""
+        """The tensor as stored, without a copy: the system reads its pages from the file on access."""
         stored = self.tensors[name]
         dtype = stored_dtype(stored.dtype)
         if stored.nbytes == 0:
@@ -46,7 +46,7 @@ class Checkpoint:
         return flat.view(stored.shape)
 
     def drop(self, name: str) -> None:
-        """Gives back the memory that reading a tensor has touched; the file can be read again."""
+        """Releases the memory pages of a tensor that was read; they can be read from the file again."""
         stored, page = self.tensors[name], mmap.PAGESIZE
         start = stored.start // page * page
         length = min(-(-stored.end // page) * page, os.path.getsize(stored.file)) - start

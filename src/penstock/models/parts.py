@@ -1,4 +1,4 @@
-"""The parts that Llama-like configs describe with the same words. A family calls these and says only what differs."""
+"""Parts of the spec that Llama-like configs describe with the same keys. A family calls these, and adds only what differs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gated_mlp(config: Config, *, activation: str = "hidden_act", bias: bool = Fa
 
 
 def pre_norm_block(attention: AttentionSpec, mlp: MLPSpec, norm: NormSpec, scale: float = 1.0) -> BlockSpec:
-    """Llama's: each branch norms its input."""
+    """Llama's block: each branch normalises its input."""
     return BlockSpec(((BranchSpec(attention, pre=norm, scale=scale),), (BranchSpec(mlp, pre=norm, scale=scale),)))
 
 

@@ -1,4 +1,4 @@
-"""Which family a config belongs to. Families are found by listing their folder; nothing is entered by hand."""
+"""Finds the family of a config. Families are discovered by listing their folder; there is no list to maintain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint names to parameters, as data. A family lists rules; what they mean is decided here, once.
+"""The mapping from checkpoint names to parameters, as data: a family lists rules, and this module applies them.
 
 In a pattern `#` is a layer's number, `*` one name between dots, `**` any rest, and `[text]` is optional and means nothing.
 The first rule that matches a name decides.
@@ -21,7 +21,7 @@ Change = Callable[[torch.Tensor, ModelSpec], torch.Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors named `source` are the parameter, or piece of one, named `target`; None: Penstock has no use for them."""
+    """Maps tensors named `source` to the parameter, or the piece of one, named `target`; None ignores them."""
 
     source: str
     target: str | None
@@ -33,7 +33,7 @@ class Rule:
         return re.compile(text.replace(r"\#", "(?P<layer>[0-9]+)").replace(r"\*", "(?P<name>[^.]+)"))
 
     def match(self, name: str) -> str | None:
-        """The target that a checkpoint's name stands for ("" if it is to be ignored), or None if the rule is not about it."""
+        """The target of a checkpoint's name ("" if it is ignored), or None if the rule does not match."""
         found = self._pattern.fullmatch(name)
         if found is None:
             return None
@@ -41,7 +41,7 @@ class Rule:
         return (self.target or "").replace("#", groups.get("layer") or "#").replace("*", groups.get("name") or "*")
 
     def name_of(self, target: str) -> str | None:
-        """The checkpoint's usual name of a parameter, or None if the rule does not give it."""
+        """The usual checkpoint name of a parameter, or None if the rule has another target."""
         if self.target is None:
             return None
         pattern = re.escape(self.target).replace(r"\#", "(?P<layer>[0-9]+)").replace(r"\*", "(?P<name>[^.]+)")
@@ -54,12 +54,12 @@ class Rule:
 
 
 def transposed(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
-    """A matrix kept as [inputs, outputs], as GPT-2's. Vectors pass."""
+    """For matrices stored as [inputs, outputs], as GPT-2's. Vectors are unchanged."""
     return tensor.t() if tensor.dim() == 2 else tensor
 
 
 def interleaved(tensor: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
-    """Rows ordered by head and then query, key, value, as GPT-NeoX's, to all queries, all keys, all values."""
+    """Reorders rows from (head, query/key/value), as GPT-NeoX stores them, to all queries, all keys, all values."""
     heads = spec.attentions[0].heads
     return tensor.view(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
 
@@ -69,7 +69,7 @@ EMBEDDING = (
     Rule("model.norm.weight", "norm.weight"),
     Rule("lm_head.weight", "head.weight"),
 )
-"""The ends of a Llama-like model."""
+"""Embedding, last norm and head of a Llama-like model."""
 
 ATTENTION = (
     Rule("model.layers.#.self_attn.q_proj.*", "blocks.#.attention.q.*"),
@@ -94,7 +94,7 @@ PRE_NORMS = (
 )
 
 LLAMA = (*EMBEDDING, *ATTENTION, *MLP, *PRE_NORMS)
-"""The names of Llama and of most that followed it."""
+"""The names of Llama and of most later families."""
 
 SANDWICH_NORMS = (
     Rule("model.layers.#.input_layernorm.weight", "blocks.#.attention.pre.weight"),

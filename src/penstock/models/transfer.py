@@ -1,6 +1,5 @@
-"""Stretches of files to a device at the disk's speed: threads read large chunks into pinned memory and send them on.
-
-What the bytes mean is `models/weights.py`'s business.
+"""Transfers parts of files to a device at the speed of the disk: threads read large chunks into pinned memory, and copy them
+asynchronously. `models/weights.py` knows what the bytes mean.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import torch
 from penstock.core.errors import ModelError
 
 _CHUNK = 16 << 20
-"""Bytes read at once: long enough for any disk, short enough that all threads are busy with a large matrix."""
+"""Bytes per read: large enough for full disk bandwidth, small enough that all threads work on a large matrix."""
 _THREADS = 16
 _BUFFERS = 2
-"""Chunks a thread has in pinned memory: one is read while the other is on its way to the device."""
+"""Pinned buffers per thread: one is read into while the other is copied to the device."""
 
 
 class Arrival:
-    """One stretch that is on its way."""
+    """One transfer in flight."""
 
     def __init__(self, chunks: int) -> None:
         self._missing = chunks
@@ -33,7 +32,7 @@ class Arrival:
         self._changed = threading.Condition()
 
     def arrived(self, sent: torch.cuda.Event | None, error: BaseException | None) -> None:
-        """One chunk is done with: sent, as the event tells, or failed."""
+        """Marks one chunk as sent (the event tells when it is there) or failed."""
         with self._changed:
             self._missing -= 1
             self._error = self._error or error
@@ -42,7 +41,7 @@ class Arrival:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Returns when all is there, for what the current stream does next. Raises what went wrong."""
+        """Waits until all chunks are sent, and makes the current stream wait for the copies. Raises the first error."""
         with self._changed:
             self._changed.wait_for(lambda: self._missing == 0)
         if self._error is not None:
@@ -52,7 +51,7 @@ class Arrival:
 
 
 class Transfer:
-    """Threads with their buffers, for as long as `opened` lasts."""
+    """The reading threads and their buffers. Use `opened`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,7 +75,7 @@ class Transfer:
         return arrival
 
     def close(self, give_up: bool) -> None:
-        """Ends the threads when they are through with everything, or, to give up, with what each has in hand."""
+        """Ends the threads when all transfers are done, or with `give_up` after each thread's current chunk."""
         self._given_up = give_up
         for _ in self._threads:
             self._chunks.put(None)
@@ -118,19 +117,19 @@ class _Chunk:
 
 
 class _Buffer:
-    """Host memory that a copy to the device may still be reading."""
+    """A host buffer that an asynchronous copy to the device may still be reading."""
 
     def __init__(self, pinned: bool) -> None:
         self._memory = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=pinned)
         self._sent: torch.cuda.Event | None = None
 
     def carry(self, file: int, chunk: _Chunk) -> torch.cuda.Event | None:
-        """Reads the chunk and sends it; the event is when it is there."""
+        """Reads the chunk and starts its copy; the event is recorded behind the copy."""
         if self._sent is not None:
             self._sent.synchronize()
         size, done = len(chunk.target), 0
         view = self._memory.numpy().data[:size]
-        if hasattr(os, "posix_fadvise"):  # by itself the system asks the disk for 128 KiB at a time
+        if hasattr(os, "posix_fadvise"):  # the default read-ahead is 128 KiB
             os.posix_fadvise(file, chunk.start, size, os.POSIX_FADV_WILLNEED)
         while done < size:
             count = os.preadv(file, [view[done:]], chunk.start + done)
@@ -148,7 +147,7 @@ class _Buffer:
 
 @contextmanager
 def opened(device: torch.device) -> Iterator[Transfer]:
-    """Has its threads for as long as the context lasts. What was sent must have been waited for by its end."""
+    """The threads live as long as the context. Wait for every transfer before its end."""
     transfer = Transfer(device)
     try:
         yield transfer

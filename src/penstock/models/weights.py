@@ -1,7 +1,8 @@
-"""From a checkpoint to a model's packed parameters: strict, on a CPU a matrix at a time, on a GPU at the disk's speed.
+"""The strict streaming loader: from a checkpoint to a model's packed parameters.
 
-`assign` decides from names and shapes alone, before a byte of data is read, which tensor becomes what, and lists everything
-that does not fit. `stream` then fills one parameter after another, so that memory peaks at the packed weights and one matrix.
+`assign` maps tensors to parameters by names and shapes alone, before any data is read, and lists everything that does not fit.
+`stream` then loads them: on a CPU one parameter after another, so that memory peaks at the packed weights and one matrix; on a
+GPU at the speed of the disk.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dt
 
 
 class _Progress:
-    """Adds up what was read."""
+    """Counts the bytes that were read."""
 
     def __init__(self, checkpoint: Checkpoint, sources: dict[str, list[Source]], told: Progress | None) -> None:
         self._total = sum(checkpoint.tensors[source.name].nbytes for found in sources.values() for source in found)
@@ -195,7 +196,7 @@ class _Progress:
 
 def _to_host(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
              device: torch.device, kernels: Kernels, progress: _Progress) -> Values:
-    """One parameter after another, from the mapped files: packing takes what memory there is to spare."""
+    """Loads one parameter after another from the mapped files, to bound host memory."""
     values = Values()
     with checkpoint.mapped():
         for parameter, bench in _order(spec):
@@ -214,12 +215,12 @@ def _to_host(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Chec
 
 
 _WAITING = 2 << 30
-"""Bytes that may lie on a device as they were stored, because they still have to be changed."""
+"""The most bytes on a device that still have to be converted or rearranged."""
 
 
 def _to_device(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
                device: torch.device, kernels: Kernels, progress: _Progress) -> Values:
-    """Everything under way at once, straight to where it stays; changes of type and order are made on the device."""
+    """Transfers all tensors concurrently to their final place; conversions and rearrangements are done on the device."""
     wholes: dict[str, dict[str, torch.Tensor]] = {}
     coming: deque[tuple[Source, torch.Tensor, torch.Tensor, Arrival]] = deque()
     waiting = 0
@@ -271,17 +272,17 @@ def _rows(whole: torch.Tensor, source: Source) -> torch.Tensor:
 
 
 class _Workbench:
-    """Memory to put one parameter after another together in, taken from the system and given back to it when done.
+    """Reusable host memory in which parameters are assembled one after another, mapped from the system and returned when done.
 
-    malloc would keep it, in holes between the packed weights, for the life of the process; and fresh memory for each parameter
-    costs half a second a gigabyte in page faults. Packing may keep the memory as it is: then the next one gets new memory.
+    malloc would keep it, as holes between the packed weights, for the life of the process, and fresh memory for each parameter
+    costs half a second per gigabyte in page faults. If packing keeps the memory, the next parameter gets new memory.
     """
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor; the one before must be gone, unless packing has kept it."""
+        """An uninitialised tensor. Memory that a tensor still uses is not reused."""
         count = math.prod(shape)
         nbytes = count * dtype.itemsize
         if nbytes < _SMALL:
@@ -296,8 +297,8 @@ _SMALL = 1 << 20
 
 
 def _order(spec: ModelSpec) -> Iterator[tuple[Parameter, _Workbench]]:
-    """Every parameter and where to build it. Those outside the blocks come first: they are the largest, and while there is
-    little else their copies cost no peak."""
+    """Every parameter and the memory to assemble it in. Those outside the blocks come first: they are the largest, and their
+    copies do not raise the peak while little else is loaded."""
     outside = [parameter for parameter in spec.parameters() if not parameter.name.startswith("blocks.")]
     inside = [parameter for parameter in spec.parameters() if parameter.name.startswith("blocks.")]
     for parameters in (outside, inside):
@@ -314,15 +315,15 @@ def _place(parts: dict[str, torch.Tensor], parameter: Parameter, dtype: torch.dt
 
 
 _RANDOM = 1_000_003
-"""Numbers drawn for dummy weights; a prime, so that no row of a matrix repeats another."""
+"""Random numbers for dummy weights; a prime count, so that no row of a matrix repeats another."""
 
 
 def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels: Kernels, seed: int,
           progress: Progress | None) -> Values:
-    """Random parameters of the same shapes, a function of the seed alone: for benchmarks.
+    """Random parameters of the same shapes, for benchmarks; a function of the seed alone.
 
-    Matrices are N(0, 1 / columns), so that activations and logits stay of the size of one. They are cut from one stretch of
-    random numbers, repeated: drawing a billion takes a minute, copying them a second.
+    Matrices are N(0, 1 / columns), so that activations and logits have unit scale. They repeat one array of random numbers:
+    drawing a billion takes a minute, copying them a second.
     """
     stretch = torch.randn(_RANDOM, generator=torch.Generator().manual_seed(seed))
     scaled: dict[int, torch.Tensor] = {}
@@ -348,7 +349,7 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
 
 
 def _repeat(stretch: torch.Tensor, out: torch.Tensor) -> None:
-    """Fills `out` with `stretch`, again and again."""
+    """Fills `out` with repetitions of `stretch`."""
     times, rest = divmod(len(out), len(stretch))
     out[:times * len(stretch)].view(times, len(stretch)).copy_(stretch)
     out[len(out) - rest:] = stretch[:rest]

@@ -15,18 +15,18 @@ from penstock.layers.step import StateView
 
 
 def own_pages(size: int) -> torch.Tensor:
-    """So many bytes of host memory that share no page of the system with anything else. To be pinned they must: of two tensors
-    side by side on a heap, the second one's first page is the first one's last, and cannot be registered twice."""
+    """Page-aligned host memory that shares no system page with other allocations, as pinning requires: neighbouring tensors on
+    a heap may share a page, which cannot be registered twice."""
     pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8, count=max(1, size))[:size]
 
 
 class Arena:
-    """Allocated once. Pages are addressed by (group, page id) as the layout says."""
+    """The bytes, allocated once. Pages are addressed by (group, page id), as the layout defines."""
 
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:
         self.layout = layout
-        # Empty, not zero: on a CPU only the pages that are used become resident.
+        # Not zeroed: on a CPU only pages that are used become resident.
         self._bytes = own_pages(layout.nbytes) if device.type == "cpu" else torch.empty(
             layout.nbytes, dtype=torch.uint8, device=device)
         self._pages = [self._bytes.as_strided((layout.slabs * group.per_slab, group.page_bytes), (group.stride, 1))
@@ -55,7 +55,7 @@ class Arena:
         return self._bytes.view(dtype).as_strided(shape, (group.stride // dtype.itemsize, *strides), offset // dtype.itemsize)
 
     def stretch(self, group: int, first: int, count: int) -> torch.Tensor:
-        """The bytes of consecutive pages and of the gaps between them, in one piece: as much in any arena of this layout."""
+        """The bytes of consecutive pages, including the gaps between them. The size is equal in any arena of this layout."""
         cut = self.layout.groups[group]
         start = first * cut.stride
         return self._bytes[start:start + (count - 1) * cut.stride + cut.page_bytes]

@@ -1,6 +1,7 @@
-"""A model's steps on meta tensors, before there are weights: every kernel launch that the worker will make, and no arithmetic.
+"""A dry run of a model's steps on meta tensors, before weights are loaded: every kernel launch of the worker, without
+arithmetic.
 
-It goes through the same code as real steps, so what it records (`ops/compile.py::recording`) cannot differ from what they need.
+It runs the same code as real steps, so the kernels that it records (`ops/compile.py::recording`) are those that steps need.
 """
 
 from __future__ import annotations
