@@ -20,7 +20,7 @@ from tests.system.served import Served
 
 KINDS = ("frontend SIGKILL", "engine SIGKILL", "frontend SIGTERM", "engine SIGSTOP", "engine SIGTERM", "frontend SIGSTOP")
 
-STALL = 1.5
+STALL = 4.0
 """--stall-timeout of the servers, in seconds."""
 
 END_SECONDS = 20.0
