@@ -31,6 +31,7 @@ from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, EngineDeadError, ModelError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.loading import Found, find
+from penstock.engine.work import give_back_memory
 
 Reply = TypeVar("Reply")
 
@@ -160,12 +161,17 @@ class Loop:
         self._stats_due = 0.0
 
     def run(self) -> None:
-        """Returns after Shutdown. An exception of the engine's passes through."""
-        engine = self.engine
+        """Returns after the shutdown call. Exceptions of the engine pass through."""
+        engine, worked = self.engine, False
         while not self._stopping:
             busy = engine.busy
             if self.inbox.poll(0 if busy else WRITING_MS if engine.writing else IDLE_MS):
                 self._take_in()
+            elif worked and not busy and not engine.writing:
+                # Idle for a while for the first time since the last work.
+                give_back_memory()
+                worked = False
+            worked = worked or engine.busy
             updates = engine.turn() if engine.busy or engine.writing else []
             now = time.monotonic()
             idle = not engine.busy

@@ -128,7 +128,8 @@ class Workers:
                 error = caught
             _current.job = None
             if job.size > SHORT:
-                _give_back()
+                # A tokenized text takes a hundred times its size.
+                give_back_memory()
             if not job.cancelled:
                 try:
                     job.loop.call_soon_threadsafe(_finish, job, result, error)
@@ -148,8 +149,8 @@ class Workers:
                 self._changed.wait()
 
 
-def _give_back() -> None:
-    """Returns freed memory to the system, which the allocator would keep: a tokenized text takes a hundred times its size."""
+def give_back_memory() -> None:
+    """Returns freed memory to the system, which the allocator would keep. Takes some milliseconds."""
     if _trim is not None:
         _trim(0)
 
