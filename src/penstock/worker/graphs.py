@@ -2,7 +2,7 @@
 
 Decode steps (one token a segment) and small mixed ones replay a graph: the host then enqueues one launch instead of hundreds.
 Larger steps run eagerly; the device needs longer for them than the host needs to enqueue them. For decode steps whose rows ask
-for nothing but a temperature the choice of tokens is captured as well: the host then enqueues a whole step in two launches.
+for nothing but a temperature the choice of tokens is captured as well: the host then enqueues a whole step in one launch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Graphs:
         self.buckets = Buckets(max_tokens, max_num_seqs, self._longest)
         self._stream = stream
         self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._choices: dict[Bucket, torch.cuda.CUDAGraph] = {}
+        self._decodes: dict[Bucket, torch.cuda.CUDAGraph] = {}
+        """Whole decode steps, the choice of tokens included."""
         self.seconds = 0.0
         """What capturing took."""
 
@@ -102,26 +103,29 @@ class Graphs:
             self.builder.reserve(max(self.builder.fill(plan, bucket, picks_of(plan)).size for bucket, plan in plans))
             for bucket, plan in plans:
                 parts = self.builder.fill(plan, bucket, picks_of(plan))
-                graph, hidden = self._capture(pool, partial(self._run, bucket, parts))
-                self._captured[bucket] = graph, hidden
-                if bucket.tokens == bucket.segments <= LINES and self._sampler.capturable:
-                    self._choices[bucket], _ = self._capture(pool, partial(self._choose, bucket, parts, hidden))
+                self._decode(bucket, parts)
+                self._stream.synchronize()
+                self._captured[bucket] = self._capture(pool, partial(self._run, bucket, parts))
+                if self._chooses(bucket):
+                    self._decodes[bucket], _ = self._capture(pool, partial(self._decode, bucket, parts))
         self._stream.synchronize()
         self.seconds = time.perf_counter() - began
 
     def _capture(self, pool: _POOL_HANDLE, run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
-        """What `run` enqueues, after it was run once."""
-        run()
-        self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         found = run()
         graph.capture_end()
         return graph, found
 
-    def _choose(self, bucket: Bucket, parts: Parts, hidden: torch.Tensor) -> None:
-        shift, row, position = self.builder.choice(parts, bucket.segments)
-        self._sampler.choose_at(shift, self.model.head(hidden), row, position)
+    def _chooses(self, bucket: Bucket) -> bool:
+        return bucket.tokens == bucket.segments <= LINES and self._sampler.capturable
+
+    def _decode(self, bucket: Bucket, parts: Parts) -> None:
+        hidden = self._run(bucket, parts)
+        if self._chooses(bucket):
+            shift, row, position = self.builder.choice(parts, bucket.segments)
+            self._sampler.choose_at(shift, self.model.head(hidden), row, position)
 
     def _run(self, bucket: Bucket, parts: Parts) -> torch.Tensor:
         ends = None if bucket.tokens == bucket.segments else bucket.segments
@@ -135,7 +139,6 @@ class Graphs:
         graph.replay()
         return hidden, parts
 
-
     def decode(self, plan: StepPlan) -> torch.Tensor | None:
         """A whole step, if it is one of single tokens that are all chosen by a captured choice: where the host finds them once
         the device has come so far. None: the step is another."""
@@ -145,12 +148,11 @@ class Graphs:
         if plan.slack is not None or plan.draft is not None or not self._sampler.plain(plan.rows):
             return None
         bucket = self.buckets.of(plan, count)
-        if bucket is None or bucket not in self._choices:
+        if bucket is None or bucket not in self._decodes:
             return None
         room = self._sampler.room(count)
         self.builder.fill(plan, bucket, picks_of(plan), int(room.storage_offset()))
-        self._captured[bucket][0].replay()
-        self._choices[bucket].replay()
+        self._decodes[bucket].replay()
         return room
 
 

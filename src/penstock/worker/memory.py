@@ -96,13 +96,13 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
     small = lay_out(model.states, page, 0)
     slabs = max(small.slabs_for(count, count) * segments for segments, count, _ in shapes)
     layout = lay_out(model.states, page, small.slab_bytes * slabs)
-    before = _free(device)
+    free = _free(device)
     worker = Worker(model, layout, rows, max_model_len, device)
     held = torch.cuda.memory_reserved(device)
     for segments, count, before in shapes:
         worker.run(dummy_plan(np.full(segments, count, np.int32), before, layout))
     left, scratch = _free(device), torch.cuda.memory_reserved(device) - held
-    step, graphs = max(0, before - left - layout.nbytes) + LIST_BYTES, 0
+    step, graphs = max(0, free - left - layout.nbytes) + LIST_BYTES, 0
     if graph_tokens and worker.stream is not None:
         captured = Graphs(worker.model, worker.rows, page, rows, graph_tokens, worker.stream, worker.sampler)
         captured.capture()
