@@ -1,4 +1,4 @@
-"""/metrics: the figures of the frontend and the engine's last snapshot under vLLM's names, and a few of our own.
+"""/metrics: the frontend's counters and the engine's last snapshot, under vLLM's names where vLLM has them.
 
 The registry belongs to one app. Everything is collected when scraped; nothing is formatted on the way of a token.
 """
@@ -30,10 +30,10 @@ TIER_GAUGES = (
 TIER_COUNTERS = (
     ("hit_tokens", "Prompt tokens found in a cache tier."),
     ("stored_pages", "Pages that became findable in a cache tier."),
-    ("evicted_pages", "Pages that a cache tier gave up for others."),
+    ("evicted_pages", "Pages evicted from a cache tier."),
     ("bytes_in", "Bytes moved into a cache tier from another."),
     ("bytes_out", "Bytes moved out of a cache tier into another."),
-    ("failures", "Pages of a cache tier that could not be read back, and were computed again."),
+    ("failures", "Pages of a cache tier that could not be read, and were recomputed."),
     ("late_loads", "Loads from a cache tier that were given up because it did not answer in time."),
 )
 """Fields of `core/request.py::TierStats`, published as penstock:cache_FIELD by tier."""
@@ -81,7 +81,7 @@ class EngineCollector(Collector):
             ("vllm:kv_cache_usage_perc", "Fraction of the KV cache in use, 0 to 1.", stats.kv_usage),
             ("penstock:pages_used", "Slabs of the KV arena in use.", stats.pages_used),
             ("penstock:pages_total", "Slabs of the KV arena.", stats.pages_total),
-            ("penstock:plans_in_flight", "Steps handed to the worker whose results are not back.", stats.flying),
+            ("penstock:plans_in_flight", "Steps in flight: submitted to the worker, without a result yet.", stats.flying),
             ("penstock:requests_live", "Requests that this frontend has open.", self.llm.live),
             ("penstock:engine_up", "1 while the engine is alive and not stuck.", 0 if self.llm.unhealthy() else 1),
             ("penstock:engine_silence_seconds", "Time since the last message from the engine.", self.llm.silence),
@@ -92,22 +92,22 @@ class EngineCollector(Collector):
         stats, figures = self.llm.stats, self.llm.figures
         for name, doc, value in (
             ("vllm:prompt_tokens", "Prompt tokens of the requests taken in.", figures.prompt_tokens),
-            ("vllm:prompt_tokens_cached", "Prompt tokens that the cache spared.", stats.cached_tokens),
+            ("vllm:prompt_tokens_cached", "Prompt tokens found in the cache.", stats.cached_tokens),
             ("vllm:generation_tokens", "Tokens generated.", figures.generation_tokens),
-            ("vllm:num_preemptions", "Sequences that lost their pages and started over.", stats.preemptions),
+            ("vllm:num_preemptions", "Preempted sequences.", stats.preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.cached_tokens),
-            ("vllm:external_prefix_cache_hits", "Prompt tokens found in tiers behind the device.", self._further),
-            ("penstock:prefix_cache_misses", "Prompt tokens looked up in the prefix cache in vain.",
+            ("vllm:external_prefix_cache_hits", "Prompt tokens found in host, disk and remote tiers.", self._further),
+            ("penstock:prefix_cache_misses", "Prompt tokens not found in the prefix cache.",
              stats.prompt_tokens - stats.cached_tokens),
             ("vllm:corrupted_requests", "Sequences that failed for logits that are not finite.", figures.finished["error"]),
-            ("penstock:requests_aborted", "Sequences that a client gave up or that a stop string ended.",
+            ("penstock:requests_aborted", "Sequences aborted by a client or ended by a stop string.",
              figures.finished["abort"]),
-            ("penstock:requests_refused", "Requests that the engine did not take.", figures.refused),
+            ("penstock:requests_refused", "Requests that the engine refused.", figures.refused),
             ("penstock:steps", "Steps that the engine ran.", stats.steps),
-            ("penstock:plan_seconds", "Host time in planning steps and taking in results.", stats.plan_seconds),
-            ("penstock:worker_seconds", "Time of the worker in its steps.", stats.worker_seconds),
-            ("penstock:kernel_seconds", "The worker's time inside the model.", stats.kernel_seconds),
+            ("penstock:plan_seconds", "Host time for planning steps and applying results.", stats.plan_seconds),
+            ("penstock:worker_seconds", "Worker time in steps.", stats.worker_seconds),
+            ("penstock:kernel_seconds", "Worker time in the model's forward pass and head.", stats.kernel_seconds),
             *((f"penstock:{name}", doc, getattr(stats, field)) for name, field, doc in GRAMMAR_COUNTERS),
         ):
             yield self._one(CounterMetricFamily(name, doc, labels=LABELS), value)
@@ -158,7 +158,7 @@ class EngineCollector(Collector):
             ("vllm:request_prefill_time_seconds", "From the first row to the first token.", figures.prefill),
             ("vllm:request_decode_time_seconds", "From the first token to the end.", figures.decode),
             ("vllm:request_prompt_tokens", "Prompt lengths.", figures.prompt_lengths),
-            ("vllm:request_prefill_kv_computed_tokens", "What of a prompt was not cached.", figures.computed_prompts),
+            ("vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", figures.computed_prompts),
             ("vllm:request_generation_tokens", "Output lengths, by sequence.", figures.output_lengths),
             ("vllm:request_params_max_tokens", "The most tokens asked for.", figures.max_tokens),
             ("vllm:request_params_n", "Sequences asked for in one request.", figures.sequences),
@@ -179,7 +179,7 @@ class EngineCollector(Collector):
 
     @property
     def _further(self) -> int:
-        """Prompt tokens that tiers behind the device had."""
+        """Prompt tokens found in host, disk and remote tiers."""
         return sum(tier.hit_tokens for tier in self.llm.stats.tiers if tier.name != "device")
 
     def _one(self, family: Metric, value: float) -> Metric:

@@ -1,4 +1,4 @@
-"""From text to tokens and back: tokenizers, incremental detokenization, stop strings and chat templates. No tensors here."""
+"""Text to tokens and back: tokenizers, incremental detokenization, stop strings and chat templates. No tensors here."""
 
 from penstock.text.detokenize import Detokenizer
 from penstock.text.stops import StopStrings

@@ -1,8 +1,8 @@
-"""Tokens to text, a few at a time and exactly: what the pushes return, joined, is the text of all the tokens at once.
+"""Incremental detokenization: the joined results of all pushes equal the text of all tokens decoded at once.
 
-A character whose bytes have not all come is held back, so no part of a stream is broken UTF-8; bytes that belong to no
-character become U+FFFD. There is one algorithm: `Tokenizer.decode` is a detokenizer that is pushed once. What a single token
-stands for comes from the vocabularies (`fast.py`, `spm.py`), as a `Pieces` table.
+Incomplete UTF-8 characters are held back, so every part of a stream is valid text; bytes outside any character become U+FFFD.
+`Tokenizer.decode` uses the same code with one push. The text of a single token comes from the vocabularies (`fast.py`,
+`spm.py`), as a `Pieces` table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LONGEST_RUN = 32
 """Bytes of a run of byte tokens that are held back at most; see `WholeRun`."""
 
 PENDING = 3
-"""The most bytes, and so tokens, that a character can have without being complete."""
+"""The most bytes, and so tokens, of an incomplete UTF-8 character."""
 
 Piece = TypeVar("Piece")
 
@@ -26,23 +26,23 @@ class Detokenizer(Protocol):
     """Text of one growing sequence of tokens."""
 
     def push(self, ids: Iterable[int]) -> str:
-        """Text that these tokens make certain, after everything returned before. Ids outside the vocabulary have no text."""
+        """The text that these tokens add and that no later token can change. Ids outside the vocabulary have no text."""
         ...
 
     def held(self) -> str:
-        """Complete characters that are held back all the same, because later tokens may still change them."""
+        """Complete characters that are still held back, because later tokens may change them."""
         ...
 
     def flush(self) -> str:
-        """The rest: what was held back will not be completed. The detokenizer is then as new."""
+        """The text still held back, at the end of the sequence. Resets the detokenizer."""
         ...
 
 
 class Pieces(dict[int, Piece], Generic[Piece]):
-    """What each token stands for, worked out when it is first met."""
+    """The text or bytes of each token, computed on first use."""
 
     def __init__(self, piece_of: Callable[[int], Piece], size: int, empty: Piece, hidden: frozenset[int]) -> None:
-        """`piece_of` knows ids from 0 to `size` - 1. `hidden` tokens (special ones to be skipped) stand for `empty`."""
+        """`piece_of` knows ids from 0 to `size` - 1. `hidden` tokens (special tokens to skip) map to `empty`."""
         super().__init__()
         self._piece_of = piece_of
         self._size = size
@@ -79,7 +79,7 @@ class ByteLevel:
 
 
 class ByteRun(Protocol):
-    """What becomes of neighbouring byte tokens. Both rules agree on runs that are valid UTF-8."""
+    """Decodes a run of neighbouring byte tokens. The two rules differ only on runs that are not valid UTF-8."""
 
     def add(self, byte: int) -> str: ...
 
@@ -88,15 +88,15 @@ class ByteRun(Protocol):
         ...
 
     def end(self) -> str:
-        """The run is over: a token with text follows, or nothing."""
+        """Ends the run: a token with text follows, or the end."""
         ...
 
 
 class WholeRun:
     """The rule of the tokenizers library: a run that is not valid UTF-8 as a whole is one U+FFFD for each of its bytes.
 
-    So characters are certain only when the run ends. Two things keep the wait short: a run that is known to be broken is
-    passed on at once, and after LONGEST_RUN bytes the complete characters so far are taken as a run of their own.
+    So characters are final only when the run ends. Two rules bound the delay: a run that is known to be invalid is passed on at
+    once, and after LONGEST_RUN bytes the complete characters so far count as a run of their own.
     """
 
     __slots__ = ("_broken", "_held")
@@ -114,7 +114,7 @@ class WholeRun:
             held.decode()
             complete = len(held)
         except UnicodeDecodeError as error:
-            # "Unexpected end" is the one fault that later bytes can mend.
+            # Only an "unexpected end" can become valid with later bytes.
             if error.reason != "unexpected end of data":
                 self._broken = True
                 text = REPLACEMENT * len(held)
@@ -128,7 +128,7 @@ class WholeRun:
         return text
 
     def held(self) -> str:
-        # What is held is not broken, so all that can be missing is the end of the last character.
+        # The held bytes are a valid prefix: only the last character can be incomplete.
         return self._held.decode("utf-8", "ignore")
 
     def end(self) -> str:

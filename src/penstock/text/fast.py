@@ -1,4 +1,4 @@
-"""Vocabularies in tokenizer.json, run by the tokenizers library: how they encode, and what each token stands for."""
+"""Vocabularies in tokenizer.json, run by the tokenizers library: encoding, and the text of each token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.core.errors import ModelError
 from penstock.text.detokenize import ByteFallback, ByteLevel, Detokenizer, Pieces, WholeRun
 
 _MATCHING = ("single_word", "lstrip", "rstrip", "normalized")
-"""How an added token is found in a text."""
+"""Fields of an added token that control how it is matched in a text."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
 
@@ -130,7 +130,7 @@ class _Text:
 
 
 def _spelling(path: Path, core: tokenizers.Tokenizer) -> _Bytes | _Text:
-    """How tokens turn into text, from the file's decoder. ModelError for one that cannot be streamed exactly."""
+    """The token spelling that the file's decoder describes. ModelError for a decoder that cannot be streamed exactly."""
     decoder: dict[str, Any] = {"type": "no decoder"} if core.decoder is None else json.loads(core.decoder.__getstate__())
     steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps if step["type"] != "Fuse"] == ["ByteLevel"]:
@@ -166,7 +166,7 @@ def _prefix_space(core: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> No
 
 
 def _add_tokens(core: tokenizers.Tokenizer, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Tokens that only tokenizer_config.json knows, in the order of their ids; and every named token becomes special."""
+    """Adds the tokens that only tokenizer_config.json lists, by ascending id, and marks every named token as special."""
     known = {entry.content: entry for entry in core.get_added_tokens_decoder().values()}
     listed = settings.get("added_tokens_decoder") or {}
     for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):

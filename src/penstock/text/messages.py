@@ -1,6 +1,6 @@
-"""Chat messages as OpenAI's API writes them, brought into the shape that a chat template understands.
+"""Converts OpenAI's chat messages to the shape that a chat template expects.
 
-What a template understands is found by trying it on small conversations (`template.py`); this file only knows the shapes.
+Which shape that is, `template.py` finds by rendering small trial conversations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a template takes."""
+    """The message formats that a template supports."""
 
     parts: bool
     """`content` as a list of parts; otherwise it must be a string."""
@@ -41,7 +41,7 @@ class Shape:
 
 
 def check(messages: Any) -> list[dict[str, Any]]:
-    """A copy of the messages without fields that are None. RequestError (param messages) if it is no conversation in text."""
+    """A copy of the messages without null fields. RequestError (param messages) for anything but text messages."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise _refusal(f"messages must be a list of objects with a role and content, got {type(messages).__name__}")
     if not messages:

@@ -13,10 +13,11 @@ from penstock.core.errors import ModelError
 from penstock.text.detokenize import ByteFallback, Detokenizer, EachCharacter, Pieces
 
 _SPACE = "\u2581"
-"""How sentencepiece spells a space."""
+"""Sentencepiece's character for a space."""
 
 _NO_DUMMY_PREFIX = bytes([3 << 3 | 2, 2, 3 << 3 | 0, 0])
-"""normalizer_spec { add_dummy_prefix: false } as protobuf. Put after a file's bytes it wins: later fields are merged in."""
+"""normalizer_spec { add_dummy_prefix: false } as protobuf. Appended to a file's bytes it overrides them: later fields are
+merged in."""
 
 
 class SentencePieceVocabulary:
@@ -100,7 +101,7 @@ class SentencePieceVocabulary:
             if added == name:
                 return token
         token = self._core.piece_to_id(name)
-        # What the library does not know it gives the unknown token's id.
+        # The library returns the id of the unknown token for pieces that it does not have.
         return token if self._core.id_to_piece(token) == name else None
 
     def _end_id(self, settings: Mapping[str, Any], key: str, default: bool, name: str | None, own: int) -> list[int]:
@@ -120,7 +121,7 @@ def _open(path: Path, changes: bytes = b"") -> sentencepiece.SentencePieceProces
 
 
 def _leading(core: sentencepiece.SentencePieceProcessor) -> int:
-    """How many spaces decoding cuts from the front: none, the one that encoding adds, or all. Found by trying."""
+    """The number of leading spaces that decoding strips (none, the one that encoding adds, or all), found by a trial."""
     lone = core.piece_to_id(_SPACE)
     if core.id_to_piece(lone) != _SPACE:
         return 1

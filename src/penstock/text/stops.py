@@ -1,4 +1,4 @@
-"""Stop strings in a stream: where the first one ends the text, and how much may be shown before that is certain."""
+"""Stop strings in a stream: finds the first match, and holds back text that may be the beginning of one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StopStrings:
         self._stops = list(dict.fromkeys(stops))
         self._include = include
         self._held = ""
-        """What was not shown yet, because some stop string begins with it."""
+        """Text held back because some stop string begins with it."""
         self._matched = False
 
     def push(self, delta: str, armed: bool = True) -> tuple[str, str | None]:
@@ -45,12 +45,12 @@ class StopStrings:
         return text[:safe], None
 
     def flush(self) -> str:
-        """The text has ended: what was held back turned out to be no stop string."""
+        """The text has ended: returns the text held back, which is no stop string."""
         text, self._held = self._held, ""
         return text
 
     def _partial(self, text: str) -> int:
-        """Where the longest end of `text` begins with which some stop string begins; its length if there is none."""
+        """The start of the longest suffix of `text` that is a prefix of a stop string; len(text) if there is none."""
         earliest = len(text)
         for stop in self._stops:
             start = text.find(stop[0], max(0, len(text) - len(stop) + 1))

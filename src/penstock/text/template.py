@@ -1,4 +1,4 @@
-"""Chat templates: where a model keeps them, and how a conversation becomes one text.
+"""Chat templates: loading them from a model's folder, and rendering a conversation.
 
 A template is a Jinja program from the model's authors. It runs in Jinja's immutable sandbox with the settings, filters and
 variables that transformers gives it, so the text is the same; it is compiled once.
@@ -26,7 +26,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 """Names with a meaning: the template used unless another is asked for, and the one used when there are tools."""
 
 _MARK = "<<the final message ends here>> "
-"""Put behind a message that is to be continued. Its last space shows whether the template trims its messages."""
+"""Appended to a message that is to be continued. Its last space shows whether the template strips messages."""
 
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
                        "chat_template"})
@@ -139,7 +139,7 @@ class ChatTemplate:
         return list(self.sources)
 
     def reads(self, variable: str) -> bool:
-        """Whether any of the templates has this word."""
+        """Whether any of the templates contains this variable's name."""
         return any(variable in source for source in self.sources.values())
 
     def using(self, override: str) -> ChatTemplate:
@@ -221,7 +221,7 @@ def check_variables(variables: Mapping[str, Any]) -> None:
 
 
 class _Compiled:
-    """One template, and what it takes."""
+    """One compiled template, and the message formats that it supports."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -232,7 +232,7 @@ class _Compiled:
 
     @functools.cached_property
     def shape(self) -> chat.Shape:
-        """Found by trying: a text that goes in must come out, and not as Python's notation of a list or an object."""
+        """Found by trial renderings: the text must appear in the result, and not inside the repr of a list or dict."""
         text, parts = "a-text", [{"type": "text", "text": "a-text"}]
         takes_parts, takes_strings = self._shows(parts), self._shows(text)
         content: Any = text if takes_strings or not takes_parts else parts
@@ -310,7 +310,7 @@ def _cut(text: str) -> str:
         raise RequestError("the chat template does not show the final message as it is, so it cannot be continued; end with "
                            "another message, or leave continue_final_message out", param="continue_final_message",
                            code="template_error")
-    # If the mark has lost its space, the template trims messages; the text it would have shown ends without space.
+    # If the mark has lost its space, the template strips messages, so the text must be stripped as well.
     return text[:place] if text.startswith(_MARK, place) else text[:place].rstrip()
 
 

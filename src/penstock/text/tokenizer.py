@@ -1,4 +1,4 @@
-"""A model's tokenizer: which file holds it, which tokens are special, and the one face that all kinds share.
+"""A model's tokenizer: finding its files and special tokens, and the interface that all vocabularies share.
 
 The work is done by `fast.py` (tokenizer.json) and `spm.py` (tokenizer.model). Encoding gives what transformers' AutoTokenizer
 gives for the same folder. Decoding gives what the model wrote: transformers' clean_up_tokenization_spaces, which rewrites
@@ -22,7 +22,7 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 class Vocabulary(Protocol):
-    """What a kind of vocabulary can do. Ids it does not have are no error: they have no name and no text."""
+    """The interface of a vocabulary. Unknown ids are no error: they have no name and no text."""
 
     size: int
     special_ids: frozenset[int]
@@ -117,7 +117,7 @@ class Tokenizer:
         return self._vocabulary.name_of(token) if 0 <= token < self.vocab_size else None
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token alone stands for. Joined over a text without special tokens these are the text's bytes, but for the
+        """The bytes of the token alone. Joined over a text without special tokens these are the text's bytes, but for the
         space that some vocabularies add in front."""
         return self._vocabulary.bytes_of(token) if 0 <= token < self.vocab_size else b""
 

@@ -1,4 +1,4 @@
-"""What chat and completion answers have in common: usage, the choices as they grow, and the merging of deltas."""
+"""State shared by chat and completion answers: usage, the accumulated choices, and the merging of deltas."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.server.openai.protocol import GenerationFields
 class PromptDetails(msgspec.Struct):
     cached_tokens: int = 0
     cached_tokens_by_tier: dict[str, int] = {}
-    """Ours: which of them came from where (device, host, disk, remote)."""
+    """Penstock's extension: the same by cache tier (device, host, disk, remote)."""
 
 
 class Usage(msgspec.Struct):
-    """Tokens of all choices together; a prompt counts once, however many choices it has."""
+    """Tokens of all choices together. A prompt counts once, whatever `n` is."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -31,7 +31,7 @@ class Usage(msgspec.Struct):
 
 
 def fingerprint(info: EngineInfo | None) -> str | None:
-    """`system_fingerprint`: equal where a seed gives the same answer, because version, model, number format and kernels are."""
+    """`system_fingerprint`: a hash of version, model, dtype and kernels. With equal fingerprints a seed gives equal answers."""
     if info is None:
         return None
     facts = (penstock.__version__, info.model, info.architecture, info.dtype, info.device, *map(tuple, info.kernels))
@@ -39,12 +39,12 @@ def fingerprint(info: EngineInfo | None) -> str | None:
 
 
 def tier(body: GenerationFields) -> str | None:
-    """`service_tier` of the answer: there is one tier, which is named to those who ask for any."""
+    """`service_tier` of the answer: "default" if the request has the field, else null. There is only one tier."""
     return None if body.service_tier is None else "default"
 
 
 class Growth:
-    """One choice so far."""
+    """One choice, as accumulated so far."""
 
     __slots__ = ("finish_reason", "logprobs", "prompt_logprobs", "started", "stop_reason", "text", "token_ids")
 
@@ -56,11 +56,11 @@ class Growth:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.started = False
-        """An event of it went out."""
+        """Whether an event of this choice was sent."""
 
 
 class Choices:
-    """All choices of an answer: `n` for each of its requests, numbered through."""
+    """All choices of an answer: `n` for each of its requests, numbered consecutively."""
 
     def __init__(self, requests: Sequence[Request], body: GenerationFields) -> None:
         self.requests = requests
@@ -77,7 +77,7 @@ class Choices:
         self.usage_always = self.usage_at_end and bool(options and options.continuous_usage_stats)
 
     def add(self, deltas: Iterable[Delta]) -> None:
-        """Takes deltas in for a whole answer."""
+        """Accumulates deltas for a non-streamed answer."""
         for delta in deltas:
             growth = self.growths[self.choice_of(delta)]
             self.count(delta)
@@ -91,7 +91,7 @@ class Choices:
                 growth.finish_reason, growth.stop_reason = delta.finish_reason, delta.stop_reason
 
     def choice_of(self, delta: Delta) -> int:
-        """The number of the choice that a delta belongs to. Enters what was cached into the usage."""
+        """The index of the choice that a delta belongs to. Adds its cached tokens to the usage."""
         if delta.cached_tokens and delta.index == 0:
             self.cached_tokens += delta.cached_tokens
             for tier, tokens in (delta.cached_by_tier or {}).items():
@@ -99,11 +99,11 @@ class Choices:
         return self.first[delta.request_id] + delta.index
 
     def count(self, delta: Delta) -> None:
-        """Enters a delta's tokens into the usage: when they are sent, so that no event counts what later ones bring."""
+        """Adds a delta's tokens to the usage. Called when they are sent, so that no event counts the tokens of later ones."""
         self.completion_tokens += len(delta.token_ids)
 
     def merged(self, deltas: list[Delta]) -> list[tuple[int, Delta]]:
-        """(choice, delta), with the deltas of one choice made into one."""
+        """(choice, delta), with the deltas of each choice merged into one."""
         if len(deltas) == 1:
             return [(self.choice_of(deltas[0]), deltas[0])]
         found: dict[int, Delta] = {}

@@ -81,7 +81,7 @@ class ChatCompletion(msgspec.Struct):
 
 
 class ChatAnswer:
-    """One request's answer, as it grows."""
+    """Builds the answer to one request from deltas."""
 
     def __init__(self, answer_id: str, model: str, request: EngineRequest, body: ChatRequest, namer: Namer,
                  system_fingerprint: str | None = None) -> None:
@@ -182,7 +182,7 @@ class Chat:
 
 
 def in_terms_of_chat(error: RequestError, body: ChatRequest) -> RequestError:
-    """A refusal that names a parameter of the engine, by the name that this endpoint has for it."""
+    """Renames the engine's parameter in an error to the field of this endpoint (prompt -> messages)."""
     names = {"prompt": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
@@ -195,7 +195,7 @@ def in_terms_of_chat(error: RequestError, body: ChatRequest) -> RequestError:
 
 
 def check(body: ChatRequest) -> None:
-    """RequestError for fields that do not go together."""
+    """RequestError for fields that contradict each other."""
     check_stream(body)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs is only possible when logprobs is true", param="top_logprobs", code="invalid_value")

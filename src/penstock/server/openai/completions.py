@@ -41,7 +41,7 @@ class Choice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """A whole answer, or one event of it: in this API they have one shape."""
+    """A whole answer or one streamed event: this API uses one shape for both."""
 
     id: str
     created: int
@@ -54,7 +54,7 @@ class Completion(msgspec.Struct):
 
 
 class CompletionAnswer:
-    """One HTTP request's answer, over all its prompts, as it grows."""
+    """Builds the answer to one HTTP request, over all its prompts, from deltas."""
 
     def __init__(self, answer_id: str, model: str, requests: list[EngineRequest], echoes: list[Echo], body: CompletionRequest,
                  namer: Namer, tokenizer: Tokenizer | None, system_fingerprint: str | None = None) -> None:
@@ -65,14 +65,14 @@ class CompletionAnswer:
         self.created = int(time.time())
         self.requests = requests
         self.echoes = echoes
-        """How each prompt is shown, if it is."""
+        """The echoed prompts; empty without `echo`."""
         self.choices = Choices(requests, body)
         self.namer = namer
         self.echo = bool(echoes)
         self.score_only = body.max_tokens == 0
-        """Only the prompt is wanted; the one token that the engine makes all the same is not shown."""
+        """max_tokens is 0: only the prompt is scored. The engine still generates one token, which is not shown."""
         self.textless = tokenizer is None
-        """There is no tokenizer: an event without text says that a token has come."""
+        """There is no tokenizer: an event without text reports that a token was generated."""
         self.want_logprobs = body.logprobs is not None
         self.want_prompt_logprobs = body.prompt_logprobs is not None
         self._tokenizer = tokenizer
@@ -107,7 +107,7 @@ class CompletionAnswer:
         return event(self._completion([choice], choices.chunk_usage()))
 
     def _choice(self, index: int, text: str, ids: list[int], lines: list[TokenLogprobs], echo: bool) -> Choice:
-        """A choice with its next text and tokens, `echo`: and those of the prompt before them."""
+        """A choice with its next text and tokens; with `echo`, those of the prompt precede them."""
         request, choice = self.requests[index // self.choices.n], Choice(index, text)
         prompt = self.echoes[index // self.choices.n] if echo else None
         if prompt is not None:
@@ -122,7 +122,7 @@ class CompletionAnswer:
         return choice
 
     def _offsets_of(self, index: int) -> Offsets:
-        """Where the tokens of a choice's answer begin in its text."""
+        """Text offsets of a choice's generated tokens."""
         if index not in self._offsets:
             place, tokenizer = index // self.choices.n, self._tokenizer
             request = self.requests[place]

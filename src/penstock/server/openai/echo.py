@@ -1,4 +1,4 @@
-"""`echo`: a prompt as text, and where in the text each token begins, for the prompt and for the answer that continues it."""
+"""`echo`: the prompt as text, and the text offset of each token of the prompt and of the answer that follows it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from penstock.text import Detokenizer, Tokenizer
 
 
 class Echo(NamedTuple):
-    """A prompt as it is shown before its answer. Answers continue it: bytes that end inside a character are theirs to show."""
+    """An echoed prompt. A character that its last bytes leave incomplete is shown by the answer that completes it."""
 
     text: str
     offsets: list[int]
-    """For each token of the request's prompt, the character of `text` at which what it adds begins."""
+    """For each token of the prompt, the index in `text` at which its own text begins."""
 
 
 class Offsets:
-    """Where the text of each token begins, in a text of which `start` characters precede the first one."""
+    """Computes text offsets of a token sequence, beginning at `start`."""
 
     def __init__(self, detokenizer: Detokenizer | None, start: int = 0) -> None:
-        """Without a detokenizer there is no text, and all begin at `start`."""
+        """Without a detokenizer there is no text, and all offsets are `start`."""
         self._detokenizer = detokenizer
         self._certain = start
 
     def of(self, ids: Sequence[int]) -> list[int]:
-        """The offsets of the next tokens. A token that is not shown, or is a part of a character, adds nothing."""
+        """The offsets of the next tokens. Hidden tokens and incomplete characters have no length."""
         return [self.next(token)[0] for token in ids]
 
     def next(self, token: int) -> tuple[int, str]:
-        """(offset, text that has become certain) of the next token."""
+        """(offset of the next token, text that it makes final)."""
         if self._detokenizer is None:
             return self._certain, ""
         begin = self._certain + len(self._detokenizer.held())
@@ -39,7 +39,7 @@ class Offsets:
         return begin, text
 
     def rest(self, final: bool) -> str:
-        """What is held back after the last token: complete characters, and if nothing can follow, the others as U+FFFD."""
+        """The text held back after the last token: complete characters; if `final`, incomplete ones too, as U+FFFD."""
         if self._detokenizer is None:
             return ""
         return self._detokenizer.flush() if final else self._detokenizer.held()
@@ -47,11 +47,11 @@ class Offsets:
 
 def echo(tokenizer: Tokenizer | None, prompt: str | Sequence[int], request: Request, add_special_tokens: bool,
          truncated: bool, final: bool) -> Echo:
-    """How the prompt of `request`, made from `prompt`, is shown.
+    """Echoes `prompt`, from which `request` was made.
 
-    A text is shown as it was sent, ids as their text. Special tokens that the tokenizer added to a text are not shown; those
-    that are among ids are if the request does not skip special tokens. `truncated`: tokens may have been cut off at the front,
-    and then what is left is shown. `final`: no answer will follow.
+    A text is returned as it was sent; token ids are decoded. Special tokens that the tokenizer added to a text are hidden;
+    those among ids are shown unless the request skips special tokens. `truncated`: the prompt may have lost tokens at its
+    front, and then the remaining tokens are decoded. `final`: no answer follows.
     """
     ids = request.prompt_ids
     if tokenizer is None:
@@ -68,7 +68,7 @@ def echo(tokenizer: Tokenizer | None, prompt: str | Sequence[int], request: Requ
 
 
 def _own(tokenizer: Tokenizer, ids: Sequence[int], prompt: str, add_special_tokens: bool) -> range:
-    """Which of a text's tokens stand for the text itself, and were not added before or behind it."""
+    """The range of tokens that encode the text itself, without the special tokens added around it."""
     if not prompt:
         return range(len(ids), len(ids))
     added = tokenizer.encode("", add_special_tokens)
@@ -77,7 +77,7 @@ def _own(tokenizer: Tokenizer, ids: Sequence[int], prompt: str, add_special_toke
 
 
 def _shown(tokenizer: Tokenizer, ids: Sequence[int], own: range, skip_special_tokens: bool, final: bool) -> Echo:
-    """The text of the tokens at the places `own`, and offsets of all."""
+    """Decodes the tokens at the positions `own`; offsets are for all tokens."""
     offsets, parts, places = Offsets(tokenizer.detokenizer(skip_special_tokens)), [], []
     begin = 0
     for place, token in enumerate(ids):

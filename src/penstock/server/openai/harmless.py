@@ -1,7 +1,7 @@
-"""Fields of chat and completion bodies that known clients send, that no schema of OpenAI's has, and that change no token.
+"""Body fields outside OpenAI's schema that known clients send and that cannot change the answer.
 
-They are accepted and named in the header x-penstock-ignored. A field that asks for another answer, or for more in it, does not
-belong here: it is refused by name.
+They are accepted and named in the response header x-penstock-ignored. A field that would change the answer, or add to it, does
+not belong here: the server refuses it by name.
 """
 
 from __future__ import annotations
@@ -27,4 +27,4 @@ IGNORED: dict[str, str] = {
     "litellm_session_id": "LiteLLM", "litellm_trace_id": "LiteLLM", "litellm_logging_obj": "LiteLLM",
     "proxy_server_request": "LiteLLM", "model_info": "LiteLLM", "mock_timeout": "LiteLLM",
 }
-"""Who sends each, and what for."""
+"""Field name -> which client sends it, and its purpose."""

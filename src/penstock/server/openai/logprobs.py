@@ -24,7 +24,7 @@ LEAST = -9999.0
 
 
 class Namer:
-    """What a token is called in an answer: its text, or "token_id:N" if the request wants that or there is no tokenizer."""
+    """Names tokens in answers: by their text, or as "token_id:N" if the request asks for that or there is no tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
         self._tokenizer = None if as_ids else tokenizer
@@ -50,7 +50,7 @@ class Namer:
 
 
 def namer(state: State, body: GenerationFields) -> Namer:
-    """What an answer to `body` calls tokens: as that says, or else as the server's options do."""
+    """The Namer of an answer: as the request asks, by default as the server option return_tokens_as_token_ids says."""
     wanted = body.return_tokens_as_token_ids
     return Namer(state.llm.tokenizer, state.options.return_tokens_as_token_ids if wanted is None else wanted)
 

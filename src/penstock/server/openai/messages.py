@@ -1,4 +1,4 @@
-"""From the messages of a chat request to the text of its prompt."""
+"""Renders the messages of a chat request to the prompt's text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from penstock.server.openai.protocol import ChatRequest, TokenizeRequest
 from penstock.text import ChatTemplate
 
 Templated = ChatRequest | TokenizeRequest
-"""Bodies that have messages and what a template takes with them."""
+"""Bodies with messages and template fields."""
 
 STYLE = ("reasoning_effort", "verbosity")
-"""Fields that mean what the model's template makes of them."""
+"""Fields whose meaning is defined by the model's template."""
 
 _TAKEN = frozenset(inspect.signature(ChatTemplate.render).parameters)
 """Names that `ChatTemplate.render` has a meaning of its own for."""
@@ -56,11 +56,11 @@ def _variables(template: ChatTemplate, body: Templated) -> dict[str, Any]:
     if taken:
         raise RequestError(f"chat_template_kwargs may not set {', '.join(taken)}; these are fields of the request",
                            param="chat_template_kwargs", code="invalid_value")
-    # A template is told only of what it reads, so that a value which it ignores cannot change anything.
+    # Fields that the template does not read are left out; `ignored` reports them.
     return {**{name: getattr(body, name) for name in STYLE if getattr(body, name) is not None and template.reads(name)},
             **variables}
 
 
 def ignored(template: ChatTemplate, body: Templated) -> list[str]:
-    """Fields of `body` that are for the template, which does not read them."""
+    """Fields of `body` meant for the template that the template does not read."""
     return [name for name in STYLE if getattr(body, name) is not None and not template.reads(name)]

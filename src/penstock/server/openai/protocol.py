@@ -73,14 +73,14 @@ class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     ttl: Ttl | None = None
     """For how long after its last use: 5m by default."""
     priority: Annotated[int, Meta(ge=0, le=PINNED)] | None = None
-    """What goes first if there is too little room: lower priorities do."""
+    """Pages of lower priority are evicted first."""
 
 
 class RetainedSpan(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The beginning of a context that should stay in the cache."""
 
     upto: Literal["prompt", "all"] | Count = "prompt"
-    """How many tokens; prompt: all of it, all: the prompt and the answer."""
+    """The number of tokens; prompt: the whole prompt; all: prompt and answer."""
     priority: Annotated[int, Meta(ge=0, le=PINNED)] = MARKED_PRIORITY
     ttl: Ttl = "5m"
 
@@ -94,7 +94,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationFields(StructureFields, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints have: model, streaming, sampling, vLLM's extras, and the fields that change nothing."""
+    """Fields of both endpoints: model, streaming, sampling, vLLM's extensions, and fields without effect."""
 
     model: Name | None = None
     """A served name; absent means the one model that is served."""
@@ -134,18 +134,17 @@ class GenerationFields(StructureFields, kw_only=True, forbid_unknown_fields=True
     cache_control: CacheControl | None = None
     """Keep the whole prompt in the cache."""
     cache_retention: Annotated[list[RetainedSpan], Meta(max_length=MAX_SPANS)] | None = None
-    """What to keep in the cache, in tokens."""
+    """Spans to retain in the cache, in tokens."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     """24h keeps the whole prompt for so long; OpenAI's field."""
     use_beam_search: bool | None = None
-    """Look for the most probable answers instead of drawing them: n of beam_width."""
+    """Beam search instead of sampling: returns the n best of beam_width beams."""
     beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] | None = None
-    """How many beginnings of answers are continued at once; by default n."""
+    """Beam width; by default n."""
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
-    """Answers are compared by their log probability over their length to this power; 1 by default."""
+    """Score = log probability / length ** length_penalty; 1 by default."""
     early_stopping: bool | Literal["never"] | None = None
-    """When to stop looking: true, once there are beam_width answers; false, once better ones are unlikely; "never", once there
-    can be none."""
+    """When to stop: true, at beam_width finished beams; false, when a better one is unlikely; "never", if none is possible."""
 
     # Accepted, as OpenAI does; they name or file the request and change no token of the answer.
     user: Name | None = None

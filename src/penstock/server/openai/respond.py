@@ -1,7 +1,6 @@
-"""How a stream of deltas becomes an HTTP answer, whole or as server-sent events, and what happens when the client goes away.
+"""Turns a stream of deltas into an HTTP response, whole or as server-sent events, and handles disconnects.
 
-What the answer says is an `Answer`'s business; this file owns its life: nobody waits for a client that is gone, and nothing
-runs on in the engine for it.
+The content is built by an `Answer`. This file owns the life cycle: when the client disconnects, its requests are aborted.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from penstock.server.errors import CLIENT_GONE, as_request_error
 encode = msgspec.json.Encoder().encode
 
 KEEP_ALIVE_SECONDS = 5.0
-"""After so long without an event a comment is sent, so that nobody on the way takes the connection for dead."""
+"""Interval of comment lines on an idle stream, which keep proxies from closing the connection."""
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -42,27 +41,28 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Answer(Protocol):
-    """What one request's answer says, in either form."""
+    """Builds the content of one response, streamed or not."""
 
     def events(self, deltas: list[Delta]) -> bytes:
-        """Server-sent events for these deltas; empty if there is nothing to say yet."""
+        """Server-sent events for these deltas; may be empty."""
         ...
 
     def last_events(self) -> bytes:
-        """What comes after the last delta, without the end mark."""
+        """Events after the last delta, without [DONE]."""
         ...
 
     def add(self, deltas: list[Delta]) -> None:
-        """Takes deltas in for the whole answer."""
+        """Accumulates deltas for a non-streamed response."""
         ...
 
     def whole(self) -> Any:
-        """The whole answer, as an object to encode."""
+        """The whole response, as an object to encode."""
         ...
 
 
 async def respond(request: Request, stream: Stream, answer: Answer, streaming: bool) -> Response:
-    """The answer to `request`, once its status is certain: for events, when the engine has admitted the request."""
+    """The response to `request`. A streamed one starts once the engine has admitted the request; until then errors have a
+    status of their own."""
     watch = asyncio.create_task(_close_when_gone(request.receive, stream))
     request.scope["stream"] = stream  # the access log tells its tokens
     try:

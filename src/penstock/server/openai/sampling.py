@@ -1,4 +1,4 @@
-"""From a request's body to SamplingParams: what was said, then the model's own defaults, then OpenAI's."""
+"""Request body -> SamplingParams. Precedence: the body, the model's defaults, OpenAI's defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.server.openai.structured import structure_of
 SAME_NAME = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
              "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "logit_bias",
              "allowed_token_ids", "bad_words", "skip_special_tokens", "prompt_logprobs")
-"""Fields that mean the same in a body and in SamplingParams."""
+"""Fields with the same name and meaning in a body and in SamplingParams."""
 
 
 def sampling_params(body: GenerationFields, defaults: Mapping[str, Any], max_tokens: int | None,
@@ -36,7 +36,7 @@ def sampling_params(body: GenerationFields, defaults: Mapping[str, Any], max_tok
 
 
 def _beams(body: GenerationFields) -> dict[str, Any]:
-    """What `body` says of beam search; empty if it does not want one. RequestError for fields that go with it alone."""
+    """The beam search parameters; empty without beam search. RequestError for fields that need beam search."""
     if body.use_beam_search:
         said = {"beam_width": body.beam_width or body.n or 1, "length_penalty": body.length_penalty,
                 "early_stopping": body.early_stopping}
@@ -48,7 +48,7 @@ def _beams(body: GenerationFields) -> dict[str, Any]:
 
 
 def retained(body: GenerationFields) -> list[Span]:
-    """What `body` wants kept, apart from marks in its messages."""
+    """Spans to retain in the cache, apart from cache_control marks in messages."""
     spans = []
     if body.cache_control is not None:
         spans.append(Span(PROMPT, *read_mark(msgspec.to_builtins(body.cache_control), "cache_control")))
@@ -61,7 +61,7 @@ def retained(body: GenerationFields) -> list[Span]:
 
 
 def check_stream(body: GenerationFields) -> None:
-    """RequestError for what does not go together with streaming."""
+    """RequestError for fields that contradict streaming."""
     options = body.stream_options
     if options is not None and (options.include_usage or options.continuous_usage_stats) and not body.stream:
         raise RequestError("stream_options is only possible when stream is true", param="stream_options", code="invalid_value")
@@ -71,7 +71,7 @@ def check_stream(body: GenerationFields) -> None:
 
 
 def check_something_is_left(request: Request) -> None:
-    """RequestError if the request's own parameters forbid every token that they allow, so that no first token could be had."""
+    """RequestError if bad_words or min_tokens forbid every token of allowed_token_ids, so that no token can be generated."""
     params = request.params
     if params.allowed_token_ids is None:
         return
