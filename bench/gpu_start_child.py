@@ -19,13 +19,13 @@ MARKS["torch"] = time.time()
 
 from penstock import models  # noqa: E402
 from penstock.core.sampling import SamplingParams  # noqa: E402
-from penstock.engine import engine  # noqa: E402
 from penstock.engine.llm import LLM  # noqa: E402
 from penstock.ops import compile as compiling  # noqa: E402
+from penstock.worker import rank  # noqa: E402
 
-_STAGES = ((engine, "_compile", "kernels known"), (models, "load", "weights"),
+_STAGES = ((rank, "compilation", "kernels known"), (models, "load", "weights"),
            (compiling.Compilation, "finish", "kernels compiled"), (compiling.Compilation, "load", "kernels loaded"),
-           (engine, "_plan_memory", "memory planned"), (engine, "Worker", "graphs captured"))
+           (rank.Rank, "_working", "memory planned"), (rank, "Worker", "graphs captured"))
 _LENGTHS = ([1], [2, 3], [17] * 5, [100] * 33, [300, 1, 4000], [9000], [1000] * 9, [16000, 5], [64] * 300)
 _FEATURES: tuple[dict[str, Any], ...] = (
     {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1, "top_k": 3}, {"presence_penalty": 1.0}, {"logprobs": 3},
