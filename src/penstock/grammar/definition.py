@@ -1,4 +1,4 @@
-"""What a user asks for (schema, regex, choice, grammar, structural tag) as a grammar of llguidance, checked.
+"""Turns a user's constraint (schema, regex, choice, grammar, structural tag) into a checked grammar of llguidance.
 
 Runs where requests are taken in, without a tokenizer; compiling for a vocabulary is `compiling.py`'s. All errors of a user's
 making are found here.

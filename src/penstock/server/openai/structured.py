@@ -1,4 +1,4 @@
-"""What a body asks an answer to look like, in OpenAI's words and in vLLM's, as StructuredOutputsParams."""
+"""Reads the constraint of an answer from a body, in OpenAI's fields and in vLLM's, as StructuredOutputsParams."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StructureFields(msgspec.Struct, kw_only=True):
 
 
 def structure_of(body: StructureFields) -> tuple[StructuredOutputsParams, str] | None:
-    """What `body` asks for and in which field, or None. RequestError if two fields do."""
+    """The constraint in `body` and the field that has it, or None. RequestError if two fields do."""
     found = [(params, field) for params, field in _asked(body) if params is not None]
     if len(found) > 1:
         raise RequestError(f"{found[0][1]} and {found[1][1]} both constrain the answer; send one of them", param=found[1][1],
