@@ -1,4 +1,4 @@
-"""What the cache tells the outside about its pages, as data in the shapes of vLLM's KV events. Publishing is not done here.
+"""KV events: page news as data in the shapes of vLLM's. Publishing them is in `engine/events.py`.
 
 The index calls a `Sink`; `Journal` is the sink that keeps what it is told, as wire events, until a publisher takes it. Order
 matters: a page is stored after its parent, and every tier is spoken of separately. The key of a page says all that its entry
@@ -88,7 +88,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Group(msgspec.Struct):
-    """What an event says of a cache group."""
+    """The part of an event that describes a cache group."""
 
     kind: str = "full_attention"
     """full_attention | sliding_window, vLLM's words."""

@@ -1,4 +1,4 @@
-"""What goes first when pages are needed: the one home of that decision.
+"""Eviction: which pages go first when pages are needed. The one home of that decision.
 
 Only what nobody holds can go, and nothing goes whose loss would leave pages that can no longer be reached: stretches of full
 attention are given up from the leaves of the tree, page by page. Pages of windows, chunks and snapshots strand nothing and go
@@ -58,7 +58,7 @@ class TailFirst(Policy):
 
 
 class CostAware(Policy):
-    """What it would take to compute a page again, as often as it was asked for, over what it occupies and for how long.
+    """Keeps the pages that are dear to compute again: cost times uses, over bytes times age (as in Greedy-Dual-Size-Frequency).
 
     A position costs the products with the weights, the same for all, and attention to all before it; `_EVEN` is the position at
     which both cost the same (of an 8B model about 32k). A page's bytes are those of the groups that still have it.
@@ -192,7 +192,7 @@ class _Candidates:
                 head = self._head(priority, kind, kinds[kind])
                 if head is not None:
                     best.append((self._evictor.policy.worth(kind, self._evictor.index.clock - head.used), head))
-            # What had changed its rank has been put where it belongs now, perhaps into a heap that was not looked at.
+            # Entries with an outdated rank were moved to the heap of their new rank, which may be one not looked at.
             if best and min(self._heaps) == priority:
                 return min(best, key=itemgetter(0))[1]
             for kind in [kind for kind, heap in kinds.items() if not heap]:

@@ -1,4 +1,4 @@
-"""Who waits for whose work: a context that is being computed right now is not computed a second time by the next that needs it.
+"""In-flight sharing: a request waits for a running one that is computing the same beginning, instead of computing it again.
 
 A leader is a running sequence with prompt left to compute. A follower waits, without row or pages, until its leader has
 computed what both share, or has ended or been preempted; then it matches like anybody else. A leader never waits, so nobody
@@ -24,7 +24,7 @@ class Joining:
         self._begins: dict[Sequence, Begin] = {}
 
     def __bool__(self) -> bool:
-        """Whether anybody leads."""
+        """Whether there is any leader."""
         return bool(self._begins)
 
     def lead(self, sequence: Sequence, packed: bytearray) -> None:
@@ -67,7 +67,7 @@ class Joining:
         limit = (len(packed) // TOKEN - 1) // self.page * self.page
         following = packed[have * TOKEN:have * TOKEN + width]
         for leader, (theirs, goal) in self._leaders.get(self._begin(sequence, packed), {}).items():
-            # What begins alike but parts within the next page cannot help.
+            # Contexts that differ within the next page share no further page.
             if theirs[have * TOKEN:have * TOKEN + width] == following:
                 shared = common(packed, 0, theirs) // width * self.page
                 upto = min(shared, limit, goal)

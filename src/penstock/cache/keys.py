@@ -66,7 +66,7 @@ def links(parent: Key, data: bytes | bytearray, page: int) -> list[Key]:
 
 
 def _with_media(piece: bytes | bytearray) -> bytes:
-    """What is hashed of one page."""
+    """The bytes of one page with media that enter its hash."""
     words = np.frombuffer(piece, np.int32).copy()
     tail = b""
     for run in media.runs(words):

@@ -30,7 +30,7 @@ class _Load(NamedTuple):
     namespace: tuple[str, str, str]
     """Adapter, salt and tenant."""
     deepest: Node
-    """Where in the tree those of its pages end that were there before."""
+    """The deepest node with pages that were on the device before."""
     tokens: bytearray
     """Of the whole blocks up to which pages are loaded."""
     pages: list[list[int]]
@@ -59,7 +59,7 @@ class Loading:
         """Loads of what was to be forgotten while they were under way."""
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Whether any load is in flight."""
         return bool(self._loads)
 
     def ask(self, sequence: Sequence) -> bool:
@@ -173,7 +173,7 @@ class Loading:
             idle = set(self.pools.give(g, [page for page in ids if page >= 0]))
             if idle and self.evictor.bounded[g]:
                 self.evictor.loosen(g, [(block, page) for block, page in enumerate(ids) if page in idle], deepest)
-        # What lay below the held pages may have been evicted meanwhile.
+        # Nodes below the held pages may have been evicted meanwhile.
         while deepest.gone and deepest.parent is not None:
             deepest = deepest.parent
         self.evictor.offer(deepest)
@@ -214,7 +214,7 @@ class Loading:
         return any(block < blocks for block in load.blocks.values())
 
     def reset(self) -> None:
-        """What is on its way is not to be found."""
+        """Loads in flight are not put into the index when they end."""
         self._stale.update(self._loads)
 
     def held(self) -> list[list[list[int]]]:

@@ -13,7 +13,7 @@ from penstock.core.state import Everything
 
 
 class Found(NamedTuple):
-    """What the index has of a context."""
+    """The part of a context that the index has."""
 
     reach: int
     """Positions from which every group of layers can go on."""

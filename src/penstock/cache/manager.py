@@ -33,7 +33,7 @@ from penstock.core.sequence import PageRun, Sequence
 from penstock.core.transfer import LoadResult, WriteResult
 
 POLICY = "adaptive"
-"""What goes first, if nobody says (`cache/eviction.py`); chosen by bench/cache_replay.py."""
+"""The default eviction policy (`cache/eviction.py`); chosen by bench/cache_replay.py."""
 
 _NEVER = 1 << 62
 """A number of positions that no sequence comes to."""
@@ -81,7 +81,7 @@ class Cache:
 
     @property
     def model(self) -> str | None:
-        """What names the weights in content keys; None if it is not known yet."""
+        """The name of the weights in content keys; None if it is not known yet."""
         return self.index.model
 
     def name(self, model: str) -> None:
@@ -147,7 +147,7 @@ class Cache:
         state.deepest = state.origin = found.trail.nodes[-1]
         state.indexed = n - n % page
         if state.indexed:
-            # What lies beyond has not been found now: it may go before what has.
+            # The part beyond the match was not used now, so it may be evicted before the part that was.
             node = self.index.locate(state.deepest, state.indexed)
             state.node = self.index.split(node, (state.indexed - node.start) // page) if state.indexed < node.end else node
             self.index.touch(state.node, self.evictor.now)
@@ -183,7 +183,7 @@ class Cache:
             sequence.pages = [PageRun() for _ in self.layout.groups]
         elif self.lookup.simple and self._next_page(sequence, upto):
             return True
-        # What flies may still make pages behind a window worth keeping; where there is no room for them they go before.
+        # Steps in flight may still make pages behind a window worth keeping; without room for them they are given back now.
         taken = self._take(sequence, upto, certain=True)
         if taken is None and not self.lookup.simple:
             taken = self._take(sequence, upto, certain=False)
@@ -195,7 +195,7 @@ class Cache:
         return True
 
     def _next_page(self, sequence: Sequence, upto: int) -> bool:
-        """What `grow` does most: one page for a sequence that has come to the border of its last one, with full attention
+        """Fast path of `grow`: one page for a sequence that has come to the border of its last one, with full attention
         alone. False, and nothing done, if it is something else that is wanted or there is no room."""
         ids, page = sequence.pages[0].ids, self.layout.page
         index = len(ids)
@@ -442,7 +442,7 @@ class Cache:
     def stats(self) -> list[TierStats]:
         """Figures of the device and of the tiers behind it."""
         behind = self.tiers.stats() if self.tiers is not None else []
-        # What leaves the device goes to the nearest tier.
+        # Pages that leave the device go to the nearest tier.
         device = TierStats("device", self.layout.nbytes, self.pools.slabs_used * self.layout.slab_bytes,
                            sum(self.pools.kept_pages), self._hits, self.index.kept, sum(self.evictor.evicted), self._loaded,
                            behind[0].bytes_in if behind else 0)

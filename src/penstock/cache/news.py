@@ -79,7 +79,7 @@ class News:
 
     @contextmanager
     def broken(self) -> Iterator[None]:
-        """What leaves meanwhile must not be kept anywhere."""
+        """Pages that leave meanwhile are broken and must be kept nowhere."""
         self._broken = True
         try:
             yield

@@ -54,7 +54,7 @@ class Node:
         self.longest = 0
         """The length of the longest context that ended here or further down."""
         self.priority = DEFAULT_PRIORITY
-        """How dear it is until `until`, in seconds of `time.time()`; every use before then puts that off by `seconds`."""
+        """Its retention priority until `until`, in seconds of `time.time()`; a use before then extends that by `seconds`."""
         self.until = 0.0
         self.seconds = 0.0
 
@@ -69,7 +69,7 @@ class Node:
 
 
 class Account:
-    """What a tenant's contexts occupy, in bytes of pages that the index keeps."""
+    """The bytes of pages that the index keeps for a tenant."""
 
     __slots__ = ("nbytes",)
 
@@ -78,7 +78,7 @@ class Account:
 
 
 class Label(NamedTuple):
-    """What all contexts below one root have in common."""
+    """The properties that all contexts below one root share."""
 
     adapter: str
     salt: str

@@ -44,7 +44,7 @@ def _fits(keep: Retention, ids: Places, holes: npt.NDArray[np.int64], page: int,
             return n
         last = (n - 1) // page
         if last >= len(ids):
-            # What begins at a border behind the last page, as a chunk may, needs none.
+            # A stretch that begins at a page border behind the last page, as a chunk may, needs no page.
             n = low if low % page == 0 and low > len(ids) * page and keep.needed(low)[0] >= low else len(ids) * page
             continue
         if keep.exact and n % page and n != sealed:

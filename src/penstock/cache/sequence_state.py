@@ -1,4 +1,4 @@
-"""What the cache knows of a sequence beyond its pages: where it stands in the index, and what it waits for."""
+"""The cache's own state of a sequence: its place in the index, its keys, and the load or leader that it waits for."""
 
 from __future__ import annotations
 

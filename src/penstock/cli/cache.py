@@ -193,7 +193,7 @@ def _verify(args: argparse.Namespace, folder: CacheFolder, versions: list[Kept])
 
 
 def fault_of(path: Path, version: str) -> str | None:
-    """What is wrong with a page's file that lies in the folder of `version`; None if nothing is."""
+    """The fault of a page's file in the folder of `version`; None if it is good."""
     data, name = memoryview(path.read_bytes()), parse(path.name)
     assert name is not None, "it was found by its name"
     if len(data) < record.HEADER_BYTES:

@@ -1,4 +1,4 @@
-"""What crosses the border between a frontend and the engine: a request in, updates out. Plain data, encodable by msgspec."""
+"""Messages between a frontend and the engine: requests in, updates out. Plain data, encodable by msgspec."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ WHOLE = 2**31 - 1
 """As a span's `upto`: the prompt and all that is generated."""
 
 DEFAULT_PRIORITY = 35
-"""How dear a cached position is that no span covers, or whose span has run out. TensorRT-LLM's default."""
+"""Retention priority of positions outside any live span. TensorRT-LLM's default."""
 
 MARKED_PRIORITY = 70
-"""How dear a marked position is, if the mark says no more."""
+"""Retention priority of positions before a breakpoint that names none."""
 
 PINNED = 100
 """The highest priority: such positions go only when everything else that could go has gone."""
@@ -67,7 +67,7 @@ class Request(msgspec.Struct, array_like=True):
     tenant: str = ""
     """On whose account cached pages are; a tenant may not occupy more than its quota. Equal salts have equal tenants."""
     retain: list[Span] = []
-    """What should stay in the cache, in the order of `upto`."""
+    """Spans that should stay in the cache, in the order of `upto`."""
     adapter: str = ""
     """The adapter whose weights compute this request, named by a digest of its contents: part of the cache namespace. "" is the
     bare model."""
@@ -223,15 +223,15 @@ class EngineInfo(msgspec.Struct):
     """The worst-case step's working memory."""
     kv_bytes: int
     graph_bytes: int = 0
-    """What captured CUDA graphs take."""
+    """Bytes of captured CUDA graphs."""
     graphs: int = 0
     """How many there are."""
     graph_seconds: float = 0.0
-    """What capturing them took."""
+    """Seconds spent capturing them."""
     compiled: int = 0
     """Kernels that were not in the cache on disk."""
     compile_seconds: float = 0.0
-    """What compiling them took, most of it while weights loaded."""
+    """Seconds spent compiling them, most of it while weights loaded."""
     kernels: list[tuple[str, str]] = []
     """(operation, implementation) as bound at start."""
     prefix_caching: bool = False
@@ -242,4 +242,4 @@ class EngineInfo(msgspec.Struct):
     kv_events: dict[str, Any] | None = None
     """Where the cache's events are published, in the words of `GET /kv_event_sources`; None if they are not."""
     notes: list[str] = []
-    """What was decided differently from what the user may expect, in sentences."""
+    """Decisions that the user may not expect, in sentences."""

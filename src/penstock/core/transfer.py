@@ -1,4 +1,4 @@
-"""How pages travel between the device and the tiers behind it: what plans ask of the worker's movers, and what these answer.
+"""Transfers between the device and the tiers behind it: the requests in plans, and the movers' results.
 
 A page behind the device lies in a slot of the host's arena, which is cut as the device's is (`core/layout.py`), or in a store
 under the name of what is in it. Transfers are carried out in the order of plans.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class PageName(NamedTuple):
-    """What is in a page, which names it in every store: the key of the context that it ends, and the cache group."""
+    """Names a page in every store by its contents: the cache group, and the key of the context that it ends."""
 
     group: int
     key: bytes
@@ -30,7 +30,7 @@ class Write(NamedTuple):
 
     id: int
     store: int
-    """Which of the stores that the engine was started with."""
+    """Index of the store, in the order in which the engine was given them."""
     name: PageName
     slot: int
 
@@ -60,7 +60,7 @@ Transfer = Save | Write | Load
 
 
 class LoadResult(NamedTuple):
-    """What became of a load."""
+    """The result of a load."""
 
     ticket: int
     ok: bool
@@ -74,7 +74,7 @@ class LoadResult(NamedTuple):
 
 
 class WriteResult(NamedTuple):
-    """What became of a Write."""
+    """The result of a Write."""
 
     id: int
     ok: bool

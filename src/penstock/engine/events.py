@@ -72,7 +72,7 @@ def read_config(given: Mapping[str, Any]) -> EventsConfig:
 
 
 class CacheEvents:
-    """What becomes of an engine's cache, told to whoever has subscribed. Owned by the engine's thread."""
+    """An engine's KV events and their publisher. Owned by the engine's thread."""
 
     def __init__(self, layout: CacheLayout, tiers: Tiers | None, config: EventsConfig) -> None:
         """Of a cache of this layout, and of what is behind it. ConfigError if the sockets cannot be had."""
@@ -83,7 +83,7 @@ class CacheEvents:
 
     @property
     def sink(self) -> Sink:
-        """What the cache must tell its news to."""
+        """The sink that the cache reports to."""
         return self._whereabouts or self._journal
 
     def describe(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Publisher:
         return socket
 
     def describe(self) -> dict[str, Any]:
-        """What a consumer needs to know to subscribe."""
+        """The addresses and settings that a consumer needs to subscribe."""
         return {"publisher": "zmq", "endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint,
                 "topic": self.config.topic, "buffer_steps": self.config.buffer_steps, "schema_version": SCHEMA_VERSION}
 

@@ -1,4 +1,4 @@
-"""What a user says should stay in the cache, brought into spans of a request's positions.
+"""Cache retention requests: from the user's spans and breakpoints to spans of a request's positions.
 
 Said in two ways: as spans (`core/request.py::Span`), or as marks on messages, parts of their content, tools or a whole prompt,
 in Anthropic's shape: {"type": "ephemeral", "ttl": "5m"}. A mark means: all of the prompt up to here. What is then kept is
@@ -169,7 +169,7 @@ def written(render: Callable[[Messages, Tools], str], messages: Messages, tools:
             wanted.append(Breakpoint(_agreement(before, text), place.priority, place.seconds))
     for count, tool in enumerate(tools or (), 1):
         if tool.get("cache_control") is not None:
-            # What follows a tool is another one or the end of the list: up to where both agree, it is written.
+            # The text up to the end of a tool is where two renderings, with and without a next tool, agree.
             another = {**_bare(tool), "function": {**tool["function"], "name": "x" + secrets.token_hex(8)}}
             shown = render(plain, [*(clean_tools or ())[:count], another])
             mark = read_mark(tool["cache_control"], f"tools[{count - 1}].cache_control")

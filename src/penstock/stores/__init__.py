@@ -1,4 +1,4 @@
-"""Where pages outlive the process: one small interface, and its implementations on disk, in object stores and in Redis.
+"""Stores keep pages beyond the process: one small interface, implemented on disk, in object stores and in Redis.
 
 A store keeps byte strings under names. That they are whole, the right ones and of the right version is checked by whoever
 reads (`stores/record.py`), so a store may lose, cut or mix up what it likes: it costs time, never a wrong token. Knows neither
@@ -46,7 +46,7 @@ class Store(Protocol):
         ...
 
     def changes(self) -> tuple[list[Entry], list[PageName | str]]:
-        """What has come and what has gone since the last call, by whomever; at the first, all that is there. May take long."""
+        """Entries added and names removed since the last call, by any engine; at first all that is there. May take long."""
         ...
 
     def close(self) -> None:

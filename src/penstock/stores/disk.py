@@ -111,7 +111,7 @@ class DiskStore:
 
 
 class _Bucket:
-    """What one folder of pages held when it was last looked at."""
+    """The listing of one folder of pages, as of the last scan."""
 
     def __init__(self, path: Path, own: bool) -> None:
         self.path = path
@@ -178,7 +178,7 @@ def _fill(file: int, parts: Sequence[memoryview]) -> int:
 
 
 def _rest(parts: list[memoryview], done: int) -> list[memoryview]:
-    """What of the parts lies behind the first `done` bytes."""
+    """The parts without their first `done` bytes."""
     while parts and done >= parts[0].nbytes:
         done -= parts[0].nbytes
         parts = parts[1:]

@@ -15,7 +15,7 @@ class Listing:
         self._names: set[PageName | str] = set()
 
     def compare(self, entries: Iterable[Entry]) -> tuple[list[Entry], list[PageName | str]]:
-        """What these entries have that the last ones had not, and the reverse."""
+        """Entries that the last listing had not, and names that only it had."""
         came, names = [], set()
         for entry in entries:
             names.add(entry.name)

@@ -238,7 +238,7 @@ class _Connection:
 
 
 class _Incoming(io.RawIOBase):
-    """What a server sends, as far as it comes before `until`: a byte now and then does not put that off."""
+    """Reads from a server with one deadline, `until`, for a whole answer: trickling bytes do not extend it."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class Version:
-    """What the bytes of a page depend on besides its name."""
+    """Everything that a page's bytes depend on besides its name."""
 
     model: str
     """As the user called it: for people to read, not part of the id."""

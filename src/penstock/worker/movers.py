@@ -135,7 +135,7 @@ class Movers:
             yield from (mine[at:at + most] for at in range(0, len(mine), most))
 
     def arrived(self, wait: bool = False) -> tuple[list[LoadResult], list[WriteResult]]:
-        """What has ended since the last call. With `wait`, and loads under way, it may wait a moment for one."""
+        """Results since the last call. With `wait`, and loads in flight, it may wait a moment for one."""
         if wait and self._open:
             self._reports.wait(_IDLE_SECONDS)
         now = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the prefix index asks of the tiers behind device memory. It decides what is kept; they know where, and move the bytes.
+"""The interface of the tiers behind device memory. The prefix index decides which pages are kept; tiers move the bytes.
 
 Transfers travel in plans. In one plan the order is: saves, page copies (`core/plan.py::Move`), loads, then the step. So a page
 that is saved may be taken by a copy, a load or a sequence of the same plan, and a page that is copied from may be loaded into.
@@ -38,7 +38,7 @@ class Tiers(Protocol):
         ...
 
     def forget(self, pages: Sequence[Content]) -> None:
-        """What is in these pages is of no use: it must not be found anywhere any more."""
+        """The contents of these pages are broken: no tier may find them any more."""
         ...
 
     def find(self, group: int, keys: Sequence[Key]) -> list[bool]:
@@ -64,7 +64,7 @@ class Tiers(Protocol):
         ...
 
     def report(self, load_results: Iterable[LoadResult], write_results: Iterable[WriteResult]) -> None:
-        """What came of transfers, as results bring it."""
+        """Takes the results of transfers."""
         ...
 
     def computed(self, positions: int, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What a store holds, as far as is known, and keeping it within bounds.
+"""Catalogs: the known contents of a store, its size bound, and whether it is to be left alone.
 
 The engine's thread asks and must never wait for a store; so the answer comes from memory, which a thread of its own brings up
 to date. It may be wrong: a page may have gone, which a load finds out, or have come from another engine, which the next look
@@ -47,12 +47,12 @@ class Catalog:
         self._entries: OrderedDict[PageName | str, int] = OrderedDict()
         """Bytes of everything there, least recently used first."""
         self._touched: OrderedDict[PageName, None] = OrderedDict()
-        """What the store has not been told yet."""
+        """Uses that the store has not been told of yet."""
         self._pending: dict[PageName, int] = {}
         """Bytes of what is being written."""
         self._pending_bytes = 0
         self._doomed: set[PageName] = set()
-        """What must not be found any more, whatever a look at the store says, until it has been deleted."""
+        """Pages that must not be found, whatever a listing says, until they are deleted."""
         self._paused_until = 0.0
         """Nothing is written before."""
         self._away_until = 0.0

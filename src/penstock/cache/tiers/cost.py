@@ -1,4 +1,4 @@
-"""What is faster, to load or to compute: a model that is nothing but measurements of this engine on this machine.
+"""Cost model: whether loading or computing is faster, from measurements of this engine on this machine.
 
 Computing: how long steps of about so many positions took, by powers of two. Loading: the bytes of a tier over the rate at which
 it has lately given bytes, behind what it is still to give. What has not been measured yet is assumed to favour loading, since
@@ -41,7 +41,7 @@ class Steps:
         return bool(self._means)
 
     def seconds(self, positions: int) -> float | None:
-        """What computing so many positions of one request will take; None as long as there is nothing to judge by.
+        """Predicted seconds to compute so many positions of one request; None before the first measurement.
 
         Whole steps of the largest size that was seen, and one for the rest, whose size is the nearest that was seen. That
         attention takes longer behind a long context is left out, so long contexts are loaded a little more rarely than they
@@ -86,7 +86,7 @@ class Source:
         self._measured = now
 
     def seconds(self, nbytes: int, now: float) -> float:
-        """What giving so many bytes will take, behind those that it owes already; 0 where it is worth finding out."""
+        """Predicted seconds to give so many bytes behind those in flight; 0 where the rate should be measured anew."""
         if self._samples < _WARM_UP or (now - self._measured > _STALE_SECONDS and not self.owed):
             return 0.0
         return (self.owed + nbytes) / self.rate

@@ -42,7 +42,7 @@ _SPILL_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Policy:
-    """What the user decides."""
+    """The user's choices."""
 
     through: bool = True
     """Save pages as soon as they are certain, instead of when the device gives them up."""

@@ -1,4 +1,4 @@
-"""Which page is in which slot of the host's arena: slots are cut as the device's pages are, and given up least recent first.
+"""Host slots: which page is in which slot of the host's arena. Slots have the size of device pages; eviction is LRU.
 
 A slot is free, being read or written by a transfer (busy), or idle. Bookkeeping alone; the bytes are the worker's.
 """
