@@ -23,8 +23,8 @@ KINDS = ("frontend SIGKILL", "engine SIGKILL", "frontend SIGTERM", "engine SIGST
 STALL = 4.0
 """--stall-timeout of the servers, in seconds."""
 
-END_SECONDS = 20.0
-"""The longest that a client waits for its end after the signal."""
+END_SECONDS = 60.0
+"""The longest that a client waits for its end after the signal: some signals end nothing, and the streams run to their end."""
 
 
 class Round(NamedTuple):

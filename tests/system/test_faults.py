@@ -73,7 +73,7 @@ async def send_and_give_up(server: Served, count: int, seed: int) -> None:
         body = {"prompt": prompt, "max_tokens": rng.randrange(1, 60), "n": rng.choice((1, 1, 2)), "stream": rng.random() < 0.5,
                 "ignore_eos": True}
         # Half of the clients lose patience, most of them before the end also on a fast machine.
-        patience = rng.choice((None, rng.random() * 0.1))
+        patience = rng.choice((None, rng.random() * 0.06))
         async with gate:
             try:
                 async with asyncio.timeout(patience):

@@ -96,14 +96,17 @@ def test_long_texts_do_not_stop_the_loop() -> None:
     async def run() -> None:
         async with started() as llm:
             gaps, began = [], asyncio.get_running_loop().time()
-            sent = asyncio.create_task(last_of(llm, "one day " * 125_000, GREEDY))
+            text, tokenizer = "one day " * 125_000, llm.tokenizer
+            assert tokenizer is not None
+            sent = asyncio.create_task(llm.work.run(len(text), lambda: tokenizer.encode(text)))
             while not sent.done():
                 await asyncio.sleep(0.005)
                 gaps.append((now := asyncio.get_running_loop().time()) - began)
                 began = now
-            with pytest.raises(RequestError, match="context"):
-                await sent
-            assert len(gaps) > 5, gaps
+            assert len(await sent) > 100_000 and len(gaps) > 5, gaps
+            # A text that cannot fit is refused before all of it is tokenized.
+            with pytest.raises(RequestError, match="more than"):
+                await last_of(llm, text, GREEDY)
 
     asyncio.run(run())
 

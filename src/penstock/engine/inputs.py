@@ -102,7 +102,7 @@ class Inputs:
             retain += spans_of(prompt, ids, self.tokenizer, add_special_tokens)
         check_spans(retain)
         kept = ids if keep_last is None else self._last(ids, keep_last, params)
-        params = self._settled(params, len(kept))
+        params = self._with_defaults(params, len(kept))
         return Request(name, kept, params, list(self.eos_ids), time.time(), priority, salt, tenant,
                        resolve_spans(retain, len(kept), len(ids) - len(kept)))
 
@@ -150,7 +150,7 @@ class Inputs:
                                "many as fit", param="truncate_prompt_tokens", code="invalid_value")
         return ids[-count:]
 
-    def _settled(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+    def _with_defaults(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """`params` with all defaults filled in: max_tokens, seed, token sequences of bad words."""
         longest = self.info.max_model_len
         room = longest - prompt_len

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.core.errors import EngineDeadError, RequestError
@@ -12,6 +13,7 @@ from penstock.core.request import EngineInfo, Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.outputs import Outputs
+from penstock.engine.process import Call
 
 
 class BrokenError(Exception):
@@ -89,3 +91,9 @@ def test_a_number_too_large_from_python_is_refused(monkeypatch: pytest.MonkeyPat
 
     asyncio.run(run())
     assert llm.live == 0 and not llm._given
+
+
+def test_every_call_can_be_decoded() -> None:
+    """Calls without an argument, too: an empty one would break the message."""
+    for call in (Call("shutdown"), Call("abort", "", msgspec.Raw(msgspec.msgpack.encode(["a"])))):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=Call).name == call.name
