@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int32]
 
 
 class Want(IntFlag):
-    """What is wanted of a segment besides the cache entries that it writes. Flags add up."""
+    """The outputs of a segment, besides the cache entries that it writes. Flags add up."""
 
     NOTHING = 0
     SAMPLE = 1
@@ -134,7 +134,7 @@ class Hidden:
 
 @dataclass(slots=True)
 class StepResult:
-    """What came of a plan: the tokens that each segment adds to its row."""
+    """The result of a plan: the tokens that each segment adds to its row."""
 
     id: int
     tokens: Ints

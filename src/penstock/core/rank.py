@@ -1,4 +1,4 @@
-"""What a rank reports while it starts. The engine's half plans by this, and asks for nothing else of the worker's half."""
+"""Facts that a rank reports while it starts. The engine plans by these alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.core.state import StateSpec
 
 @dataclass(frozen=True)
 class Survey:
-    """What is known before anything is loaded: the device, and the model as its folder describes it."""
+    """Facts before anything is loaded: the device, and the model as its folder describes it."""
 
     device: DeviceFacts
     folder: Path
@@ -26,24 +26,24 @@ class Survey:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What is there once the weights are. Bytes are of this rank alone."""
+    """Facts once the weights are loaded. Bytes are those of this rank alone."""
 
     states: list[StateSpec]
-    """What each layer keeps of each position."""
+    """The cache state of each layer."""
     weight_bytes: int
     step_bytes: int
-    """What the largest step takes beside weights and cache."""
+    """Peak memory of the largest step, beside weights and cache."""
     graph_bytes: int
     room: int
     """The most that the cache may take."""
     occupancy: Occupancy | None
     """A GPU's memory before anything was on it."""
     computation: str
-    """What names the computation: equal for ranks and engines whose cached pages are interchangeable."""
+    """Name of the computation: equal for ranks and engines whose cached pages are interchangeable."""
     kernels: list[tuple[str, str]]
     """The implementation that serves each operation."""
     notes: list[str] = field(default_factory=list)
-    """What a user should know about how it runs."""
+    """Notes for the user about how the model runs."""
     compiled: int = 0
     """Kernels that were compiled, as the cache on disk did not have them."""
     compile_seconds: float = 0.0
@@ -51,7 +51,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What preparing to run steps has made."""
+    """Facts once the rank is ready to run steps."""
 
     graphs: int = 0
     """Captured CUDA graphs."""

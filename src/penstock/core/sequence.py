@@ -60,13 +60,13 @@ class Sequence:
         self.constraint: object = None
         """What constrains its tokens and how far that is. Written by the masker alone."""
         self.pages: list[PageRun] = []
-        """What the cache holds for it, a run for each group; empty before the first grow. Written by the cache alone."""
+        """The sequence's pages, a run for each cache group; empty before the first grow. Written by the cache alone."""
         self.room = 0
         """Positions below this can be written without asking the cache. Written by the cache alone."""
         self.due = 1 << 62
         """`computed` at which the cache wants to be told again (`commit`). Written by the cache alone."""
         self.cache_state: object = None
-        """What the cache knows of this sequence beyond its pages."""
+        """The cache's own record of this sequence, beside its pages."""
         self.timings = Timings(arrival=request.arrival)
 
     @property
@@ -74,7 +74,7 @@ class Sequence:
         return len(self.tokens)
 
     def restart(self) -> None:
-        """Forgets what was computed, as preemption does. Known tokens stay; what flies may still add one."""
+        """Resets the computed positions, as preemption does. Known tokens stay; plans in flight may still add some."""
         self.epoch += 1
         self.planned = self.computed = self.slack = self.drafted = 0
         self.row = -1

@@ -1,4 +1,4 @@
-"""What a mixer remembers, as data: the fields of its state, and which positions must be kept to continue at n.
+"""Cache states of mixers, as data: the fields of a state, and which positions must be kept to continue at n.
 
 Prefix hits, freeing, admission, eviction, offload and rollback are derived from `Retention` alone, so a new kind of state is
 one small class here and one operation in `ops`.
@@ -138,7 +138,7 @@ class Ahead(_Entries):
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What a mixer remembers, and for how long. States of equal `keep` share a cache group."""
+    """A mixer's cache state and its retention. States of equal `keep` share a cache group."""
 
     fields: tuple[Field, ...]
     keep: Retention

@@ -48,7 +48,7 @@ class BeamSearch:
         self.width = params.beam_width
         self.stops = frozenset(stops)
         self.open = [Beginning([], 0.0, [])]
-        """What is to be continued, most probable first."""
+        """Beams to continue, most probable first."""
         self.found: list[Found] = []
         """The best `width` answers so far, best first."""
         self._length = params.max_tokens or 1
@@ -88,7 +88,7 @@ class BeamSearch:
             self.open = []
 
     def _line(self, line: TokenLogprobs, token: int, logprob: float, rank: int) -> TokenLogprobs:
-        """What is reported of a chosen token."""
+        """The log probabilities reported for a chosen token."""
         last = 1 + (self.params.logprobs or 0)
         return TokenLogprobs([token, *line.ids[1:last]], [logprob, *line.logprobs[1:last]], [rank, *line.ranks[1:last]])
 
@@ -119,7 +119,7 @@ class _Running:
         self.asked: list[str] = []
         """The ids of this round's requests, in the order of `search.open`."""
         self.first: Update | None = None
-        """What came of the prompt alone: cached tokens, and when it was begun."""
+        """Facts about the prompt: cached tokens, and when it was begun."""
         self.preemptions = 0
 
 

@@ -119,7 +119,7 @@ class Engine:
         self.scheduler.abort(ids, time.time())
 
     def reset_prefix_cache(self) -> bool:
-        """From now on no request finds what earlier ones computed. What runs is not disturbed. Always possible: True."""
+        """Empties the prefix cache. Running requests are not disturbed. Always possible: True."""
         self.scheduler.cache.reset()
         if self.events is not None:
             self.events.flush()

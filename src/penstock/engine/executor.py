@@ -1,4 +1,4 @@
-"""How plans reach a worker. An executor takes plans in order and gives something to wait on for each result, in order."""
+"""Executors hand plans to a worker in order, and return a pending result for each."""
 
 from __future__ import annotations
 

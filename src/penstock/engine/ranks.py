@@ -1,4 +1,4 @@
-"""The ranks of an engine: how they are started, and several of them as one. What a rank is made of is not known here.
+"""The ranks of an engine: how they are started, and several of them as one. A rank's inside is not known here.
 
 Ranks are named, not imported: the engine's half has no torch, and a rank may as well live in another process.
 """
@@ -20,7 +20,7 @@ from penstock.engine.executor import Begun, Launches
 from penstock.stores.behind import Behind
 
 RANK = "penstock.worker.rank:Rank"
-"""What makes a rank from options."""
+"""The class that makes a rank from options."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) while weights load."""
@@ -85,7 +85,7 @@ class RankGroup:
         return _Together([rank.launch(plan) for rank in self.ranks], self.agree)
 
     def agree(self, results: Sequence[StepResult]) -> StepResult:
-        """What came of a step, from what each rank says came of it."""
+        """The result of a step, given each rank's."""
         return results[0]
 
     def close(self) -> None:

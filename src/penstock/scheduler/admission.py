@@ -1,4 +1,4 @@
-"""Who is refused at the door, because it could never run or because too many wait, and who may pass whom while they wait.
+"""Admission: requests that could never run, or that find the queue full, are refused; waiting ones may pass each other.
 
 Refusals say what would do. Waiting sequences enter in the policy's order. One that has no room for its known context is passed
 by what comes after it and fits, but only `PASSES` times: then all wait until it has entered, so nobody starves. One that waits
@@ -23,7 +23,7 @@ TRIES = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """What the scheduler may use. A chunk is never longer than `max_num_batched_tokens`."""
+    """Limits of the scheduler. A chunk is never longer than `max_num_batched_tokens`."""
 
     max_model_len: int
     max_num_seqs: int

@@ -1,21 +1,21 @@
-"""How much of a step prompts may take while other sequences wait for their next token."""
+"""The prefill budget of a step while other sequences decode."""
 
 from __future__ import annotations
 
 _ADDED = 0.85
-"""What prompts may add to a step, in units of what it takes without them: nearly half of the device is then theirs."""
+"""Time that prefill may add to a decode step, as a fraction of that step: nearly half of the device is then prefill's."""
 _UNNOTICED = 0.004
-"""Seconds that they may always add: nobody notices, and shorter ones are mostly what any prompt costs a step."""
+"""Seconds that prefill may always add: too short to be noticed, and about the fixed cost of mixing prefill in."""
 _PATIENCE = 2.0
-"""Seconds that prompts wait, all together, before they may add more: in proportion from then on, up to the target."""
+"""Summed waiting time of prompts, in seconds, after which they may add more: in proportion, up to the target."""
 _LEAST = 16
-"""Tokens of prompts in any step, so that they go on."""
+"""Fewest prefill tokens of a step, so that prompts make progress."""
 _PAUSE = 32
-"""Steps in a row that read prompts, before one that does not: what steps take without them is known only from such."""
+"""Mixed steps in a row before one pure decode step, which measures what decoding alone takes."""
 _GROWN = 1.5
-"""How many times as many sequences as then have the next such step come sooner."""
+"""Growth of the decoding batch that brings the next pure decode step forward."""
 _WEIGHT = 0.2
-"""Of the newest step in what is remembered."""
+"""Weight of the newest step in the moving averages."""
 
 
 class Pace:

@@ -92,10 +92,12 @@ class Order:
     def __iter__(self) -> Iterator[Sequence]:
         """In order, of those that are here now. Whoever is charged meanwhile comes the later for it, and who is removed still
         comes."""
-        if len(self._groups) == 1:
-            [group] = self._groups.values()
-            yield from [entry[2] for entry in group]
-            return
+        if len(self._groups) <= 1:
+            return iter([entry[2] for group in self._groups.values() for entry in group])
+        return self._merged()
+
+    def _merged(self) -> Iterator[Sequence]:
+        """The groups' sequences, the group of the least standing first at each."""
         heap = [(self._policy.standing(name), number, name, iter([entry[2] for entry in group]))
                 for number, (name, group) in enumerate(self._groups.items())]
         heapq.heapify(heap)

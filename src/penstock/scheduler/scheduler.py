@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 
 import numpy as np
 
@@ -33,7 +33,7 @@ _NOT_FINITE_ERROR = ("the model gave no usable next-token scores for this reques
 
 @dataclass(slots=True)
 class _Flight:
-    """A plan being made or handed out: whose segments they are, how long, and what is wanted of them."""
+    """An in-flight plan, or the one being made: its segments' sequences, lengths and wants."""
 
     id: int
     sequences: list[Sequence] = field(default_factory=list)
@@ -42,7 +42,7 @@ class _Flight:
     drafts: dict[int, int] = field(default_factory=dict)
     """How many of a segment's positions hold drafted tokens, its last ones; segments without any are left out."""
     lost: set[Sequence] = field(default_factory=set)
-    """Those preempted since: what it computes for them no longer counts, though the tokens that it samples do."""
+    """Sequences preempted since: positions computed for them are void, sampled tokens still count."""
 
 
 class Scheduler:
@@ -69,6 +69,8 @@ class Scheduler:
         self._news: list[Update] = []
         self._requests: dict[str, dict[int, Sequence]] = {}
         self._plans = 0
+        self._proposed = False
+        """Whether anybody on the host has ever expected tokens."""
         self._crowded = False
         """Whether somebody who waited found no room when last asked."""
         self._cornered: Sequence | None = None
@@ -168,6 +170,7 @@ class Scheduler:
         """Somebody on the host expects these tokens from position `at` on, at least len(sequence.tokens). They are checked like
         any drafts, so a wrong one costs time alone."""
         sequence.expected = (at, tokens) if tokens else None
+        self._proposed = True
 
     def _plan_running(self, flight: _Flight, now: float) -> int | None:
         """Segments for the running sequences in order. Returns the token budget left, or None if one had to be preempted.
@@ -175,18 +178,18 @@ class Scheduler:
         Every sequence is owed one position; what the budget has beyond that goes to the first in order.
         """
         running, budget, at, preempted = list(self.running), self._budget(now), 0, False
-        charges = self.policy.charges
+        charges, hinted = self.policy.charges, self.drafting is not None or self._proposed
         while at < len(running):
             sequence = running[at]
             count = sequence.goal - sequence.planned
             if not count:
                 at += 1
                 continue
-            drafts, spare = 0, budget - (len(running) - at - 1)
+            drafts = 0
             if count > 1:
-                count = self._chunk(sequence, max(1, min(count, spare)))
-            elif sequence.drafted or sequence.expected is not None:
-                drafts = self._drafts(sequence, spare - 1)
+                count = self._chunk(sequence, max(1, min(count, budget - (len(running) - at - 1))))
+            elif hinted and (sequence.drafted or sequence.expected is not None):
+                drafts = self._drafts(sequence, budget - (len(running) - at))
                 count += drafts
             upto = sequence.planned + count
             while upto > sequence.room and not self.cache.grow(sequence, upto):
@@ -255,8 +258,8 @@ class Scheduler:
         self._crowded = bool(blocked)
 
     def _find_room(self, sequence: Sequence, budget: int) -> int:
-        """Pages for the first segment of a waiting sequence, besides what the cache has, and how long that is; 0 if its whole
-        known context has no room now. A sequence that is alone gets room: all that nobody computes with can go."""
+        """Allocates pages for the first segment of a waiting sequence beyond its prefix hit, and returns its length; 0 if its
+        whole known context does not fit now. A sequence that is alone always fits: everything unused is evicted for it."""
         forked = bool(sequence.pages)
         if self.running:
             count = self._reserve(sequence, budget, Reuse.TOKENS)
@@ -315,7 +318,7 @@ class Scheduler:
         return max(0, min(room, len(expected) if expected else sequence.drafted))
 
     def _expected(self, sequence: Sequence) -> list[int]:
-        """What the host expects behind the sequence's next segment, if it knows where that begins."""
+        """Tokens that the host expects behind the sequence's next segment, if it knows where that begins."""
         if sequence.expected is None or sequence.slack:
             return []
         at, tokens = sequence.expected
@@ -332,7 +335,7 @@ class Scheduler:
 
     def _hand_out(self, flight: _Flight) -> tuple[list[int], list[int]]:
         """Moves the sequences of a plan on by its segments. Returns the segments' rows and starts."""
-        sequences, starts, wants, drafts = flight.sequences, [], flight.wants, flight.drafts
+        sequences, starts, wants, drafts, drafting = flight.sequences, [], flight.wants, flight.drafts, self.drafting
         for i, (sequence, count) in enumerate(zip(sequences, flight.counts, strict=True)):
             start, want = sequence.planned, 0
             sequence.planned = end = start + count
@@ -340,14 +343,14 @@ class Scheduler:
                 want = _SAMPLE
                 if end < sequence.limit - 1:
                     sequence.goal = end + 1
-                checked = drafts.get(i, 0) if drafts else 0
-                if checked:
+                sequence.promised += 1
+                if drafts and i in drafts:
                     want = _SAMPLE | _EACH
-                    sequence.slack += checked
+                    sequence.promised += drafts[i]
+                    sequence.slack += drafts[i]
                     sequence.goal = max(end, sequence.goal)
-                sequence.promised += 1 + checked
-                if self.drafting is not None:
-                    sequence.drafted = self._wanted(sequence, self.drafting)
+                if drafting is not None:
+                    sequence.drafted = self._wanted(sequence, drafting)
             if sequence.scoring and start < sequence.prompt_len:
                 want |= _SCORE
             starts.append(start)
@@ -411,17 +414,13 @@ class Scheduler:
         logprobs = _lines_by_segment(result.logprobs, flight.sequences, "logprobs")
         scores = _lines_by_segment(result.scores, flight.sequences, "prompt_logprobs")
         commit, lost, drafts = self.cache.commit, flight.lost, flight.drafts
-        tokens, at = result.tokens.tolist(), 0
-        segments = zip(flight.sequences, flight.counts, flight.wants, result.kept.tolist(), strict=True)
-        for i, (sequence, count, want, kept) in enumerate(segments):
-            own = tokens[at:at + kept]
-            at += kept
+        segments = zip(flight.sequences, flight.counts, flight.wants, _tokens_by_segment(result), strict=True)
+        for i, (sequence, count, want, own) in enumerate(segments):
             if sequence.done:
                 continue
-            gone = bool(lost) and sequence in lost
             if drafts and i in drafts:
-                count = self._take_drafts(sequence, drafts[i], own, gone)
-            if not gone:
+                count = self._take_drafts(sequence, drafts[i], own, sequence in lost)
+            if not lost or sequence not in lost:
                 sequence.computed = computed = sequence.computed + count
                 # What gave no usable logits must not be found again.
                 if computed >= sequence.due and not (own and own[-1] == NOT_FINITE):
@@ -473,7 +472,7 @@ class Scheduler:
         tokens.append(token)
         self.stats.generation_tokens += len(own)
         update, known = Update(request.id, sequence.index, own, logprobs=logprobs), len(tokens)
-        if len(own) > 1 and logprobs is not None:
+        if logprobs is not None and len(own) > 1:
             update.logprobs = logprobs[:len(own)]
         if sequence.scoring and sequence.computed >= sequence.prompt_len:
             update.prompt_logprobs, sequence.scoring = sequence.scores, False
@@ -544,6 +543,15 @@ class Scheduler:
             assert sequence.goal == min(sequence.known + promised, sequence.limit - 1)
             assert sequence.known <= sequence.limit
             assert (sequence.row >= 0) == (sequence in self.running)
+
+
+def _tokens_by_segment(result: StepResult) -> list[list[int]]:
+    """The tokens that each segment keeps."""
+    tokens, kept = result.tokens.tolist(), result.kept.tolist()
+    if len(tokens) == len(kept) == kept.count(1):
+        return [[token] for token in tokens]
+    ends = accumulate(kept)
+    return [tokens[end - count:end] for end, count in zip(ends, kept, strict=True)]
 
 
 def _lines_by_segment(lines: Logprobs | None, sequences: list[Sequence], asked: str) -> dict[int, list[TokenLogprobs]]:

@@ -1,4 +1,4 @@
-"""How long steps take, by the device's own clock where it has one, and waiting for one to end."""
+"""Step times by the device's own clock where it has one, and waiting for the end of a step."""
 
 from __future__ import annotations
 

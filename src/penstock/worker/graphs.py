@@ -36,7 +36,7 @@ _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32),
 
 
 class Buckets:
-    """What steps are padded to, given options: mixed ones have up to `tokens` tokens, and no more than `rows` rows of `longest`
+    """Buckets that steps are padded to: mixed ones have up to `tokens` tokens, and no more than `rows` rows of `longest`
     tokens can."""
 
     def __init__(self, tokens: int, rows: int, longest: int) -> None:
@@ -87,7 +87,7 @@ class Graphs:
         self._decodes: dict[Bucket, torch.cuda.CUDAGraph] = {}
         """Whole decode steps, the choice of tokens included."""
         self.seconds = 0.0
-        """What capturing took."""
+        """Seconds that capturing took."""
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -112,6 +112,7 @@ class Graphs:
         self.seconds = time.perf_counter() - began
 
     def _capture(self, pool: _POOL_HANDLE, run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+        """A graph of what `run` enqueues, and what `run` returned."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         found = run()

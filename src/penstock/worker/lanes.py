@@ -51,7 +51,7 @@ class Fence:
 
 
 def moment(device: torch.device) -> Fence:
-    """What the current stream has been told so far; on a CPU that is done."""
+    """A mark behind everything enqueued on the current stream; on a CPU all of that is done."""
     future: Future[torch.cuda.Event | None] = Future()
     future.set_result(_event() if device.type == "cuda" else None)
     return Fence(future)

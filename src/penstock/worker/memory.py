@@ -1,4 +1,4 @@
-"""What the worker takes beside weights and cache, and what a device has left. Counted on a CPU, measured on a GPU."""
+"""Memory of the worker beside weights and cache, and free memory of a device. Counted on a CPU, measured on a GPU."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Working(NamedTuple):
     step: int
     """The rows' tables, and what the largest step allocates."""
     graphs: int
-    """Captured graphs and the memory they run in."""
+    """Captured graphs and their memory pool."""
     scratch: int
-    """Of `step`, what is taken and given back within a step."""
+    """Scratch memory: the part of `step` that is allocated and freed within a step."""
 
 
 def working_bytes(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device,
                   graph_tokens: int = 0) -> Working:
-    """What steps of up to `tokens` tokens and `rows` sampled rows take at most, with graphs up to `graph_tokens`."""
+    """Peak memory of steps of up to `tokens` tokens and `rows` sampled rows, with graphs up to `graph_tokens`."""
     if device.type == "cuda":
         return _measured(model, tokens, rows, max_model_len, page, device, graph_tokens)
     return Working(counted(model.spec, model.dtype, tokens, rows), 0, 0)

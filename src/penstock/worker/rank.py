@@ -49,7 +49,7 @@ class Rank:
 
     @property
     def worker(self) -> Worker:
-        """What executes plans, once prepared."""
+        """The worker, once prepared."""
         assert self._worker is not None
         return self._worker
 
@@ -161,7 +161,7 @@ def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.
 
 
 def notes(kernels: registry.Kernels, facts: DeviceFacts) -> list[str]:
-    """What a user should know about the kernels that serve."""
+    """Notes for the user about the kernels that serve."""
     looking = kernels.uncapturable() if facts.kind != "cpu" else []
     if not looking:
         return []

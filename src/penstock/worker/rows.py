@@ -1,4 +1,4 @@
-"""What a request keeps on the worker from entry to exit: its tokens, its pages, its sampling parameters.
+"""The worker's tables of running sequences: their tokens, block tables and sampling parameters.
 
 A row is a place in every table here. The tables of tokens live on the device, so a step can be planned before the tokens of the
 step before it are known; what the host decides anyway (pages, parameters) is kept in host arrays and copied as needed.
@@ -38,7 +38,7 @@ class Rows:
         self.parameters = Parameters(max_num_seqs, device)
 
     def apply(self, plan: StepPlan) -> None:
-        """Rows leave and enter, pages are edited: the part of a plan that is about rows."""
+        """Applies the row part of a plan: rows leave and enter, drafts are written, block tables are edited."""
         self.parameters.leave(plan.leave)
         self.parameters.enter(plan.enter)
         self._take_tokens(plan.enter)

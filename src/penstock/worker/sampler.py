@@ -65,7 +65,7 @@ LINES = 256
 
 
 class Sampled:
-    """What was chosen. Its parts may be read once the device has come past `Sampler.launch`."""
+    """Chosen tokens. They may be read once the device has passed `Sampler.launch`."""
 
     def __init__(self, tokens: torch.Tensor, scores: Scores | None) -> None:
         self.chosen = tokens

@@ -1,4 +1,4 @@
-"""Log probabilities for those who ask: on their way from the device, and of prompts."""
+"""Log probabilities of sampled tokens, on their way from the device, and of prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LINES = 128
 """Lines of the vocabulary's width that are worked on at a time, which bounds the memory of scoring long prompts."""
 
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What `SampleOps.score` gives."""
+"""The result of `SampleOps.score`: ids, log probabilities, ranks."""
 
 
 class Scores:

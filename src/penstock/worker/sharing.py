@@ -1,4 +1,4 @@
-"""Which rows begin with the same pages. It looks at the host's block tables alone, so it is right whatever made them so.
+"""Rows with shared prefix pages. Found from the host's block tables alone, so it is right whatever filled them.
 
 Rows that decode stand in the order of their pages, so those that share most are neighbours. A row is put in its place at its
 first step of one token, when the pages of its prompt are there, and taken out when it leaves or one of these pages is
@@ -49,7 +49,7 @@ class Sharing:
                 self.forget(edits[exchanged, 0].tolist())
 
     def of(self, plan: StepPlan) -> Alike | None:
-        """What the plan's segments of one token share; None if that is nothing. The same object while nothing changes."""
+        """Shared prefixes of the plan's decoding segments; None if there are none. The same object while nothing changes."""
         if len(plan.rows) < 2:
             return None
         asked = plan.rows.tobytes(), plan.counts.tobytes()

@@ -27,12 +27,12 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Bucket:
-    """What a step is padded to."""
+    """The size that a step is padded to."""
 
     tokens: int
     segments: int
     picks: int = 0
-    """Tokens that are chosen, where those may be more than the segments."""
+    """Logits rows, where they may be more than the segments."""
 
 
 @dataclass(slots=True)
@@ -105,11 +105,11 @@ class StepBuilder:
         self._staging.reserve(size)
 
     def size(self, count: int) -> int:
-        """With how many rows products are computed in place of `count`."""
+        """The GEMM row bucket of `count`."""
         return fitted(count) if self.fits else count
 
     def bucket(self, plan: StepPlan, picks: int) -> Bucket:
-        """Room for the plan, and hardly more."""
+        """The smallest eager bucket for the plan."""
         tokens, segments = int(plan.counts.sum()), len(plan.rows)
         size = self.size(tokens)
         # As many segments as tokens is how kernels know a step of single tokens.

@@ -53,7 +53,7 @@ class Verifier:
 
 
 class Verified:
-    """What the segments with chosen tokens keep; on its way to the host."""
+    """Numbers of tokens that segments keep, on their way to the host."""
 
     def __init__(self, plan: StepPlan, segments: npt.NDArray[np.int64], row: torch.Tensor, length: torch.Tensor,
                  first: torch.Tensor, kept: torch.Tensor) -> None:

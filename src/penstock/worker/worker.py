@@ -30,7 +30,7 @@ from penstock.worker.verify import Verified, Verifier
 _ALL = int(Want.SCORE | Want.HIDDEN)
 """Wants that need the hidden states of all tokens."""
 _ALIKE = 8192
-"""Tokens beyond which a library's kernels are those of fewer."""
+"""Tokens beyond which cuBLAS picks the same kernels as for fewer."""
 
 
 @cache
@@ -41,7 +41,7 @@ def compute_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass(slots=True)
 class Forward:
-    """What the first launch of a step leaves for the second."""
+    """The forward pass of a step, for the second launch."""
 
     hidden: torch.Tensor
     """Of all tokens, if prompts are scored by them."""
@@ -54,7 +54,7 @@ class Forward:
 
 @dataclass(slots=True)
 class Chosen:
-    """What the second launch of a step leaves: all on its way to the host."""
+    """The outputs of a step's second launch, on their way to the host."""
 
     sampled: list[Sampled] = field(default_factory=list)
     verified: Verified | None = None
@@ -163,9 +163,8 @@ class Worker:
             self.graphs.capture()
 
     def warm_up(self, scratch: int, tokens: int) -> None:
-        """Does now what a GPU's driver does only once all that is enqueued is done, for which everybody would have to wait in
-        the midst of steps: gives the `scratch` bytes that steps take and give back, which the allocator then keeps for them,
-        and loads the kernels that a library picks for the products of up to `tokens` tokens."""
+        """Warm-up: reserves `scratch` bytes in the allocator and runs every GEMM shape of up to `tokens` tokens once, because
+        allocation and lazy kernel loading synchronise the device."""
         if self.stream is None:
             return
         with torch.inference_mode(), self._on_stream:
@@ -177,7 +176,7 @@ class Worker:
         self.stream.synchronize()
 
     def close(self) -> None:
-        """Ends what runs beside the steps and gives all memory back. Nothing can be run afterwards."""
+        """Stops the movers' threads and frees all memory. Nothing can be run afterwards."""
         if self.closed:
             return
         self.closed = True
