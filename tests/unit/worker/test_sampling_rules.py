@@ -78,3 +78,14 @@ def test_every_bit_of_a_seed_counts() -> None:
     assert drawn(1 + (1 << 40)) == sequences[2]
 
 
+
+
+def test_each_row_has_its_own_top_k() -> None:
+    """Beside a row that keeps more, a row's own top-k still goes before its top-p."""
+    narrow, wide = SamplingParams(temperature=1.0, top_k=3, top_p=0.95), SamplingParams(temperature=1.0, top_p=0.95)
+    rows = Rows(3, 64, 16, 1, torch.device("cpu"))
+    enter = [Enter(row, [0], 1, params, 0, []) for row, params in enumerate((narrow, wide))]
+    rows.apply(StepPlan(0, enter, [], [np.zeros((0, 3), np.int32)]))
+    logits = torch.tensor([PROBABILITIES, PROBABILITIES]).log()
+    threshold = SampleOps().threshold(logits.clone(), rows.parameters.table, torch.tensor([0, 1], dtype=torch.int32))
+    assert (logits >= threshold[:, None] - 1e-6).sum(-1).tolist() == [3, 4]
