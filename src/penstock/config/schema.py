@@ -38,6 +38,9 @@ class EngineOptions:
     skip_tokenizer_init: bool = option(False, "run on token ids only; no text in or out", group=MODEL)
     chat_template: str | None = option(None, "a chat template's file, its text, or the name of one of the model's own",
                                        group=MODEL)
+    tool_call_parser: str = option("auto", "how the model writes tool calls: a dialect's name or vLLM's name for it, none, or "
+                                           "auto: found from the chat template", group=MODEL)
+    reasoning_parser: str = option("auto", "how the model writes reasoning: the same", group=MODEL)
     generation_config: str = option("auto", "auto: default sampling parameters from generation_config.json; none, or "
                                     "vLLM's name vllm: OpenAI's", ("auto", "none", "vllm"), group=MODEL)
     override_generation_config: dict[str, Any] = option({}, "default sampling parameters that win over generation_config.json: "

@@ -78,6 +78,8 @@ class Request(msgspec.Struct, array_like=True):
     """In the order of `start`; they do not overlap."""
     follows: bool = False
     """Another prompt of the same batch was submitted before: they are refused together or not at all if too many wait."""
+    shown: list[int] = []
+    """Special tokens that appear in the text although others are skipped: the markers by which an answer is parsed."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):

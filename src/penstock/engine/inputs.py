@@ -15,6 +15,8 @@ import msgspec
 from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, Request, Span
 from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
+from penstock.dialects.choice import Choice, choose
+from penstock.dialects.parser import Parser
 from penstock.engine.retention import Marked, check_spans, resolve_spans, spans_of, written
 from penstock.engine.work import checkpoint
 from penstock.grammar.definition import define
@@ -51,10 +53,11 @@ class Inputs:
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, info: EngineInfo,
                  generation_config: Mapping[str, Any] | None = None, eos_ids: Iterable[int] = (),
-                 seed: int | None = None, max_logprobs: int = MAX_LOGPROBS) -> None:
+                 seed: int | None = None, max_logprobs: int = MAX_LOGPROBS, dialect: Choice | None = None) -> None:
         """`generation_config` holds the model's defaults, empty if they are not wanted. `eos_ids` are what the model's files
         name; without any, the generation_config's and the tokenizer's. `seed` makes the drawn seeds repeatable.
-        `max_logprobs` bounds the alternatives that a request may ask for."""
+        `max_logprobs` bounds the alternatives that a request may ask for. `dialect` is how the model writes reasoning and tool
+        calls, by default what its template shows."""
         self.tokenizer = tokenizer
         self.template = template
         self.info = info
@@ -63,6 +66,9 @@ class Inputs:
         self.eos_ids = list(dict.fromkeys(eos_ids)) or _eos_ids(config, tokenizer)
         self.max_logprobs = max_logprobs
         self._random = random.Random(seed)
+        self.choice = dialect or choose(template.sources if template is not None else ())
+        self._shown = [token for marker in self.choice.dialect.markers() if tokenizer is not None
+                       and (token := tokenizer.token_id(marker)) is not None and token in tokenizer.special_ids]
 
     def default_params(self) -> SamplingParams:
         """SamplingParams with the model's own defaults."""
@@ -84,13 +90,18 @@ class Inputs:
         check_variables(variables)
         return written(lambda messages, tools: template.render(messages, tools, **how, **variables), messages, tools)
 
+    def parser(self, prompt: str | None, tools: Sequence[Mapping[str, Any]] | None = None) -> Parser:
+        """Reads an answer to a prompt; without `tools` tool calls are plain text."""
+        return Parser(self.choice.dialect, tools, prompt=prompt, calls=bool(tools))
+
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True,
                 priority: int = 0, salt: str = "", tenant: str = "", retain: Sequence[Span] = (),
-                keep_last: int | None = None) -> Request:
+                keep_last: int | None = None, parsed: bool = False) -> Request:
         """A request ready for the engine. RequestError for everything that cannot be honoured.
 
         `add_special_tokens` applies to text. `salt`, `tenant` and `retain` are the Request's. `keep_last` keeps that many
         tokens of the prompt's end (vLLM's truncate_prompt_tokens), -1 as many as fit; marks and spans are of the whole prompt.
+        The answer to a request that is `parsed` shows the markers of the model's dialect.
         """
         params = _checked(params if params is not None else self.default_params())
         if isinstance(prompt, Mapping):
@@ -104,7 +115,7 @@ class Inputs:
         kept = ids if keep_last is None else self._last(ids, keep_last, params)
         params = self._with_defaults(params, len(kept))
         return Request(name, kept, params, list(self.eos_ids), time.time(), priority, salt, tenant,
-                       resolve_spans(retain, len(kept), len(ids) - len(kept)))
+                       resolve_spans(retain, len(kept), len(ids) - len(kept)), shown=self._shown if parsed else [])
 
     def _ids(self, prompt: str | Sequence[int], add_special_tokens: bool, whole: bool) -> list[int]:
         """The prompt's tokens. Unless the `whole` is wanted, a text that cannot fit is refused before all is tokenized."""

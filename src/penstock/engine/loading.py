@@ -12,6 +12,7 @@ from penstock.config.options import generation_defaults
 from penstock.config.schema import EngineOptions
 from penstock.core.request import EngineInfo
 from penstock.core.sampling import MOST_LOGPROBS
+from penstock.dialects.choice import choose
 from penstock.engine.inputs import Inputs
 from penstock.text import ChatTemplate, Tokenizer
 
@@ -50,4 +51,5 @@ def inputs_of(found: Found, tokenizer: Tokenizer | None, template: ChatTemplate 
               options: EngineOptions) -> Inputs:
     """Makes requests for an engine of these files."""
     most = MOST_LOGPROBS if options.max_logprobs == -1 else min(options.max_logprobs, MOST_LOGPROBS)
-    return Inputs(tokenizer, template, info, found.generation_config, found.eos_ids, options.seed, most)
+    dialect = choose(template.sources if template is not None else (), options.tool_call_parser, options.reasoning_parser)
+    return Inputs(tokenizer, template, info, found.generation_config, found.eos_ids, options.seed, most, dialect)

@@ -83,7 +83,7 @@ class Outputs:
         if self._tokenizer is None or not params.detokenize:
             return _Open(None, None)
         # The output continues the prompt's text.
-        detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens, request.prompt_ids)
+        detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens, request.prompt_ids, request.shown)
         stops = StopStrings(params.stops, params.include_stop_str_in_output) if params.stop else None
         return _Open(detokenizer, stops)
 

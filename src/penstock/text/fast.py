@@ -52,7 +52,7 @@ class FastVocabulary:
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self.size = 1 + max(max(self._core.get_vocab(False).values(), default=-1), max(added, default=-1))
         self._spelling = _spelling(path, self._core)
-        self._tables: dict[bool, Pieces[Any]] = {}
+        self._tables: dict[frozenset[int], Pieces[Any]] = {}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # The batch call is the one that has a variant without offsets.
@@ -76,11 +76,10 @@ class FastVocabulary:
             return bytes([piece])
         return piece if isinstance(piece, bytes) else piece.encode()
 
-    def detokenizer(self, skip_special_tokens: bool, after: Sequence[int]) -> Detokenizer:
-        if skip_special_tokens not in self._tables:
-            hidden = self.special_ids if skip_special_tokens else frozenset()
-            self._tables[skip_special_tokens] = self._spelling.table(self._core, self.size, hidden)
-        return self._spelling.detokenizer(self._tables[skip_special_tokens], after)
+    def detokenizer(self, hidden: frozenset[int], after: Sequence[int]) -> Detokenizer:
+        if hidden not in self._tables:
+            self._tables[hidden] = self._spelling.table(self._core, self.size, hidden)
+        return self._spelling.detokenizer(self._tables[hidden], after)
 
 
 class _Bytes:

@@ -44,7 +44,7 @@ class SentencePieceVocabulary:
         self._front = self._end_id(settings, "add_bos_token", True, named.get("bos_token"), core.bos_id())
         self._back = self._end_id(settings, "add_eos_token", False, named.get("eos_token"), core.eos_id())
         self._leading = _leading(core)
-        self._tables: dict[bool, Pieces[str | int]] = {}
+        self._tables: dict[frozenset[int], Pieces[str | int]] = {}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids = list(self._front) if add_special_tokens else []
@@ -73,11 +73,10 @@ class SentencePieceVocabulary:
         piece = self._piece(token)
         return bytes([piece]) if isinstance(piece, int) else piece.encode()
 
-    def detokenizer(self, skip_special_tokens: bool, after: Sequence[int]) -> Detokenizer:
-        if skip_special_tokens not in self._tables:
-            hidden = self.special_ids if skip_special_tokens else frozenset()
-            self._tables[skip_special_tokens] = Pieces(self._piece, self.size, "", hidden)
-        return ByteFallback(self._tables[skip_special_tokens], EachCharacter(), self._leading, False, after)
+    def detokenizer(self, hidden: frozenset[int], after: Sequence[int]) -> Detokenizer:
+        if hidden not in self._tables:
+            self._tables[hidden] = Pieces(self._piece, self.size, "", hidden)
+        return ByteFallback(self._tables[hidden], EachCharacter(), self._leading, False, after)
 
     def markers(self) -> dict[str, str]:
         """The special tokens that the file itself names, by role."""

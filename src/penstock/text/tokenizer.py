@@ -32,7 +32,7 @@ class Vocabulary(Protocol):
     def id_of(self, token: str) -> int | None: ...
     def name_of(self, token: int) -> str | None: ...
     def bytes_of(self, token: int) -> bytes: ...
-    def detokenizer(self, skip_special_tokens: bool, after: Sequence[int]) -> Detokenizer: ...
+    def detokenizer(self, hidden: frozenset[int], after: Sequence[int]) -> Detokenizer: ...
 
 
 class Tokenizer:
@@ -97,16 +97,19 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that belong to no character become U+FFFD, ids outside the vocabulary have no text."""
-        stream = self._vocabulary.detokenizer(skip_special_tokens, ())
+        stream = self._vocabulary.detokenizer(self.special_ids if skip_special_tokens else frozenset(), ())
         return stream.push(ids) + stream.flush()
 
-    def detokenizer(self, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool = True, after: Sequence[int] = (),
+                    shown: Sequence[int] = ()) -> Detokenizer:
         """A stream whose pushes and flush, joined, give `decode` of all its ids.
 
         `after` are tokens that come before them, such as the prompt, whose text the stream continues: a space that decoding
-        removes from the front of a text is kept between the two, and a character that began there is completed here.
+        removes from the front of a text is kept between the two, and a character that began there is completed here. `shown`
+        are special tokens that are not skipped.
         """
-        return self._vocabulary.detokenizer(skip_special_tokens, after)
+        hidden = self.special_ids.difference(shown) if skip_special_tokens else frozenset()
+        return self._vocabulary.detokenizer(hidden, after)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary."""

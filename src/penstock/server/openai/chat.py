@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.responses import Response
 
 from penstock.core.errors import RequestError
 from penstock.core.request import Request as EngineRequest
+from penstock.dialects.parser import Parser
 from penstock.engine.outputs import Delta
 from penstock.server.body import BodyReader
 from penstock.server.ignored import note_ignored
@@ -21,14 +23,10 @@ from penstock.server.openai.logprobs import Namer, chat_content, namer, prompt_e
 from penstock.server.openai.messages import choose, ignored, render
 from penstock.server.openai.prepare import prepare
 from penstock.server.openai.protocol import ChatRequest
+from penstock.server.openai.reading import AnswerMessage, ChunkDelta, Flags, Reading, forced, offered
 from penstock.server.openai.respond import event, respond
 from penstock.server.openai.sampling import check_stream, sampling_params
 from penstock.server.state import State
-
-
-class ChunkDelta(msgspec.Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
 
 
 class ChunkChoice(msgspec.Struct):
@@ -38,6 +36,7 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    x_penstock: Flags | UnsetType = UNSET
 
 
 class Chunk(msgspec.Struct):
@@ -52,12 +51,6 @@ class Chunk(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class AnswerMessage(msgspec.Struct):
-    content: str
-    role: str = "assistant"
-    refusal: str | None = None
-
-
 class AnswerChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
@@ -65,6 +58,7 @@ class AnswerChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
+    x_penstock: Flags | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -84,7 +78,7 @@ class ChatAnswer:
     """Builds the answer to one request from deltas."""
 
     def __init__(self, answer_id: str, model: str, request: EngineRequest, body: ChatRequest, namer: Namer,
-                 system_fingerprint: str | None = None) -> None:
+                 new_parser: Callable[[], Parser], system_fingerprint: str | None = None) -> None:
         self.id = answer_id
         self.model = model
         self.system_fingerprint = system_fingerprint
@@ -94,6 +88,7 @@ class ChatAnswer:
         self.choices = Choices([request], body)
         self.namer = namer
         self.want_logprobs = bool(body.logprobs)
+        self.readings = [Reading(new_parser(), body) for _ in self.choices.growths]
 
     def events(self, deltas: list[Delta]) -> bytes:
         """Server-sent events for these deltas. A choice begins with one that names the role, as OpenAI's does."""
@@ -106,15 +101,20 @@ class ChatAnswer:
             growth.started = True
             opening = event(self._chunk(ChunkChoice(choice, ChunkDelta("assistant", "")), first=True))
         choices.count(delta)
-        if not (delta.text or delta.finish_reason or self.want_logprobs or choices.want_ids):
+        reading = self.readings[choice]
+        said = reading.chunk(delta.text, delta.finish_reason is not None)
+        if said == ChunkDelta() and not (delta.finish_reason or self.want_logprobs or choices.want_ids):
             return opening
-        line = ChunkChoice(choice, ChunkDelta(content=delta.text) if delta.text or not delta.finish_reason else ChunkDelta())
+        if said == ChunkDelta() and not delta.finish_reason:
+            said.content = ""
+        line = ChunkChoice(choice, said)
         if self.want_logprobs:
             line.logprobs = {"content": chat_content(delta.logprobs or [], self.namer), "refusal": None}
         if choices.want_ids:
             line.token_ids = delta.token_ids
         if delta.finish_reason:
-            line.finish_reason, line.stop_reason = delta.finish_reason, delta.stop_reason
+            line.finish_reason, line.stop_reason = reading.finish_reason(delta.finish_reason), delta.stop_reason
+            line.x_penstock = reading.flags
         return opening + event(self._chunk(line))
 
     def _chunk(self, line: ChunkChoice, first: bool = False) -> Chunk:
@@ -139,8 +139,10 @@ class ChatAnswer:
         choices, lines = self.choices, []
         for index, growth in enumerate(choices.growths):
             logprobs = {"content": chat_content(growth.logprobs, self.namer), "refusal": None} if self.want_logprobs else None
-            lines.append(AnswerChoice(index, AnswerMessage("".join(growth.text)), logprobs, growth.finish_reason,
-                                      growth.stop_reason, growth.token_ids if choices.want_ids else UNSET))
+            reading = self.readings[index]
+            message = reading.whole("".join(growth.text))
+            lines.append(AnswerChoice(index, message, logprobs, reading.finish_reason(growth.finish_reason),
+                                      growth.stop_reason, growth.token_ids if choices.want_ids else UNSET, reading.flags))
         answer = ChatCompletion(self.id, self.created, self.model, lines, choices.usage(),
                                 system_fingerprint=self.system_fingerprint, service_tier=self.service_tier)
         if choices.want_ids:
@@ -173,11 +175,14 @@ class Chat:
         params = sampling_params(body, state.llm.inputs.defaults, limit, logprobs)
         try:
             # A template writes its own special tokens.
-            [request] = await prepare(state, http, [prompt], params, body, add_special_tokens=bool(body.add_special_tokens))
+            [request] = await prepare(state, http, [prompt], params, body, add_special_tokens=bool(body.add_special_tokens),
+                                      parsed=True)
         except RequestError as error:
             raise in_terms_of_chat(error, body) from None
+        tools = offered(body)
         answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", model, request, body,
-                            namer(state, body), fingerprint(state.llm.info))
+                            namer(state, body), lambda: state.llm.inputs.parser(prompt.text, tools),
+                            fingerprint(state.llm.info))
         return await respond(http, state.llm.open([request]), answer, bool(body.stream))
 
 
@@ -205,6 +210,9 @@ def check(body: ChatRequest) -> None:
                            param="max_tokens", code="invalid_value")
     if body.tool_choice not in (None, "none") and not body.tools:
         raise RequestError("tool_choice is only possible with tools", param="tool_choice", code="invalid_value")
+    if forced(body):
+        raise RequestError("a tool call cannot be forced yet; possible values of tool_choice are \"auto\", \"none\" and "
+                           "allowed_tools with the mode auto", param="tool_choice", code="unsupported_parameter")
     if body.echo:
         raise RequestError("echo cannot be honoured: it is supported by /v1/completions only", param="echo",
                            code="unsupported_parameter")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import msgspec
-
 from penstock.core.errors import RequestError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.rendering import Conversation
 from penstock.engine.retention import Marked
 from penstock.server.openai.protocol import ChatRequest, TokenizeRequest
+from penstock.server.openai.reading import offered
 from penstock.text import ChatTemplate
 
 Templated = ChatRequest | TokenizeRequest
@@ -28,8 +27,8 @@ async def render(llm: AsyncLLM, body: Templated, trust_template: bool, size: int
     """The conversation written out by the model's template, with its marks; `size` is the body's. RequestError if there is no
     template, or it refuses."""
     template = choose(llm.template, body.chat_template, trust_template)
-    # With tool_choice none the model is not told of the tools: nothing else could keep it from calling them.
-    tools = msgspec.to_builtins(body.tools) if body.tools and body.tool_choice != "none" else None
+    # Of tools that tool_choice rules out the model is not told.
+    tools = offered(body) or None
     opening = body.add_generation_prompt if body.add_generation_prompt is not None else not body.continue_final_message
     how = {"add_generation_prompt": opening, "documents": body.documents,
            "continue_final_message": bool(body.continue_final_message), **_variables(template, body)}

@@ -19,7 +19,7 @@ _COMPILING = 100_000
 
 
 async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[int] | Marked], params: SamplingParams,
-                  body: GenerationFields, *, add_special_tokens: bool) -> list[Request]:
+                  body: GenerationFields, *, add_special_tokens: bool, parsed: bool = False) -> list[Request]:
     """Checked engine requests, each under a name of its own: two HTTP requests may carry the same request_id. RequestError
     naming the limit that they would pass."""
     llm = state.llm
@@ -38,7 +38,7 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
         spelled = llm.inputs.spelled(params)
         made = [llm.inputs.request(llm.new_id(), prompt, spelled, add_special_tokens=add_special_tokens,
                                    priority=priority, salt=salt, tenant=tenant, retain=retain,
-                                   keep_last=body.truncate_prompt_tokens) for prompt in prompts]
+                                   keep_last=body.truncate_prompt_tokens, parsed=parsed) for prompt in prompts]
         check_something_is_left(made[0])
         return made
 

@@ -45,7 +45,6 @@ Empty = Annotated[str, Meta(max_length=0)]
 NoList = Annotated[list[Any], Meta(max_length=0)]
 
 WHY_REFUSED: dict[str, str] = {
-    "tool_choice": "a tool call cannot be forced yet; possible are \"auto\" and \"none\"",
     "functions": "it is deprecated; use tools",
     "function_call": "it is deprecated; use tool_choice",
     "audio": "this server gives text only",
@@ -56,7 +55,6 @@ WHY_REFUSED: dict[str, str] = {
     "prompt_embeds": "prompts are text or token ids",
     "echo": "it is supported by /v1/completions only",
     "thinking_token_budget": "reasoning is not told apart from the answer yet",
-    "include_reasoning": "reasoning is not told apart from the answer yet",
     "mm_processor_kwargs": "this server takes text only",
     "media_io_kwargs": "this server takes text only",
     "kv_transfer_params": "this server does not transfer caches",
@@ -242,6 +240,51 @@ Messages = Annotated[list[AnyMessage], Meta(min_length=1, max_length=MAX_MESSAGE
 """Messages as they were sent: a template may read fields that no schema knows. `Conversation` checks them."""
 
 
+class NamedFunction(msgspec.Struct):
+    name: Annotated[str, Meta(min_length=1)]
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """One tool by its name."""
+
+    type: Literal["function", "custom"] = "function"
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+
+    def name(self) -> str:
+        named = self.function or self.custom
+        return named.name if named is not None else ""
+
+
+class AllowedTools(msgspec.Struct):
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_ENTRIES)]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """A tool that must be called, or those that may or must."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def __post_init__(self) -> None:
+        if getattr(self, self.type) is None:
+            raise ValueError(f"tool_choice of the type {self.type} needs {self.type}")
+
+    def names(self) -> list[str]:
+        """The tools that may be called."""
+        if self.allowed_tools is not None:
+            return [tool.name() for tool in self.allowed_tools.tools]
+        named = self.function or self.custom
+        return [named.name] if named is not None else []
+
+    def must(self) -> bool:
+        """Whether one of them must be called."""
+        return self.allowed_tools is None or self.allowed_tools.mode == "required"
+
+
 class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
@@ -249,10 +292,23 @@ class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True):
-    function: Function
-    type: Literal["function"] = "function"
+class CustomTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A tool that takes one text."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: Literal["function", "custom"] = "function"
+    function: Function | None = None
+    custom: CustomTool | None = None
     cache_control: CacheControl | None = None
+
+    def __post_init__(self) -> None:
+        if (self.function if self.type == "function" else self.custom) is None:
+            raise ValueError(f"a tool of the type {self.type} needs {self.type}")
 
 
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
@@ -260,7 +316,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
 
     messages: Messages
     tools: Annotated[list[Tool], Meta(max_length=MAX_ENTRIES)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     reasoning_effort: str | None = None
     """Handed to the chat template, as verbosity is. Models whose template does not know it ignore it."""
     verbosity: str | None = None
@@ -282,7 +338,8 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     echo: OnlyFalse | None = None
     function_call: Literal["none"] | None = None
     functions: NoList | None = None
-    include_reasoning: None = None
+    include_reasoning: bool | None = None
+    """false leaves reasoning out of the answer."""
     media_io_kwargs: None = None
     mm_processor_kwargs: None = None
     moderation: None = None
@@ -303,7 +360,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_ENTRIES)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
     add_generation_prompt: bool | None = None

@@ -1,0 +1,1 @@
+"""How models write reasoning and tool calls: one machine, and a short description for each dialect."""

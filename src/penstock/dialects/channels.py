@@ -1,0 +1,90 @@
+"""Reading harmony, the format of gpt-oss: messages with a channel and a recipient instead of blocks within one text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from typing import Protocol
+
+from penstock.dialects.description import HARMONY
+from penstock.dialects.forms import Sink
+from penstock.dialects.reader import MalformedError, Reader, Wait
+
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+class Machine(Sink, Protocol):
+    """What this needs of the parser."""
+
+    reader: Reader
+    malformed: bool
+
+    def structure(self) -> None: ...
+    def content(self, text: str) -> None: ...
+    def think(self, text: str) -> None: ...
+    def close(self) -> None: ...
+    def fail(self) -> None: ...
+
+
+def channels(machine: Machine) -> Wait:
+    """An answer, from behind `<|start|>assistant` or from its channel on."""
+    reader = machine.reader
+    header = yield from reader.take(("<|start|>", "<|channel|>"))
+    if header is None and (yield from _is_header(reader)):
+        header = "<|start|>"
+    if header is None:
+        # No header at all: an answer that is plain text.
+        _, header = yield from reader.until(HARMONY, machine.content)
+    while header is not None:
+        machine.structure()
+        if header in ("<|start|>", "<|channel|>"):
+            text, stop = yield from reader.until(("<|message|>",))
+            if stop is None:
+                break
+            header = yield from _body(machine, header + text)
+        else:
+            _, header = yield from reader.until(HARMONY, machine.content)
+        reader.cut()
+    machine.close()
+
+
+def _is_header(reader: Reader) -> Generator[None, None, bool]:
+    """Whether the answer goes on with the rest of a header: ` to=functions.f<|channel|>...`."""
+    return (yield from reader.begins((" to=", "to="))) is not None
+
+
+def _body(machine: Machine, header: str) -> Generator[None, None, str | None]:
+    """One message's body; the marker that ended it."""
+    reader = machine.reader
+    channel = header.rpartition("<|channel|>")[2].split()[:1] if "<|channel|>" in header else ["final"]
+    recipient = _RECIPIENT.search(header)
+    if recipient and recipient[1].startswith("functions."):
+        return (yield from _call(machine, recipient[1].removeprefix("functions.")))
+    say = machine.think if channel == ["analysis"] or recipient else machine.content
+    _, marker = yield from reader.until(_ENDS, say)
+    return marker
+
+
+def _call(machine: Machine, name: str) -> Generator[None, None, str | None]:
+    reader = machine.reader
+    reader.cut()
+    try:
+        machine.begin(name)
+        yield from reader.space()
+        if (yield from reader.begins(_ENDS)) or not (yield from reader.peek()):
+            machine.arguments("{}")
+        elif (yield from reader.peek()) != "{":
+            raise MalformedError("the arguments are no object")
+        else:
+            yield from reader.value(machine.arguments)
+        yield from reader.space()
+        if (yield from reader.peek()) and not (yield from reader.begins(_ENDS)):
+            raise MalformedError("text behind the arguments")
+        machine.end()
+        _, marker = yield from reader.until(_ENDS)
+    except MalformedError:
+        machine.fail()
+        reader.at = 0
+        _, marker = yield from reader.until(_ENDS, machine.content)
+    return marker

@@ -1,0 +1,100 @@
+"""Which dialect a model writes: by name, or found from its chat template."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from penstock.core.errors import ConfigError
+from penstock.dialects import known
+from penstock.dialects.description import THINK, Dialect, Reasoning
+
+PLAIN = Dialect("none")
+"""No calls and no reasoning: all is content."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A dialect, and why it was chosen."""
+
+    dialect: Dialect
+    why: str
+    """About tool calls."""
+    why_reasoning: str
+
+
+@functools.cache
+def dialects() -> dict[str, Dialect]:
+    """All dialects by name."""
+    found: dict[str, Dialect] = {}
+    for module in pkgutil.iter_modules(known.__path__):
+        for dialect in importlib.import_module(f"{known.__name__}.{module.name}").DIALECTS:
+            found[dialect.name] = dialect
+    return found
+
+
+def by_name(name: str, option: str = "tool_call_parser") -> Dialect:
+    """The dialect of that name, or of vLLM's name for it. ConfigError naming the possible ones."""
+    for dialect in dialects().values():
+        if name in (dialect.name, *dialect.aliases):
+            return dialect
+    raise ConfigError(f"{option} is {name!r}; possible are auto, none, {', '.join(sorted(tool_names()))}")
+
+
+def reasoning_by_name(name: str) -> Dialect:
+    """The dialect whose reasoning has that name. ConfigError naming the possible ones."""
+    for dialect in dialects().values():
+        if name in dialect.reasoning_names or (name == dialect.name and (dialect.reasoning or dialect.harmony)):
+            return dialect
+    names = {name for dialect in dialects().values() for name in dialect.reasoning_names}
+    raise ConfigError(f"reasoning_parser is {name!r}; possible are auto, none, {', '.join(sorted(names))}")
+
+
+def tool_names() -> list[str]:
+    """Every name that `by_name` knows."""
+    return [name for dialect in dialects().values() if dialect.blocks or dialect.harmony
+            for name in (dialect.name, *dialect.aliases)]
+
+
+def choose(templates: Mapping[str, str] | Iterable[str], tool_call_parser: str | None = None,
+           reasoning_parser: str | None = None) -> Choice:
+    """The dialect of a model with these chat templates; the names win where they are given ("none" for none). ConfigError for
+    an unknown name."""
+    text = "\n".join(templates.values() if isinstance(templates, Mapping) else templates)
+    if tool_call_parser not in (None, "auto", "none"):
+        calls, why = by_name(str(tool_call_parser)), "named by tool_call_parser"
+    elif tool_call_parser == "none":
+        calls, why = PLAIN, "switched off by tool_call_parser"
+    else:
+        calls, why = _found(text)
+    if reasoning_parser not in (None, "auto", "none"):
+        other = reasoning_by_name(str(reasoning_parser))
+        if other.harmony:
+            return Choice(other, why if calls is other else "harmony has its own", "named by reasoning_parser")
+        return Choice(calls.reasoning_by(other.reasoning, other.hidden), why, "named by reasoning_parser")
+    if reasoning_parser == "none":
+        return Choice(replace(calls, reasoning=None), why, "switched off by reasoning_parser")
+    reasoning = calls.reasoning
+    if calls.harmony:
+        return Choice(calls, why, "harmony's analysis channel")
+    for found in (reasoning, *(each.reasoning for each in dialects().values())):
+        if found is not None and (any(end in text for end in found.end) or (found is reasoning and tool_call_parser)):
+            return Choice(calls.reasoning_by(found), why, f"the chat template or the dialect has {found.end[0]}")
+    # A template need not show what a model thinks; a marker that never comes does no harm where the prompt is known.
+    fallback: Reasoning | None = reasoning if reasoning is not None else (THINK if text else None)
+    return Choice(calls.reasoning_by(fallback), why, "no sign of reasoning in the chat template; an answer that begins with "
+                  f"{fallback.start[0]} is still told apart" if fallback else "there is no chat template")
+
+
+def _found(text: str) -> tuple[Dialect, str]:
+    best, sign = PLAIN, tuple[str, ...]()
+    for dialect in dialects().values():
+        for signs in dialect.signs:
+            if all(each in text for each in signs) and (best is PLAIN or dialect.rank > best.rank):
+                best, sign = dialect, signs
+    if best is PLAIN:
+        return PLAIN, "the chat template shows no known way of writing tool calls"
+    return best, f"the chat template has {' and '.join(map(repr, sign))}"

@@ -1,0 +1,281 @@
+"""Reading one call in each form. Owns no markers: those are in the descriptions. A form reads from where a call begins to where
+it ends, and tells a `Sink` what it finds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from typing import Protocol
+
+from penstock.dialects.description import Form, Json, Named, Python, Tags
+from penstock.dialects.reader import MalformedError, Reader, Wait, escaped
+from penstock.dialects.schemas import Tools, as_json, read_value
+
+LISTED = (Json, Python)
+"""Forms whose calls may stand in a list."""
+
+_AFTER_NAME = " \t\r\n<[{("
+
+
+class Sink(Protocol):
+    """Where a call goes while it is read."""
+
+    def begin(self, name: str, call_id: str = "") -> None:
+        """A call to this function begins. MalformedError if it cannot be one."""
+        ...
+
+    def arguments(self, text: str) -> None:
+        """More of its arguments, as JSON text."""
+        ...
+
+    def end(self) -> None:
+        """The call is complete."""
+        ...
+
+
+def starts(form: Form, reader: Reader) -> Generator[None, None, bool]:
+    """Whether a call begins here."""
+    char = yield from reader.peek()
+    match form:
+        case Json():
+            return char == "{"
+        case Tags(name=(before, _)) if before:
+            return (yield from reader.begins((before,))) is not None
+        case Named(before=before) if before and (yield from reader.begins(before)):
+            return True
+    return char.isalpha() or char == "_"
+
+
+def read(form: Form, reader: Reader, sink: Sink, tools: Tools, ends: tuple[str, ...]) -> Wait:
+    """Reads one call. `ends` are the markers that may follow it. MalformedError if it is none."""
+    match form:
+        case Json():
+            yield from _Object(form, reader, sink).read()
+        case Named():
+            yield from _named(form, reader, sink, ends)
+        case Tags():
+            yield from _tags(form, reader, sink, tools, ends)
+        case Python():
+            yield from _python(reader, sink)
+
+
+class _Object:
+    """A call as a JSON object, with its name and arguments in either order."""
+
+    def __init__(self, form: Json, reader: Reader, sink: Sink) -> None:
+        self.form, self.reader, self.sink = form, reader, sink
+        self.name = self.id = ""
+        self.begun = False
+        self.early: str | None = None
+        """Arguments that stand before the name."""
+
+    def read(self) -> Wait:
+        reader = self.reader
+        yield from self._fields()
+        if not self.name:
+            raise MalformedError("a call without name")
+        if not self.begun:
+            if self.early is None and self.form.needs_arguments:
+                raise MalformedError("a call without arguments")
+            self._begin()
+            self.sink.arguments("{}" if self.early is None else self.early)
+        self.sink.end()
+        reader.cut()
+
+    def _fields(self) -> Wait:
+        reader, count = self.reader, 0
+        reader.at += 1
+        while True:
+            yield from reader.space()
+            char = yield from reader.peek()
+            if char == "}":
+                reader.at += 1
+                return
+            if count:
+                if char != ",":
+                    raise MalformedError("no comma")
+                reader.at += 1
+                yield from reader.space()
+            count += 1
+            key = yield from self._text()
+            yield from reader.space()
+            if (yield from reader.take((":",))) is None:
+                raise MalformedError("no colon")
+            yield from reader.space()
+            yield from self._field(key)
+
+    def _field(self, key: str) -> Wait:
+        reader, form = self.reader, self.form
+        char = yield from reader.peek()
+        if form.keyed and not self.name:
+            self.name = key
+            yield from self._arguments()
+        elif key in form.names and char and char in "\"'":
+            if self.name:
+                raise MalformedError("two names")
+            self.name = yield from self._text()
+        elif key in form.arguments:
+            yield from self._arguments()
+        elif key == "function" and char == "{":
+            yield from self._fields()
+        else:
+            said: list[str] = []
+            yield from reader.value(said.append)
+            if key == "id" and said[0] == '"':
+                self.id = json.loads("".join(said))
+
+    def _text(self) -> Generator[None, None, str]:
+        if (yield from self.reader.peek()) not in ('"', "'"):
+            raise MalformedError("no string")
+        said: list[str] = []
+        yield from self.reader.string(said.append)
+        return str(json.loads("".join(said)))
+
+    def _begin(self) -> None:
+        self.begun = True
+        self.sink.begin(self.name, self.id)
+
+    def _arguments(self) -> Wait:
+        reader = self.reader
+        if self.begun or self.early is not None:
+            raise MalformedError("arguments twice")
+        if (yield from reader.peek()) == "{":
+            if self.name:
+                self._begin()
+                yield from reader.value(self.sink.arguments)
+                return
+            said: list[str] = []
+            yield from reader.value(said.append)
+            self.early = "".join(said)
+            return
+        # Some models write them as a string that holds JSON, or null for none.
+        said = []
+        yield from reader.value(said.append)
+        value = json.loads("".join(said))
+        found = "{}" if value in (None, "") else read_value(value) if isinstance(value, str) else None
+        if found is None or not found.startswith("{"):
+            raise MalformedError("the arguments are no object")
+        self.early = found
+
+
+def _named(form: Named, reader: Reader, sink: Sink, ends: tuple[str, ...]) -> Wait:
+    if form.before:
+        yield from reader.take(form.before)
+    stops = (*form.between, *((form.id_between,) if form.id_between else ()), "{", *ends)
+    name, stop = yield from reader.until(stops)
+    call_id = ""
+    if stop and stop == form.id_between:
+        call_id, stop = yield from reader.until((*form.between, "{", *ends))
+    name = name.strip()
+    if form.id_is_name:
+        call_id, name = name, name.removeprefix("functions.").rsplit(":", 1)[0]
+    if not name or any(char in name for char in '\n\t"{}'):
+        raise MalformedError("no name")
+    if stop is None or stop == "{" or stop in ends:
+        reader.at -= len(stop or "")
+    yield from reader.space()
+    sink.begin(name, call_id.strip())
+    if (yield from reader.peek()) == "{":
+        yield from reader.value(sink.arguments, form.quote)
+    elif not (yield from reader.peek()) or (yield from reader.begins(ends)):
+        sink.arguments("{}")
+    else:
+        raise MalformedError("the arguments are no object")
+    sink.end()
+    reader.cut()
+
+
+def _tags(form: Tags, reader: Reader, sink: Sink, tools: Tools, ends: tuple[str, ...]) -> Wait:
+    before, after = form.name
+    if before:
+        yield from reader.take((before,))
+    closing = tuple(dict.fromkeys((*((form.end,) if form.end else ()), *ends)))
+    name, stop = yield from reader.until((after, *closing) if after else ("\n", form.key[0], *closing))
+    name = name.strip().strip("\"'")
+    if (stop is None and after) or not name or any(char in name for char in "\n<>{}\""):
+        raise MalformedError("no name")
+    if (not after and stop and stop != "\n") or stop in closing:
+        reader.at -= len(stop or "")
+    sink.begin(name)
+    count = 0
+    while True:
+        yield from reader.space()
+        if (yield from reader.take((form.key[0],))):
+            sink.arguments(", " if count else "{")
+            count += 1
+            yield from _parameter(form, reader, sink, tools, name, closing)
+            continue
+        if form.end and (yield from reader.take((form.end,))):
+            break
+        if not (yield from reader.peek()) or (yield from reader.begins(ends)):
+            break
+        raise MalformedError("no parameter")
+    sink.arguments("}" if count else "{}")
+    sink.end()
+    reader.cut()
+
+
+def _parameter(form: Tags, reader: Reader, sink: Sink, tools: Tools, tool: str, closing: tuple[str, ...]) -> Wait:
+    """One tagged parameter, from behind what opens its key."""
+    types = None
+    key, stop = yield from reader.until((form.typed or form.key[1],))
+    if stop is None:
+        raise MalformedError("a parameter's name does not end")
+    if form.typed:
+        flag, stop = yield from reader.until((form.key[1],))
+        types = frozenset({"string"}) if flag.strip("\"' ") == "true" else frozenset[str]()
+    key = key.strip().strip("\"'")
+    if form.value[0]:
+        yield from reader.space()
+        if (yield from reader.take((form.value[0],))) is None:
+            raise MalformedError("a parameter without value")
+    if types is None:
+        types = tools.types(tool, key) or frozenset({"string"} if form.untyped == "string" else ())
+    sink.arguments(json.dumps(key, ensure_ascii=False) + ": ")
+    if form.trim:
+        yield from reader.take(("\r\n", "\n"))
+    # A model may forget to close a value: then the next parameter or the end of the call does.
+    open_ends = tuple("\n" + marker for marker in (form.key[0], *closing))
+    trimmed = ("\r\n" + form.value[1], "\n" + form.value[1]) if form.trim else ()
+    text = types == {"string"}
+    if text:
+        sink.arguments('"')
+    value, stop = yield from reader.until((*trimmed, form.value[1], *open_ends),
+                                          (lambda piece: sink.arguments(escaped(piece))) if text else None)
+    if stop is None:
+        raise MalformedError("a parameter does not end")
+    if stop in open_ends:
+        reader.at -= len(stop) - 1
+    sink.arguments('"' if text else as_json(value, types))
+
+
+def _python(reader: Reader, sink: Sink) -> Wait:
+    name, stop = yield from reader.word(_AFTER_NAME)
+    if stop != "(" or not name or not all(part.isidentifier() for part in name.replace("-", "_").split(".")):
+        raise MalformedError("no call")
+    reader.at += 1
+    count = 0
+    while True:
+        yield from reader.space()
+        if (yield from reader.take((")",))):
+            break
+        if count and (yield from reader.take((",",))) is None:
+            raise MalformedError("no comma")
+        yield from reader.space()
+        if (yield from reader.peek()) == ")":
+            continue
+        key, stop = yield from reader.word("=,()[]{}\"'\n")
+        if stop != "=" or not key.isidentifier():
+            raise MalformedError("an argument without name")
+        reader.at += 1
+        if not count:
+            sink.begin(name)
+        sink.arguments((", " if count else "{") + json.dumps(key, ensure_ascii=False) + ": ")
+        count += 1
+        yield from reader.value(sink.arguments)
+    if not count:
+        sink.begin(name)
+    sink.arguments("}" if count else "{}")
+    sink.end()
+    reader.cut()

@@ -1,0 +1,17 @@
+"""Cohere Command R7B and A: a list of JSON between action markers; Command R+ in a fence behind Action:."""
+
+from penstock.dialects.description import Block, Dialect, Json, Reasoning, Written
+
+REASONING = Reasoning(("<|START_THINKING|>",), ("<|END_THINKING|>",), call_ends=True)
+HIDDEN = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+DIALECTS = (
+    Dialect("cohere_command", (Block("<|START_ACTION|>", Json(), "<|END_ACTION|>"),),
+            Written('{{"tool_call_id": "{index}", "tool_name": "{name}", "parameters": {arguments}}}',
+                    "<|START_ACTION|>[\n    ",
+                    ",\n    ", "\n]<|END_ACTION|>"),
+            REASONING, HIDDEN, aliases=("cohere", "cohere_command3", "cohere_command4"),
+            reasoning_names=("cohere_command3", "cohere_command4", "cohere"), signs=(("<|START_ACTION|>",),), rank=60),
+    Dialect("command_r_plus", (Block("Action: ```json", Json(), "```"), Block("Action:```json", Json(), "```")),
+            Written('    {{\n        "tool_name": "{name}",\n        "parameters": {arguments}\n    }}', "Action: ```json\n[\n",
+                    ",\n", "\n]```"), signs=(("Action:", "directly_answer"),), rank=58),
+)

@@ -1,0 +1,17 @@
+"""GLM 4.5 to 5: a name, and keys and values in tags."""
+
+from penstock.dialects.description import Block, Dialect, Reasoning, Tags, Written
+
+TAGS = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), untyped="json")
+REASONING = Reasoning(("<think>",), ("</think>",), call_ends=True)
+HIDDEN = ("<|begin_of_box|>", "<|end_of_box|>")
+DIALECTS = (
+    Dialect("glm45", (Block("<tool_call>", TAGS, "</tool_call>"),),
+            Written("<tool_call>{name}\n{arguments}</tool_call>", separator="\n",
+                    parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"),
+            REASONING, HIDDEN, reasoning_names=("glm45",), signs=(("<arg_key>", "<tool_call>{function-name}\n"),), rank=46),
+    Dialect("glm47", (Block("<tool_call>", TAGS, "</tool_call>"),),
+            Written("<tool_call>{name}{arguments}</tool_call>",
+                    parameter="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"),
+            REASONING, HIDDEN, reasoning_names=("glm47",), signs=(("<arg_key>",),), rank=45),
+)

@@ -1,0 +1,15 @@
+"""Smaller dialects: Apertus, Functionary 3.1, GigaChat 3."""
+
+from penstock.dialects.description import Block, Dialect, Json, Named, Reasoning, Written
+
+DIALECTS = (
+    Dialect("apertus", (Block("<|tools_prefix|>", Json(keyed=True), "<|tools_suffix|>"),),
+            Written('{{"{name}": {arguments}}}', "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"),
+            Reasoning(("<|inner_prefix|>",), ("<|inner_suffix|>",)), reasoning_names=("apertus",),
+            signs=(("<|tools_prefix|>",),), rank=60),
+    Dialect("functionary_v3.1", (Block("<function=", Named((), (">",)), "</function>"),),
+            Written("<function={name}>{arguments}</function>"), signs=(("<function=", "<|python_tag|>"),), rank=36),
+    Dialect("gigachat3", (Block("<|function_call|>", Json()), Block("function call", Json(), bare=True)),
+            Written('<|function_call|>{{"name": "{name}", "arguments": {arguments}}}'), parallel=False,
+            signs=(("<|function_call|>",), ("function_call<|role_sep|>",), ("gigachat",)), rank=60),
+)

@@ -1,0 +1,90 @@
+"""What a parser says: events as an answer grows, and the message that they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of a call's arguments, as JSON text."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnds:
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallFails:
+    """A call that had begun turned out malformed: it is no call, and its text follows as content."""
+
+    index: int
+
+
+Event = Content | ReasoningText | CallBegins | Arguments | CallEnds | CallFails
+
+
+@dataclass(slots=True)
+class Call:
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Message:
+    """An assistant's message."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    malformed: bool = False
+    """Something that began as a call was none, and stands in the content as it was written."""
+
+
+def message_of(events: Iterable[Event], malformed: bool = False) -> Message:
+    """The message that events add up to."""
+    message, calls = Message(malformed=malformed), dict[int, Call]()
+    content: list[str] = []
+    reasoning: list[str] = []
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        match event:
+            case Content(text):
+                content.append(text)
+            case ReasoningText(text):
+                reasoning.append(text)
+            case CallBegins(index, name_id, name):
+                calls[index], arguments[index] = Call(name_id, name), []
+            case Arguments(index, text):
+                arguments[index].append(text)
+            case CallFails(index):
+                del calls[index]
+            case CallEnds():
+                pass
+    for index, call in calls.items():
+        call.arguments = "".join(arguments[index])
+    message.content, message.reasoning, message.calls = "".join(content), "".join(reasoning), list(calls.values())
+    return message

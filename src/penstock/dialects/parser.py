@@ -1,0 +1,322 @@
+"""The parser: from the text of an answer, in any pieces, to reasoning, content and tool calls.
+
+One machine reads every dialect by its description. It is written as if the whole text were there and waits where it is not, so
+the outcome cannot depend on the pieces.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+from penstock.dialects import forms
+from penstock.dialects.channels import channels
+from penstock.dialects.description import Block, Dialect
+from penstock.dialects.message import (
+    Arguments,
+    CallBegins,
+    CallEnds,
+    CallFails,
+    Content,
+    Event,
+    Message,
+    ReasoningText,
+    message_of,
+)
+from penstock.dialects.reader import SPACE, MalformedError, Reader, Wait
+from penstock.dialects.schemas import Tools
+
+_ALPHABET = string.ascii_letters + string.digits
+
+
+class Parser:
+    """One answer's parser."""
+
+    def __init__(self, dialect: Dialect, tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: str | None = None,
+                 calls: bool = True, reasoning: bool = True, new_id: Callable[[str], str] | None = None) -> None:
+        """`tools` are the request's; None if they are not known. `prompt` is the text that the answer continues, which shows
+        whether reasoning has begun or been closed. Without `calls` (no tools, or tool_choice none) calls are plain text,
+        without `reasoning` so is reasoning. `new_id` makes ids, from the dialect's kind of them."""
+        self.dialect = dialect
+        self.malformed = False
+        self.reader = Reader()
+        self.tools = Tools(tools)
+        self._events: list[Event] = []
+        self._all: list[Event] = []
+        self._blocks = dialect.blocks if calls else ()
+        self._reasoning = dialect.reasoning if reasoning else None
+        self._opened = opened(dialect, prompt)
+        self._new_id = new_id or _new_id
+        self._count = 0
+        """Calls that have begun, failed ones included: indices are not used twice."""
+        self._call: int | None = None
+        self._bare = False
+        self._good = 0
+        """Complete calls of the present block."""
+        self._strays: set[str] = set()
+        """End markers of blocks that seem to have ended without them."""
+        self._held = ""
+        """White space that is content only if more content follows it."""
+        self._spoken = False
+        """The present stretch of content has text."""
+        self._structured = False
+        """Something other than content was met."""
+        self._work = channels(self) if dialect.harmony else self._answer()
+        self._done = False
+
+    # -- from outside
+
+    def push(self, text: str) -> list[Event]:
+        """The events that this text makes certain."""
+        self.reader.text += text
+        return self._run()
+
+    def finish(self) -> list[Event]:
+        """The last events: the text has ended."""
+        self.reader.ended = True
+        return self._run()
+
+    def message(self) -> Message:
+        """The message as far as it has come."""
+        return message_of(self._all, self.malformed)
+
+    def _run(self) -> list[Event]:
+        if not self._done:
+            try:
+                next(self._work)
+            except StopIteration:
+                self._done = True
+        events, self._events = _joined(self._events), []
+        self._all += events
+        return events
+
+    # -- what a form finds
+
+    def begin(self, name: str, call_id: str = "") -> None:
+        if not name or (self._bare and not self.tools.knows(name)):
+            raise MalformedError("no such tool")
+        self._call = self._count
+        self._count += 1
+        self._events.append(CallBegins(self._call, call_id or self._new_id(self.dialect.ids), name))
+
+    def arguments(self, text: str) -> None:
+        if text and self._call is not None:
+            self._events.append(Arguments(self._call, text))
+
+    def end(self) -> None:
+        if self._call is not None:
+            self._events.append(CallEnds(self._call))
+        self._call = None
+
+    def fail(self) -> None:
+        """What began as a call is none."""
+        self.malformed = True
+        if self._call is not None:
+            self._events.append(CallFails(self._call))
+            self._call = None
+
+    # -- text
+
+    def structure(self) -> None:
+        """Something other than content begins or has ended: white space beside it is none either."""
+        self._structured, self._spoken, self._held = True, False, ""
+
+    def content(self, text: str) -> None:
+        """Content, but for white space before its first text."""
+        if not self._spoken:
+            text = self._held + text
+            if not text.strip(SPACE):
+                self._held = text
+                return
+            self._spoken, self._held = True, ""
+        if text:
+            self._events.append(Content(text))
+
+    def think(self, text: str) -> None:
+        """Reasoning, without line breaks around it."""
+        text = self._held + text
+        if not self._spoken:
+            text = text.lstrip(SPACE)
+        kept = text.rstrip(SPACE)
+        self._held = text[len(kept):]
+        if kept:
+            self._spoken = True
+            self._events.append(ReasoningText(kept))
+
+    def close(self) -> None:
+        """The end of all text."""
+        if self._held and not self._structured:
+            self._events.append(Content(self._held))
+
+    # -- an answer of reasoning, content and blocks of calls
+
+    def _answer(self) -> Wait:
+        reader, reasoning = self.reader, self._reasoning
+        if reasoning is not None:
+            opening = self._opened
+            if opening is None:
+                yield from self._blank()
+                opening = reasoning.implicit or (yield from reader.begins(reasoning.start)) is not None
+            if opening:
+                yield from self._thought()
+        yield from self._contents()
+        self.close()
+
+    def _blank(self) -> Wait:
+        start = self.reader.at
+        yield from self.reader.space()
+        self._held += self.reader.text[start:self.reader.at]
+
+    def _thought(self) -> Wait:
+        """Reasoning, from its start marker or behind it, to its end."""
+        reasoning, reader = self._reasoning, self.reader
+        assert reasoning is not None
+        self.structure()
+        yield from reader.space()
+        yield from reader.take(reasoning.start)
+        calls = tuple(block.begin for block in self._blocks if not block.bare) if reasoning.call_ends else ()
+        _, marker = yield from reader.until((*reasoning.end, *calls), self.think)
+        if marker in calls:
+            reader.at -= len(marker)
+        self.structure()
+        if marker is not None and marker not in calls:
+            yield from reader.space()
+        reader.cut()
+
+    def _contents(self) -> Wait:
+        reader, reasoning = self.reader, self._reasoning
+        starts, strays = (reasoning.start, reasoning.end) if reasoning else ((), ())
+        hidden = (*self.dialect.hidden, *strays)
+        spill: tuple[str, ...] = ()
+        start = True
+        while True:
+            usable = [block for block in self._blocks if start or not block.first]
+            thinks = starts if not self._spoken else ()
+            markers = dict.fromkeys((*(block.begin for block in usable), *hidden, *thinks, *spill, *self._strays))
+            if start or thinks:
+                # What counts only at the start is looked for there alone.
+                yield from self._blank()
+                marker = yield from reader.take(tuple(markers))
+                if marker is None:
+                    start, char = False, (yield from reader.peek())
+                    if not char:
+                        return
+                    reader.at += 1
+                    self.content(char)
+                    continue
+            else:
+                _, marker = yield from reader.until(tuple(markers), self.content)
+                if marker is None:
+                    return
+            if marker in spill:
+                self.content(marker)
+                spill = ()
+            elif marker in self._strays:
+                self._strays.discard(marker)
+            elif marker in thinks:
+                reader.at -= len(marker)
+                yield from self._thought()
+            elif marker in hidden:
+                if marker in strays:
+                    self.structure()
+            else:
+                tried = [block for block in usable if block.begin == marker]
+                failed = yield from self._block(tried, marker)
+                spill = (tried[-1].end,) if failed and tried[-1].end else ()
+                start = False
+            reader.cut()
+
+    def _block(self, tried: list[Block], marker: str) -> Generator[None, None, bool]:
+        """The calls behind a begin marker, by the first of the blocks that fits. True if they are none: then the marker was
+        content, and reading goes on behind it, or behind the last good call."""
+        reader, before = self.reader, self._count
+        reader.at -= len(marker)
+        # A complete call is cut off, so all that the reader still has after a failure is no call.
+        reader.cut()
+        for block in tried:
+            reader.at = 0 if block.keep else len(marker)
+            self._bare, self._good = block.bare, 0
+            try:
+                yield from self._calls(block)
+            except MalformedError:
+                if self._good or self._count > before:
+                    break
+            else:
+                return False
+        if self._good or self._count > before or not tried[-1].bare:
+            self.fail()
+        reader.at = 0
+        if not self._good:
+            reader.at = len(marker)
+            self.content(marker)
+        return True
+
+    def _calls(self, block: Block) -> Wait:
+        """The calls of a block and its end. MalformedError if there is none, or one of them is none."""
+        reader, form = self.reader, block.form
+        between = (*block.inner, *((",", ";", "[", "]") if isinstance(form, forms.LISTED) else ()))
+        ends = tuple(marker for marker in (block.end, *block.inner) if marker)
+        kept = block.keep
+        while True:
+            behind = reader.at
+            while not kept:
+                yield from reader.space()
+                if (yield from reader.begins((*between, *ends))) in (None, block.end):
+                    break
+                taken = yield from reader.take(between)
+                if taken == "]" and not block.end:
+                    break
+            kept = False
+            if block.end and (yield from reader.take((block.end,))):
+                if not self._good:
+                    raise MalformedError("no calls")
+                break
+            if not (yield from forms.starts(form, reader)):
+                if not self._good:
+                    raise MalformedError("no call")
+                # The calls have ended without end marker. What follows is text, and space before it is its own.
+                if block.end and (yield from reader.peek()):
+                    self._strays.add(block.end)
+                if (yield from reader.peek()) and not reader.text[behind:reader.at].strip(SPACE):
+                    reader.at = behind
+                break
+            good, self._structured = self._good, True
+            yield from forms.read(form, reader, self, self.tools, ends)
+            self._good = good + 1
+        self.structure()
+        reader.cut()
+
+
+def opened(dialect: Dialect, prompt: str | None) -> bool | None:
+    """Whether the end of a prompt has begun reasoning; an answer to one that has not shows it by a start marker. None if the
+    prompt is not known."""
+    reasoning = dialect.reasoning
+    if prompt is None or reasoning is None:
+        return None
+    tail = prompt[-200:].rstrip()
+    return any(tail.endswith(marker.rstrip()) for marker in reasoning.start)
+
+
+def _new_id(kind: str) -> str:
+    if kind == "mistral":
+        return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+    return "call_" + secrets.token_hex(12)
+
+
+def _joined(events: list[Event]) -> list[Event]:
+    """Neighbouring texts of one kind as one."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        match last, event:
+            case Content(one), Content(two):
+                found[-1] = Content(one + two)
+            case ReasoningText(one), ReasoningText(two):
+                found[-1] = ReasoningText(one + two)
+            case Arguments(index, one), Arguments(other, two) if index == other:
+                found[-1] = Arguments(index, one + two)
+            case _:
+                found.append(event)
+    return found

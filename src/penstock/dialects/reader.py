@@ -1,0 +1,254 @@
+"""Reading a text that is still growing. A reader's methods are generators that yield where they need more text; so a form is
+read as if all text were there, and where the text was cut makes no difference.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Generator, Sequence
+
+Wait = Generator[None, None, None]
+Emit = Callable[[str], None]
+
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_ESCAPES = {**{c: f"\\{c}" for c in '"\\/bfnrt'}, "'": "'", "\n": "", "a": "\\u0007", "v": "\\u000b", "0": "\\u0000"}
+_PLAIN = re.compile(r'[^"\'\\\x00-\x1f]+')
+_DEEPEST = 200
+SPACE = " \t\r\n"
+
+
+class MalformedError(Exception):
+    """The text is not of the form that it began as."""
+
+
+class Reader:
+    """A growing text, and how far it has been read."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+
+    def cut(self) -> None:
+        """Forgets what has been read."""
+        self.text, self.at = self.text[self.at:], 0
+
+    def peek(self) -> Generator[None, None, str]:
+        """The next character, "" at the end."""
+        while self.at >= len(self.text):
+            if self.ended:
+                return ""
+            yield
+        return self.text[self.at]
+
+    def space(self) -> Wait:
+        """Skips white space."""
+        while (yield from self.peek()) in tuple(SPACE):
+            self.at += 1
+
+    def begins(self, options: Sequence[str]) -> Generator[None, None, str | None]:
+        """The longest of the options that the text goes on with. Nothing is taken."""
+        while True:
+            rest = self.text[self.at:]
+            found = max((option for option in options if option and rest.startswith(option)), key=len, default=None)
+            longer = any(len(option) > len(found or "") and option.startswith(rest) for option in options)
+            if self.ended or not longer:
+                return found
+            yield
+
+    def take(self, options: Sequence[str]) -> Generator[None, None, str | None]:
+        """The same, taken."""
+        found = yield from self.begins(options)
+        self.at += len(found or "")
+        return found
+
+    def until(self, markers: Sequence[str], emit: Emit | None = None) -> Generator[None, None, tuple[str, str | None]]:
+        """(the text before the first of the markers, that marker), the longest of those at one place; it is taken. At the
+        end of all text the marker is None. With `emit` the text goes there as it comes, and "" is returned."""
+        said: list[str] = []
+        while True:
+            place, marker, safe = first(self.text, self.at, markers, self.ended)
+            piece = self.text[self.at:place if marker is not None else safe]
+            if piece:
+                (emit or said.append)(piece)
+                self.at += len(piece)
+            if marker is not None:
+                self.at += len(marker)
+                return "".join(said), marker
+            if self.ended:
+                return "".join(said), None
+            yield
+
+    def value(self, emit: Emit, quote: str = "", depth: int = 0) -> Wait:
+        """Reads one value in JSON's or Python's notation and emits it as JSON. With `quote`, strings stand between such
+        markers, keys may be bare, and so may words. MalformedError where it is neither."""
+        if depth > _DEEPEST:
+            raise MalformedError("nested too deeply")
+        yield from self.space()
+        char = yield from self.peek()
+        if quote and (yield from self.take((quote,))):
+            yield from self._quoted(emit, quote)
+        elif char in ("{", "[", "("):
+            yield from self._container(emit, quote, depth)
+        elif char and char in "\"'":
+            yield from self.string(emit)
+        else:
+            yield from self._word(emit, quote)
+
+    def _container(self, emit: Emit, quote: str, depth: int) -> Wait:
+        opening = self.text[self.at]
+        closing, is_object = {"{": "}", "[": "]", "(": ")"}[opening], opening == "{"
+        self.at += 1
+        emit("{" if is_object else "[")
+        count = 0
+        while True:
+            yield from self.space()
+            if (yield from self.peek()) == closing:
+                self.at += 1
+                emit("}" if is_object else "]")
+                return
+            if count:
+                # A quoted notation is read without commas, too: FunctionGemma leaves some out.
+                if (yield from self.take((",",))) is None and not quote:
+                    raise MalformedError("no comma")
+                yield from self.space()
+                if (yield from self.peek()) == closing:
+                    continue
+                emit(", ")
+            count += 1
+            if is_object:
+                yield from self._key(emit, quote)
+            start = self.at
+            yield from self.value(emit, quote, depth + 1)
+            if self.at == start and not is_object:
+                raise MalformedError("no value")
+
+    def _key(self, emit: Emit, quote: str) -> Wait:
+        if quote and (yield from self.take((quote,))):
+            yield from self._quoted(emit, quote)
+        elif (yield from self.peek()) in ('"', "'"):
+            yield from self.string(emit)
+        elif quote:
+            name, _ = yield from self.word(":,{}[]")
+            if not name:
+                raise MalformedError("no key")
+            emit(json.dumps(name, ensure_ascii=False))
+        else:
+            raise MalformedError("no key")
+        yield from self.space()
+        if (yield from self.take((":",))) is None:
+            raise MalformedError("no colon")
+        emit(": ")
+
+    def _quoted(self, emit: Emit, quote: str) -> Wait:
+        emit('"')
+        _, marker = yield from self.until((quote,), lambda text: emit(escaped(text)))
+        if marker is None:
+            raise MalformedError("a string does not end")
+        emit('"')
+
+    def string(self, emit: Emit) -> Wait:
+        """A string between single, double or Python's triple quotation marks, emitted as JSON's."""
+        mark = self.text[self.at]
+        triple = (yield from self.begins((mark * 3, mark * 2, mark))) == mark * 3
+        closing = mark * 3 if triple else mark
+        self.at += len(closing)
+        emit('"')
+        while True:
+            char = yield from self.peek()
+            if not char:
+                raise MalformedError("a string does not end")
+            if char == mark and (not triple or (yield from self.begins((closing,)))):
+                self.at += len(closing)
+                emit('"')
+                return
+            if char == "\\":
+                yield from self._escape(emit)
+            elif plain := _PLAIN.match(self.text, self.at):
+                self.at = plain.end()
+                emit(plain.group())
+            else:
+                self.at += 1
+                emit(escaped(char))
+
+    def _escape(self, emit: Emit) -> Wait:
+        self.at += 1
+        char = yield from self.peek()
+        if not char:
+            raise MalformedError("a string does not end")
+        self.at += 1
+        digits = {"x": 2, "u": 4, "U": 8}.get(char)
+        if digits is None:
+            # As in Python, an unknown escape is a backslash and the character.
+            emit(_ESCAPES[char] if char in _ESCAPES else "\\\\" + escaped(char))
+            return
+        while len(self.text) - self.at < digits and not self.ended:
+            yield
+        code = self.text[self.at:self.at + digits]
+        if not re.fullmatch(f"[0-9a-fA-F]{{{digits}}}", code) or int(code, 16) > 0x10FFFF:
+            emit("\\\\" + char)
+            return
+        self.at += digits
+        emit(f"\\u{code}" if digits == 4 else json.dumps(chr(int(code, 16)))[1:-1])
+
+    def word(self, ends: str) -> Generator[None, None, tuple[str, str]]:
+        """(text up to one of these characters or the end, the character), without space around it. It is not taken."""
+        start = self.at
+        while (char := (yield from self.peek())) and char not in ends:
+            self.at += 1
+        return self.text[start:self.at].strip(), char
+
+    def _word(self, emit: Emit, quote: str) -> Wait:
+        word, _ = yield from self.word(",]})" + ("" if quote else "[{(:;\n\t <"))
+        found = literal(word)
+        if found is None:
+            if not quote:
+                raise MalformedError(f"{word!r} is no value")
+            found = json.dumps(word, ensure_ascii=False)
+        emit(found)
+
+
+def first(text: str, at: int, markers: Sequence[str], ended: bool) -> tuple[int, str | None, int]:
+    """(place, marker) of the first marker in `text` from `at` on that is certain, else (-1, None); and up to where no marker
+    can begin any more."""
+    safe, best, found = len(text), len(text) + 1, None
+    for marker in markers:
+        place = text.find(marker, at, best + len(marker))
+        if 0 <= place < best or (place == best and len(marker) > len(found or "")):
+            best, found = place, marker
+    if not ended:
+        for marker in markers:
+            start = text.find(marker[0], max(at, len(text) - len(marker) + 1))
+            while 0 <= start < safe:
+                if marker.startswith(text[start:]):
+                    safe = start
+                else:
+                    start = text.find(marker[0], start + 1)
+    # A longer marker may still come about where, or before, a shorter one is complete.
+    if found is not None and (ended or safe > best):
+        return best, found, best
+    return -1, None, min(safe, best)
+
+
+def literal(word: str) -> str | None:
+    """A number or a word of JSON's or Python's as JSON, or None."""
+    if word in _WORDS:
+        return _WORDS[word]
+    if _NUMBER.fullmatch(word):
+        return word
+    if len(word) < 100 and re.match(r"[-+.0-9]", word):
+        try:
+            number = ast.literal_eval(word.lstrip("+"))
+        except (ValueError, SyntaxError):
+            return None
+        if isinstance(number, int | float) and number == number and abs(number) != float("inf"):
+            return json.dumps(number)
+    return None
+
+
+def escaped(text: str) -> str:
+    """Text as it stands within a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

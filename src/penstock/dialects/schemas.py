@@ -1,0 +1,104 @@
+"""The types of parameters that are written as plain text, from the tools' JSON schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.dialects.reader import MalformedError, Reader
+
+_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+_ALIASES = {"str": "string", "text": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean",
+            "list": "array", "dict": "object"}
+
+
+class Tools:
+    """The tools of a request by name; without any, every name is possible and no parameter has a type."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+        self.given = [*(tools or ())]
+        self._schemas: dict[str, Mapping[str, Any]] = {}
+        for tool in self.given:
+            # OpenAI's object, or a function alone; a custom tool takes one text.
+            inner = tool.get("function") or tool.get("custom") or tool
+            self._schemas[str(inner.get("name"))] = inner.get("parameters") or {}
+
+    def knows(self, name: str) -> bool:
+        """Whether there is a tool of that name, or nothing is known."""
+        return not self._schemas or name in self._schemas
+
+    def types(self, tool: str, key: str) -> frozenset[str]:
+        """The JSON types that a parameter may have; empty if nothing is said of it."""
+        schema = self._schemas.get(tool, {})
+        properties = schema.get("properties")
+        found = properties.get(key) if isinstance(properties, Mapping) else None
+        return frozenset(_types(found, schema, 0)) if isinstance(found, Mapping) else frozenset()
+
+    def properties(self, tool: str) -> tuple[Mapping[str, Any], frozenset[str], Mapping[str, Any]]:
+        """(a tool's parameters by name, those that are required, the whole schema)."""
+        schema = self._schemas.get(tool, {})
+        return schema.get("properties") or {}, frozenset(schema.get("required") or ()), schema
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._schemas)
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+    if not isinstance(schema, Mapping) or depth > 20:
+        return set()
+    kind = schema.get("type")
+    if kind is not None:
+        return {_ALIASES.get(each, each) for each in ([kind] if isinstance(kind, str) else kind) if isinstance(each, str)}
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
+        found: Any = root
+        for step in reference[2:].split("/"):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        return _types(found, root, depth + 1)
+    if values := schema.get("enum", [schema["const"]] if "const" in schema else None):
+        return {_KINDS.get(type(value), "string") for value in values}
+    types: set[str] = set()
+    for word in ("anyOf", "oneOf", "allOf"):
+        for each in schema.get(word) or ():
+            types |= _types(each, root, depth + 1)
+    if not types and "properties" in schema:
+        return {"object"}
+    return types or ({"array"} if "items" in schema else set())
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """A value that was written as plain text, as JSON: of the first type that fits, else a string."""
+    if types == {"string"}:
+        return json.dumps(text, ensure_ascii=False)
+    bare = text.strip()
+    lowered = bare.lower()
+    if "boolean" in types and lowered in ("true", "false"):
+        return lowered
+    if lowered in ("null", "none") and ("null" in types or (types and "string" not in types)):
+        return "null"
+    value = read_value(bare)
+    if value is None:
+        return json.dumps(text, ensure_ascii=False)
+    decoded = json.loads(value)
+    kind = _KINDS[type(decoded)]
+    if not types or kind in types or (kind == "integer" and "number" in types):
+        # Among several types a string is what it looks like only if it does not say so itself.
+        return value
+    if kind == "number" and "integer" in types and decoded == int(decoded):
+        return str(int(decoded))
+    return json.dumps(text, ensure_ascii=False)
+
+
+def read_value(text: str) -> str | None:
+    """A whole text in JSON's or Python's notation as JSON, or None."""
+    reader, said = Reader(), list[str]()
+    reader.text, reader.ended = text, True
+    try:
+        for _ in reader.value(said.append):
+            pass
+        found = "".join(said)
+        json.loads(found)
+    except (MalformedError, ValueError):
+        return None
+    return found if not text[reader.at:].strip() else None

@@ -1,0 +1,182 @@
+"""Answers read by the model's dialect: reasoning and tool calls as OpenAI's and vLLM's fields, whole or in chunks.
+
+Owns these shapes and which tools a request offers; how text is read is `dialects/`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.core.errors import RequestError
+from penstock.dialects.message import Arguments, CallBegins, CallEnds, CallFails, Content, Event, ReasoningText
+from penstock.dialects.parser import Parser
+from penstock.server.openai.protocol import ChatRequest, TokenizeRequest
+
+
+class CalledFunction(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CalledCustom(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    input: str | None = None
+
+
+class CallChunk(msgspec.Struct, omit_defaults=True):
+    """A call, or in a chunk what is new of it."""
+
+    index: int | UnsetType = UNSET
+    id: str | None = None
+    type: str | None = None
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+
+
+class ChunkDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallChunk] | None = None
+
+
+class AnswerMessage(msgspec.Struct):
+    content: str | None
+    role: str = "assistant"
+    refusal: str | None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """The same; clients read one or the other."""
+    tool_calls: list[CallChunk] | UnsetType = UNSET
+
+
+class Flags(msgspec.Struct, omit_defaults=True):
+    """What only this server says of a choice."""
+
+    malformed_tool_call: bool = False
+    """Something that began as a tool call was none; its text stands in the content."""
+
+
+def offered(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
+    """The tools that this request lets the model call, as functions. RequestError where tool_choice names another."""
+    tools = [as_function(msgspec.to_builtins(tool)) for tool in body.tools or ()]
+    choice = body.tool_choice
+    if choice in (None, "auto", "required"):
+        return tools
+    if choice == "none":
+        return []
+    names = choice.names() if not isinstance(choice, str) else []
+    known = [tool["function"]["name"] for tool in tools]
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise RequestError(f"tool_choice names {', '.join(missing)}; the tools are {', '.join(known)}", param="tool_choice",
+                           code="invalid_value")
+    return [tool for tool in tools if tool["function"]["name"] in names]
+
+
+def forced(body: ChatRequest) -> bool:
+    """Whether the answer must be a call."""
+    choice = body.tool_choice
+    return choice == "required" or (choice is not None and not isinstance(choice, str) and choice.must())
+
+
+def as_function(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as templates know it: a custom one is a function of one text."""
+    if tool.get("type") != "custom":
+        return {"type": "function", **tool}
+    custom = tool["custom"]
+    return {"type": "function", "function": {
+        "name": custom["name"], "description": custom.get("description", ""),
+        "parameters": {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}}}
+
+
+class Reading:
+    """One choice's answer, read as it grows."""
+
+    def __init__(self, parser: Parser, body: ChatRequest) -> None:
+        self.parser = parser
+        self.include_reasoning = body.include_reasoning is not False
+        self.one = body.parallel_tool_calls is False
+        self.custom = {tool.custom.name for tool in body.tools or () if tool.custom is not None}
+        self._index: dict[int, int] = {}
+        """A call's index in the answer, by the parser's."""
+        self._inputs: dict[int, list[str]] = {}
+        """Arguments of custom calls, whose input is known when they are whole."""
+
+    @property
+    def flags(self) -> Flags | UnsetType:
+        return Flags(True) if self.parser.malformed else UNSET
+
+    def chunk(self, text: str, ended: bool) -> ChunkDelta:
+        """What this text makes certain."""
+        events = self.parser.push(text)
+        if ended:
+            events = [*events, *self.parser.finish()]
+        delta = ChunkDelta()
+        for event in events:
+            self._add(delta, event)
+        return delta
+
+    def _add(self, delta: ChunkDelta, event: Event) -> None:
+        match event:
+            case Content(text):
+                delta.content = (delta.content or "") + text
+            case ReasoningText(text) if self.include_reasoning:
+                delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + text
+            case CallBegins(number, call_id, name) if not (self.one and self._index):
+                index = self._index[number] = len(self._index)
+                delta.tool_calls = delta.tool_calls or []
+                if name in self.custom:
+                    self._inputs[number] = []
+                    delta.tool_calls.append(CallChunk(index, call_id, "custom", custom=CalledCustom(name, "")))
+                else:
+                    delta.tool_calls.append(CallChunk(index, call_id, "function", CalledFunction(name, "")))
+            case Arguments(number, text) if number in self._inputs:
+                self._inputs[number].append(text)
+            case Arguments(number, text) if number in self._index:
+                self._more(delta, self._index[number], text)
+            case CallEnds(number) if number in self._inputs:
+                said = custom_input("".join(self._inputs.pop(number)))
+                delta.tool_calls = [*(delta.tool_calls or ()), CallChunk(self._index[number], custom=CalledCustom(input=said))]
+            case CallFails(number):
+                self._inputs.pop(number, None)
+
+    @staticmethod
+    def _more(delta: ChunkDelta, index: int, text: str) -> None:
+        last = delta.tool_calls[-1] if delta.tool_calls else None
+        if last is not None and last.index == index and last.function is not None:
+            last.function.arguments = (last.function.arguments or "") + text
+        else:
+            delta.tool_calls = [*(delta.tool_calls or ()), CallChunk(index, function=CalledFunction(arguments=text))]
+
+    def whole(self, text: str) -> AnswerMessage:
+        """The message of a whole answer."""
+        self.parser.push(text)
+        self.parser.finish()
+        found = self.parser.message()
+        calls = found.calls[:1] if self.one else found.calls
+        message = AnswerMessage(found.content or (None if calls or found.reasoning else ""))
+        if found.reasoning and self.include_reasoning:
+            message.reasoning = message.reasoning_content = found.reasoning
+        if calls:
+            message.tool_calls = [
+                CallChunk(id=call.id, type="custom", custom=CalledCustom(call.name, custom_input(call.arguments)))
+                if call.name in self.custom else
+                CallChunk(id=call.id, type="function", function=CalledFunction(call.name, call.arguments)) for call in calls]
+        return message
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """The answer's own reason, tool_calls where it ends with calls as it wants."""
+        return "tool_calls" if reason == "stop" and self.parser.message().calls else reason
+
+
+def custom_input(arguments: str) -> str:
+    """The text that a custom tool gets."""
+    found = json.loads(arguments).get("input", arguments)
+    return found if isinstance(found, str) else json.dumps(found)
+
