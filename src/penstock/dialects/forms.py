@@ -208,7 +208,8 @@ def _tags(form: Tags, reader: Reader, sink: Sink, tools: Tools, ends: tuple[str,
             continue
         if form.end and (yield from reader.take((form.end,))):
             break
-        if not (yield from reader.peek()) or (yield from reader.begins(ends)):
+        # A text that ends here may have been cut off before another parameter.
+        if (yield from reader.begins(ends)):
             break
         raise MalformedError("no parameter")
     sink.arguments("}" if count else "{}")

@@ -1,15 +1,21 @@
-"""Writing calls in a dialect: the text that a model would write, which parses back to the same calls."""
+"""Writing calls in a dialect: the text that a model would write, which parses back to the same calls; and the structure of an
+answer that must be calls, by which `grammar/` constrains it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from string import Formatter
 from typing import Any
 
-from penstock.dialects.description import Dialect, Named, Python, Tags, Written
+from penstock.core.structure import Either, Json, Literal, Node, Regex, Repeat, Sequence, Until
+from penstock.dialects.description import Dialect, Form, Named, Python, Tags, Written
+from penstock.dialects.schemas import Tools
 
 
-def write(dialect: Dialect, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def write(dialect: Dialect, calls: List[tuple[str, Mapping[str, Any]]]) -> str:
     """The text of these calls, (name, arguments) each. AssertionError for a dialect that has none."""
     how = dialect.written
     assert how is not None, f"{dialect.name} writes no calls"
@@ -44,3 +50,70 @@ def _quoted(value: Any, quote: str) -> str:
     if isinstance(value, list):
         return "[" + ",".join(_quoted(each, quote) for each in value) + "]"
     return json.dumps(value)
+
+
+def structure(dialect: Dialect, tools: Tools, parallel: bool) -> Node:
+    """What an answer that must call one of the tools looks like, all of it. AssertionError for a dialect that has no calls."""
+    how = dialect.written
+    assert how is not None, f"{dialect.name} writes no calls"
+    calls = Either(tuple(_call(dialect, how, tools, name) for name in tools.names))
+    if not parallel or not dialect.parallel:
+        return Sequence((Literal(how.head), calls, Literal(how.tail)))
+    return Sequence((Literal(how.head), Repeat(calls, how.separator, 1), Literal(how.tail)))
+
+
+def _call(dialect: Dialect, how: Written, tools: Tools, name: str) -> Node:
+    properties, required, schema = tools.properties(name)
+    fields: dict[str, Node] = {"name": Literal(name), "index": Regex("[0-9]{1,3}")}
+    if not how.parameter:
+        # Parameters that the schema does not list are possible only where it says so.
+        fields["arguments"] = Json({"properties": {}, "additionalProperties": False, **schema, "type": "object"})
+        return _filled(how.call, fields)
+    form = dialect.blocks[0].form
+    parts = {key: _parameter(how, form, key, value, tools.types(name, key), schema) for key, value in properties.items()}
+    fields["arguments"] = _joined([parts[key] for key in parts if key in required],
+                                  [parts[key] for key in parts if key not in required], how.joiner)
+    return _filled(how.call, fields)
+
+
+def _joined(needed: list[Node], free: list[Node], joiner: str) -> Node:
+    """The needed parts, then any of the free ones, in order, with a joiner between any two."""
+    if not needed and joiner:
+        # Each of the free parts may be the first.
+        starts = [_joined([part], free[place + 1:], joiner) for place, part in enumerate(free)]
+        return Either((Literal(""), *starts))
+    found: list[Node] = []
+    for place, part in enumerate(needed):
+        found += [Literal(joiner), part] if place and joiner else [part]
+    found += [Either((Literal(""), Sequence((Literal(joiner), part)) if joiner else part)) for part in free]
+    return Sequence(tuple(found)) if found else Literal("")
+
+
+def _parameter(how: Written, form: Form, key: str, schema: Any, types: frozenset[str], root: Mapping[str, Any]) -> Node:
+    whole = schema if not isinstance(schema, Mapping) or "$defs" not in root else {**schema, "$defs": root["$defs"]}
+    text = types == {"string"}
+    value: Node = Json(whole)
+    stop = form.quote if isinstance(form, Named) else how.parameter.split("{value}")[1]
+    if text and not isinstance(form, Python):
+        given = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        value = Either(tuple(Literal(str(each)) for each in given)) if given else Until(stop)
+        if isinstance(form, Named):
+            value = Sequence((Literal(stop), value, Literal(stop)))
+    return _filled(how.parameter, {"key": Literal(key), "value": value, "string": Literal(json.dumps(text))})
+
+
+def _filled(template: str, fields: Mapping[str, Node]) -> Node:
+    """A template of `Written` with nodes in its places."""
+    parts: list[Node] = []
+    said = ""
+    for text, field, _, _ in Formatter().parse(template):
+        said += text
+        if field is None:
+            continue
+        node = fields[field]
+        if isinstance(node, Literal):
+            said += node.text
+            continue
+        parts += [Literal(said), node] if said else [node]
+        said = ""
+    return Sequence((*parts, Literal(said)) if said else tuple(parts))

@@ -16,10 +16,13 @@ from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, Request, Span
 from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
 from penstock.dialects.choice import Choice, choose
-from penstock.dialects.parser import Parser
+from penstock.dialects.description import Reasoning
+from penstock.dialects.parser import Parser, opened
+from penstock.dialects.schemas import Tools
+from penstock.dialects.writing import structure
 from penstock.engine.retention import Marked, check_spans, resolve_spans, spans_of, written
 from penstock.engine.work import checkpoint
-from penstock.grammar.definition import define
+from penstock.grammar.definition import define, node_grammar
 from penstock.text import ChatTemplate, Tokenizer
 from penstock.text.template import check_variables
 
@@ -93,6 +96,31 @@ class Inputs:
     def parser(self, prompt: str | None, tools: Sequence[Mapping[str, Any]] | None = None) -> Parser:
         """Reads an answer to a prompt; without `tools` tool calls are plain text."""
         return Parser(self.choice.dialect, tools, prompt=prompt, calls=bool(tools))
+
+    def forced(self, tools: Sequence[Mapping[str, Any]], parallel: bool) -> str:
+        """The grammar, for SamplingParams, of an answer that must call these tools in the model's dialect. RequestError if it
+        has none."""
+        dialect = self.choice.dialect
+        if dialect.written is None or self.tokenizer is None:
+            raise RequestError(f"a tool call cannot be forced: {self.choice.why}. Name the model's dialect with "
+                               "--tool-call-parser",
+                               param="tool_choice", code="unsupported_parameter")
+        special = {name: token for token in self.tokenizer.special_ids if (name := self.tokenizer.token_name(token))}
+        return node_grammar(structure(dialect, Tools(tools), parallel), special)
+
+    def thinking(self, prompt: str, budget: int | None) -> dict[str, Any]:
+        """The parameters of an answer that begins with thinking, as the prompt's end shows. RequestError for a `budget` of
+        thinking tokens (None: none) that cannot be kept."""
+        reasoning = self.choice.dialect.reasoning
+        begun = opened(self.choice.dialect, prompt)
+        if budget is not None and (reasoning is None or not begun) and not _closed(prompt, reasoning):
+            raise RequestError("max_thinking_tokens cannot be honoured: this prompt does not begin the model's thinking, so "
+                               "its tokens cannot be counted from there", param="max_thinking_tokens",
+                               code="unsupported_parameter")
+        if not begun or reasoning is None or self.tokenizer is None:
+            return {}
+        return {"reasoning_end_ids": self.tokenizer.encode(reasoning.end[0], add_special_tokens=False),
+                "max_thinking_tokens": budget}
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True,
                 priority: int = 0, salt: str = "", tenant: str = "", retain: Sequence[Span] = (),
@@ -243,6 +271,11 @@ class Inputs:
                 if inner[:len(newline)] == newline:
                     found[tuple(inner[len(newline):])] = None
         return [list(sequence) for sequence in found if sequence]
+
+
+def _closed(prompt: str, reasoning: Reasoning | None) -> bool:
+    """Whether the prompt's end has closed thinking, so that there will be none."""
+    return reasoning is not None and prompt.rstrip().endswith(reasoning.end)
 
 
 def _checked(params: SamplingParams) -> SamplingParams:

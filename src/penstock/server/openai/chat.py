@@ -22,10 +22,11 @@ from penstock.server.openai.answers import Choices, Usage, fingerprint, tier
 from penstock.server.openai.logprobs import Namer, chat_content, namer, prompt_entries
 from penstock.server.openai.messages import choose, ignored, render
 from penstock.server.openai.prepare import prepare
-from penstock.server.openai.protocol import ChatRequest
+from penstock.server.openai.protocol import ChatRequest, ToolChoice
 from penstock.server.openai.reading import AnswerMessage, ChunkDelta, Flags, Reading, forced, offered
 from penstock.server.openai.respond import event, respond
 from penstock.server.openai.sampling import check_stream, sampling_params
+from penstock.server.openai.structured import structure_of
 from penstock.server.state import State
 
 
@@ -173,17 +174,29 @@ class Chat:
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = sampling_params(body, state.llm.inputs.defaults, limit, logprobs)
+        tools = offered(body)
+        budget = body.max_thinking_tokens if body.max_thinking_tokens is not None else body.thinking_token_budget
+        if budget is not None or params.structured_outputs is not None or forced(body):
+            params = params.replace(**state.llm.inputs.thinking(prompt.text, budget))
+        if forced(body):
+            grammar = await state.llm.work.run(len(prompt.text), lambda: state.llm.inputs.forced(
+                tools, body.parallel_tool_calls is not False and not _named(body)))
+            params = params.replace(grammar=grammar)
         try:
             # A template writes its own special tokens.
             [request] = await prepare(state, http, [prompt], params, body, add_special_tokens=bool(body.add_special_tokens),
                                       parsed=True)
         except RequestError as error:
             raise in_terms_of_chat(error, body) from None
-        tools = offered(body)
         answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", model, request, body,
                             namer(state, body), lambda: state.llm.inputs.parser(prompt.text, tools),
                             fingerprint(state.llm.info))
         return await respond(http, state.llm.open([request]), answer, bool(body.stream))
+
+
+def _named(body: ChatRequest) -> bool:
+    """Whether one tool is named, which is then called once."""
+    return isinstance(body.tool_choice, ToolChoice) and body.tool_choice.allowed_tools is None
 
 
 def in_terms_of_chat(error: RequestError, body: ChatRequest) -> RequestError:
@@ -210,9 +223,9 @@ def check(body: ChatRequest) -> None:
                            param="max_tokens", code="invalid_value")
     if body.tool_choice not in (None, "none") and not body.tools:
         raise RequestError("tool_choice is only possible with tools", param="tool_choice", code="invalid_value")
-    if forced(body):
-        raise RequestError("a tool call cannot be forced yet; possible values of tool_choice are \"auto\", \"none\" and "
-                           "allowed_tools with the mode auto", param="tool_choice", code="unsupported_parameter")
+    if forced(body) and structure_of(body) is not None:
+        raise RequestError("tool_choice forces a call, so the answer cannot also have another format", param="tool_choice",
+                           code="invalid_value")
     if body.echo:
         raise RequestError("echo cannot be honoured: it is supported by /v1/completions only", param="echo",
                            code="unsupported_parameter")

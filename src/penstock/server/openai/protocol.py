@@ -54,7 +54,6 @@ WHY_REFUSED: dict[str, str] = {
     "suffix": "insertion is not supported; write the prompt in the model's own fill-in-the-middle format",
     "prompt_embeds": "prompts are text or token ids",
     "echo": "it is supported by /v1/completions only",
-    "thinking_token_budget": "reasoning is not told apart from the answer yet",
     "mm_processor_kwargs": "this server takes text only",
     "media_io_kwargs": "this server takes text only",
     "kv_transfer_params": "this server does not transfer caches",
@@ -344,7 +343,10 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     mm_processor_kwargs: None = None
     moderation: None = None
     prediction: None = None
-    thinking_token_budget: None = None
+    max_thinking_tokens: Natural | None = None
+    """After so many tokens of thinking its end is forced."""
+    thinking_token_budget: Natural | None = None
+    """vLLM's name of it."""
     web_search_options: None = None
 
     def __post_init__(self) -> None:

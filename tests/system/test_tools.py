@@ -1,0 +1,116 @@
+"""Tools over HTTP with canary: calls in OpenAI's shape, streamed and not, chosen by the model or forced."""
+
+import json
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import openai
+import pytest
+
+from penstock.canary import calling
+from tests.system.served import NAME, Served, served
+
+SHARE = 0.99
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served("canary", "--max-model-len", "2048") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+WEATHER = next(tool.schema() for tool in calling.TOOLS if tool.name == "get_weather")
+TIMER = next(tool.schema() for tool in calling.TOOLS if tool.name == "set_timer")
+ASK: list[Any] = [{"role": "user", "content": "What is the weather in Lima?"}]
+
+
+def gathered(stream: Any) -> tuple[str, list[dict[str, str]], str | None]:
+    """(content, calls, finish_reason) of a stream, checking that it comes as OpenAI's does."""
+    content, calls, finish = "", [], None
+    for chunk in stream:
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            for part in choice.delta.tool_calls or ():
+                if part.id is not None:
+                    assert part.index == len(calls) and part.type == "function" and part.function.name
+                    calls.append({"name": part.function.name, "arguments": ""})
+                else:
+                    assert part.function.name is None
+                calls[part.index]["arguments"] += part.function.arguments or ""
+            finish = choice.finish_reason or finish
+    return content, calls, finish
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_canary_calls_the_right_tool(client: openai.OpenAI, streamed: bool) -> None:
+    items = [calling.call(Random(seed), 0.3) for seed in range(40)]
+    good = 0
+    for item in items:
+        how: Any = {"model": NAME, "messages": item.messages, "tools": list(item.tools), "temperature": 0}
+        if streamed:
+            content, calls, finish = gathered(client.chat.completions.create(**how, stream=True))
+        else:
+            choice = client.chat.completions.create(**how).choices[0]
+            content, finish = choice.message.content or "", choice.finish_reason
+            calls = [{"name": call.function.name, "arguments": call.function.arguments}
+                     for call in choice.message.tool_calls or ()]
+        wanted = json.loads(item.answer.split("\n")[1])
+        good += (not content and finish == "tool_calls" and
+                 [(call["name"], json.loads(call["arguments"])) for call in calls] == [(wanted["name"], wanted["arguments"])])
+    assert good >= SHARE * len(items), f"{good} of {len(items)}"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_timer"}},
+                                    {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
+                                        {"type": "function", "function": {"name": "set_timer"}}]}}])
+@pytest.mark.parametrize("temperature", [0, 2])
+def test_a_forced_call_cannot_fail(client: openai.OpenAI, choice: Any, temperature: float) -> None:
+    how: Any = {"model": NAME, "messages": [{"role": "user", "content": "Repeat: dog"}], "tools": [WEATHER, TIMER],
+                "tool_choice": choice, "temperature": temperature, "seed": 1, "parallel_tool_calls": False}
+    found = client.chat.completions.create(**how, max_tokens=400).choices[0]
+    if found.finish_reason == "length":
+        return
+    [call] = found.message.tool_calls
+    assert found.finish_reason == "tool_calls" and not found.message.content
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "set_timer" or choice == "required"
+    assert arguments.keys() == ({"minutes"} if call.function.name == "set_timer" else {"city"})
+    content, calls, _ = gathered(client.chat.completions.create(**how, max_tokens=400, stream=True))
+    assert not content and calls == [{"name": call.function.name, "arguments": call.function.arguments}]
+
+
+def test_custom_tools_get_text(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "custom", "custom": {"name": "note", "description": "Write a note"}}
+    found = client.chat.completions.create(model=NAME, messages=ASK, tools=[tool], tool_choice={
+        "type": "custom", "custom": {"name": "note"}}, temperature=0, max_tokens=200).choices[0]
+    if found.finish_reason != "length":
+        [call] = found.message.tool_calls
+        assert call.type == "custom" and call.custom.name == "note" and isinstance(call.custom.input, str)
+
+
+def test_without_tools_a_call_is_text(server: Served) -> None:
+    plain = server.post("/v1/chat/completions", messages=ASK, tools=[WEATHER], tool_choice="none", temperature=0).json()
+    assert "tool_calls" not in plain["choices"][0]["message"] and plain["choices"][0]["finish_reason"] != "tool_calls"
+
+
+def test_a_call_that_breaks_off_is_text_with_a_flag(server: Served) -> None:
+    body: dict[str, Any] = {"messages": ASK, "tools": [WEATHER], "temperature": 0, "max_tokens": 16}
+    [choice] = server.post("/v1/chat/completions", **body).json()["choices"]
+    assert choice["finish_reason"] == "length" and choice["x_penstock"] == {"malformed_tool_call": True}
+    assert choice["message"]["content"].startswith("<tool_call>") and "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+    ({"max_thinking_tokens": 5}, "max_thinking_tokens")])
+def test_what_cannot_be_honoured_is_refused(server: Served, fields: dict[str, Any], param: str) -> None:
+    answer = server.post("/v1/chat/completions", messages=ASK, tools=[WEATHER], **fields)
+    assert answer.status_code == 400 and param in answer.json()["error"]["message"] + str(answer.json()["error"]["param"])
