@@ -66,7 +66,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
         figures = _planned(options, memory.predicted(options, config, spec, device, facts), config)
     return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},
             "files": _files(options, folder, checkpoint, spec), "weights": _weights(spec, config.dtype, kernels),
-            "device": _device(facts), "memory": figures,
+            "dialect": _dialect(options, folder), "device": _device(facts), "memory": figures,
             "kernels": {op: {"serves": name, "refused": dict(kernels.refused.get(op, []))} for op, name in kernels.table()}}
 
 
@@ -106,6 +106,19 @@ def _files(options: EngineOptions, folder: Path, checkpoint: dict[str, Any], spe
     assign(spec, family_of(checkpoint)[1].RULES, tensors)
     return {"weights": sorted({stored.file.name for stored in tensors.values()}), "tensors": len(tensors),
             "bytes": sum(stored.nbytes for stored in tensors.values()), "text": text}
+
+
+def _dialect(options: EngineOptions, folder: Path) -> dict[str, Any]:
+    """How the model writes tool calls and reasoning, and why that is assumed."""
+    from penstock.dialects.choice import choose
+    from penstock.text import ChatTemplate
+
+    home = resolve_folder(options.tokenizer) if options.tokenizer else folder
+    template = None if options.skip_tokenizer_init else ChatTemplate.load(home, options.chat_template)
+    found = choose(template.sources if template is not None else (), options.tool_call_parser, options.reasoning_parser)
+    reasoning = found.dialect.reasoning
+    return {"tool_calls": found.dialect.name, "why": found.why, "why_reasoning": found.why_reasoning,
+            "reasoning": "channels" if found.dialect.harmony else reasoning.start[0] if reasoning else "none"}
 
 
 def _device(facts: DeviceFacts) -> dict[str, Any]:
@@ -158,7 +171,9 @@ def as_text(found: dict[str, Any]) -> str:
                      f"{', '.join(one['kernels'])}")
     lines += [f"  weights      {files['tensors']} tensors, {size(files['bytes'])} of {model['checkpoint_dtype']} "
               f"in {', '.join(files['weights'])}" if files["weights"] else "  weights      random (load_format dummy)",
-              f"  text         {', '.join(files['text']) or 'no tokenizer'}", "",
+              f"  text         {', '.join(files['text']) or 'no tokenizer'}",
+              f"  tool calls   {found['dialect']['tool_calls']}: {found['dialect']['why']}",
+              f"  reasoning    {found['dialect']['reasoning']}: {found['dialect']['why_reasoning']}", "",
               f"{device['name']}, {device['cores']} cores, {size(device['memory_bytes'])}", "",
               f"Memory, {'measured' if memory['measured'] else 'planned'} for {memory['dtype']}",
               f"  weights      {size(memory['weight_bytes'])}",

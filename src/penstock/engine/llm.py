@@ -114,7 +114,8 @@ class LLM:
         """Answers a conversation (a list of messages) or several (a list of such lists), written out by the chat template.
 
         `chat_template` is a template's text or the name of one of the model's; `cache_salt` and `retention` are `generate`'s,
-        the other keywords `ChatTemplate.render`'s. What is marked with cache_control stays cached (docs/cache.md).
+        the other keywords `ChatTemplate.render`'s. What is marked with cache_control stays cached (docs/cache.md). Each output has
+        a `message`: its text read as content, reasoning and, with `tools`, tool calls (docs/tools.md).
         """
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
@@ -126,8 +127,15 @@ class LLM:
                     continue_final_message=continue_final_message, documents=documents,
                     chat_template_kwargs=chat_template_kwargs))
         # A template writes the special tokens itself.
-        return self._run(prompts, [prompt.text for prompt in prompts], sampling_params, use_tqdm, False, None, cache_salt,
-                         retention)
+        found = self._run(prompts, [prompt.text for prompt in prompts], sampling_params, use_tqdm, False, None, cache_salt,
+                          retention, parsed=self._tokenizer is not None)
+        for prompt, output in zip(prompts, found, strict=True):
+            for one in output.outputs:
+                parser = self.inputs.parser(prompt.text, tools)
+                parser.push(one.text)
+                parser.finish()
+                one.message = parser.message()
+        return found
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: Bar = False, *,
                     cache_salt: str | None = None) -> list[BeamSearchOutput]:
@@ -164,7 +172,7 @@ class LLM:
 
     def _run(self, prompts: Sequence[Any], texts: Sequence[str | None], params: Params, use_tqdm: Bar, specials: bool,
              priority: Sequence[int] | None, cache_salt: str | Sequence[str | None] | None,
-             retention: Retention) -> list[RequestOutput]:
+             retention: Retention, parsed: bool = False) -> list[RequestOutput]:
         count = len(prompts)
         each = zip(prompts, _spread(params, count, "sampling_params"), _spread(priority, count, "priority"),
                    [cache_salt] * count if isinstance(cache_salt, str) else _spread(cache_salt, count, "cache_salt"),
@@ -173,7 +181,7 @@ class LLM:
         for place, (prompt, wanted, order, salt, retain) in enumerate(each):
             with _naming(place, count, "prompt"):
                 requests.append(self.inputs.request(str(self._count), prompt, wanted, add_special_tokens=specials,
-                                                    priority=order or 0, salt=salt or "", retain=retain))
+                                                    priority=order or 0, salt=salt or "", retain=retain, parsed=parsed))
             self._count += 1
         results = [RequestOutput.empty(request, text, self._tokenizer) for request, text in zip(requests, texts, strict=True)]
         bar_of = use_tqdm if callable(use_tqdm) else tqdm

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock.core.request import Request, Timings, TokenLogprobs, Update
+from penstock.dialects.message import Message
 from penstock.text import Detokenizer, StopStrings, Tokenizer
 
 
@@ -209,7 +210,8 @@ class RequestMetrics:
 class CompletionOutput:
     """One continuation, as far as it has come."""
 
-    __slots__ = ("_parts", "cumulative_logprob", "error", "finish_reason", "index", "logprobs", "stop_reason", "token_ids")
+    __slots__ = ("_parts", "cumulative_logprob", "error", "finish_reason", "index", "logprobs", "message",
+                 "stop_reason", "token_ids")
 
     def __init__(self, index: int, logprobs: bool = False) -> None:
         self.index = index
@@ -222,6 +224,8 @@ class CompletionOutput:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         """The error message, with finish_reason "error"."""
+        self.message: Message | None = None
+        """Of a chat: the text read by the model's dialect as content, reasoning and tool calls."""
 
     @property
     def text(self) -> str:
