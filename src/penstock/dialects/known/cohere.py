@@ -11,7 +11,7 @@ DIALECTS = (
                     ",\n    ", "\n]<|END_ACTION|>"),
             REASONING, HIDDEN, aliases=("cohere", "cohere_command3", "cohere_command4"),
             reasoning_names=("cohere_command3", "cohere_command4", "cohere"), signs=(("<|START_ACTION|>",),), rank=60),
-    Dialect("command_r_plus", (Block("Action: ```json", Json(), "```"), Block("Action:```json", Json(), "```")),
+    Dialect("command_r_plus", tuple(Block(f"Action:{gap}```json", Json(), "```") for gap in ("\n", " ", "")),
             Written('    {{\n        "tool_name": "{name}",\n        "parameters": {arguments}\n    }}', "Action: ```json\n[\n",
-                    ",\n", "\n]```"), signs=(("Action:", "directly_answer"),), rank=58),
+                    ",\n", "\n]```"), signs=(("Action:", "directly-answer"),), rank=58),
 )

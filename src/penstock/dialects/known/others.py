@@ -9,7 +9,7 @@ DIALECTS = (
             signs=(("<|tools_prefix|>",),), rank=60),
     Dialect("functionary_v3.1", (Block("<function=", Named((), (">",)), "</function>"),),
             Written("<function={name}>{arguments}</function>"), signs=(("<function=", "<|python_tag|>"),), rank=36),
-    Dialect("gigachat3", (Block("<|function_call|>", Json()), Block("function call", Json(), bare=True)),
+    Dialect("gigachat3", (Block("<|function_call|>", Json()), Block("function call<|role_sep|>\n", Json())),
             Written('<|function_call|>{{"name": "{name}", "arguments": {arguments}}}'), parallel=False,
-            signs=(("<|function_call|>",), ("function_call<|role_sep|>",), ("gigachat",)), rank=60),
+            signs=(("<|function_call|>",), ("function call", "<|role_sep|>"), ("gigachat",)), rank=60),
 )
