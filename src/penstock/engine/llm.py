@@ -130,11 +130,11 @@ class LLM:
         found = self._run(prompts, [prompt.text for prompt in prompts], sampling_params, use_tqdm, False, None, cache_salt,
                           retention, parsed=self._tokenizer is not None)
         for prompt, output in zip(prompts, found, strict=True):
-            for one in output.outputs:
+            for answer in output.outputs:
                 parser = self.inputs.parser(prompt.text, tools)
-                parser.push(one.text)
+                parser.push(answer.text)
                 parser.finish()
-                one.message = parser.message()
+                answer.message = parser.message()
         return found
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: Bar = False, *,
