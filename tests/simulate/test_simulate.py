@@ -78,7 +78,7 @@ class Run:
         self.worker = FakeWorker(layout, rows, length, self.tiers)
         self.policy, self.sharing, self.quota = rng.choice(list(POLICIES)), rng.random() < 0.9, rng.choice([1.0, 1.0, 0.3])
         self.depth = rng.choice([1, 2, 2, 3])
-        self.drafting = RandomDrafts(seed) if seed % 3 == 1 else None
+        self.drafting = RandomDrafts(seed) if seed % 3 == 0 else None
         self.assemble(self.tiers)
         self.flying: deque[object] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}

@@ -313,6 +313,9 @@ class Scheduler:
     def _drafts(self, sequence: Sequence, room: int) -> int:
         """How many drafted tokens the next segment checks, behind the last known one; at most `room`. None may stand where the
         last token of all will, as that is not fed back."""
+        if sequence.children:
+            # They will share the prompt's last page, which the parent copies before it writes to it behind the prompt.
+            return 0
         room = min(room, sequence.limit - 2 - sequence.planned)
         expected = self._expected(sequence)
         return max(0, min(room, len(expected) if expected else sequence.drafted))
