@@ -59,7 +59,8 @@ class NoModel:
         attention = TritonAttention(invariant=False)
         self.works = Works()
         self.works.index(0, Geometry(32, 8, 128, PAGE), attention)
-        self.kernels = SimpleNamespace(attention=attention, build_step=self._build, sample=self)
+        self.kernels = SimpleNamespace(attention=attention, build_step=self._build, sample=self,
+                                       chosen={"sample": SimpleNamespace(capturable=False)})
         self._hidden = torch.zeros(1 << 14, 1)
         self._tokens = torch.full((1 << 10,), 17, dtype=torch.int32)
 

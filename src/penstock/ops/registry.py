@@ -158,7 +158,7 @@ class Kernels:
         return next((one for one in self.able.get(op, []) if one.fits(n, k)), None)
 
     def uncapturable(self) -> list[str]:
-        """The operations of a model's forward pass that no CUDA graph can hold. Sampling is never captured."""
+        """The operations of a model's forward pass that no CUDA graph can hold. Sampling may run beside a graph."""
         return [op for op in sorted(self.chosen) if not self.chosen[op].capturable and op != "sample"]
 
     def table(self) -> list[tuple[str, str]]:

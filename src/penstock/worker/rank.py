@@ -137,9 +137,10 @@ class Rank:
         """Gives back all that the rank has taken. May be called at any time, and again."""
         if self._compilation is not None:
             self._compilation.close()
+        # The worker gives memory back to the driver, which it can only if nobody else holds the weights.
+        self._model = None
         if self._worker is not None:
             self._worker.close()
-        self._model = None
 
 
 def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Kernels,

@@ -83,8 +83,10 @@ class Sampled:
 class Sampler:
     """Serves the rows of one worker."""
 
-    def __init__(self, ops: SampleOps, rows: Rows) -> None:
+    def __init__(self, ops: SampleOps, rows: Rows, capturable: bool = False) -> None:
+        """`capturable`: a CUDA graph can hold `ops.choose`."""
         self._ops = ops
+        self._capturable = capturable
         self._rows = rows
         self._staging = Staging(torch.int32, rows.device)
         self._staging.reserve(3 * len(rows.tokens))
@@ -106,8 +108,8 @@ class Sampler:
 
     @property
     def capturable(self) -> bool:
-        """Whether `choose_at` serves: tokens go to the host's memory without a copy."""
-        return self._outbox is not None
+        """Whether a CUDA graph can hold `choose_at`."""
+        return self._capturable and self._outbox is not None
 
     def room(self, count: int) -> torch.Tensor:
         """Where `count` tokens of a replayed `choose_at` will be; its offset in memory is what `shift` must then hold."""

@@ -150,7 +150,7 @@ class Worker:
         watched = {work.group for work in model.works if work.ops.shares(work.geometry)}
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
         self.builder = StepBuilder(model, self.rows, layout.page)
-        self.sampler = Sampler(model.kernels.sample, self.rows)
+        self.sampler = Sampler(model.kernels.sample, self.rows, model.kernels.chosen["sample"].capturable)
         self.verifier = Verifier(self.rows)
         self.drafter: Drafter | None = None
         self.clock = Clock(device)
