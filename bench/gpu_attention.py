@@ -29,7 +29,7 @@ import triton
 from gpu_time import copy_bandwidth, graph_us
 from penstock.cli.bench.environment import environment
 from penstock.ops import attention_sharing, attention_work
-from penstock.ops.attention import Alike, AttentionOps, Geometry, Span
+from penstock.ops.attention import AttentionOps, Geometry, SharedPrefixes, Span
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
 from penstock.ops.attention_work import Shape
 from penstock.ops.compile import Compilation, recording, watch
@@ -63,13 +63,13 @@ class Case:
         seen = sum(min(context, g.window + count - 1) if g.window else context for context, count in self.segments)
         return 2 * g.itemsize * g.kv_heads * g.head_size * (seen - self.shared * (len(self.segments) - self.groups))
 
-    def alike(self) -> Alike | None:
+    def prefixes(self) -> SharedPrefixes | None:
         """What `worker/sharing.py` would say."""
         if not self.shared:
             return None
         common = np.full(len(self.segments), self.shared, np.int32)
         common[len(common) // self.groups - 1::len(common) // self.groups] = 0
-        return Alike(np.arange(len(common), dtype=np.int32), common[:-1])
+        return SharedPrefixes(np.arange(len(common), dtype=np.int32), common[:-1])
 
     def operations(self) -> int:
         g, pairs = self.geometry, 0
@@ -161,10 +161,10 @@ class Built:
         self.query_start = torch.tensor(np.concatenate(([0], self.counts.cumsum())), device="cuda", dtype=torch.int32)
         self.context_there = torch.from_numpy(self.context).cuda()
 
-    def run(self, attention: AttentionOps, copy: int, work: torch.Tensor | None, whole: Sequence[Span] = ()) -> torch.Tensor:
+    def run(self, attention: AttentionOps, copy: int, work: torch.Tensor | None, library: Sequence[Span] = ()) -> torch.Tensor:
         g = self.case.geometry
         return attention.apply(self.q, self.arena[:, 0], self.arena[:, 1], self.tables[copy], self.query_start,
-                               self.context_there, g.head_size ** -0.5, g.window, self.case.softcap, work=work, whole=whole)
+                               self.context_there, g.head_size ** -0.5, g.window, self.case.softcap, work=work, library=library)
 
     def measure(self, attention: TritonAttention, named: bool = True, alone: bool = False) -> tuple[float, float]:
         """Microseconds, and the relative error beside the reference in float32, of a few queries where there are many.
@@ -172,12 +172,12 @@ class Built:
         named: whole prompts are named, as in eager steps. alone: each segment reads by itself what it shares.
         """
         geometry = dataclasses.replace(self.case.geometry, plain=not self.case.softcap)
-        whole = attention.whole(geometry, self.counts, self.context) if named else []
-        found = attention.prepare(geometry, self.counts, self.context, len(self.counts), self.tokens, whole,
-                                  None if alone else self.case.alike())
+        library = attention.library_spans(geometry, self.counts, self.context) if named else []
+        found = attention.prepare(geometry, self.counts, self.context, len(self.counts), self.tokens, library,
+                                  None if alone else self.case.prefixes())
         work = torch.from_numpy(found).cuda()
-        error = self.error(self.run(attention, 0, work, whole))
-        return graph_us([lambda copy=copy: self.run(attention, copy, work, whole) for copy in range(self.copies)]), error
+        error = self.error(self.run(attention, 0, work, library))
+        return graph_us([lambda copy=copy: self.run(attention, copy, work, library) for copy in range(self.copies)]), error
 
     def error(self, found: torch.Tensor) -> float:
         g = self.case.geometry
@@ -231,10 +231,10 @@ def record_launches(attention: TritonAttention, case: Case) -> None:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     arena = meta(4, 2, g.kv_heads, g.page, g.head_size, dtype=torch.bfloat16)
-    whole = [Span(0, 0, 8)] if not case.decode else []
-    for named in ([], whole):
+    library = [Span(0, 0, 8)] if not case.decode else []
+    for named in ([], library):
         attention.apply(meta(tokens, g.heads, g.head_size, dtype=torch.bfloat16), arena[:, 0], arena[:, 1], meta(segments, 4),
-                        meta(segments + 1), meta(segments), 0.1, g.window, case.softcap, work=meta(layout.size), whole=named)
+                        meta(segments + 1), meta(segments), 0.1, g.window, case.softcap, work=meta(layout.size), library=named)
 
 
 def compile_all(variants: list[tuple[TritonAttention, Case, dict[str, Any]]]) -> None:

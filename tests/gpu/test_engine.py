@@ -11,7 +11,7 @@ import torch
 
 from penstock import canary
 from penstock.ops import attention_work, registry
-from penstock.ops.attention_sharing import Together, together
+from penstock.ops.attention_sharing import SharedTiles, shared_tiles
 from penstock.platform.facts import detect
 from tests.data import MODELS, TRAINED, need
 from tests.gpu.conftest import engine, generate
@@ -57,12 +57,12 @@ def test_a_beginning_that_many_share(eager: bool, monkeypatch: pytest.MonkeyPatc
     """Rows that attend together to what their prompts begin with give what each gives alone, while others end and come."""
     folder, several = str(need(MODELS / "stories260k")), list[int]()
 
-    def watched(*arguments: Any) -> Together | None:
-        found = together(*arguments)
+    def watched(*arguments: Any) -> SharedTiles | None:
+        found = shared_tiles(*arguments)
         several.append(0 if found is None else int(found.sizes.max()))
         return found
 
-    monkeypatch.setattr(attention_work, "together", watched)
+    monkeypatch.setattr(attention_work, "shared_tiles", watched)
     beginning, rest = _prompts(512, 1, 0)[0] + [7 + i * 31 % 500 for i in range(320)], _prompts(512, 40, 60)
     prompts, outputs = [beginning + mine for mine in rest], [8 + i % 23 for i in range(40)]
     with engine(model=folder, max_num_seqs=1, enforce_eager=True) as plain:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.ops import attention_work
-from penstock.ops.attention import Alike, Geometry, Ints
+from penstock.ops.attention import Geometry, Ints, SharedPrefixes
 from penstock.ops.attention_divider import Divider
 from penstock.ops.attention_work import FIELDS
 
@@ -30,15 +30,17 @@ def test_moved_on_equals_made_anew(rows: int, segments: int, most: int, window: 
     geometry = dataclasses.replace(GEOMETRY, window=window)
     made = 0
 
-    def divide(counts: Ints, context: Ints, segments: int, tokens: int, *, alike: Alike | None) -> Ints:
+    def divide(counts: Ints, context: Ints, segments: int, tokens: int, *, shared: SharedPrefixes | None) -> Ints:
         nonlocal made
         made += 1
-        return attention_work.prepare(geometry, counts, context, segments, tokens, invariant, (), alike)
+        return attention_work.prepare(geometry, counts, context, segments, tokens, invariant, (), shared)
 
     divider = Divider(geometry, invariant, divide)
     counts, steps = np.ones(rows, np.int32), 150
     context = random.integers(1, most, rows).astype(np.int32)
-    shared = Alike(np.arange(rows, dtype=np.int32), np.full(rows - 1, 512, np.int32)) if rows == 40 and not window else None
+    shared = None
+    if rows == 40 and not window:
+        shared = SharedPrefixes(np.arange(rows, dtype=np.int32), np.full(rows - 1, 512, np.int32))
     if shared is not None:
         context += 513
     for step in range(steps):

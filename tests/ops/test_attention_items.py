@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from penstock.ops import attention_work
-from penstock.ops.attention import Alike, Geometry, Ints
+from penstock.ops.attention import Geometry, Ints, SharedPrefixes
 from penstock.ops.attention_triton import TRITON
 from penstock.ops.attention_work import FIELDS, LISTED, Item, Launch
 
@@ -78,7 +78,7 @@ class Programs:
         self.ends[token] = keys
 
 
-def step(rng: np.random.Generator, segments: int, mixed: bool) -> tuple[Ints, Ints, Alike | None]:
+def step(rng: np.random.Generator, segments: int, mixed: bool) -> tuple[Ints, Ints, SharedPrefixes | None]:
     """Counts, contexts, and what those of one query share: all the same beginning, pairs, trees, or nothing."""
     kind = rng.choice(["one", "pairs", "tree", "ragged", "nothing"])
     counts = np.ones(segments, np.int32)
@@ -104,7 +104,7 @@ def step(rng: np.random.Generator, segments: int, mixed: bool) -> tuple[Ints, In
     for one, other, keys in zip(single, single[1:], common, strict=False):
         least[one], least[other] = max(least[one], keys), max(least[other], keys)
     context = (least + np.maximum(own, counts)).astype(np.int32)
-    return counts, context, Alike(single, common.astype(np.int32)) if common.any() else None
+    return counts, context, SharedPrefixes(single, common.astype(np.int32)) if common.any() else None
 
 
 def test_programs_attend_to_every_key_once_and_stay_in_their_room() -> None:
@@ -115,11 +115,11 @@ def test_programs_attend_to_every_key_once_and_stay_in_their_room() -> None:
         geometry = Geometry(kv_heads * group, kv_heads, int(rng.choice([64, 80, 96, 128, 192, 256])), 16,
                             itemsize=int(rng.choice([2, 2, 2, 4])))
         segments = int(rng.choice([1, 2, 3, 7, 20, 33, 64, 128, 200]))
-        counts, context, alike = step(rng, segments, bool(rng.random() < 0.3))
+        counts, context, prefixes = step(rng, segments, bool(rng.random() < 0.3))
         tokens = int(counts.sum())
         padded = segments + int(rng.choice([0, 0, 1, 5, 56]))
         capacity = (padded, padded) if tokens == segments else (padded, tokens + int(rng.choice([0, 3, 500])))
-        work = TRITON.prepare(geometry, counts, context, *capacity, alike=alike)
+        work = TRITON.prepare(geometry, counts, context, *capacity, shared=prefixes)
         layout = attention_work.layout(geometry, *capacity, False)
         assert len(work) == layout.size
         ends: dict[int, list[Range]] = {}
@@ -145,19 +145,19 @@ def test_programs_attend_to_every_key_once_and_stay_in_their_room() -> None:
                 assert begin == at, f"step {number}: token {token}: {ranges}"
                 at = end
             assert at == context[segment] - counts[segment] + token - first[segment] + 1
-        shared = pairs(alike, segments)
+        shared = pairs(prefixes, segments)
         for token, segment, last in read:
             assert segment == segment_of[token] or last <= shared[segment, segment_of[token]], "keys of another's own"
     assert seen["several"] > 1000, seen
 
 
-def pairs(alike: Alike | None, segments: int) -> Ints:
+def pairs(prefixes: SharedPrefixes | None, segments: int) -> Ints:
     """[S, S] positions that any two segments share."""
     found = np.zeros((segments, segments), np.int32)
-    if alike is not None:
-        for i, one in enumerate(alike.segments[:-1]):
-            least = np.minimum.accumulate(alike.common[i:])
-            found[one, alike.segments[i + 1:]] = found[alike.segments[i + 1:], one] = least
+    if prefixes is not None:
+        for i, one in enumerate(prefixes.segments[:-1]):
+            least = np.minimum.accumulate(prefixes.common[i:])
+            found[one, prefixes.segments[i + 1:]] = found[prefixes.segments[i + 1:], one] = least
     return found
 
 

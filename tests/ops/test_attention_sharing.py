@@ -19,8 +19,8 @@ from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine.engine import Engine
 from penstock.ops import attention_work, registry
-from penstock.ops.attention import Alike, AttentionOps, Geometry, Ints
-from penstock.ops.attention_sharing import PART, Together, together
+from penstock.ops.attention import AttentionOps, Geometry, Ints, SharedPrefixes
+from penstock.ops.attention_sharing import PART, SharedTiles, shared_tiles
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
 from penstock.ops.attention_work import FIELDS, Item
 from tests.data import MODELS, need
@@ -65,7 +65,7 @@ def merged(one: dict[int, int], other: dict[int, int]) -> dict[int, int]:
     return found
 
 
-def total(found: Together | None) -> int:
+def total(found: SharedTiles | None) -> int:
     pairs = zip(found.sizes.tolist(), found.keys.tolist(), strict=True) if found is not None else ()
     return sum((size - 1) * keys - PART * (size + 1) for size, keys in pairs)
 
@@ -77,7 +77,7 @@ def test_groups_save_most() -> None:
         count, queries, block = int(rng.integers(2, 14)), int(rng.choice([2, 4, 8, 16])), int(rng.choice([32, 64, 128]))
         common = rng.choice([0, 16, 128, 300, 1000, 4096][:rng.integers(1, 7)], count - 1).astype(np.int32)
         order = rng.permutation(count).astype(np.int32)
-        found = together(Alike(order, common), queries, block, 99)
+        found = shared_tiles(SharedPrefixes(order, common), queries, block, 99)
         whole = tuple(int(keys) for keys in common // block * block)
         if found is not None:
             place = np.argsort(order)
@@ -92,15 +92,15 @@ def test_groups_save_most() -> None:
 
 
 def test_what_is_the_same_is_chosen_once() -> None:
-    alike = Alike(np.arange(64, dtype=np.int32), np.full(63, 4096, np.int32))
-    found = together(alike, 8, 64, 99)
-    assert found is together(alike, 8, 64, 99)
+    prefixes = SharedPrefixes(np.arange(64, dtype=np.int32), np.full(63, 4096, np.int32))
+    found = shared_tiles(prefixes, 8, 64, 99)
+    assert found is shared_tiles(prefixes, 8, 64, 99)
     assert (found.sizes == 8).all() and (found.keys == 4096).all() and len(found.keys) == 8
 
 
 def test_of_too_many_those_that_save_most() -> None:
     common = np.array([512, 0, 4096, 4096, 0, 1024, 0, 4096], np.int32)
-    found = together(Alike(np.arange(9, dtype=np.int32)[::-1], common), 8, 64, 2)
+    found = shared_tiles(SharedPrefixes(np.arange(9, dtype=np.int32)[::-1], common), 8, 64, 2)
     assert list(zip(found.sizes.tolist(), found.keys.tolist(), strict=True)) == [(3, 4096), (2, 4096)]
     assert found.mates.tolist() == [6, 5, 4, 1, 0] and found.tile.tolist() == [0, 0, 0, 1, 1]
 
@@ -113,34 +113,34 @@ def test_of_too_many_those_that_save_most() -> None:
     ([4096] + [100] * 6, [(2, 4096)]),
 ])
 def test_nested_beginnings(common: list[int], groups: list[tuple[int, int]]) -> None:
-    found = together(Alike(np.arange(len(common) + 1, dtype=np.int32), np.array(common, np.int32)), 8, 64, 99)
+    found = shared_tiles(SharedPrefixes(np.arange(len(common) + 1, dtype=np.int32), np.array(common, np.int32)), 8, 64, 99)
     tiles = zip(found.sizes.tolist(), found.keys.tolist(), strict=True) if found is not None else ()
     assert sorted(tiles) == sorted(groups)
 
 
-def alike_of(shared: list[tuple[int, int]], start: int = 0) -> Alike:
+def prefixes_of(shared: list[tuple[int, int]], start: int = 0) -> SharedPrefixes:
     """Groups of (segments, positions in common), one after another from segment `start` on."""
     common: list[int] = []
     for size, keys in shared:
         common += [keys] * (size - 1) + [0]
-    return Alike(np.arange(start, start + len(common), dtype=np.int32), np.array(common[:-1], np.int32))
+    return SharedPrefixes(np.arange(start, start + len(common), dtype=np.int32), np.array(common[:-1], np.int32))
 
 
 def share(case: Case, shared: list[tuple[int, int]], start: int = 0) -> None:
-    """Makes tables of a case that has been built what `alike_of` says."""
+    """Makes tables of a case that has been built what `prefixes_of` says."""
     for size, keys in shared:
         case.table[start:start + size, :keys // case.page] = case.table[start, :keys // case.page].clone()
         start += size
 
 
-def run(case: Case, alike: Alike | None, sinks: torch.Tensor | None = None, capacity: tuple[int, int] | None = None,
+def run(case: Case, prefixes: SharedPrefixes | None, sinks: torch.Tensor | None = None, capacity: tuple[int, int] | None = None,
         ) -> tuple[torch.Tensor, int]:
     """The step's result, and how many items had several segments."""
     counts = np.array([count for _, count in case.segments], np.int32)
     context = np.array([context for context, _ in case.segments], np.int32)
     geometry = Geometry(case.heads, case.kv, case.size, case.page, case.window, case.k.element_size())
     segments, tokens = capacity or (len(counts), int(counts.sum()))
-    array = TRITON.prepare(geometry, counts, context, segments, tokens, alike=alike)
+    array = TRITON.prepare(geometry, counts, context, segments, tokens, shared=prefixes)
     launch = attention_work.layout(geometry, segments, tokens, False).narrow
     items = array[launch.offset:launch.offset + launch.items * FIELDS].reshape(-1, FIELDS)
     work = torch.from_numpy(array).to(DEVICE)
@@ -164,10 +164,10 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention_work, "JOINING", 0)
     monkeypatch.setattr(attention_work, "MULTIPROCESSORS", 12)
     attention_work.layout.cache_clear()
-    together.cache_clear()
+    shared_tiles.cache_clear()
     yield
     attention_work.layout.cache_clear()
-    together.cache_clear()
+    shared_tiles.cache_clear()
 
 
 RAGGED = [(150, 1), (129, 1), (400, 1), (130, 1), (200, 1), (140, 1), (135, 1)]
@@ -192,7 +192,7 @@ STEPS = [
 def test_attention(case: Case, shared: list[tuple[int, int]], start: int, dtype: torch.dtype) -> None:
     case = built(case, dtype)
     share(case, shared, start)
-    found, several = run(case, alike_of(shared, start))
+    found, several = run(case, prefixes_of(shared, start))
     # A tile of 16 rows has no room for two queries of 16 heads, and windows leave nothing to share.
     assert several > 0 or case.heads // case.kv == 16 or case.window
     check(found, wanted(case))
@@ -203,7 +203,7 @@ def test_sinks_and_padding() -> None:
     case = built(Case(RAGGED, heads=8, kv=2, softcap=5.0), torch.float32)
     share(case, [(7, 128)])
     sinks = random(case.heads, seed=9).to(DEVICE) * 3
-    found, several = run(case, alike_of([(7, 128)]), sinks, (9, 9))
+    found, several = run(case, prefixes_of([(7, 128)]), sinks, (9, 9))
     assert several
     check(found, wanted(case, sinks))
 
@@ -223,7 +223,7 @@ def test_random_groups() -> None:
                             np.minimum(context[order[1:]], context[order[:-1]]) - 1) // page * page
         for one, other, keys in zip(order, order[1:], common, strict=False):
             case.table[other, :keys // page] = case.table[one, :keys // page].clone()
-        found, items = run(case, Alike(order.astype(np.int32), common.astype(np.int32)), None, (count + 2, count + 2))
+        found, items = run(case, SharedPrefixes(order.astype(np.int32), common.astype(np.int32)), None, (count + 2, count + 2))
         several += items
         check(found, wanted(case))
     assert several > 8
@@ -235,14 +235,14 @@ def test_items_cover_every_key_once() -> None:
         kv_heads = int(rng.choice([1, 2, 8]))
         geometry = Geometry(kv_heads * int(rng.choice([1, 2, 3, 4, 8, 16])), kv_heads, int(rng.choice([64, 128, 256])), 16)
         shared = [(int(rng.integers(1, 90)), int(rng.choice([0, 160, 1000, 4096, 30000]))) for _ in range(rng.integers(1, 4))]
-        alike = alike_of(shared)
+        prefixes = prefixes_of(shared)
         before = np.repeat([keys for _, keys in shared], [size for size, _ in shared])
         context = (before + rng.choice([1, 17, 300, 5000], len(before))).astype(np.int32)
         counts = np.ones(len(context), np.int32)
         if rng.random() < 0.3:
             counts, context = np.append(counts, 200).astype(np.int32), np.append(context, 333).astype(np.int32)
         capacity = len(counts) + int(rng.integers(0, 3)), int(counts.sum()) + int(rng.integers(0, 3))
-        work = TRITON.prepare(geometry, counts, context, *capacity, alike=alike)
+        work = TRITON.prepare(geometry, counts, context, *capacity, shared=prefixes)
         layout = attention_work.layout(geometry, *capacity, False)
         assert len(work) == layout.size == len(TRITON.prepare(geometry, counts[:0], context[:0], *capacity))
         seen = np.zeros((int(counts.sum()), int(context.max()) + 1), np.int8)
@@ -259,21 +259,21 @@ def test_items_cover_every_key_once() -> None:
 def test_where_nothing_is_gained_nothing_changes() -> None:
     """Windows, fixed divisions, groups as wide as a tile, few keys, and those who share too little."""
     geometry = Geometry(16, 8, 128, 16)
-    counts, alike = np.ones(64, np.int32), alike_of([(64, 4096)])
+    counts, prefixes = np.ones(64, np.int32), prefixes_of([(64, 4096)])
     assert TRITON.shares(geometry) and not INVARIANT.shares(geometry)
     assert not TRITON.shares(dataclasses.replace(geometry, window=1024))
     assert not TRITON.shares(dataclasses.replace(geometry, heads=128))
 
-    def same(attention: TritonAttention, geometry: Geometry, count: int, length: int, alike: Alike) -> bool:
+    def same(attention: TritonAttention, geometry: Geometry, count: int, length: int, prefixes: SharedPrefixes) -> bool:
         sizes = counts[:count], np.full(count, length, np.int32), count, count
-        return np.array_equal(attention.prepare(geometry, *sizes, alike=alike), attention.prepare(geometry, *sizes))
+        return np.array_equal(attention.prepare(geometry, *sizes, shared=prefixes), attention.prepare(geometry, *sizes))
 
-    assert not same(TRITON, geometry, 64, 4300, alike)
-    assert same(INVARIANT, geometry, 64, 4300, alike)
-    assert same(TRITON, dataclasses.replace(geometry, window=1024), 64, 4300, alike)
-    assert same(TRITON, dataclasses.replace(geometry, heads=128), 64, 4300, alike)
-    assert same(TRITON, geometry, 64, 4300, alike_of([(64, 64)]))
-    assert same(TRITON, geometry, 2, 500, alike_of([(2, 480)]))
+    assert not same(TRITON, geometry, 64, 4300, prefixes)
+    assert same(INVARIANT, geometry, 64, 4300, prefixes)
+    assert same(TRITON, dataclasses.replace(geometry, window=1024), 64, 4300, prefixes)
+    assert same(TRITON, dataclasses.replace(geometry, heads=128), 64, 4300, prefixes)
+    assert same(TRITON, geometry, 64, 4300, prefixes_of([(64, 64)]))
+    assert same(TRITON, geometry, 2, 500, prefixes_of([(2, 480)]))
 
 
 def test_bytes_read_for_a_prefix_of_all() -> None:
@@ -281,7 +281,7 @@ def test_bytes_read_for_a_prefix_of_all() -> None:
     counts, context = np.ones(64, np.int32), np.full(64, 4256, np.int32)
     for heads, times in ((16, 8), (32, 16)):
         geometry = Geometry(heads, 8, 128, 16)
-        work = TRITON.prepare(geometry, counts, context, 64, 64, alike=alike_of([(64, 4096)]))
+        work = TRITON.prepare(geometry, counts, context, 64, 64, shared=prefixes_of([(64, 4096)]))
         items = work[:attention_work.layout(geometry, 64, 64, False).narrow.items * FIELDS].reshape(-1, FIELDS)
         keys = int((items[:, Item.END] - items[:, Item.BEGIN])[items[:, Item.QUERIES] > 0].sum())
         assert keys == times * 4096 + 64 * 160

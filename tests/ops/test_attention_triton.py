@@ -133,10 +133,10 @@ def by_library(case: Case, monkeypatch: pytest.MonkeyPatch) -> list[Span]:
     counts = np.array([count for _, count in case.segments], np.int32)
     context = np.array([context for context, _ in case.segments], np.int32)
     geometry = Geometry(case.heads, case.kv, case.size, 16)
-    spans = TRITON.whole(geometry, counts, context)
-    assert not INVARIANT.whole(geometry, counts, context)
-    assert not TRITON.whole(dataclasses.replace(geometry, window=64), counts, context)
-    check(TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, case.size ** -0.5, whole=spans),
+    spans = TRITON.library_spans(geometry, counts, context)
+    assert not INVARIANT.library_spans(geometry, counts, context)
+    assert not TRITON.library_spans(dataclasses.replace(geometry, window=64), counts, context)
+    check(TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, case.size ** -0.5, library=spans),
           wanted(case))
     return spans
 
@@ -184,9 +184,9 @@ def test_long_chunks_by_cudnn(heads: int, kv: int, size: int) -> None:
     for segments in ([(8192, 8192)], [(16384 + 4096 * 3 + 77, 2000), (500, 500), (4000, 1)], [(2048 + 4096, 2048)]):
         case = built(Case(segments, heads=heads, kv=kv, size=size), torch.bfloat16)
         counts, context = (np.array(values, np.int32) for values in zip(*((n, end) for end, n in segments), strict=True))
-        spans = TRITON.whole(Geometry(heads, kv, size, 16), counts, context)
+        spans = TRITON.library_spans(Geometry(heads, kv, size, 16), counts, context)
         assert spans and spans[0].segment == 0
-        found = TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, size ** -0.5, whole=spans)
+        found = TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, size ** -0.5, library=spans)
         check(found, wanted(case))
 
 

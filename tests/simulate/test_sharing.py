@@ -45,16 +45,16 @@ class Watched(Run):
     def compare(self, plan: StepPlan, group: int) -> None:
         sharing, page = self.rows.sharing, self.worker.layout.page
         assert sharing is not None
-        alike = sharing.of(plan)
+        prefixes = sharing.of(plan)
         segments = np.flatnonzero(plan.counts == 1).tolist()
         found: dict[tuple[int, int], int] = {}
-        if alike is not None:
-            members = alike.segments.tolist()
-            assert len(set(members)) == len(members) == len(alike.common) + 1 and set(members) <= set(segments)
-            assert alike.common.any() and not (alike.common % page).any()
+        if prefixes is not None:
+            members = prefixes.segments.tolist()
+            assert len(set(members)) == len(members) == len(prefixes.common) + 1 and set(members) <= set(segments)
+            assert prefixes.common.any() and not (prefixes.common % page).any()
             for i, one in enumerate(members):
                 for j in range(i + 1, len(members)):
-                    found[one, members[j]] = found[members[j], one] = int(alike.common[i:j].min())
+                    found[one, members[j]] = found[members[j], one] = int(prefixes.common[i:j].min())
         for segment in segments if len(plan.rows) > 1 else ():
             self.began.setdefault(int(plan.rows[segment]), int(plan.starts[segment]) // page)
         table = self.rows.tables[group]
@@ -69,8 +69,8 @@ class Watched(Run):
                 assert said >= min(exact, known) * page, f"{rows} share {min(exact, known) * page} positions, not just {said}"
                 self.seen["shared"] += said > 0
                 self.seen["apart"] += exact == 0
-        self.seen["steps"] += alike is not None
-        if alike is not None and self.members != (now := plan.rows[alike.segments].tolist()):
+        self.seen["steps"] += prefixes is not None
+        if prefixes is not None and self.members != (now := plan.rows[prefixes.segments].tolist()):
             self.members = now
             self.seen["changes"] += 1
 

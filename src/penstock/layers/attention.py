@@ -125,6 +125,6 @@ class Attention:
         q = kernels.rope_write(q, k, v, step.positions, group.slots, self.k, self.v, self.cos, self.sin,
                                q_norm, k_norm, self.eps, self.offset)
         out = kernels.attention.apply(q, self.k, self.v, group.table, step.query_start, step.context, spec.scale, spec.window,
-                                      spec.softcap, work=step.work[self.work], whole=step.whole[self.work])
+                                      spec.softcap, work=step.work[self.work], library=step.library[self.work])
         out = out.view(tokens, -1)
         return self.o(out if ends is None else out.index_select(0, ends), step)

@@ -60,7 +60,7 @@ class Step:
     groups: list[GroupStep]
     work: list[torch.Tensor | None]
     """What `prepare` gave for each of the model's `Works`, on the device."""
-    whole: list[list[Span]]
+    library: list[list[Span]]
     """The long prefill segments that were named to `prepare`, for each of the model's `Works`."""
     ends: torch.Tensor | None = None
     """[E] int32: the only tokens whose hidden states are wanted after the last layer; None: those of all."""
@@ -75,7 +75,7 @@ class Work:
     group: int
     geometry: Geometry
     ops: AttentionOps
-    """Whose `whole` and `prepare` are asked."""
+    """Whose `library_spans` and `prepare` are asked."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Works:
     found: dict[tuple[int, Geometry], Work] = field(default_factory=dict)
 
     def index(self, group: int, geometry: Geometry, ops: AttentionOps) -> int:
-        """Where a layer finds its own in `Step.work` and `Step.whole`."""
+        """Where a layer finds its own in `Step.work` and `Step.library`."""
         self.found.setdefault((group, geometry), Work(group, geometry, ops))
         return list(self.found).index((group, geometry))
 

@@ -47,7 +47,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Alike:
+class SharedPrefixes:
     """Which of a step's segments of one query begin with the same pages. The same object, the same content."""
 
     segments: Ints
@@ -60,7 +60,7 @@ class Alike:
 class Divides(Protocol):
     """Divides decode steps that follow one another."""
 
-    def decode(self, counts: Ints, context: Ints, segments: int, alike: Alike | None) -> Ints:
+    def decode(self, counts: Ints, context: Ints, segments: int, shared: SharedPrefixes | None) -> Ints:
         """`AttentionOps.prepare` of a step of single queries padded to `segments`. Valid until the next call."""
         ...
 
@@ -68,7 +68,7 @@ class Divides(Protocol):
 class AttentionOps:
     """The functions of an implementation of `attention`: dividing the work of a step on the host, and doing it."""
 
-    def whole(self, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
+    def library_spans(self, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
         """Long prefill segments of a step, which are served faster if the host names them to `prepare` and `apply`.
 
         Only for steps that run eagerly: what is captured must not depend on what a step consists of.
@@ -90,16 +90,16 @@ class AttentionOps:
         return []
 
     def shares(self, geometry: Geometry) -> bool:
-        """Whether `prepare` has any use for `alike`."""
+        """Whether `prepare` has any use for `shared`."""
         return False
 
     def prepare(self, geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
-                whole: Sequence[Span] = (), alike: Alike | None = None, slack: Ints | None = None) -> Ints | None:
+                library: Sequence[Span] = (), shared: SharedPrefixes | None = None, slack: Ints | None = None) -> Ints | None:
         """How the step's work is divided, for `apply`, or None if there is nothing to divide.
 
         counts and context [S] are the segments' queries and positions; `segments` >= S and `tokens` >= sum(counts) are what the
         step is padded to. A 1-D array whose length, and every grid that follows from it, depends on the geometry and the two
-        capacities alone: a captured graph runs again with other contents. `alike` may be left out: what segments share is
+        capacities alone: a captured graph runs again with other contents. `shared` may be left out: what segments share is
         then read once for each. With `slack` [S] the contexts are upper bounds: in truth they are up to so many positions
         shorter, and `correct` must follow on the device.
         """
@@ -111,7 +111,8 @@ class AttentionOps:
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
-              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None, whole: Sequence[Span] = ()) -> torch.Tensor:
+              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None,
+              library: Sequence[Span] = ()) -> torch.Tensor:
         """Causal attention: softmax(cap(q k^T * scale)) v, cap(s) = softcap * tanh(s / softcap) if softcap is not 0.
 
         q [T, H, D]; segment s owns queries query_start[s] to query_start[s + 1], the last of its context[s] positions; what
@@ -120,7 +121,7 @@ class AttentionOps:
         p % page. k_cache, v_cache [pages, KV, page, D]. window w > 0: a query sees the w positions up to and with its own;
         pages wholly behind every window are not read and their table entries may be stale. sinks [H] float32: one more
         score a head, as if of a key without value. H is a multiple of KV (grouped queries, Ainslie et al. 2023).
-        query_start [S + 1] and context [S] are int32 on q's device; `work` is what `prepare` gave, there too, and `whole`
+        query_start [S + 1] and context [S] are int32 on q's device; `work` is what `prepare` gave, there too, and `library`
         what it was given. Returns [T, H, D] in q's dtype; scores and sums are float32, and a query's result does not depend
         on its neighbours.
         """

@@ -13,14 +13,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.ops.attention import Alike, Geometry, Ints
+from penstock.ops.attention import Geometry, Ints, SharedPrefixes
 from penstock.ops.attention_work import FIELDS, Item, layout
 
 
 class Divide(Protocol):
     """AttentionOps.prepare for one geometry."""
 
-    def __call__(self, counts: Ints, context: Ints, segments: int, tokens: int, *, alike: Alike | None) -> Ints: ...
+    def __call__(self, counts: Ints, context: Ints, segments: int, tokens: int, *, shared: SharedPrefixes | None) -> Ints: ...
 
 
 _WORTH = 3
@@ -33,7 +33,7 @@ class _Last:
 
     context: Ints
     segments: int
-    alike: Alike | None
+    shared: SharedPrefixes | None
     work: Ints
     moving: npt.NDArray[np.int64]
     """The elements of `work` that grow by one a step: positions of queries, ends of keys at the end of a context."""
@@ -50,20 +50,20 @@ class Divider:
         self._divide = divide
         self._last: _Last | None = None
 
-    def decode(self, counts: Ints, context: Ints, segments: int, alike: Alike | None) -> Ints:
+    def decode(self, counts: Ints, context: Ints, segments: int, shared: SharedPrefixes | None) -> Ints:
         """The array of a step of single queries padded to `segments`. Valid until the next call."""
         last = self._last
-        if (last is not None and last.left > 0 and last.segments == segments and last.alike is alike
+        if (last is not None and last.left > 0 and last.segments == segments and last.shared is shared
                 and len(last.context) == len(context) and bool((context == last.context + 1).all())):
             last.work[last.moving] += 1
             last.context = context
             last.left -= 1
             return last.work
-        work = self._divide(counts, context, segments, segments, alike=alike)
-        self._last = self._remember(work, context, segments, alike)
+        work = self._divide(counts, context, segments, segments, shared=shared)
+        self._last = self._remember(work, context, segments, shared)
         return work
 
-    def _remember(self, work: Ints, context: Ints, segments: int, alike: Alike | None) -> _Last | None:
+    def _remember(self, work: Ints, context: Ints, segments: int, shared: SharedPrefixes | None) -> _Last | None:
         left = self._steps_left(context, layout(self._geometry, segments, segments, self._invariant).narrow.shape.block_n)
         if left < _WORTH:
             return None
@@ -80,7 +80,7 @@ class Divider:
         at_end = chosen[:, Item.END] == chosen[:, Item.POSITION] + 1
         first = launch.offset + active * FIELDS
         moving = np.concatenate((first + Item.POSITION, first[at_end] + Item.END))
-        return _Last(context, segments, alike, work, moving, left)
+        return _Last(context, segments, shared, work, moving, left)
 
     def _steps_left(self, context: Ints, unit: int) -> int:
         """Steps in which no context enters, and no window leaves, a block of keys."""

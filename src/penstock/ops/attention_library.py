@@ -48,7 +48,7 @@ class _Part(NamedTuple):
 
 
 def spans(geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
-    """The segments of a step that the library serves (AttentionOps.whole)."""
+    """The segments of a step that the library serves (AttentionOps.library_spans)."""
     if not geometry.plain or geometry.window or geometry.itemsize != 2 or geometry.head_size > 256 or geometry.head_size % 8:
         return []
     if not available():
@@ -89,10 +89,10 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table:
             _continued(q, k_cache, v_cache, table[span.segment], scale, span, out[span.first:span.first + span.count])
 
 
-def groups(whole: Sequence[Span]) -> list[list[Span]]:
+def groups(chosen: Sequence[Span]) -> list[list[Span]]:
     """Prompts of one padded length that follow one another, in powers of two: one call each, and few shapes to plan for."""
     found: list[list[Span]] = []
-    for span in whole:
+    for span in chosen:
         if found and found[-1][-1].segment == span.segment - 1 and _padded(found[-1][-1].count) == _padded(span.count):
             found[-1].append(span)
         else:

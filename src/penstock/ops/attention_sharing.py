@@ -1,8 +1,8 @@
-"""Which segments attend together to the beginning that their contexts share, so that its keys are read once for all of them.
+"""Groups segments that share a prefix (cascade attention), so that the prefix's keys are read once for the whole group.
 
-Neighbours in `Alike` share most, so those that have so much in common are a stretch of neighbours, and stretches lie in one
-another like contexts in a tree of prefixes. A segment goes with one group, the groups that save most are chosen, and a group is
-cut into tiles.
+`SharedPrefixes` sorts segments so that neighbours share most. Segments that share at least k keys are therefore a range of
+neighbours, and ranges of different k nest like the nodes of a prefix tree. A segment joins at most one group, the groups that
+save most reads are chosen, and a group is cut into tiles of queries.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.ops.attention import Alike, Ints
+from penstock.ops.attention import Ints, SharedPrefixes
 
 PART = 64
 """Keys that a program reads in the time in which a part is written and joined. A segment that goes with others has its own
 keys in a part of their own, and the shared ones are in one more."""
 
 
-class Together(NamedTuple):
+class SharedTiles(NamedTuple):
     """Tiles of several segments."""
 
     keys: Ints
@@ -35,10 +35,10 @@ class Together(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def together(alike: Alike, queries: int, block: int, most: int) -> Together | None:
+def shared_tiles(shared: SharedPrefixes, queries: int, block: int, most: int) -> SharedTiles | None:
     """The tiles of up to `queries` segments for which it pays, keys in whole blocks; of more than `most` those that save most.
     None if there are none."""
-    common = alike.common // block * block
+    common = shared.common // block * block
     # What would not even pay for a full tile is nothing in common.
     common[common * (queries - 1) <= PART * (queries + 1)] = 0
     if not common.any():
@@ -53,8 +53,8 @@ def together(alike: Alike, queries: int, block: int, most: int) -> Together | No
     if not tiles:
         return None
     sizes = np.array([len(places) for _, places in tiles], np.int32)
-    return Together(np.array([keys for keys, _ in tiles], np.int32), np.cumsum(sizes, dtype=np.int32) - sizes, sizes,
-                    alike.segments[[place for _, places in tiles for place in places]],
+    return SharedTiles(np.array([keys for keys, _ in tiles], np.int32), np.cumsum(sizes, dtype=np.int32) - sizes, sizes,
+                    shared.segments[[place for _, places in tiles for place in places]],
                     np.repeat(np.arange(len(sizes), dtype=np.int32), sizes))
 
 

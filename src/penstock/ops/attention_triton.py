@@ -14,19 +14,19 @@ import numpy as np
 import torch
 
 from penstock.ops import attention_library, attention_work, gpu
-from penstock.ops.attention import Alike, AttentionOps, Divides, Geometry, Ints, Span
+from penstock.ops.attention import AttentionOps, Divides, Geometry, Ints, SharedPrefixes, Span
 from penstock.ops.attention_divider import Divider
 from penstock.ops.attention_work import Launch, Shape
 from penstock.ops.registry import register
 
 
 class TritonAttention(AttentionOps):
-    """whole, contexts, shares, prepare, correct and apply of ops/attention.py."""
+    """library_spans, contexts, shares, prepare, correct and apply of ops/attention.py."""
 
     def __init__(self, invariant: bool) -> None:
         self.invariant = invariant
 
-    def whole(self, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
+    def library_spans(self, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
         return [] if self.invariant else attention_library.spans(geometry, counts, context)
 
     def divider(self, geometry: Geometry) -> Divides:
@@ -43,10 +43,10 @@ class TritonAttention(AttentionOps):
         return attention_work.shares(geometry, self.invariant)
 
     def prepare(self, geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
-                whole: Sequence[Span] = (), alike: Alike | None = None, slack: Ints | None = None) -> Ints:
+                library: Sequence[Span] = (), shared: SharedPrefixes | None = None, slack: Ints | None = None) -> Ints:
         assert slack is None or not self.invariant, "where sums are cut follows from the exact position"
         return attention_work.prepare(geometry, counts, context, segments, tokens, self.invariant,
-                                      [span.segment for span in whole], alike, slack)
+                                      [span.segment for span in library], shared, slack)
 
     def correct(self, geometry: Geometry, work: torch.Tensor | None, lag: torch.Tensor, segments: int, tokens: int) -> None:
         assert work is not None
@@ -54,7 +54,8 @@ class TritonAttention(AttentionOps):
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
-              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None, whole: Sequence[Span] = ()) -> torch.Tensor:
+              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None,
+              library: Sequence[Span] = ()) -> torch.Tensor:
         """`work` without a value is prepared here, which waits for the device. Its counters are used and left at zero."""
         tokens, heads, size = q.shape
         _, kv_heads, page, _ = k_cache.shape
@@ -62,18 +63,18 @@ class TritonAttention(AttentionOps):
         assert v_cache.stride() == stride and stride[3] == 1, "keys and values lie in the same way, each entry contiguous"
         geometry = Geometry(heads, kv_heads, size, page, window, k_cache.element_size())
         segments = context.shape[0]
-        if len(whole) == segments and attention_library.exact(whole) and len(attention_library.groups(whole)) == 1:
-            return attention_library.whole_prompts(q, k_cache, v_cache, table, scale, whole).flatten(0, 1).contiguous()
+        if len(library) == segments and attention_library.exact(library) and len(attention_library.groups(library)) == 1:
+            return attention_library.whole_prompts(q, k_cache, v_cache, table, scale, library).flatten(0, 1).contiguous()
         if work is None:
-            found = self.prepare(geometry, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens, whole)
+            found = self.prepare(geometry, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens, library)
             work = torch.from_numpy(found).to(q.device)
         layout = attention_work.layout(geometry, segments, tokens, self.invariant)
         out = torch.empty(tokens, heads, size, dtype=q.dtype, device=q.device)
         for launch in (layout.narrow, layout.broad):
-            if launch is not None and len(whole) < segments:
+            if launch is not None and len(library) < segments:
                 self._launch(launch, geometry, launch is layout.broad, q, k_cache, v_cache, table, scale, softcap, sinks, work,
                              out)
-        attention_library.attend(q, k_cache, v_cache, table, scale, whole, out)
+        attention_library.attend(q, k_cache, v_cache, table, scale, library, out)
         return out
 
     def _launch(self, launch: Launch, geometry: Geometry, broad: bool, q: torch.Tensor, k_cache: torch.Tensor,

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.ops.attention import Alike, Geometry, Ints
-from penstock.ops.attention_sharing import Together, together
+from penstock.ops.attention import Geometry, Ints, SharedPrefixes
+from penstock.ops.attention_sharing import SharedTiles, shared_tiles
 from penstock.ops.gpu import MULTIPROCESSORS, covering
 
 Flags = npt.NDArray[np.bool_]
@@ -222,7 +222,7 @@ def correct(work: torch.Tensor, plan: Layout, lag: torch.Tensor) -> None:
 
 
 def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int, invariant: bool,
-            without: Sequence[int] = (), alike: Alike | None = None, slack: Ints | None = None) -> Ints:
+            without: Sequence[int] = (), shared: SharedPrefixes | None = None, slack: Ints | None = None) -> Ints:
     """The step's array: AttentionOps.prepare (ops/attention.py), `without` some of the segments."""
     plan = layout(geometry, segments, tokens, invariant)
     work = np.zeros(plan.size, np.int32)
@@ -230,16 +230,16 @@ def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, toke
     if without:
         wanted[list(without)] = False
     if plan.broad is None:
-        _fill(work, plan.narrow, geometry, counts, context, wanted, invariant, alike, slack)
+        _fill(work, plan.narrow, geometry, counts, context, wanted, invariant, shared, slack)
         return work
     few = counts <= plan.narrow.shape.queries
-    _fill(work, plan.narrow, geometry, counts, context, wanted & few, invariant, alike, slack)
+    _fill(work, plan.narrow, geometry, counts, context, wanted & few, invariant, shared, slack)
     _fill(work, plan.broad, geometry, counts, context, wanted & ~few, invariant, None, slack)
     return work
 
 
 def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context: Ints, chosen: Flags, invariant: bool,
-          alike: Alike | None = None, slack: Ints | None = None) -> None:
+          shared: SharedPrefixes | None = None, slack: Ints | None = None) -> None:
     """Writes the items of the chosen segments."""
     segment = chosen.nonzero()[0].astype(np.int32)
     if not len(segment):
@@ -259,7 +259,7 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
         # The keys of any position where the first query may stand.
         least = position if slack is None else position - slack[segment]
         begin = np.maximum(least + (1 - geometry.window), 0) // unit * unit
-    found = _found(launch, alike, end)
+    found = _found(launch, shared, end)
     if found is not None:
         own, more = _several(found, segment, token, begin)
         token, queries, position, segment, begin, end = map(
@@ -305,14 +305,14 @@ def _repeat(rows: Ints, items: Ints, each: Ints, parts: Ints | None) -> Ints:
     return rows
 
 
-def _found(launch: Launch, alike: Alike | None, keys: Ints) -> Together | None:
+def _found(launch: Launch, shared: SharedPrefixes | None, keys: Ints) -> SharedTiles | None:
     """Tiles of several segments, unless so few keys are read that all items run at once without them."""
-    if alike is None or not launch.shared or int(keys.sum()) <= launch.split * math.isqrt(JOINING * int(keys.max())):
+    if shared is None or not launch.shared or int(keys.sum()) <= launch.split * math.isqrt(JOINING * int(keys.max())):
         return None
-    return together(alike, launch.shape.queries, launch.shape.block_n, launch.several)
+    return shared_tiles(shared, launch.shape.queries, launch.shape.block_n, launch.several)
 
 
-def _several(found: Together, segment: Ints, token: Ints, begin: Ints) -> tuple[Places, tuple[Ints, ...]]:
+def _several(found: SharedTiles, segment: Ints, token: Ints, begin: Ints) -> tuple[Places, tuple[Ints, ...]]:
     """Has the segments that go with others begin where their own keys do. Returns which tiles these are, and further tiles for
     the keys that they share: token, queries, position, segment, begin and end."""
     own = np.searchsorted(segment, found.mates)
@@ -322,7 +322,7 @@ def _several(found: Together, segment: Ints, token: Ints, begin: Ints) -> tuple[
     return own, (token[own[found.first]], found.sizes, found.keys, lead, np.zeros_like(lead), found.keys)
 
 
-def _list(mates: Ints, rows: Ints, found: Together, own: Places, items: Ints) -> None:
+def _list(mates: Ints, rows: Ints, found: SharedTiles, own: Places, items: Ints) -> None:
     """Lists the queries of tiles of several segments, and has all items of a tile, those of its queries too, know the tile."""
     listed = mates[:len(own) * LISTED].reshape(-1, LISTED)
     listed[:, 0], listed[:, 1], listed[:, 2] = rows[own, Item.TOKEN], rows[own, Item.SLOT], items[own]

@@ -84,7 +84,7 @@ class CpuAttention(AttentionOps):
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
               sinks: torch.Tensor | None = None, work: torch.Tensor | None = None,  # noqa: ARG002 (nothing is prepared)
-              whole: Sequence[Span] = ()) -> torch.Tensor:  # noqa: ARG002
+              library: Sequence[Span] = ()) -> torch.Tensor:  # noqa: ARG002
         if sinks is not None:
             return super().apply(q, k_cache, v_cache, table, query_start, context, scale, window, softcap, sinks)
         tokens, heads, size = q.shape

@@ -127,17 +127,17 @@ def _forward(model: Decoder, bucket: Bucket, known: torch.Tensor, tables: list[t
 
     plan = dummy_plan(spread(tokens, segments), before)
     counts, contexts = plan.counts, plan.starts + plan.counts
-    work, whole = list[torch.Tensor | None](), list[list[Span]]()
+    work, library = list[torch.Tensor | None](), list[list[Span]]()
     for one in model.works:
-        whole.append(one.ops.whole(one.geometry, counts, contexts))
-        found = one.ops.prepare(one.geometry, counts, contexts, segments, tokens, whole[-1])
+        library.append(one.ops.library_spans(one.geometry, counts, contexts))
+        found = one.ops.prepare(one.geometry, counts, contexts, segments, tokens, library[-1])
         work.append(None if found is None else ints(len(found)))
     query_start, context = ints(segments + 1), ints(segments)
     built = model.kernels.build_step(known, tables, ints(segments), ints(segments), query_start, page, tokens,
                                      tables[0].shape[1])
     groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
     wanted = None if ends is None or ends == tokens else ints(ends)
-    model.forward(Step(built.tokens, built.positions, query_start, context, groups, work, whole, wanted))
+    model.forward(Step(built.tokens, built.positions, query_start, context, groups, work, library, wanted))
 
 
 def _sample(kernels: Kernels, logits: torch.Tensor, known: torch.Tensor) -> None:

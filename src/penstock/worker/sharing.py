@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.plan import Ints, StepPlan
-from penstock.ops.attention import Alike
+from penstock.ops.attention import SharedPrefixes
 
 
 class Sharing:
@@ -32,7 +32,7 @@ class Sharing:
         self._common = np.zeros(len(table), np.int32)
         """and how many first pages each shares with the next."""
         self._asked = b"", b""
-        self._answer: Alike | None = None
+        self._answer: SharedPrefixes | None = None
         self._changed = False
 
     def forget(self, rows: list[int]) -> None:
@@ -48,7 +48,7 @@ class Sharing:
             if exchanged.any():
                 self.forget(edits[exchanged, 0].tolist())
 
-    def of(self, plan: StepPlan) -> Alike | None:
+    def of(self, plan: StepPlan) -> SharedPrefixes | None:
         """Shared prefixes of the plan's decoding segments; None if there are none. The same object while nothing changes."""
         if len(plan.rows) < 2:
             return None
@@ -60,10 +60,10 @@ class Sharing:
             begin = int(plan.starts[segment]) - (0 if plan.slack is None else int(plan.slack[segment]))
             self._place(int(plan.rows[segment]), begin // self._page)
         self._asked, self._changed = asked, False
-        self._answer = self._alike(plan.rows, segments)
+        self._answer = self._shared(plan.rows, segments)
         return self._answer
 
-    def _alike(self, rows: Ints, segments: npt.NDArray[np.int64]) -> Alike | None:
+    def _shared(self, rows: Ints, segments: npt.NDArray[np.int64]) -> SharedPrefixes | None:
         known = len(self._order)
         if known < 2 or not self._common[:known - 1].any():
             return None
@@ -74,7 +74,7 @@ class Sharing:
         if len(places) < 2:
             return None
         common = np.minimum.reduceat(self._common[:places[-1]], places[:-1])
-        return Alike(found[places], common * self._page) if common.any() else None
+        return SharedPrefixes(found[places], common * self._page) if common.any() else None
 
     def _place(self, row: int, pages: int) -> None:
         entry = self._table[row, :pages].tobytes(), row

@@ -16,7 +16,7 @@ import torch
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step
-from penstock.ops.attention import Alike, Span
+from penstock.ops.attention import SharedPrefixes, Span
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import Lines
 from penstock.worker.sizes import fitted
@@ -97,7 +97,7 @@ class StepBuilder:
         self._captured = captured
         self.fits = rows.device.type == "cuda"
         """Whether steps have few sizes. On a CPU any size has its kernels, and padding would be computed."""
-        self._whole: list[list[Span]] = [[] for _ in self._works]
+        self._library: list[list[Span]] = [[] for _ in self._works]
         self._dividers = [work.ops.divider(work.geometry) for work in self._works]
 
     def reserve(self, size: int) -> None:
@@ -124,9 +124,9 @@ class StepBuilder:
         """Brings the plan's numbers to the device, in order after everything enqueued there. `shift`: Parts.shift."""
         counts, context = plan.counts, plan.starts + plan.counts
         if not self._captured:
-            self._whole = [work.ops.whole(work.geometry, counts, context) for work in self._works]
-        alike = self._rows.sharing.of(plan) if self._rows.sharing is not None else None
-        prepared = [self._divide(place, plan, context, bucket, alike if shares else None)
+            self._library = [work.ops.library_spans(work.geometry, counts, context) for work in self._works]
+        shared = self._rows.sharing.of(plan) if self._rows.sharing is not None else None
+        prepared = [self._divide(place, plan, context, bucket, shared if shares else None)
                     for place, shares in enumerate(self._sharing)]
         parts = self._lay_out(bucket, prepared)
         host = self._staging.host(parts.size)
@@ -161,12 +161,12 @@ class StepBuilder:
         self._columns = -(-int(context.max()) // self._page)
         return parts
 
-    def _divide(self, place: int, plan: StepPlan, context: Ints, bucket: Bucket, alike: Alike | None) -> Ints | None:
+    def _divide(self, place: int, plan: StepPlan, context: Ints, bucket: Bucket, shared: SharedPrefixes | None) -> Ints | None:
         divider, work = self._dividers[place], self._works[place]
         if divider is not None and bucket.tokens == bucket.segments and plan.slack is None:
-            return divider.decode(plan.counts, context, bucket.segments, alike)
-        return work.ops.prepare(work.geometry, plan.counts, context, bucket.segments, bucket.tokens, self._whole[place],
-                                alike, plan.slack)
+            return divider.decode(plan.counts, context, bucket.segments, shared)
+        return work.ops.prepare(work.geometry, plan.counts, context, bucket.segments, bucket.tokens, self._library[place],
+                                shared, plan.slack)
 
     def _correct(self, bucket: Bucket, parts: Parts) -> None:
         """Where the host knows only upper bounds, the device fills in where the segments begin: at their rows' last tokens."""
@@ -232,4 +232,4 @@ class StepBuilder:
         groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
         work = [None if part is None else there[part] for part in parts.work]
         at = None if ends is None else self.heads(parts, ends)
-        return Step(built.tokens, built.positions, query_start, context, groups, work, self._whole, at)
+        return Step(built.tokens, built.positions, query_start, context, groups, work, self._library, at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.core.plan import StepPlan
-from penstock.ops.attention import Alike
+from penstock.ops.attention import SharedPrefixes
 from penstock.worker.sharing import Sharing
 
 PAGE = 16
@@ -16,13 +16,13 @@ def plan(rows: list[int], lengths: dict[int, int], counts: list[int] | None = No
                     counts=np.array(counts or [1] * len(rows), np.int32))
 
 
-def pairs(alike: Alike | None, segments: int) -> np.ndarray:
+def pairs(prefixes: SharedPrefixes | None, segments: int) -> np.ndarray:
     """[S, S] positions that any two segments share."""
     found = np.zeros((segments, segments), int)
-    if alike is not None:
-        for i, one in enumerate(alike.segments):
-            for j in range(i + 1, len(alike.segments)):
-                found[one, alike.segments[j]] = found[alike.segments[j], one] = alike.common[i:j].min()
+    if prefixes is not None:
+        for i, one in enumerate(prefixes.segments):
+            for j in range(i + 1, len(prefixes.segments)):
+                found[one, prefixes.segments[j]] = found[prefixes.segments[j], one] = prefixes.common[i:j].min()
     return found
 
 
