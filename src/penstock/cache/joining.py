@@ -1,8 +1,8 @@
-"""In-flight sharing: a request waits for a running one that is computing the same beginning, instead of computing it again.
+"""In-flight prefix sharing: a request waits for a running one that is prefilling the same prefix instead of prefilling it too.
 
-A leader is a running sequence with prompt left to compute. A follower waits, without row or pages, until its leader has
-computed what both share, or has ended or been preempted; then it matches like anybody else. A leader never waits, so nobody
-waits forever.
+A leader is a running sequence with prompt tokens left to prefill. A follower waits, without batch row or pages, until its
+leader has computed the shared prefix, has ended or was preempted; then it matches the prefix cache as usual. Leaders never
+wait, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ Begin = tuple[str, str, bytes]
 
 
 class Joining:
-    """Leaders by how their contexts begin."""
+    """The leaders, by the first page of their contexts."""
 
     def __init__(self, page: int) -> None:
         self.page = page
         self._leaders: dict[Begin, dict[Sequence, tuple[bytearray, int]]] = {}
-        """Each with its packed tokens and the position at which it is done."""
+        """Leader -> its packed tokens and the position at which it stops being a leader."""
         self._begins: dict[Sequence, Begin] = {}
 
     def __bool__(self) -> bool:
-        """Whether there is any leader."""
+        """True if there is any leader."""
         return bool(self._begins)
 
     def lead(self, sequence: Sequence, packed: bytearray) -> None:
-        """A sequence starts to run with these known tokens."""
+        """Registers a sequence that starts to run with these known tokens."""
         goal = len(packed) // TOKEN // self.page * self.page
         if goal > sequence.planned:
             begin = self._begin(sequence, packed)
@@ -36,7 +36,7 @@ class Joining:
             self._leaders.setdefault(begin, {})[sequence] = packed, goal
 
     def done(self, sequence: Sequence) -> None:
-        """A sequence no longer leads: it has computed what it knew, or has lost its pages."""
+        """Unregisters a leader that has finished its prefill or lost its pages."""
         begin = self._begins.pop(sequence, None)
         if begin is not None:
             leaders = self._leaders[begin]
@@ -45,29 +45,29 @@ class Joining:
                 del self._leaders[begin]
 
     def clear(self) -> None:
-        """Nobody waits for anybody."""
+        """Unregisters all leaders."""
         self._leaders.clear()
         self._begins.clear()
 
     def leads(self, sequence: Sequence) -> bool:
-        """Whether a sequence still has work that others may wait for."""
+        """True if a sequence is still prefilling tokens that others may wait for."""
         return sequence in self._begins
 
     def advanced(self, sequence: Sequence) -> None:
-        """A sequence has computed more."""
+        """Called when a sequence has committed more tokens; unregisters it at the end of its prefill."""
         begin = self._begins.get(sequence)
         if begin is not None and sequence.computed >= self._leaders[begin][sequence][1]:
             self.done(sequence)
 
     def find(self, sequence: Sequence, packed: bytearray, have: int) -> tuple[Sequence, int] | None:
-        """The leader that will have computed most of a context's beginning, and up to where (a page border that leaves a
-        token to compute); None if that is no more than the `have` positions that can be found already."""
+        """The leader that shares the longest prefix with a context, and the length of that prefix, rounded down to a page
+        boundary that leaves at least one token to compute. None if it is no longer than the `have` positions already cached."""
         best: tuple[Sequence, int] | None = None
         width, have = self.page * TOKEN, have - have % self.page
         limit = (len(packed) // TOKEN - 1) // self.page * self.page
         following = packed[have * TOKEN:have * TOKEN + width]
         for leader, (theirs, goal) in self._leaders.get(self._begin(sequence, packed), {}).items():
-            # Contexts that differ within the next page share no further page.
+            # A leader whose next page differs shares no page beyond those that are cached.
             if theirs[have * TOKEN:have * TOKEN + width] == following:
                 shared = common(packed, 0, theirs) // width * self.page
                 upto = min(shared, limit, goal)

@@ -1,9 +1,9 @@
-"""When two contexts are the same: a chain of hashes over pages of tokens, rooted in model, adapter and the tenant's salt.
+"""Content keys of pages: a hash chain over pages of tokens, rooted in model, adapter and the tenant's salt.
 
-Equal keys mean equal tokens and media from the first on, computed by the same weights for the same namespace, so a page of
-equal key holds equal bytes. BLAKE2b: collisions cannot be constructed, as a cache shared between users requires. A key
-depends on nothing but what is said here, so that it is the same in every process, on every machine and after every restart
-(docs/cache.md, "Keys"; `SCHEMA` changes if this does).
+Equal keys mean equal tokens and media from the first position on, computed by the same weights in the same namespace, so pages
+with equal keys hold equal bytes. The hash is BLAKE2b, because a cache shared between users needs collision resistance. A key
+depends on nothing else, so it is the same in every process, on every machine and after every restart (docs/cache.md, "Keys";
+`SCHEMA` changes if this does).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Key = bytes
 """`SIZE` bytes."""
 
 SIZE = 32
-"""Bytes of a key: what consumers of vLLM's KV events take a hash of bytes to be."""
+"""Bytes of a key; the length that consumers of vLLM's KV events expect of a hash in bytes."""
 
 SCHEMA = 1
-"""The version of the rules below. Part of every root, so that no key of one version equals one of another."""
+"""The version of the key derivation. It is hashed into every root, so keys of different versions never match."""
 
 _TOKEN_BYTES = 4
 
 
 def root(model: str, adapter: str = "", salt: str = "") -> Key:
-    """The key before the first page.
+    """The parent key of the first page of a context.
 
-    BLAKE2b-256, personal string "penstock" and the version's digits, of the three texts in UTF-8, each behind its length as 8
-    bytes, little-endian.
+    BLAKE2b-256 with the personalisation string "penstock" followed by the version's digits, over the three texts in UTF-8, each
+    prefixed with its length as 8 bytes, little-endian.
     """
     hashed = blake2b(digest_size=SIZE, person=b"penstock%d" % SCHEMA)
     for part in (model, adapter, salt):
@@ -44,17 +44,17 @@ def root(model: str, adapter: str = "", salt: str = "") -> Key:
 
 
 def chain(parent: Key, tokens: Sequence[int], page: int) -> list[Key]:
-    """Keys of the whole pages of `tokens`, of which the first follows `parent`: BLAKE2b-256 of the parent's key and the page's
-    tokens (`packed`)."""
+    """The keys of the whole pages of `tokens`; `parent` is the key before the first. A key is the BLAKE2b-256 of its parent key
+    and the page's tokens (`packed`)."""
     return links(parent, packed(tokens), page)
 
 
 def links(parent: Key, data: bytes | bytearray, page: int) -> list[Key]:
-    """The same of tokens that are `packed` already, with words in the place of media (`cache/media.py`). Some 0.7 us a page.
+    """`chain` for tokens that are `packed` already, with words in place of media (`cache/media.py`). About 0.7 us per page.
 
-    A page with media is hashed with its placeholders, and behind them for each run of positions of one medium: the first of
-    these positions in the page and their number, 4 bytes each, little-endian, and the medium's digest behind its length as 8
-    bytes.
+    A page with media is hashed with its placeholder tokens, followed by an entry for each run of positions of one medium: the
+    run's first position in the page and its length, 4 bytes each, little-endian, then the medium's digest prefixed with its
+    length as 8 bytes.
     """
     width, keys = page * _TOKEN_BYTES, []
     mixed = bool((np.frombuffer(data, np.int32) < 0).any())
@@ -66,7 +66,7 @@ def links(parent: Key, data: bytes | bytearray, page: int) -> list[Key]:
 
 
 def _with_media(piece: bytes | bytearray) -> bytes:
-    """The bytes of one page with media that enter its hash."""
+    """The bytes that are hashed for a page with media."""
     words = np.frombuffer(piece, np.int32).copy()
     tail = b""
     for run in media.runs(words):
@@ -76,7 +76,7 @@ def _with_media(piece: bytes | bytearray) -> bytes:
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes: 4 each, little-endian."""
+    """Token ids as bytes, 4 bytes each, little-endian."""
     words = array("i", tokens)
     if sys.byteorder == "big":
         words.byteswap()
@@ -84,5 +84,5 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 
 def number(key: Key) -> int:
-    """A key as an unsigned integer of 64 bits, its last 8 bytes read big-endian: what routers know a block by."""
+    """The 64-bit unsigned block hash that routers use: the key's last 8 bytes, big-endian."""
     return int.from_bytes(key[-8:], "big")

@@ -1,11 +1,13 @@
-"""The whole face of the cache to the scheduler: match, grow, commit, fork, release, drain.
+"""The KV cache manager, the cache's interface to the scheduler: match, grow, commit, fork, release, drain.
 
-Every method either does all of what it says or nothing. Page edits, copies and transfers gather here until `drain` hands them
-to the plan being made. Execution is in order: what a plan reads may be given away as soon as the NEXT plan is made.
+Every method succeeds completely or changes nothing. Block table edits, page copies and transfers are collected here until
+`drain` moves them into the plan being made. Plans execute in order, so a page that one plan reads may be reallocated by the
+next plan.
 
-Who owns a page: `pool` counts the live sequences that hold it and whether the index keeps it. Whole pages of a running
-sequence are kept as soon as they are certain (`commit`), the rest of its last page when it ends (`release`). A page that is
-kept, or has two holders, is never written: `grow` copies it first. So a match may end inside a page, and that page is cut.
+Ownership: `pool` counts the live sequences that hold a page and records whether the prefix index keeps it. The index keeps the
+whole pages of a running sequence as soon as their tokens are committed (`commit`), and its partial last page when it ends
+(`release`). A page that is kept, or has two holders, is never written in place: `grow` copies it first (copy-on-write). That is
+why a match may end inside a page.
 """
 
 from __future__ import annotations
@@ -36,28 +38,28 @@ POLICY = "adaptive"
 """The default eviction policy (`cache/eviction.py`); chosen by bench/cache_replay.py."""
 
 _NEVER = 1 << 62
-"""A number of positions that no sequence comes to."""
+"""A number of positions that no sequence reaches."""
 
 
 class Reuse(Enum):
-    """How much a sequence may share with others."""
+    """The granularity at which a sequence may reuse cached entries."""
 
     TOKENS = 1
-    """All that is there, by token."""
+    """Reuse every matching token; the match may end inside a page, which is then copied."""
     PAGES = 2
-    """Whole pages only, so that none must be copied."""
+    """Reuse whole pages only, so that no page must be copied."""
     NOTHING = 3
-    """Nothing found and nothing kept: as many pages as `core/layout.py::CacheLayout.pages_for` says are enough for it."""
+    """Match nothing and keep nothing: the sequence then needs no more pages than `core/layout.py::CacheLayout.pages_for`."""
 
 
 class Cache:
-    """Pages of every live sequence, and those that are kept for later ones."""
+    """The pages of every live sequence, and the pages kept for reuse by later requests."""
 
     def __init__(self, layout: CacheLayout, *, policy: str = POLICY, sharing: bool = True, model: str | None = "",
                  quota: float = 1.0, tiers: Tiers | None = None, sink: Sink | None = None) -> None:
-        """`sharing`: whether pages are found again. `model`: what names the weights, for content keys; None if that is not
-        known yet (`name`). `quota`: the fraction of the arena that the contexts of one tenant may occupy once their requests
-        have ended. `tiers`: what is behind the device. `sink` is told what can be found."""
+        """`sharing` enables the prefix cache. `model` identifies the weights in content keys; None if it is not known yet
+        (`name` sets it). `quota` is the fraction of the arena that one tenant's contexts may occupy after their requests have
+        ended. `tiers` are the tiers behind device memory. `sink` receives the KV events."""
         self.layout = layout
         self.sharing = sharing
         self.tiers = tiers
@@ -73,11 +75,11 @@ class Cache:
         self._indexer = Indexer(self.lookup, self.evictor, self.pools, self._edits)
         self._keeps = [group.keep for group in layout.groups]
         self.exact = any(keep.exact for keep in self._keeps)
-        """Whether some state serves to continue at one position alone."""
+        """True if some group keeps snapshots, such as recurrent state, from which only their own position can continue."""
         self._generation = 0
         self._hits = 0
         self._loaded = 0
-        """Bytes."""
+        """Bytes loaded from other tiers."""
 
     @property
     def model(self) -> str | None:
@@ -85,18 +87,18 @@ class Cache:
         return self.index.model
 
     def name(self, model: str) -> None:
-        """The weights have got their name: from now on pages are saved to tiers, loaded and announced. Those that the device
-        has already are offered and announced at once."""
+        """Sets the identity of the weights. From now on pages are saved to tiers, loaded from them and published as KV events;
+        pages that are on the device already are offered and published at once."""
         assert self.index.model is None
         self.index.model = model
         if self._news is not None:
             self._news.open()
 
-    # -- finding what is there
+    # -- prefix matching
 
     def must_wait(self, sequence: Sequence) -> bool:
-        """Whether a sequence without pages should not start yet: another is computing what it would otherwise compute itself,
-        or pages of it are being loaded."""
+        """True if a sequence without pages should not start yet: another sequence is computing the same prefix, or pages of
+        its prefix are being loaded."""
         if not self.sharing or sequence.scoring or sequence.pages or len(sequence.tokens) <= self.layout.page:
             return False
         if self._follows(sequence):
@@ -104,8 +106,8 @@ class Cache:
         return self.loading is not None and self.index.model is not None and self._loads(sequence, self.loading)
 
     def _loads(self, sequence: Sequence, loading: Loading) -> bool:
-        """Whether it waits for pages to be loaded. It does not ask for any before there is room for it: what the device has of
-        it now may be gone by then."""
+        """True if the sequence waits for pages to be loaded. It requests a load only when there is room for the whole
+        sequence: otherwise its pages on the device may be evicted before it starts."""
         asks = state_of(sequence).ticket is not None or not self.pools.slabs_live or self.has_room(sequence, sequence.goal)
         return asks and loading.ask(sequence)
 
@@ -127,10 +129,10 @@ class Cache:
         return self.index.roots.get((sequence.request.adapter, sequence.request.salt))
 
     def match(self, sequence: Sequence, reuse: Reuse = Reuse.TOKENS) -> int:
-        """Positions of a sequence without pages whose entries are in the cache already; the sequence then holds them.
+        """Finds the longest cached prefix of a sequence without pages, lets the sequence hold its pages, and returns its length.
 
-        The last known token is never matched: its logits are needed. A sequence whose prompt is to be scored matches nothing. A
-        fork comes with its pages.
+        The last known token is never matched, because its logits are needed. A sequence that wants prompt logprobs matches
+        nothing. A fork has pages already and continues where it is planned.
         """
         if sequence.pages:
             return sequence.planned
@@ -147,7 +149,7 @@ class Cache:
         state.deepest = state.origin = found.trail.nodes[-1]
         state.indexed = n - n % page
         if state.indexed:
-            # The part beyond the match was not used now, so it may be evicted before the part that was.
+            # Split the node at the match: the part beyond it was not used and may be evicted first.
             node = self.index.locate(state.deepest, state.indexed)
             state.node = self.index.split(node, (state.indexed - node.start) // page) if state.indexed < node.end else node
             self.index.touch(state.node, self.evictor.now)
@@ -155,7 +157,7 @@ class Cache:
         return n
 
     def _begin(self, sequence: Sequence, reuse: Reuse = Reuse.TOKENS) -> SequenceState:
-        """A sequence starts to have pages."""
+        """Resets the cache's state of a sequence that is about to get pages."""
         state, private = state_of(sequence), reuse is Reuse.NOTHING or not self.sharing
         state.node, state.deepest, state.origin, state.indexed, state.forked = None, None, None, 0, False
         state.generation = -1 if private else self._generation
@@ -163,7 +165,7 @@ class Cache:
         return state
 
     def _hold(self, g: int, places: list[int], n: int) -> PageRun:
-        """Takes hold of a group's pages that a context needs to continue at n."""
+        """Adds the sequence as a holder of those of a group's pages that are needed to continue at position n."""
         run, page = PageRun(), self.layout.page
         run.ids = places[:-(-n // page)]
         run.ids += [-1] * (n // page - len(run.ids))
@@ -171,19 +173,19 @@ class Cache:
         self.pools.share(g, [place for place in run.ids[run.first:] if place >= 0])
         return run
 
-    # -- pages for what is to be computed
+    # -- page allocation
 
     def grow(self, sequence: Sequence, upto: int) -> bool:
-        """Makes positions [planned, upto) of a sequence with a row writable, in all groups or in none.
+        """Allocates writable pages for positions [planned, upto) of a sequence with a batch row, in all groups or in none.
 
-        Pages that no position from `planned` on can need are given back first. A page with other holders, or that the index
-        keeps, is copied before it is written to.
+        Returns False if there is no room. Pages that no position from `planned` on needs are released first. A page that has
+        other holders, or that the index keeps, is copied before it is written (copy-on-write).
         """
         if not sequence.pages:
             sequence.pages = [PageRun() for _ in self.layout.groups]
         elif self.lookup.simple and self._next_page(sequence, upto):
             return True
-        # Steps in flight may still make pages behind a window worth keeping; without room for them they are given back now.
+        # In-flight steps may still commit pages behind the window to the index; if there is no room, release those pages now.
         taken = self._take(sequence, upto, certain=True)
         if taken is None and not self.lookup.simple:
             taken = self._take(sequence, upto, certain=False)
@@ -195,8 +197,8 @@ class Cache:
         return True
 
     def _next_page(self, sequence: Sequence, upto: int) -> bool:
-        """Fast path of `grow`: one page for a sequence that has come to the border of its last one, with full attention
-        alone. False, and nothing done, if it is something else that is wanted or there is no room."""
+        """Fast path of `grow` for models with full attention alone: allocates one page for a sequence that has filled its last
+        one. Returns False and changes nothing in every other case, or if there is no room."""
         ids, page = sequence.pages[0].ids, self.layout.page
         index = len(ids)
         if sequence.planned != index * page or upto > (index + 1) * page or not self._make_room(0, 1):
@@ -208,8 +210,8 @@ class Cache:
         return True
 
     def _take(self, sequence: Sequence, upto: int, certain: bool) -> list[tuple[list[int], bool]] | None:
-        """For each group the new pages, and whether the last of them is for a copy; None and nothing taken if there is no
-        room."""
+        """Allocates the new pages of each group; the flag is True if the last one is the target of a copy-on-write. None, with
+        nothing allocated, if there is no room."""
         start, page, found = sequence.planned, self.layout.page, list[tuple[list[int], bool]]()
         for g in range(len(self._keeps)):
             self._drop_behind(g, sequence, start - sequence.slack, certain)
@@ -218,7 +220,7 @@ class Cache:
             copy = run.first <= at < have and self.pools.shared(g, run.ids[at])
             count = -(-upto // page) - have
             if self._keeps[g].exact:
-                # The state lies where the segment ends; nothing lies on the way.
+                # Only the end of the segment has a snapshot, so pages in between hold nothing.
                 count = min(count, 1)
             count = max(count, 0) + copy
             if count and not self._make_room(g, count):
@@ -233,7 +235,7 @@ class Cache:
         return pools.available(group) >= count or self.evictor.evict(lambda: pools.available(group) >= count)
 
     def has_room(self, sequence: Sequence, upto: int) -> bool:
-        """Whether idle slabs would do for all of positions [planned, upto), computed at once, with nothing else growing."""
+        """True if the idle slabs suffice to compute positions [planned, upto) at once, while no other sequence grows."""
         slabs = 0
         for g, group in enumerate(self.layout.groups):
             held = len(sequence.pages[g].ids) if sequence.pages else 0
@@ -242,8 +244,8 @@ class Cache:
         return slabs <= self.pools.slabs_idle
 
     def _drop_behind(self, g: int, sequence: Sequence, start: int, certain: bool) -> None:
-        """Gives back the pages that lie wholly behind everything `start` and later positions need; with `certain`, only those
-        that have come to the index if they ever will."""
+        """Releases the pages that no position from `start` on needs, such as pages behind a sliding window. With `certain`,
+        only pages below the committed position, which the index has by now if it will ever have them."""
         run, page = sequence.pages[g], self.layout.page
         alive = min(self._keeps[g].needed(start)[0] // page, len(run.ids))
         if certain and self.sharing:
@@ -253,7 +255,7 @@ class Cache:
             run.first = alive
 
     def _give(self, g: int, sequence: Sequence, first: int, end: int) -> None:
-        """Lets go of the pages with these indices; those that the index keeps become candidates for eviction."""
+        """Releases the pages with indices [first, end). Pages that the index keeps become eviction candidates."""
         ids = sequence.pages[g].ids
         idle = self.pools.give(g, [page for page in ids[first:end] if page >= 0])
         if idle:
@@ -263,7 +265,7 @@ class Cache:
                 self.evictor.loosen(g, [(i + shift, ids[i]) for i in range(first, end) if ids[i] in at], deepest)
 
     def _deepest(self, sequence: Sequence) -> Node:
-        """A node in which or above which all kept pages of a sequence lie; it has some."""
+        """A node such that all kept pages of the sequence are in it or in its ancestors; the sequence must have some."""
         state = state_of(sequence)
         if state.deepest is None or state.forked:
             state.deepest = self.index.walk(self.index.roots[sequence.request.adapter, sequence.request.salt],
@@ -288,13 +290,14 @@ class Cache:
             run.ids.append(page)
 
     def border(self, start: int, end: int) -> int:
-        """Where a segment [start, end) had better end: at the last page border in it, if some state is a snapshot, so that it
-        can be found there again."""
+        """The best end for a prefill chunk [start, end). With snapshot state it is the last page boundary inside the chunk, so
+        that the snapshot taken there can be reused."""
         last = end - end % self.layout.page
         return last if self.exact and self.sharing and start < last else end
 
     def enter(self, sequence: Sequence) -> None:
-        """A sequence has been given a row: the worker is told its pages, and others may wait for what it will compute."""
+        """Called when a sequence gets a batch row: sends its block table to the worker, and lets other sequences wait for the
+        prefix that it will compute."""
         state = state_of(sequence)
         if state.generation == self._generation:
             self.joining.lead(sequence, packed(sequence, len(sequence.tokens)))
@@ -304,8 +307,8 @@ class Cache:
                     self._edits[g] += (sequence.row, i, run.ids[i])
 
     def count_hit(self, sequence: Sequence) -> dict[str, int]:
-        """Called once, when a sequence has its first row: what it has found counts as used once more. Returns where its
-        `planned` positions came from, by tier."""
+        """Called once, when a sequence gets its first batch row. Counts one more use of the matched nodes, and returns how many
+        of its `planned` positions came from each tier."""
         state, left, found = state_of(sequence), sequence.planned, dict[str, int]()
         node = state.node
         while node is not None:
@@ -320,19 +323,19 @@ class Cache:
         self._hits += left
         return found
 
-    # -- what is certain, forks, ends
+    # -- commit, fork, release
 
     def commit(self, sequence: Sequence) -> None:
-        """Called when `sequence.computed` has come to `sequence.due`: its whole pages can be found from here on."""
+        """Called when `sequence.computed` reaches `sequence.due`: adds the sequence's whole pages to the prefix index."""
         sequence.due = sequence.computed - sequence.computed % self.layout.page + self.layout.page
         self.joining.advanced(sequence)
         if state_of(sequence).generation == self._generation:
             self._indexer.add(sequence)
 
     def fork(self, parent: Sequence, child: Sequence, upto: int) -> int:
-        """The child holds the parent's pages of positions [0, upto) too; nothing is copied until one of them writes. Returns
-        where it continues: at `upto`, or at 0 if the parent's state has gone on and cannot be cut; then the child matches as
-        others do."""
+        """Shares the parent's pages of positions [0, upto) with the child; a page is copied only when one of them writes to it.
+        Returns the position where the child continues: `upto`, or 0 for models with snapshot state, which cannot be rewound;
+        the child then matches like any other sequence."""
         if self.exact:
             return 0
         pages = -(-upto // self.layout.page)
@@ -352,8 +355,8 @@ class Cache:
         return upto
 
     def release(self, sequence: Sequence, keep: bool = True) -> None:
-        """Gives back all of a sequence's pages. What is certain of them can be found from now on; with `keep` False, what it
-        had computed must not be found any more, because it is broken."""
+        """Releases all pages of a sequence. Its committed tokens are added to the index first; with `keep` False its contents
+        are invalid (for example NaN), so they are removed from the index instead."""
         if not sequence.pages:
             return
         state = state_of(sequence)
@@ -377,7 +380,7 @@ class Cache:
         self.evictor.enforce_quota(state.deepest.label.account)
 
     def _forget(self, node: Node) -> None:
-        """Takes what is broken out of the index, and offers it to no tier."""
+        """Removes invalid pages from the index without offering them to any tier."""
         if self._news is None:
             self._indexer.forget(node, upwards=True)
         else:
@@ -385,7 +388,7 @@ class Cache:
                 self._indexer.forget(node, upwards=True)
 
     def reset(self) -> None:
-        """Nothing computed so far is found again, in no tier. Sequences that run keep their pages to themselves."""
+        """Empties the prefix cache in every tier. Running sequences keep their pages, but these never enter the index."""
         self._generation += 1
         self.joining.clear()
         if self.loading is not None:
@@ -396,22 +399,22 @@ class Cache:
         if self.tiers is not None:
             self.tiers.clear()
 
-    # -- plans and what came of them
+    # -- plans and their results
 
     @property
     def pending(self) -> bool:
-        """Whether a plan is due though nothing is to be computed: pages are to be moved, or are on their way."""
+        """True if a plan is needed even without tokens to compute, because pages wait to be moved or are being loaded."""
         offered = self._news is not None and self._news.offered
         return bool(self.loading) or offered or (self.tiers is not None and self.tiers.pending)
 
     @property
     def writing(self) -> bool:
-        """Whether pages are on their way to or from other tiers. Nobody who has no request needs to wait for it, but it ends
-        only if plans are made."""
+        """True while pages are in flight to or from other tiers. No request needs to wait for it, but transfers only progress
+        while plans are made."""
         return self.pending or (self.tiers is not None and self.tiers.writing)
 
     def drain(self, plan: StepPlan) -> None:
-        """Puts the page edits, copies and transfers since the last call into a plan."""
+        """Moves the block table edits, page copies and transfers since the last call into a plan."""
         plan.edits = [np.array(flat, np.int32).reshape(-1, 3) for flat in self._edits]
         plan.moves, self._moves = self._moves, []
         for flat in self._edits:
@@ -423,7 +426,7 @@ class Cache:
 
     def report(self, load_results: Iterable[LoadResult], write_results: Iterable[WriteResult], positions: int,
                seconds: float) -> None:
-        """Takes the results of a plan's transfers, and the time that its step of so many positions took."""
+        """Processes the results of a plan's transfers, and the measured `seconds` of its step of `positions` positions."""
         if self.tiers is None or self.loading is None:
             return
         for result in load_results:
@@ -436,11 +439,11 @@ class Cache:
 
     @property
     def usage(self) -> float:
-        """Fraction of the arena that live sequences hold."""
+        """The fraction of the arena's slabs that live sequences hold."""
         return self.pools.slabs_live / max(1, self.layout.slabs)
 
     def stats(self) -> list[TierStats]:
-        """Figures of the device and of the tiers behind it."""
+        """Statistics of the device and of the tiers behind it."""
         behind = self.tiers.stats() if self.tiers is not None else []
         # Pages that leave the device go to the nearest tier.
         device = TierStats("device", self.layout.nbytes, self.pools.slabs_used * self.layout.slab_bytes,

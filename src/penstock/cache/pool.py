@@ -1,6 +1,7 @@
-"""Pages: free, held by live sequences, or kept by the index; carved from slabs that groups borrow from one arena.
+"""The page pool: reference counts and free lists of KV cache pages, carved from slabs that cache groups borrow from one arena.
 
-A page is free when nobody holds it and the index does not keep it. A slab of which every page is free goes back to the arena.
+A page is free when no sequence holds it and the prefix index does not keep it. A slab whose pages are all free returns to the
+arena.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from penstock.core.layout import CacheLayout
 
 _MANY = 24
-"""From so many pages on, counting them in numpy is faster than one by one."""
+"""Above this number of pages, numpy updates the counts faster than a Python loop."""
 
 
 class Pools:
@@ -24,42 +25,42 @@ class Pools:
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
         self._slabs = list(range(layout.slabs - 1, -1, -1))
-        # Ordered: a dict's first key is found by passing all that were deleted before it.
+        # OrderedDict, because finding the first key of a plain dict scans over all deleted entries before it.
         self._partial: list[OrderedDict[int, list[int]]] = [OrderedDict() for _ in layout.groups]
         """For each group: slab -> its free pages, for slabs with some free."""
         self._spare = [0] * len(layout.groups)
-        """For each group: free pages in those slabs."""
+        """For each group: the number of free pages in its partly used slabs."""
         sizes = [layout.slabs * group.per_slab for group in layout.groups]
         self._holders = [array("i", bytes(4 * size)) for size in sizes]
         self._held_view: list[npt.NDArray[np.int32]] = [np.frombuffer(holders, np.int32) for holders in self._holders]
-        """The same memory as `_holders`: to count many pages at once."""
+        """A numpy view of `_holders`, for updating many pages at once."""
         self._kept = [bytearray(size) for size in sizes]
         self._kept_view: list[npt.NDArray[np.uint8]] = [np.frombuffer(kept, np.uint8) for kept in self._kept]
-        """1 for pages that the index keeps."""
+        """A numpy view of `_kept`: 1 for pages that the index keeps."""
         self.kept_pages = [0] * len(layout.groups)
-        """How many those are."""
+        """For each group: the number of pages that the index keeps."""
         self._live = array("i", bytes(4 * layout.slabs))
-        """For each slab: pages with a holder."""
+        """For each slab: the number of its pages that have a holder."""
         self._live_view: npt.NDArray[np.int32] = np.frombuffer(self._live, np.int32)
         self.slabs_live = 0
-        """Slabs with a page that somebody holds."""
+        """The number of slabs with at least one held page."""
 
     @property
     def slabs_used(self) -> int:
-        """Slabs with a page that is not free."""
+        """The number of slabs with at least one page that is not free."""
         return self.layout.slabs - len(self._slabs)
 
     @property
     def slabs_idle(self) -> int:
-        """Slabs that are free or would be if the index gave up what nobody holds."""
+        """The number of slabs that are free, or would be if every page without a holder were evicted."""
         return self.layout.slabs - self.slabs_live
 
     def available(self, group: int) -> int:
-        """Pages that `take` could give now."""
+        """The number of pages that `take` can allocate now without eviction."""
         return self._spare[group] + len(self._slabs) * self.layout.groups[group].per_slab
 
     def take(self, group: int, count: int) -> list[int]:
-        """`count` pages with one holder each; there must be as many `available`."""
+        """Allocates `count` pages with one holder each. At least `count` must be `available`."""
         assert count <= self.available(group)
         per_slab = self.layout.groups[group].per_slab
         partial, holders, live = self._partial[group], self._holders[group], self._live
@@ -84,7 +85,7 @@ class Pools:
         return taken
 
     def share(self, group: int, pages: Sequence[int]) -> None:
-        """One more holder of each of these pages, which are held or kept; no page twice."""
+        """Adds one holder to each of these pages. Each must be held or kept already, and no page may be listed twice."""
         if len(pages) > _MANY:
             many, view = np.array(pages, np.int32), self._held_view[group]
             view[many] += 1
@@ -100,7 +101,7 @@ class Pools:
                 live[slab] += 1
 
     def _count_live(self, group: int, pages: npt.NDArray[np.int32], change: int) -> None:
-        """Pages have got their first holder (1) or lost their last (-1)."""
+        """Updates the slab counts after pages got their first holder (`change` 1) or lost their last (`change` -1)."""
         per_slab = self.layout.groups[group].per_slab
         if per_slab == 1:
             self._live_view[pages] += change
@@ -109,25 +110,25 @@ class Pools:
         slabs = pages // per_slab
         np.add.at(self._live_view, slabs, change)
         touched, counts = np.unique(slabs, return_counts=True)
-        # Those that were or are without any other page that is held.
+        # Slabs in which no other page is held: they become live, or stop being live.
         alone = self._live_view[touched] == (counts if change > 0 else 0)
         self.slabs_live += change * int(np.count_nonzero(alone))
 
     def shared(self, group: int, page: int) -> bool:
-        """Whether a held page must not be written: it has other holders, or the index keeps it."""
+        """True if a held page must not be written in place, because it has other holders or the index keeps it."""
         return self._holders[group][page] > 1 or self._kept[group][page] == 1
 
     def holders(self, group: int, page: int) -> int:
-        """How many sequences hold a page."""
+        """The number of holders of a page."""
         return self._holders[group][page]
 
     def kept(self, group: int, page: int) -> bool:
-        """Whether the index keeps a page."""
+        """True if the index keeps a page."""
         return self._kept[group][page] == 1
 
     def give(self, group: int, pages: Sequence[int]) -> list[int]:
-        """One holder less of each. Returns those that have none left but are kept; what is not kept is free at once: plans
-        run in order, so plans in flight are not disturbed."""
+        """Removes one holder from each page. Returns the pages without a holder that the index still keeps; pages that are not
+        kept are free at once. That is safe for in-flight plans, because plans execute in order."""
         if len(pages) > _MANY:
             many, view = np.array(pages, np.int32), self._held_view[group]
             view[many] -= 1
@@ -157,7 +158,7 @@ class Pools:
         return idle
 
     def keep(self, group: int, pages: Sequence[int]) -> None:
-        """The index keeps these pages, which are held."""
+        """Marks pages as kept by the index. They must have a holder and not be kept yet."""
         if len(pages) > _MANY:
             many, view = np.array(pages, np.int32), self._kept_view[group]
             assert (self._held_view[group][many] > 0).all() and not view[many].any()
@@ -170,7 +171,7 @@ class Pools:
         self.kept_pages[group] += len(pages)
 
     def drop(self, group: int, page: int) -> None:
-        """The index keeps a page no longer; it is free unless it is held."""
+        """Marks a page as no longer kept by the index. It becomes free unless it has a holder."""
         assert self._kept[group][page], (group, page)
         self._kept[group][page] = 0
         self.kept_pages[group] -= 1

@@ -1,7 +1,7 @@
-"""The one rule of prefix hits: the longest n at which every group of layers has what it needs to continue. Pure arithmetic.
+"""The prefix-hit rule: the largest n at which every cache group has the pages it needs to continue. Pure arithmetic.
 
-It asks nothing but `core/state.py::Retention`, so full attention, windows, chunks, recurrent snapshots, draft heads and any
-mixture of them are one case.
+It depends only on `core/state.py::Retention`, so full attention, sliding windows, chunked attention, recurrent snapshots, draft
+heads and every mixture of them follow the same rule.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy.typing as npt
 from penstock.core.state import Retention
 
 Places = npt.NDArray[np.int32]
-"""For one group [pages]: the page id of each stretch of positions, -1 where there is none."""
+"""Shape [pages], for one group: the page id of each page-sized range of positions, -1 where there is no page."""
 
 
 def reach(keeps: Sequence[Retention], places: Sequence[Places], page: int, matched: int, limit: int, sealed: int) -> int:
-    """The largest n <= limit such that every group holds, in `places`, all pages that touch the positions it needs at n, and
-    the page that n lies in if it is inside one: that page is cut there, and whoever finds it later may need its beginning.
+    """The largest n <= limit such that every group has, in `places`, all pages that contain positions it needs at n. If n is
+    inside a page, the group must have that page too: it is copied and continued, and a later match may need its beginning.
 
-    `matched` positions have equal tokens; the last page may lie only partly below that. Exact states serve at page borders,
-    and at `sealed`, where the last page ends that is not full (-1 if there is none).
+    The first `matched` positions have equal tokens; the last page may extend beyond them. Snapshots (`Retention.exact`) are
+    valid only at page boundaries and at `sealed`, the end of a partial last page (-1 if there is none).
     """
     n = min(matched, limit)
     holes = [np.flatnonzero(ids < 0) for ids in places]
@@ -44,13 +44,13 @@ def _fits(keep: Retention, ids: Places, holes: npt.NDArray[np.int64], page: int,
             return n
         last = (n - 1) // page
         if last >= len(ids):
-            # A stretch that begins at a page border behind the last page, as a chunk may, needs no page.
+            # A range that begins at a page boundary behind the last page, such as a new attention chunk, needs no page.
             n = low if low % page == 0 and low > len(ids) * page and keep.needed(low)[0] >= low else len(ids) * page
             continue
         if keep.exact and n % page and n != sealed:
             n = last * page
             continue
-        # The nearest hole at or below the last page that is needed.
+        # The nearest missing page at or below the last needed page.
         at = bisect_left(holes, last + 1) - 1
         hole = int(holes[at]) if at >= 0 else -1
         if hole < low // page:

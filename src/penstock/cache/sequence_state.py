@@ -1,4 +1,4 @@
-"""The cache's own state of a sequence: its place in the index, its keys, and the load or leader that it waits for."""
+"""The cache's per-sequence state: its node in the prefix index, its content keys, and the load or leader it waits for."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from penstock.core.sequence import Sequence
 
 
 class SequenceState:
-    """Kept on the sequence (`Sequence.state`), from its first look into the cache to its end."""
+    """Stored in `Sequence.cache_state` from the first cache lookup to the end of the sequence."""
 
     __slots__ = ("asked", "deepest", "forked", "generation", "indexed", "keys", "leader", "loaded", "node", "origin", "packed",
                  "ticket", "until", "upto")
 
     def __init__(self) -> None:
         self.packed = bytearray()
-        """Its known tokens as the index knows them, as far as they were needed."""
+        """Its known tokens in the index's format (`words`), as far as they were needed so far."""
         self.keys: list[Key] = []
-        """Content keys of its whole pages, if tiers were asked for them."""
+        """Content keys of its whole pages; computed when tiers are first searched for them."""
         self.node: Node | None = None
-        """Where in the tree position `indexed` lies or ends; None as long as nothing of it is there."""
+        """The tree node that contains position `indexed` or ends there; None while the tree has nothing of the sequence."""
         self.indexed = 0
-        """Positions that the tree has, a multiple of the page."""
+        """The number of positions in the tree, a multiple of the page size."""
         self.deepest: Node | None = None
-        """A node in which or above which all pages lie that it holds and the tree keeps."""
+        """All pages that the sequence holds and the tree keeps are in this node or its ancestors."""
         self.origin: Node | None = None
-        """Where its match ended. A draft head's page may lie there although the sequence has gone another way."""
+        """The node where its match ended. A draft head's page may be there even if the sequence continued on another branch."""
         self.forked = False
-        """It has shared its pages with a fork: the tree may keep some of them that it did not add itself."""
+        """It has shared pages with a fork, so the tree may keep pages of it that the fork added."""
         self.generation = 0
-        """The cache's, when its pages began. Those of another generation are not kept."""
+        """The cache's generation when it got its pages. Pages of an older generation never enter the index."""
         self.leader: Sequence | None = None
-        """The sequence that is computing what this one needs, and waits for until position `upto` is computed."""
+        """The sequence that is prefilling the shared prefix; this one waits until the leader has computed position `upto`."""
         self.upto = 0
         self.ticket: int | None = None
-        """The load that it waits for."""
+        """The ticket of the load that it waits for."""
         self.until = 0.0
-        """When it stops waiting for loads, in seconds of `time.monotonic()`; 0 if it has not begun."""
+        """The deadline for waiting for loads, in seconds of `time.monotonic()`; 0 if it has not started to wait."""
         self.asked = -1
-        """The sequence's epoch in which its turn to have pages loaded is over: what is not on the device is computed."""
+        """The sequence epoch in which it requests no more loads: what is not on the device is computed."""
         self.loaded: dict[str, int] = {}
-        """Positions that were loaded for it, by the tier that had them."""
+        """The number of positions that were loaded for it, by source tier."""
 
 
 def state_of(sequence: Sequence) -> SequenceState:
-    """The sequence's state, made at the first call."""
+    """The sequence's cache state; created at the first call."""
     if sequence.cache_state is None:
         sequence.cache_state = SequenceState()
     assert isinstance(sequence.cache_state, SequenceState)
@@ -53,7 +53,7 @@ def state_of(sequence: Sequence) -> SequenceState:
 
 
 def packed(sequence: Sequence, upto: int) -> bytearray:
-    """At least the first `upto` tokens of a sequence as the index knows them (`words`); to be read only."""
+    """At least the first `upto` tokens of a sequence in the index's format (`words`). The caller must not change them."""
     state = state_of(sequence)
     have = len(state.packed) // TOKEN
     if have < upto:
@@ -62,7 +62,7 @@ def packed(sequence: Sequence, upto: int) -> bytearray:
 
 
 def words(sequence: Sequence, start: int, end: int) -> bytes | bytearray:
-    """The known tokens at [start, end) as int32, and in the place of media's placeholders the words of the media."""
+    """The known tokens at [start, end) as int32, with media placeholders replaced by the media's words (`cache/media.py`)."""
     data = keys.packed(sequence.tokens[start:end])
     if not sequence.request.media:
         return data
