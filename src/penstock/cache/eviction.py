@@ -1,11 +1,11 @@
-"""Eviction: which pages go first when pages are needed. The one home of that decision.
+"""Eviction: decides which cached pages are evicted first when pages are needed.
 
-Only what nobody holds can go, and nothing goes whose loss would leave pages that can no longer be reached: stretches of full
-attention are given up from the leaves of the tree, page by page. Pages of windows, chunks and snapshots strand nothing and go
-singly; those that only a context branching off in the middle of a stretch could use go before all others.
+Only pages without a holder can be evicted, and no eviction may leave other pages unreachable: full-attention pages are evicted
+page by page from the leaves of the tree. Pages of sliding windows, attention chunks and snapshots strand no other page and are
+evicted singly; those that only a context branching off inside a node could use are evicted before all others.
 
-Among candidates the lower priority goes first (`core/request.py::Span`; a span that has run out counts as none). Among equals
-a `Policy` sorts them into kinds and compares the least recently used of each kind.
+Among candidates the lowest retention priority goes first (`core/request.py::Span`; an expired span counts as none). Among
+candidates of equal priority, a `Policy` sorts them into kinds and compares the least recently used candidate of each kind.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from penstock.core.request import DEFAULT_PRIORITY
 
 
 class Policy:
-    """An order among stretches of equal priority; this one is LRU."""
+    """The eviction order among nodes of equal priority; this base class is LRU."""
 
     def kind(self, node: Node) -> int:  # noqa: ARG002 (other policies look at it)
-        """Candidates of one kind go in the order of their last use. May change only when the node is used or cut."""
+        """The node's kind. Candidates of one kind are evicted in LRU order. May change only when the node is used or cut."""
         return 0
 
     def worth(self, kind: int, age: int) -> float:  # noqa: ARG002 (other policies look at it)
-        """How much it is worth to keep a candidate of this kind that was last used `age` ticks of the clock ago: least goes
+        """The value of keeping a candidate of this kind that was last used `age` clock ticks ago. The lowest value is evicted
         first."""
         return -age
 
     def added(self, node: Node, first: int) -> None:
-        """Blocks of a node from `first` on have been computed and are kept."""
+        """Called after the blocks of a node from `first` on were computed and added to the index."""
 
     def evicted(self, node: Node) -> None:
-        """The last block of a node is given up."""
+        """Called before the last block of a node is evicted."""
 
 
 class TailFirst(Policy):
-    """T-LRU: a conversation's last tokens go first as long as what its next turn must then compute stays within a budget.
+    """T-LRU: evicts the last tokens of a conversation first, as long as the prefill of its next turn stays within a budget.
 
-    Of a context of L tokens a page may go early if the tokens before it still cover L + question - budget: then the next
-    turn, a `question` longer, computes at most `budget` tokens before it answers. Both in tokens.
+    A page of a context of L tokens may be evicted early if the tokens before it still cover L + question - budget: then the
+    next turn, which is `question` tokens longer, prefills at most `budget` tokens. Both are in tokens.
     """
 
     def __init__(self, page: int, budget: int = 1024, question: int = 256) -> None:
@@ -58,15 +58,16 @@ class TailFirst(Policy):
 
 
 class CostAware(Policy):
-    """Keeps the pages that are dear to compute again: cost times uses, over bytes times age (as in Greedy-Dual-Size-Frequency).
+    """Keeps pages that are expensive to recompute: cost x uses / (bytes x age), as in Greedy-Dual-Size-Frequency.
 
-    A position costs the products with the weights, the same for all, and attention to all before it; `_EVEN` is the position at
-    which both cost the same (of an 8B model about 32k). A page's bytes are those of the groups that still have it.
+    Computing a position costs its GEMMs with the weights, the same for every position, plus attention over all positions before
+    it; at position `_EVEN` both cost the same (about 32k for an 8B model). The bytes are those of the groups that still have
+    the page.
     """
 
     _EVEN = 32_768
     _KINDS = 4
-    """Uses beyond this count as this many, and depths are told apart by the power of two."""
+    """Use counts are capped at this number. Depths are bucketed by powers of two."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._weights = [group.stride for group in layout.groups]
@@ -83,28 +84,28 @@ class CostAware(Policy):
 
 
 class Adaptive(Policy):
-    """Least recently used, but what has been found before counts as younger than it is, by a factor that learns.
+    """LRU in which the age of reused nodes is divided by a learned factor.
 
-    As in ARC (Megiddo and Modha 2003), what was given up is remembered for a while, by its tokens alone: if something comes
-    back that had been found before, such things should have been kept longer and the factor grows; if something comes back
-    that had been used only once, it shrinks. It counts from `_ENOUGH` on; until then this is LRU. Only every fourth block is
-    watched.
+    As in ARC (Megiddo and Modha 2003), a ghost list remembers the token fingerprints of evicted blocks for a while. If a block
+    returns that had been reused before, reused blocks should have been kept longer and the factor grows; if a block returns
+    that had been used only once, the factor shrinks. The factor applies from `_ENOUGH` on; below that this policy is LRU. Only
+    every fourth block is sampled.
     """
 
     _WATCHED = 4
     _STEP = 2.0
-    """Doublings of the factor if all that fits came back at once."""
+    """The number of doublings of the factor if the whole ghost list came back at once."""
     _LEAST, _ENOUGH, _MOST = 0.25, 3.0, 8.0
     _GRACE = 64
-    """Ticks of the clock up to which only recency counts: an arena that holds no more than a few contexts is best with LRU."""
+    """Below this age in clock ticks only recency counts, because LRU is best for an arena that holds only a few contexts."""
 
     def __init__(self, page: int, pages: int) -> None:
-        """For an arena of so many pages."""
+        """`page` is the page size in tokens, `pages` the number of pages in the arena."""
         self._page = page
         self._room = max(1, pages // self._WATCHED)
         self.factor = 1.0
         self._gone: OrderedDict[int, int] = OrderedDict()
-        """Fingerprint of a block -> its kind, oldest first."""
+        """The ghost list: fingerprint of an evicted block -> its kind, oldest first."""
         self._counts = [0, 0]
 
     def kind(self, node: Node) -> int:
@@ -144,7 +145,7 @@ class Adaptive(Policy):
         self.factor = min(self._MOST, max(self._LEAST, self.factor * 2 ** (doublings if kind else -doublings)))
 
     def _watched(self, node: Node, first: int) -> range:
-        """The blocks of a node from `first` on that are watched: every fourth, counted from the root."""
+        """The sampled blocks of a node from `first` on: every fourth block, counted from the root."""
         at = node.start // self._page
         return range(first + (-(at + first)) % self._WATCHED, node.blocks, self._WATCHED)
 
@@ -154,14 +155,14 @@ class Adaptive(Policy):
 
 
 class _Candidates:
-    """Leaves in the order in which they should go. Entries are checked when they surface: nobody has to take them out."""
+    """A priority queue of leaves in eviction order. Outdated entries are dropped when they surface (lazy deletion)."""
 
     def __init__(self, evictor: Evictor) -> None:
         self._evictor = evictor
         self._heaps: dict[int, dict[int, list[tuple[int, int, Node]]]] = {}
         """By priority, then by kind: (last use, serial number, node)."""
         self._lapsing: list[tuple[float, int, Node]] = []
-        """Nodes by the time at which their priority ends."""
+        """A heap of nodes by the time at which their retention priority expires."""
         self._serial = 0
 
     def push(self, node: Node) -> None:
@@ -174,13 +175,13 @@ class _Candidates:
             heapq.heappush(self._lapsing, (node.until, self._serial, node))
 
     def nodes(self) -> Iterator[Node]:
-        """Everything that was pushed and has not surfaced as outdated."""
+        """All queued nodes, including outdated entries that have not surfaced yet."""
         for kinds in self._heaps.values():
             for heap in kinds.values():
                 yield from (node for _, _, node in heap)
 
     def first(self) -> Node | None:
-        """The candidate to go first; it stays in its place."""
+        """The candidate to evict first; it stays in the queue."""
         while self._lapsing and self._lapsing[0][0] <= self._evictor.now:
             node = heapq.heappop(self._lapsing)[2]
             if self._evictor.removable(node):
@@ -192,7 +193,7 @@ class _Candidates:
                 head = self._head(priority, kind, kinds[kind])
                 if head is not None:
                     best.append((self._evictor.policy.worth(kind, self._evictor.index.clock - head.used), head))
-            # Entries with an outdated rank were moved to the heap of their new rank, which may be one not looked at.
+            # `_head` moves entries with an outdated rank to the heap of their new rank, which may have a lower priority.
             if best and min(self._heaps) == priority:
                 return min(best, key=itemgetter(0))[1]
             for kind in [kind for kind, heap in kinds.items() if not heap]:
@@ -215,45 +216,45 @@ class _Candidates:
 
 
 class Evictor:
-    """Chooses and gives up pages of an index. Whoever lets go of pages tells it what may go now."""
+    """Chooses and evicts pages of an index. Code that releases pages reports the new candidates (`offer`, `loosen`)."""
 
     def __init__(self, index: Prefix, policy: Policy, quota: int | None) -> None:
-        """`quota`: bytes that the contexts of one tenant may occupy after their requests have ended; None for no limit."""
+        """`quota` is the number of bytes that one tenant's contexts may occupy after their requests end; None for no limit."""
         self.index = index
         self.policy = policy
         index.added = policy.added
         self.now = 0.0
-        """Seconds of `time.time()` at the plan being made."""
+        """The time of the plan being made, in seconds of `time.time()`."""
         self.evicted = [0] * index.groups
-        """Pages given up so far, for each group."""
+        """The number of evicted pages of each group so far."""
         self._quota = quota
         self._leaves = _Candidates(self)
         self._own: dict[int, _Candidates] = {}
-        """With a quota, for each account by its identity."""
+        """With a quota: the candidates of each tenant, by the identity of its account."""
         self._keeps = [group.keep for group in index.pools.layout.groups]
         self.bounded = [keep.needed(1 << 30)[0] > 0 for keep in self._keeps]
-        """Whether losing a page of a group strands no other, because it does not need everything."""
+        """For each group: True if it does not need all earlier positions, so evicting one page strands no other."""
         self._loose: OrderedDict[tuple[int, int], tuple[int, Node]] = OrderedDict()
-        """Pages of such groups that nobody holds, by (group, page), in the order in which they were let go: the block counted
-        from the root, and a node in which it lies or below."""
+        """Pages of `bounded` groups without a holder: (group, page) -> (block counted from the root, a node that contains the
+        block or is below it), in the order in which they were released."""
         self._ends: list[tuple[int, int, int, tuple[int, int], int, Node]] = []
-        """Those of them with which a context could go on at the end of a node: (priority, last use, serial number, and the
-        same)."""
+        """A heap of those loose pages that are needed to continue at the end of a node: (priority, last use, serial number,
+        (group, page), block, node)."""
         self._serial = 0
 
     def priority(self, node: Node) -> int:
-        """Its priority now."""
+        """The node's retention priority at `now`."""
         return node.priority if node.until > self.now else DEFAULT_PRIORITY
 
     def removable(self, node: Node) -> bool:
-        """Whether a node's last block can go."""
+        """True if a node's last block can be evicted."""
         if node.children or node.gone or node.parent is None:
             return False
         pools = self.index.pools
         return all(ids[-1] < 0 or not pools.holders(g, ids[-1]) for g, ids in enumerate(node.pages))
 
     def offer(self, node: Node) -> None:
-        """A node may have become a candidate: somebody let go of it, or it has lost its last child."""
+        """Queues a node that may have become a candidate, because a holder released it or it has lost its last child."""
         while node.gone and node.parent is not None:
             node = node.parent
         if node.parent is not None and not node.children:
@@ -262,8 +263,8 @@ class Evictor:
                 self._own.setdefault(id(node.label.account), _Candidates(self)).push(node)
 
     def loosen(self, group: int, places: list[tuple[int, int]], node: Node) -> None:
-        """Nobody holds these kept pages of a `bounded` group any more, given as (block from the root, page); `node` is one in
-        or below which they lie."""
+        """Queues kept pages of a `bounded` group that have no holder any more, given as (block from the root, page). Each page
+        is in `node` or in one of its ancestors."""
         for block, page in places:
             self._loose[group, page] = block, node
             self._loose.move_to_end((group, page))
@@ -273,7 +274,7 @@ class Evictor:
             self.offer(node)
 
     def evict(self, enough: Callable[[], bool]) -> bool:
-        """Gives up pages until it is enough; False if nothing is left that could go."""
+        """Evicts pages until `enough()` is True; False if no candidate is left."""
         while not enough():
             if self._evict_spare():
                 continue
@@ -288,7 +289,7 @@ class Evictor:
         return True
 
     def enforce_quota(self, account: Account) -> None:
-        """Gives up pages of a tenant until it occupies no more than it may, as far as nobody holds them."""
+        """Evicts pages of a tenant that have no holder until it is within its quota."""
         if self._quota is None or account.nbytes <= self._quota or id(account) not in self._own:
             return
         own, quota = self._own[id(account)], self._quota
@@ -296,7 +297,7 @@ class Evictor:
             self._trim(leaf, lambda: account.nbytes <= quota)
 
     def _trim(self, leaf: Node, enough: Callable[[], bool]) -> None:
-        """Gives up the last blocks of a leaf, as many as it takes and as rank alike."""
+        """Evicts the last blocks of a leaf until `enough()` is True, the leaf's kind changes or a block has a holder."""
         kind, parent = self.policy.kind(leaf), leaf.parent
         assert parent is not None
         while True:
@@ -313,7 +314,7 @@ class Evictor:
                 return
 
     def _evict_spare(self) -> bool:
-        """One page that only a context branching off inside a stretch could use, if there is one."""
+        """Evicts one page that only a context branching off inside a node could use; False if there is none."""
         while self._loose:
             place, (block, node) = self._loose.popitem(last=False)
             found = self._find(place, block, node)
@@ -328,7 +329,7 @@ class Evictor:
         return False
 
     def _first_end(self) -> tuple[int, int, int, tuple[int, int], int, Node] | None:
-        """The first of `_ends` that still is what its entry says."""
+        """The first entry of `_ends` that is still valid; outdated entries are dropped or requeued."""
         while self._ends:
             priority, used, serial, place, block, node = self._ends[0]
             found = self._find(place, block, node)
@@ -343,7 +344,7 @@ class Evictor:
         self._drop(node, place[0], block - node.start // self.index.page)
 
     def _find(self, place: tuple[int, int], block: int, node: Node) -> Node | None:
-        """The node with this page in this block, if it still is there and nobody holds it."""
+        """The node that has this page in this block; None if the page is gone or has a holder."""
         group, page = place
         position = block * self.index.page
         while (node.gone or node.start > position) and node.parent is not None:
@@ -358,7 +359,7 @@ class Evictor:
         self.index.drop(node, group, block)
 
     def check(self) -> None:
-        """Asserts that everything that may go can be found here."""
+        """Asserts that every evictable page is queued."""
         listed = {id(node) for node in self._leaves.nodes()}
         loose = set(self._loose) | {entry[3] for entry in self._ends}
         for node in self.index.nodes():
@@ -375,4 +376,4 @@ POLICIES: dict[str, Callable[[CacheLayout], Policy]] = {
     "lru": lambda _layout: Policy(),
     "tail": lambda layout: TailFirst(layout.page),
 }
-"""By the name of the option."""
+"""The policies, by the option's value."""

@@ -1,7 +1,7 @@
-"""Pages on their way from other tiers to the device, and the sequences that wait for them.
+"""In-flight loads of pages from other tiers to the device, and the sequences that wait for them.
 
-A load belongs to nobody: its pages go to the index when they have landed, and whoever waited matches them there like any
-others. So a sequence may end while it waits, several may wait for one load, and a load that fails costs nothing but time.
+A load belongs to no sequence: its pages enter the prefix index when they have arrived, and waiting sequences match them there
+like any others. So a sequence may end while it waits, several may wait for one load, and a failed load costs only time.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from penstock.core.transfer import LoadResult
 
 
 class _Load(NamedTuple):
-    """One load under way."""
+    """One in-flight load."""
 
     namespace: tuple[str, str, str]
     """Adapter, salt and tenant."""
     deepest: Node
-    """The deepest node with pages that were on the device before."""
+    """The deepest matched node, with pages that were on the device before the load."""
     tokens: bytearray
-    """Of the whole blocks up to which pages are loaded."""
+    """The tokens of all blocks up to the last loaded one."""
     pages: list[list[int]]
-    """For each group the page of each block, loaded or there before; -1 where none is needed."""
+    """For each group the page of each block, loaded or already on the device; -1 where none is needed."""
     blocks: dict[tuple[int, Key], int]
-    """The block of each page that is loaded, by group and key."""
+    """The block of each loaded page, by group and key."""
     waiting: list[Sequence]
     gain: dict[str, int]
-    """Positions that it brings, by tier."""
+    """The number of positions gained from each tier."""
 
 
 class Loading:
-    """Loads under way, by ticket."""
+    """Starts loads, tracks them by ticket, and adds their pages to the prefix index."""
 
     def __init__(self, lookup: Lookup, evictor: Evictor, pools: Pools, tiers: Tiers) -> None:
         self.lookup = lookup
@@ -53,30 +53,31 @@ class Loading:
         self.tiers = tiers
         self._loads: dict[int, _Load] = {}
         self._tickets: dict[tuple[int, Key], int] = {}
-        """Which load brings a page."""
+        """(group, key) of a page in flight -> the ticket of its load."""
 
         self._stale: set[int] = set()
-        """Loads of what was to be forgotten while they were under way."""
+        """Tickets of loads that were in flight when the cache was reset; their pages are dropped."""
 
     def __bool__(self) -> bool:
-        """Whether any load is in flight."""
+        """True if any load is in flight."""
         return bool(self._loads)
 
     def ask(self, sequence: Sequence) -> bool:
-        """Whether a sequence without pages must wait for some to be loaded: they are on their way, or are from now on."""
+        """True if a sequence without pages must wait for a load, which is in flight already or is started now."""
         state = state_of(sequence)
         if state.ticket is None and state.asked != sequence.epoch:
             state.ticket = self._begin(sequence)
             if state.ticket is None:
                 state.asked = sequence.epoch
         elif state.ticket is not None and time.monotonic() > state.until:
-            # It computes. The load goes on: others may wait for it, or it is of use later.
+            # The sequence computes its prefix instead. The load continues, for others that wait and for later requests.
             self._loads[state.ticket].waiting.remove(sequence)
             state.ticket, state.asked = None, sequence.epoch
         return state.ticket is not None
 
     def _begin(self, sequence: Sequence) -> int | None:
-        """Starts or joins a load that takes a sequence further than what the device has; None if none does."""
+        """Starts or joins a load that extends the prefix on the device by at least a page, and returns its ticket; None if no
+        load does."""
         request, page = sequence.request, self.lookup.page
         blocks = (len(sequence.tokens) - 1) // page
         if not blocks:
@@ -86,7 +87,7 @@ class Loading:
         if len(state.keys) < blocks:
             state.keys = keys.links(self.index.root_key(root), data, page)
         found = self.lookup.find(root, data, blocks * page)
-        # A page that agrees only in its first tokens is no piece of this context.
+        # A page of which only the first tokens match is not part of this context.
         whole = found.trail.matched // page
         device = [ids[:max(0, whole - shift)] for ids, shift in zip(found.places, self.lookup.shift, strict=True)]
         places = self._everywhere(device, state.keys, blocks)
@@ -96,7 +97,7 @@ class Loading:
         wanted, held = self._divide(device, upto)
         if not wanted:
             return None
-        # One stretch of patience for all loads that it waits for.
+        # One deadline covers all loads that the sequence waits for.
         state.until = state.until or time.monotonic() + self.tiers.patience(upto - found.reach)
         for g, i in wanted:
             ticket = self._tickets.get((g, state.keys[i + self.lookup.shift[g]]))
@@ -107,7 +108,7 @@ class Loading:
         return self._start(sequence, deepest, data, device, wanted, held, upto - found.reach)
 
     def _everywhere(self, device: list[list[int]], names: list[Key], blocks: int) -> list[list[int]]:
-        """For each group, by page index: a number >= 0 where a page is, on the device or behind it."""
+        """For each group, by page index: a number >= 0 if the page is on the device or in any tier, else -1."""
         everywhere = []
         for g, shift in enumerate(self.lookup.shift):
             ids = device[g][:blocks - shift]
@@ -119,7 +120,7 @@ class Loading:
         return everywhere
 
     def _divide(self, device: list[list[int]], upto: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The pages (group, index) that a context needs to go on at `upto`: those to be loaded, and those that are here."""
+        """The pages (group, index) that a context needs to continue at `upto`: those to load, and those on the device."""
         wanted, held = list[tuple[int, int]](), list[tuple[int, int]]()
         for g, keep in enumerate(self.lookup.keeps):
             low = keep.needed(upto)[0]
@@ -130,7 +131,7 @@ class Loading:
 
     def _start(self, sequence: Sequence, deepest: Node, data: bytearray, device: list[list[int]], wanted: list[tuple[int, int]],
                held: list[tuple[int, int]], positions: int) -> int | None:
-        """Takes pages and asks the tiers to fill them."""
+        """Allocates pages and requests a load into them; None if there is no room or the tiers refuse."""
         state, request, shift, page = state_of(sequence), sequence.request, self.lookup.shift, self.lookup.page
         blocks = 1 + max(i + shift[g] for g, i in wanted)
         pages = [[-1] * blocks for _ in shift]
@@ -168,7 +169,7 @@ class Loading:
         return lambda: self.pools.available(group) >= count
 
     def _let_go(self, deepest: Node, pages: list[list[int]]) -> None:
-        """Lets go of all pages of a load; those that the index keeps lie in or above `deepest`."""
+        """Releases all pages of a load. Those that the index keeps are in `deepest` or its ancestors."""
         for g, ids in enumerate(pages):
             idle = set(self.pools.give(g, [page for page in ids if page >= 0]))
             if idle and self.evictor.bounded[g]:
@@ -179,8 +180,8 @@ class Loading:
         self.evictor.offer(deepest)
 
     def land(self, result: LoadResult) -> int:
-        """A load has ended: what has landed whole goes to the index, up to the first page that was lost. Returns how many bytes
-        were loaded."""
+        """Processes a finished load: adds its pages to the index, up to the first lost block, and wakes the waiting sequences.
+        Returns the number of bytes loaded."""
         load = self._loads.pop(result.ticket)
         for name in load.blocks:
             del self._tickets[name]
@@ -199,7 +200,7 @@ class Loading:
             self.index.touch(deepest, self.evictor.now)
         self._let_go(deepest, held)
         if load.waiting:
-            # Who joined may want more than this load has brought, and asks again.
+            # Only the sequence that has waited longest stops requesting; the others may need more pages and ask again.
             state_of(load.waiting[0]).asked = load.waiting[0].epoch
         for sequence in load.waiting:
             state = state_of(sequence)
@@ -210,13 +211,13 @@ class Loading:
         return sum(groups[g].page_bytes for g, _ in load.blocks) if result.ok else 0
 
     def _of_use(self, load: _Load, blocks: int) -> bool:
-        """Whether the first blocks of a load have any page that was not on the device before."""
+        """True if the first `blocks` blocks of a load include a loaded page."""
         return any(block < blocks for block in load.blocks.values())
 
     def reset(self) -> None:
-        """Loads in flight are not put into the index when they end."""
+        """Marks in-flight loads as stale, so that their pages do not enter the index."""
         self._stale.update(self._loads)
 
     def held(self) -> list[list[list[int]]]:
-        """The pages that loads hold, for each load and group; for checks."""
+        """The pages held by each load, by group; for consistency checks."""
         return [load.pages for load in self._loads.values()]

@@ -129,7 +129,7 @@ class Cache:
         return self.index.roots.get((sequence.request.adapter, sequence.request.salt))
 
     def match(self, sequence: Sequence, reuse: Reuse = Reuse.TOKENS) -> int:
-        """Finds the longest cached prefix of a sequence without pages, lets the sequence hold its pages, and returns its length.
+        """Finds the longest cached prefix of a sequence without pages, takes its pages for the sequence, returns its length.
 
         The last known token is never matched, because its logits are needed. A sequence that wants prompt logprobs matches
         nothing. A fork has pages already and continues where it is planned.

@@ -1,8 +1,8 @@
-"""The prefix index: a radix tree over pages of tokens that says where the entries of a context lie. It moves no bytes.
+"""The prefix index: a radix tree over pages of tokens that maps contexts to their cached pages. It moves no bytes.
 
-A node is a stretch of contexts that share it: tokens, and for each cache group the page of each page-long piece (a block).
-Edges are compressed: a node has as many blocks as nobody branches off between. Only a leaf may end inside a page: its one block
-is the rest of a context that ended there, found by token though it is stored by page.
+A node holds a run of tokens, shared by all contexts through it, in blocks of one page each, and for each cache group the page
+of each block. Edges are compressed: a node is split only where contexts branch. Only a leaf may end inside a page: its single
+block is the partial last page of a context, and it is matched token by token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKEN = 4
 
 
 class Node:
-    """One stretch of the tree. `pages[g][i]` is the page of group g that belongs to block i, -1 where there is none."""
+    """A node of the radix tree. `pages[g][i]` is the page of group g for block i, -1 where there is none."""
 
     __slots__ = ("author", "children", "gone", "keys", "label", "longest", "order", "pages", "parent", "priority", "seconds",
                  "start", "tokens", "until", "used", "uses")
@@ -32,27 +32,27 @@ class Node:
         self.parent = parent
         """None for roots."""
         self.gone = False
-        """No longer in the tree; its parent is still the one it had."""
+        """True after the node was removed from the tree. `parent` then still refers to its last parent."""
         self.start = start
         """The position of its first token, a multiple of the page."""
         self.tokens = tokens
-        """int32 in the machine's order."""
+        """int32 in native byte order."""
         self.pages = pages
         self.children: dict[bytes, Node] = {}
         """By the tokens of the child's first block."""
         self.order: list[bytes] = []
-        """The same keys, sorted: contexts that share most tokens with another stand beside it."""
+        """The keys of `children`, sorted, so that the child with the longest common prefix is a neighbour."""
         self.label = label
         self.keys: list[Key] = []
-        """Content keys of its first blocks; computed when somebody asks."""
+        """Content keys of its first blocks; computed lazily."""
         self.author: object = None
-        """The sequence that is adding to it; nobody else may extend it in place."""
+        """The sequence that is extending it; no other sequence may extend it in place."""
         self.used = 0
         """The index's clock at its last use."""
         self.uses = 0
-        """How many requests have found it."""
+        """The number of requests that have matched it."""
         self.longest = 0
-        """The length of the longest context that ended here or further down."""
+        """The length of the longest context that ended in this node or below it."""
         self.priority = DEFAULT_PRIORITY
         """Its retention priority until `until`, in seconds of `time.time()`; a use before then extends that by `seconds`."""
         self.until = 0.0
@@ -60,7 +60,7 @@ class Node:
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
+        """The position after its last token."""
         return self.start + len(self.tokens) // TOKEN
 
     @property
@@ -69,7 +69,7 @@ class Node:
 
 
 class Account:
-    """The bytes of pages that the index keeps for a tenant."""
+    """The number of bytes that the index keeps for one tenant."""
 
     __slots__ = ("nbytes",)
 
@@ -78,7 +78,7 @@ class Account:
 
 
 class Label(NamedTuple):
-    """The properties that all contexts below one root share."""
+    """The namespace of a root: properties that all contexts below it share."""
 
     adapter: str
     salt: str
@@ -86,21 +86,21 @@ class Label(NamedTuple):
 
 
 class Trail(NamedTuple):
-    """The way into the tree that a context takes."""
+    """The path of a context in the tree."""
 
     nodes: list[Node]
-    """From below the root on."""
+    """The nodes along the path, without the root."""
     blocks: list[int]
-    """How many blocks of each it reaches into; only the last may be touched in part."""
+    """The number of matched blocks of each node; only the last block of the last node may match in part."""
     matched: int
-    """Positions whose tokens are equal."""
+    """The number of matched positions."""
 
 
 class Prefix:
-    """The trees of all namespaces. It marks the pages that it keeps in `pools`; the rest of the bookkeeping is its callers'."""
+    """The radix trees of all namespaces. It marks the pages it keeps in `pools`; callers do all other page bookkeeping."""
 
     def __init__(self, pools: Pools, model: str | None) -> None:
-        """`model` names the weights in keys; with None there are no keys before it is set."""
+        """`model` identifies the weights in content keys. While it is None, no keys can be computed."""
         layout = pools.layout
         self.pools = pools
         self.page = layout.page
@@ -109,20 +109,20 @@ class Prefix:
         self.weights = [group.stride for group in layout.groups]
         self.model = model
         self.stored: Callable[[Node, int, list[int]], None] | None = None
-        """Told of a node, a group and its blocks whose pages can be found from now on."""
+        """Callback (node, group, blocks) after pages of these blocks were added to the index."""
         self.removed: Callable[[Node, int, int], None] | None = None
-        """Told of a node, a group and the block whose page is about to go."""
+        """Callback (node, group, block) before the page of a block is removed."""
         self.added: Callable[[Node, int], None] = lambda _node, _first: None
-        """Told of a node and the block from which on it is new."""
+        """Callback (node, first) after blocks from `first` on were added to a node."""
         self.accounts: dict[str, Account] = {}
         self.roots: dict[tuple[str, str], Node] = {}
         self.clock = 0
-        """Grows with every use."""
+        """A logical clock that advances with every use."""
         self.kept = 0
-        """Pages that it has ever come to keep."""
+        """The total number of pages ever added to the index."""
 
     def root(self, adapter: str, salt: str, tenant: str) -> Node:
-        """The root of a namespace, made if need be."""
+        """The root of a namespace; created if missing."""
         found = self.roots.get((adapter, salt))
         if found is None:
             empty: list[list[int]] = [[] for _ in range(self.groups)]
@@ -131,7 +131,7 @@ class Prefix:
         return found
 
     def walk(self, root: Node, data: bytearray) -> Trail:
-        """Follows tokens (int32) from a root as far as any context in the tree goes with them."""
+        """Walks the tree from a root along the tokens (int32), as far as they match."""
         node, at, nodes, blocks = root, 0, [], []
         while at < len(data):
             child = node.children.get(bytes(data[at:at + self.width]))
@@ -151,7 +151,8 @@ class Prefix:
         return Trail(nodes, blocks, at // TOKEN)
 
     def _nearest(self, node: Node, data: bytes) -> tuple[Node | None, int]:
-        """The child whose first block shares most tokens with `data`, and the bytes that it shares: less than all of both."""
+        """The child whose first block has the longest common prefix with `data`, and that prefix's length in bytes. Called
+        when no child's first block equals `data`."""
         at = bisect_left(node.order, data)
         best, most = None, 0
         for key in node.order[max(0, at - 1):at + 1]:
@@ -161,16 +162,16 @@ class Prefix:
         return best, most
 
     def locate(self, node: Node, at: int) -> Node:
-        """The node on the way to `node` in which position `at`, a border of blocks, lies or ends."""
+        """The node on the path to `node` that contains position `at`, a block boundary, or ends there."""
         while at <= node.start and node.parent is not None:
             node = node.parent
         return node
 
     def insert(self, node: Node, at: int, data: bytearray, pages: list[list[int]], author: object) -> tuple[Node, list[Node]]:
-        """Adds whole blocks behind position `at` of `node`; `pages[g]` are held pages, -1 for none, one for each block.
+        """Adds whole blocks after position `at` of `node`; `pages[g]` has a held page for each block, -1 for none.
 
-        Where the tree has a page it stays and `pages` is changed to name it; else the given one is kept. Returns the node in
-        which the last block lies, and the leaves that ended inside a page and are now of no use.
+        Where the tree has a page already, it stays and replaces the entry in `pages`; otherwise the given page is kept. Returns
+        the node that contains the last block, and the leaves with a partial page that the new blocks make redundant.
         """
         node, i, count, width, spent = self.locate(node, at), 0, len(data) // self.width, self.width, []
         while i < count:
@@ -194,11 +195,11 @@ class Prefix:
         return node, spent
 
     def grows(self, node: Node, author: object, at: int) -> bool:
-        """Whether `author` may add to this leaf in place, at its end."""
+        """True if `author` may extend this leaf in place at position `at`, its end."""
         return node.author is author and not node.children and not node.gone and node.end == at
 
     def append(self, node: Node, tokens: bytes | bytearray, page: int) -> None:
-        """Adds one block to a leaf that grows, in an index of one group."""
+        """Adds one block to a leaf for which `grows` is True, in an index with a single cache group."""
         block = len(node.pages[0])
         node.tokens += tokens
         node.pages[0].append(page)
@@ -219,7 +220,7 @@ class Prefix:
         return node
 
     def _add(self, parent: Node, at: int, data: bytearray, pages: list[list[int]], author: object) -> Node:
-        """A new leaf below `parent`. Its pages are not marked yet."""
+        """Creates a leaf below `parent`. Its pages are not marked as kept yet."""
         node = Node(parent, at, data, pages, parent.label)
         node.author, node.used = author, parent.used
         key = bytes(data[:self.width])
@@ -229,7 +230,7 @@ class Prefix:
         return node
 
     def _merge(self, node: Node, first: int, pages: list[list[int]], i: int, count: int) -> None:
-        """Blocks of `node` from `first` on hold the same tokens as the given ones from i on: one page for both."""
+        """Deduplicates pages: `count` blocks of `node` from `first` on have the same tokens as the given blocks from i on."""
         for g, ids in enumerate(pages):
             mine = node.pages[g]
             for j in range(count):
@@ -241,7 +242,7 @@ class Prefix:
                     self._keep(node, g, first + j, [given])
 
     def _keep(self, node: Node, group: int, first: int, ids: list[int]) -> None:
-        """Marks pages that were put into blocks from `first` on."""
+        """Marks the pages that were put into blocks from `first` on as kept, and reports them to `stored`."""
         pages = [page for page in ids if page >= 0] if -1 in ids else ids
         if pages:
             self.pools.keep(group, pages)
@@ -251,7 +252,7 @@ class Prefix:
                 self.stored(node, group, [first + i for i, page in enumerate(ids) if page >= 0])
 
     def drop(self, node: Node, group: int, block: int) -> None:
-        """Gives up one page."""
+        """Removes one page from the index."""
         page = node.pages[group][block]
         if self.removed is not None and len(node.tokens) >= self.width:
             self.removed(node, group, block)
@@ -260,15 +261,15 @@ class Prefix:
         self.pools.drop(group, page)
 
     def _prefixes(self, node: Node, key: bytes) -> list[Node]:
-        """A child that ended inside the page that `key` fills: at most one stands right before it."""
+        """The child, if any, whose partial page is a prefix of `key`. In sorted order it is right before `key`."""
         at = bisect_left(node.order, key)
         if at and key.startswith(node.order[at - 1]):
             return [node.children[node.order[at - 1]]]
         return []
 
     def rest(self, node: Node, at: int, data: bytearray, pages: list[list[int]]) -> tuple[Node | None, list[Node]]:
-        """Adds a leaf of less than a page behind position `at` of `node`, a border of blocks, unless the tree has these tokens
-        there already. Returns the leaf, if there is a new one, and leaves that end inside it and are now of no use."""
+        """Adds a leaf with a partial page after position `at` of `node`, a block boundary, unless the tree has these tokens
+        already. Returns the new leaf or None, and the leaves whose shorter partial page is now redundant."""
         node = self.locate(node, at)
         if at < node.end:
             first = (at - node.start) // self.page
@@ -286,7 +287,7 @@ class Prefix:
         return leaf, spent
 
     def split(self, node: Node, blocks: int) -> Node:
-        """Cuts a node in two and returns the upper one, of `blocks` blocks. The lower one stays the same object."""
+        """Splits a node and returns the upper part, with `blocks` blocks. The lower part stays the same object."""
         parent, width = node.parent, self.width
         assert parent is not None and 0 < blocks < node.blocks
         upper = Node(parent, node.start, node.tokens[:blocks * width], [ids[:blocks] for ids in node.pages], node.label)
@@ -305,7 +306,7 @@ class Prefix:
         return upper
 
     def cut(self, node: Node) -> None:
-        """Takes the last block, whose pages are gone, off a leaf; an empty leaf leaves the tree."""
+        """Removes the last block of a leaf, whose pages must be gone already. An empty leaf is removed from the tree."""
         for ids in node.pages:
             ids.pop()
         if node.blocks:
@@ -323,7 +324,7 @@ class Prefix:
             del self.roots[parent.label[:2]]
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes everything from the index."""
         for node in list(self.nodes()):
             node.gone = True
             for g, ids in enumerate(node.pages):
@@ -336,7 +337,7 @@ class Prefix:
         self.roots.clear()
 
     def touch(self, node: Node, now: float) -> None:
-        """Marks a node and all above it as used at `now`, in seconds of `time.time()`."""
+        """Marks a node and its ancestors as used at `now`, in seconds of `time.time()`."""
         self.clock += 1
         at: Node | None = node
         while at is not None:
@@ -346,7 +347,7 @@ class Prefix:
             at = at.parent
 
     def key(self, node: Node, block: int) -> Key:
-        """The content key of a context up to the end of a block; of block -1, up to the start of the node."""
+        """The content key of the context up to the end of a block; for block -1, up to the start of the node."""
         if block < 0:
             return self.key(node.parent, node.parent.blocks - 1) if node.parent is not None else self.root_key(node)
         if len(node.keys) <= block:
@@ -362,7 +363,7 @@ class Prefix:
         return node
 
     def root_key(self, root: Node) -> Key:
-        """The key before the first page of a namespace."""
+        """The parent key of the first page in a namespace."""
         assert self.model is not None, "the weights have no name yet"
         return keys.root(self.model, root.label.adapter, root.label.salt)
 
@@ -375,7 +376,7 @@ class Prefix:
             stack += node.children.values()
 
     def check(self) -> list[set[int]]:
-        """Asserts the tree's shape; returns the pages in it, for each group."""
+        """Asserts the tree's invariants; returns the set of its pages for each group."""
         kept: list[set[int]] = [set() for _ in range(self.groups)]
         for node in self.nodes():
             parent = node.parent
@@ -393,7 +394,7 @@ class Prefix:
 
 
 def common(data: bytes | bytearray, at: int, other: bytes | bytearray) -> int:
-    """How many bytes of whole tokens `data` from `at` on shares with `other`."""
+    """The length in bytes, in whole tokens, of the common prefix of `data[at:]` and `other`."""
     size = min(len(data) - at, len(other)) // TOKEN
     differs = np.frombuffer(data, np.int32, size, at) != np.frombuffer(other, np.int32, size)
     first = int(differs.argmax()) if size else 0
