@@ -1,4 +1,4 @@
-"""Attention of a ragged step over the paged cache. The step's own keys and values are in the cache already."""
+"""Attention of a ragged batch over the paged KV cache. The step's own keys and values are already in the cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from penstock.ops.registry import register
 
 _SCORES = 1 << 24
-"""Scores held at a time, which bounds the reference's memory to a few times 64 MiB whatever the prompt."""
+"""Maximum scores the reference computes at once. Bounds its memory to a few times 64 MiB for any prompt length."""
 
 
 Ints = npt.NDArray[np.int32]
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a layer's attention looks like, as far as the division of its work depends on it."""
+    """The parameters of a layer's attention that determine how its work is divided."""
 
     heads: int
     kv_heads: int
@@ -29,85 +29,87 @@ class Geometry:
     page: int
     window: int = 0
     itemsize: int = 2
-    """Bytes of a cached number."""
+    """Bytes per element of the KV cache."""
     plain: bool = True
-    """Neither softcap nor sinks."""
+    """True if the layer has neither softcap nor attention sinks."""
 
 
 class Span(NamedTuple):
-    """A long prefill segment of a step, for implementations that serve such segments in another way."""
+    """A long prefill segment of a step, which a vendor library computes instead of our kernel."""
 
     segment: int
     first: int
-    """Its first token among the step's."""
+    """Index of its first token in the step."""
     count: int  # type: ignore[assignment]  # hides tuple.count
-    """Its queries."""
+    """Number of queries."""
     before: int = 0
-    """Positions of context before them."""
+    """Number of cached positions before its first query."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """Which of a step's segments of one query begin with the same pages. The same object, the same content."""
+    """Shared prefixes (cascade attention): which single-query segments of a step begin with the same pages.
+
+    Immutable; consumers may compare by identity to see that nothing changed.
+    """
 
     segments: Ints
-    """[N] in an order in which those that share most are neighbours. Others share nothing."""
+    """[N] segment indices, ordered so that long common prefixes are adjacent. Segments not listed share nothing."""
     common: Ints
-    """[N - 1] how many first positions each shares with the next one, fewer than the context of either. Any two of them share
-    the least of what is between them."""
+    """[N - 1] prefix length in positions that entry i shares with entry i + 1, less than the context of either. Entries i < j
+    share min(common[i:j]) positions."""
 
 
 class Divides(Protocol):
-    """Divides decode steps that follow one another."""
+    """Prepares consecutive decode steps incrementally."""
 
     def decode(self, counts: Ints, context: Ints, segments: int, shared: SharedPrefixes | None) -> Ints:
-        """`AttentionOps.prepare` of a step of single queries padded to `segments`. Valid until the next call."""
+        """Returns `AttentionOps.prepare` of a decode step padded to `segments`. The array is valid until the next call."""
         ...
 
 
 class AttentionOps:
-    """The functions of an implementation of `attention`: dividing the work of a step on the host, and doing it."""
+    """An implementation of `attention`: `prepare` divides a step's work on the host, `apply` runs it on the device."""
 
     def library_spans(self, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
-        """Long prefill segments of a step, which are served faster if the host names them to `prepare` and `apply`.
+        """Returns the long prefill segments of a step that a vendor library should compute; pass them to `prepare` and `apply`.
 
-        Only for steps that run eagerly: what is captured must not depend on what a step consists of.
+        For eager steps only: a captured CUDA graph must not depend on the composition of a step.
         """
         return []
 
     def divider(self, geometry: Geometry) -> Divides | None:
-        """For a caller that divides decode steps one after another: does what `prepare` does, faster, as it remembers the last
-        one. None if there is nothing to remember."""
+        """Returns an object that prepares consecutive decode steps faster than `prepare` by updating the previous result, or
+        None if the implementation prepares nothing."""
         return None
 
     def warm_up(self, device: torch.device) -> None:
-        """Loads what a library loads at its first use, if it takes so long that a request would notice. May run in a thread of
-        its own."""
+        """Loads libraries whose first use would delay a request. May run in a separate thread."""
 
     def contexts(self, most: int) -> list[int]:
-        """Contexts, of up to `most` positions, with which long prefill segments between them launch every kernel and take the
-        most memory; none if neither depends on the context."""
+        """Returns context lengths, up to `most` positions, that together make long prefill segments launch every kernel and
+        reach peak memory. Empty if neither depends on the context length."""
         return []
 
     def shares(self, geometry: Geometry) -> bool:
-        """Whether `prepare` has any use for `shared`."""
+        """Whether `prepare` makes use of `shared`."""
         return False
 
     def prepare(self, geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
                 library: Sequence[Span] = (), shared: SharedPrefixes | None = None, slack: Ints | None = None) -> Ints | None:
-        """How the step's work is divided, for `apply`, or None if there is nothing to divide.
+        """Returns the work list of a step for `apply` as a 1-D array, or None if the implementation needs none.
 
-        counts and context [S] are the segments' queries and positions; `segments` >= S and `tokens` >= sum(counts) are what the
-        step is padded to. A 1-D array whose length, and every grid that follows from it, depends on the geometry and the two
-        capacities alone: a captured graph runs again with other contents. `shared` may be left out: what segments share is
-        then read once for each. With `slack` [S] the contexts are upper bounds: in truth they are up to so many positions
-        shorter, and `correct` must follow on the device.
+        counts and context [S] are the number of queries and of positions of each segment. `segments` >= S and `tokens` >=
+        sum(counts) are the padded sizes (the bucket). The array's length and the launch grids depend only on the geometry and
+        these two sizes, because a captured CUDA graph is replayed with other contents. `library` lists the segments that a
+        vendor library computes. Without `shared`, each segment reads its shared prefix itself. With `slack` [S], context is an
+        upper bound that may be up to slack[s] positions too long, and `correct` must run on the device afterwards.
         """
         return None
 
     def correct(self, geometry: Geometry, work: torch.Tensor | None, lag: torch.Tensor, segments: int, tokens: int) -> None:
-        """Adapts in place what `prepare` gave for upper bounds, once it is on the device: `lag` [segments] int32 says how many
-        positions shorter each context is. `segments` and `tokens` are what `prepare` was given."""
+        """Corrects in place, on the device, a work list that `prepare` made with `slack`. lag [segments] int32 is the number of
+        positions by which each context is shorter. `segments` and `tokens` are the arguments of `prepare`."""
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
@@ -115,15 +117,15 @@ class AttentionOps:
               library: Sequence[Span] = ()) -> torch.Tensor:
         """Causal attention: softmax(cap(q k^T * scale)) v, cap(s) = softcap * tanh(s / softcap) if softcap is not 0.
 
-        q [T, H, D]; segment s owns queries query_start[s] to query_start[s + 1], the last of its context[s] positions; what
-        lies beyond the last segment is padding, whose result may be anything.
+        q [T, H, D]; segment s owns queries query_start[s] to query_start[s + 1], the last of its context[s] positions. Tokens
+        after the last segment are padding, and their results are unspecified.
         table [S, columns] int32: the page ids of each segment's row; position p lies in page table[s, p // page], slot
         p % page. k_cache, v_cache [pages, KV, page, D]. window w > 0: a query sees the w positions up to and with its own;
-        pages wholly behind every window are not read and their table entries may be stale. sinks [H] float32: one more
-        score a head, as if of a key without value. H is a multiple of KV (grouped queries, Ainslie et al. 2023).
-        query_start [S + 1] and context [S] are int32 on q's device; `work` is what `prepare` gave, there too, and `library`
-        what it was given. Returns [T, H, D] in q's dtype; scores and sums are float32, and a query's result does not depend
-        on its neighbours.
+        pages entirely behind every window are not read, and their block table entries may be stale. sinks [H] float32: one
+        extra score per head, as of a key with a zero value. H is a multiple of KV (grouped queries, Ainslie et al. 2023).
+        query_start [S + 1] and context [S] are int32 on q's device; `work` is the result of `prepare`, on the same device, and
+        `library` its argument. Returns [T, H, D] in q's dtype. Scores and sums are float32; the reference's result for a query
+        does not depend on the other queries of the step.
         """
         size, kv_heads = k_cache.shape[2], k_cache.shape[1]
         out = torch.empty_like(q)
@@ -139,7 +141,7 @@ class AttentionOps:
             values = v_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length - first * size].float()
             key = torch.arange(first * size, length, device=q.device)
             if window:
-                # Stale slots inside the first page may hold anything, even NaN, and zero weight times NaN is NaN.
+                # Stale slots of the first page may hold NaN, and zero weight times NaN is NaN.
                 values = values.masked_fill((key <= first_query - window)[None, :, None], 0.0)
             block = max(1, _SCORES // (q.shape[1] * len(key)))
             for at in range(lo, hi, block):

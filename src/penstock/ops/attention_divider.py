@@ -1,8 +1,8 @@
-"""Remembers how the attention of the last decode step was divided, so that the next one is divided by moving it on.
+"""Updates the work list of the previous decode step for the next one instead of building a new one.
 
-From one decode step to the next every context grows by one position. As long as no context enters a new block of keys the
-items stay the same but for where their queries stand and where the last keys end. Dividing anew takes 50 to 100 us on the
-host, which is more than a small model's step can hide; moving on takes a few.
+From one decode step to the next every context grows by one position. Until a context crosses into a new block of keys, only the
+query positions and the ends of the last key ranges change. Building a work list takes 50 to 100 us on the host, which a small
+model's step cannot hide; updating one takes a few us.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ class Divide(Protocol):
 
 
 _WORTH = 3
-"""Steps in a row that must be possible: remembering one costs as much as moving on saves in two."""
+"""Minimum number of updates for which a work list is kept: keeping one costs as much as two updates save."""
 
 
 @dataclass(slots=True)
 class _Last:
-    """A division, and how long it can be moved on."""
+    """The work list of the last step, and for how many more steps it can be updated."""
 
     context: Ints
     segments: int
     shared: SharedPrefixes | None
     work: Ints
     moving: npt.NDArray[np.int64]
-    """The elements of `work` that grow by one a step: positions of queries, ends of keys at the end of a context."""
+    """Indices into `work` of the elements that grow by one each step: query positions, and key ends at the end of a context."""
     left: int
     """Steps until a context enters another block of keys."""
 
 
 class Divider:
-    """Divides the decode steps of one step builder for one geometry. Not thread-safe."""
+    """Makes the work lists of one step builder's decode steps, for one geometry. Not thread-safe."""
 
     def __init__(self, geometry: Geometry, invariant: bool, divide: Divide) -> None:
         self._geometry = geometry
@@ -51,7 +51,7 @@ class Divider:
         self._last: _Last | None = None
 
     def decode(self, counts: Ints, context: Ints, segments: int, shared: SharedPrefixes | None) -> Ints:
-        """The array of a step of single queries padded to `segments`. Valid until the next call."""
+        """Returns the work list of a decode step padded to `segments`. The array is valid until the next call."""
         last = self._last
         if (last is not None and last.left > 0 and last.segments == segments and last.shared is shared
                 and len(last.context) == len(context) and bool((context == last.context + 1).all())):
@@ -73,7 +73,7 @@ class Divider:
         if not len(active):
             return None
         chosen = items[active]
-        # Tiles of several segments read keys that lie before all of their queries: those stay as they are.
+        # Shared-prefix tiles read only keys that precede all of their queries, so they do not change.
         own = (chosen[:, Item.LISTED] == 0) | (chosen[:, Item.QUERIES] == 1) & (
             chosen[:, Item.POSITION] == context[chosen[:, Item.SEGMENT]] - 1)
         active, chosen = active[own], chosen[own]
@@ -83,7 +83,7 @@ class Divider:
         return _Last(context, segments, shared, work, moving, left)
 
     def _steps_left(self, context: Ints, unit: int) -> int:
-        """Steps in which no context enters, and no window leaves, a block of keys."""
+        """Number of steps until a context enters, or a sliding window leaves, a block of keys."""
         left = int((-context % unit).min())
         if self._geometry.window:
             behind = context - self._geometry.window

@@ -1,11 +1,11 @@
-"""The kernel of paged attention on NVIDIA GPUs: one Triton function for decode, prompts and the combination of split keys.
+"""Paged attention for NVIDIA GPUs: one Triton kernel for decode, prefill and the reduction of split-K partial results.
 
-A program works on one item (`attention_work.py`, which makes them on the host) for one KV head: a tile of queries of one
-segment, or of several that share the item's keys, all query heads of the KV head beside each other, and a range of their keys.
-Launched by `attention_triton.py`.
+A program computes one item (made on the host by `attention_work.py`) for one KV head: a tile of queries of one segment, or of
+several segments with a shared prefix, with all query heads of the KV head, over a range of keys. `attention_triton.py` launches
+it.
 
-Trees of drafted tokens fit in here as one more mask: where `_scan` compares a key with the query's position, keys of the
-segment itself would be looked up in a set of bits that each query brings; nothing else would change.
+Draft trees would need one more mask: where `_scan` compares a key with the query's position, a per-query bit set would select
+the keys of the query's own segment.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _merge(acc, peak, total, more_acc, more_peak, more_total):
-    """Joins two partial softmaxes (sum of weighted values, greatest score, sum of weights), scores in units of log 2.
+    """Merges two partial softmax results (weighted sum of values, maximum score, sum of weights); scores are in base 2.
 
-    Which product is rounded and which is fused is written out, so that whoever joins the same parts gets the same bits.
+    Explicit FMAs fix the rounding, so that merging the same parts always gives the same bits.
     """
     top = tl.maximum(peak, more_peak)
     shift = tl.where(top == float("-inf"), 0.0, top)
@@ -36,15 +36,14 @@ def _scan(q, acc, peak, total, closed_acc, closed_peak, closed_total, begin, uni
           lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr,
           page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, masked: tl.constexpr,
           closing: tl.constexpr):
-    """Attends to keys [start, stop) in blocks. masked: some keys of the range may be hidden from some queries. closing: the
-    sums, which have all keys since `begin` or since they were last closed, are closed where a unit of keys ends, and joined
-    with those closed before."""
+    """Attends to keys [start, stop) in blocks. masked: some queries may not see some keys of the range. closing
+    (batch-invariant mode): at the end of each unit of keys the running sums are merged into the closed sums and restarted."""
     block_m: tl.constexpr = q.shape[0]
     block_d: tl.constexpr = q.shape[1]
     offset, d = tl.arange(0, block_n), tl.arange(0, block_d)
     inside = (offset % page_size * slot_stride)[:, None] + d[None]
     k_inside, v_inside = k_cache + inside, v_cache + inside
-    # Page ids are read one block ahead, or keys and values could not be asked for in time.
+    # Page ids are loaded one block ahead, so that the loads of keys and values do not wait for them.
     page = tl.load(table + (start + offset) // page_size, mask=(start + offset >= lowest) & (start + offset < highest), other=0)
     for first in range(start, stop, block_n):
         key = first + offset
@@ -55,7 +54,7 @@ def _scan(q, acc, peak, total, closed_acc, closed_peak, closed_total, begin, uni
         page = tl.load(table + first // page_size + (first % page_size + offset + block_n) // page_size,
                        mask=key + block_n < tl.minimum(stop, highest), other=0)
         if masked:
-            # Entries outside may be stale: neither they nor what they point to may be read.
+            # Block table entries outside [lowest, highest) may be stale: neither they nor their pages may be read.
             kept = (key >= lowest) & (key < highest)
             if size == block_d:
                 wanted = kept[:, None]
@@ -90,7 +89,7 @@ def _scan(q, acc, peak, total, closed_acc, closed_peak, closed_total, begin, uni
         old = tl.exp2(before - shift)
         if full:
             closed_acc, closed_peak, closed_total = _merge(closed_acc, closed_peak, closed_total, acc, peak, total)
-            old = tl.zeros((block_m,), tl.float32)  # as it is already: so this comes after the scores, when `acc` is complete
+            old = tl.zeros((block_m,), tl.float32)  # already 0; the assignment orders this after the scores
         factors = tl.full(scores.shape, factor, tl.float32)
         weights = tl.exp2(tl.fma(scores, factors, tl.broadcast_to(-shift[:, None], scores.shape)))
         total = tl.fma(total, old, tl.sum(weights, 1))
@@ -103,10 +102,10 @@ def _scan(q, acc, peak, total, closed_acc, closed_peak, closed_total, begin, uni
 def _attend(q, k_cache, v_cache, table, start, stop, unit, opened, closed, lowest, highest, position, scale, softcap, window,
             page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
             windowed: tl.constexpr, capped: tl.constexpr, edges: tl.constexpr, closing: tl.constexpr):
-    """A partial softmax: the sum of weighted values, the greatest score and the sum of weights over keys [start, stop).
+    """Returns a partial softmax result over keys [start, stop): weighted sum of values, maximum score, sum of weights.
 
-    Keys of [opened, closed), multiples of the block, are seen by all queries of the tile; that matters if there are edges.
-    closing: it is that of each unit of keys, joined in their order.
+    All queries of the tile see keys [opened, closed), whose bounds are multiples of the block; with `edges` these run unmasked.
+    closing: the result is merged unit by unit, in order.
     """
     acc = tl.zeros(q.shape, tl.float32)
     peak = tl.full((q.shape[0],), float("-inf"), tl.float32)
@@ -134,7 +133,7 @@ def _attend(q, k_cache, v_cache, table, start, stop, unit, opened, closed, lowes
 
 @triton.jit
 def _store_part(acc, peak, total, parts_acc, parts_sum, slot, queries, group: tl.constexpr):
-    """Writes an item's part from `slot` on: of each query, one slot of `group` rows, their greatest scores and their sums."""
+    """Writes an item's part to scratch from `slot` on: per query one slot of `group` rows, with maximum scores and sums."""
     block_d: tl.constexpr = acc.shape[1]
     row = tl.arange(0, acc.shape[0])
     at = ((slot + row // group).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * group + row % group
@@ -147,9 +146,9 @@ def _store_part(acc, peak, total, parts_acc, parts_sum, slot, queries, group: tl
 @triton.jit
 def _load_part(parts_acc, parts_sum, part, first_slot, queries, parts, own_slot, own_parts, group: tl.constexpr,
                block_m: tl.constexpr, block_d: tl.constexpr):
-    """Reads what `_store_part` wrote, perhaps on another multiprocessor: past the first level of cache.
+    """Reads a part that `_store_part` wrote, possibly on another multiprocessor: .cg bypasses the L1 cache.
 
-    The tile's `parts` have a slot for each of its queries; behind them come those that each query has to itself.
+    The first `parts` parts have a slot for each query of the tile; the own parts of each query follow.
     """
     row = tl.arange(0, block_m)
     slot = tl.where(part < parts, first_slot + part * queries + row // group, own_slot + part - parts)
@@ -165,7 +164,7 @@ def _load_part(parts_acc, parts_sum, part, first_slot, queries, parts, own_slot,
 @triton.jit
 def _join(acc, peak, total, parts_acc, parts_sum, part, first_slot, queries, parts, own_slot, own_parts, group: tl.constexpr,
           count: tl.constexpr):
-    """Joins `count` (1 or 4) parts from `part` on, in order; those beyond the last change nothing."""
+    """Merges `count` (1 or 4) parts from `part` on, in order; parts beyond the last change nothing."""
     tall: tl.constexpr = acc.shape[0]
     wide: tl.constexpr = acc.shape[1]
     acc0, peak0, total0 = _load_part(parts_acc, parts_sum, part, first_slot, queries, parts, own_slot, own_parts, group, tall,
@@ -187,15 +186,15 @@ def _join(acc, peak, total, parts_acc, parts_sum, part, first_slot, queries, par
 
 @triton.jit
 def _mate(mates, listed, query, queries, column: tl.constexpr, otherwise):
-    """What the step's list says of each row's `query`, in a tile whose queries are listed from line `listed` - 1 on; else
-    `otherwise`. The columns: a query's token, the slot of the first part it has to itself, how many of those there are."""
+    """Returns a column of the query list for each row's `query`, in a tile listed from entry `listed` - 1 on; else `otherwise`.
+    Columns: 0 the query's token, 1 the slot of its first own part, 2 the number of its own parts."""
     return tl.load(mates + (listed - 1 + query) * 3 + column, mask=(listed > 0) & (query < queries), other=otherwise)
 
 
 @triton.jit
 def _place(base, token_stride, head_stride, token, mates, listed, first, queries, group: tl.constexpr, size: tl.constexpr,
            shared: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr):
-    """Of a tile's rows from query `first` on in q or out: which head each has, which entries exist, and where they are."""
+    """Returns (head, mask, pointers) of a tile's rows from query `first` on, in q or out."""
     row, d = tl.arange(0, block_m), tl.arange(0, block_d)
     query = first + row // group
     tokens = token + query
@@ -209,7 +208,7 @@ def _place(base, token_stride, head_stride, token, mates, listed, first, queries
 @triton.jit
 def _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, first, queries, sinks, group: tl.constexpr,
             size: tl.constexpr, shared: tl.constexpr, sunk: tl.constexpr):
-    """Divides by the sum of weights, that of the sinks included, and writes the rows."""
+    """Divides by the sum of weights, sinks included, and writes the rows."""
     block_m: tl.constexpr = acc.shape[0]
     block_d: tl.constexpr = acc.shape[1]
     heads, kept, out_at = _place(out, out_token, out_head, token, mates, listed, first, queries, group, size, shared, block_m,
@@ -227,8 +226,8 @@ def _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, fi
 @triton.jit(do_not_specialize=["table", "begin", "end"])
 def gather(k_cache, v_cache, k, v, table, begin, end, page_stride, head_stride, slot_stride, size: tl.constexpr,
            page_size: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, linked: tl.constexpr):
-    """Keys and values of a block table's row from position `begin` on, in order, and zeros from `end` on: k and v
-    [N, KV heads, size].
+    """Copies the keys and values of one block table row from position `begin` on to contiguous k and v [N, KV heads, size];
+    writes zeros for positions from `end` on.
 
     Grid (KV heads, N / block_n).
     """
@@ -249,7 +248,7 @@ def gather(k_cache, v_cache, k, v, table, begin, end, page_stride, head_stride, 
 
 @triton.jit
 def _add_part(acc, peak, total, part, lse, token_stride, lse_stride, at, head, kept, seen):
-    """Joins one partial result of `join` to those before it."""
+    """Merges one partial result of `join` into the running sums."""
     token = tl.program_id(0).to(tl.int64)
     more = tl.load(part + token * token_stride + at, mask=kept, other=0.0).to(tl.float32)
     score = tl.load(lse + head * lse_stride + token, mask=seen, other=float("-inf")) * _LOG2E
@@ -260,8 +259,8 @@ def _add_part(acc, peak, total, part, lse, token_stride, lse_stride, at, head, k
 def join(out, lse, part0, part1, part2, part3, lse0, lse1, lse2, lse3, heads, out_token, out_head, lse_head, part0_token,
          part1_token, part2_token, part3_token, lse0_head, lse1_head, lse2_head, lse3_head, size: tl.constexpr,
          count: tl.constexpr, block_h: tl.constexpr, block_d: tl.constexpr, linked: tl.constexpr):
-    """Joins `count` partial softmaxes of the same queries over different keys, each [N, H, size] divided by its own sum of
-    weights, with the natural logarithm of that sum in [H, N] (FlashAttention's log-sum-exp). A part's token is contiguous.
+    """Merges `count` attention results of the same queries over different keys. Each is [N, H, size], normalised by its own sum
+    of weights, with the log-sum-exp (natural logarithm, as in FlashAttention) in [H, N]. Each token of a part is contiguous.
 
     Grid (N, H / block_h).
     """
@@ -295,14 +294,14 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
            group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
            block_d: tl.constexpr, rows: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, sunk: tl.constexpr,
            fixed: tl.constexpr, edges: tl.constexpr, shared: tl.constexpr, linked: tl.constexpr, fields: tl.constexpr):
-    """One item for one KV head. Grid (KV heads, items); an item without queries is inert.
+    """Computes one item for one KV head. Grid (KV heads, items); an item without queries is inert.
 
-    Rows are (query, head of the group), heads within a query. shared: there may be tiles whose queries are single tokens of
-    several segments, which `mates` lists: one item has all of them for keys that lie in the same pages, others one of them each
-    for the rest. edges: blocks in which every key is seen by every query are attended to without masks, which pays where there
-    are many of them for few others. fixed: sums are closed at multiples of the item's `unit` of keys, so that they do not
-    depend on where an item begins or ends. The program that finishes a tile's last part joins them all, in their order, so the
-    result does not depend on which one that is.
+    Rows are (query, head of the group), heads within a query. shared: tiles may hold single tokens of several segments,
+    listed in `mates`: one item has all of them for the keys of the shared prefix, others one of them each for its own keys.
+    edges: blocks whose keys all queries see run unmasked, which pays if most blocks are of this kind (prefill). fixed
+    (batch-invariant mode): partial sums end at multiples of the item's `unit` of keys, so they do not depend on where an item
+    begins or ends. The program that completes a tile's last part merges all parts in order, so the result does not depend on
+    which program that is.
     """
     head = tl.program_id(0)
     item = items + tl.program_id(1) * fields
@@ -310,12 +309,12 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
     segment, begin, end = tl.load(item + 3).to(tl.int64), tl.load(item + 4), tl.load(item + 5)
     unit, ends = tl.load(item + 6), tl.load(item + 7)
     first, own_slot, listed = tl.load(item + 8), tl.load(item + 9), tl.load(item + 10)
-    # An inert program need not wait, as long as one does: the next kernel takes this one's end for that of all before.
+    # Only one inert program must run the PDL wait: the next kernel takes this kernel's end for the end of all before it.
     if (queries == 0) & (tl.program_id(1) > 0):
         return
     _, kept, q_at = _place(q, q_token, q_head, token, mates, listed, first, queries, group, size, shared, block_m, block_d)
     if linked:
-        # The step's array was there before the kernel ahead began; all else may be of its making.
+        # The work list was complete before the preceding kernel began; everything else may be that kernel's output.
         gdc_launch_dependents()
         gdc_wait()
     if queries == 0:
@@ -335,7 +334,7 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
     done = 0
     if fixed:
         if ends == 1:
-            # One loop over all units: were it one for each, each would wait for its first keys.
+            # One loop over all units: a loop per unit would stall on its first loads each time.
             acc, peak, total = _attend(
                 tile, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position, scale, softcap,
                 window, page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, edges, True)
@@ -361,13 +360,13 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
         _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, first, queries, sinks, group, size, shared,
                 sunk)
     else:
-        # Every thread's part is written before one thread counts it; who counts the last one sees all others' parts.
+        # All threads write their part before one thread counts it, so the program that counts the last part sees all parts.
         tl.debug_barrier()
         counter = counters + tl.load(item + 11) * tl.num_programs(0) + head
         if tl.atomic_add(counter, done, sem="acq_rel", scope="gpu") + done == ends:
             tl.store(counter, 0)
             first_slot, joined, parts, most = (tl.load(item + 12), tl.load(item + 13), tl.load(item + 14), tl.load(item + 15))
-            # Narrow parts four at a time: their loads wait for memory together.
+            # Narrow tiles merge four parts at a time, so that their loads overlap.
             tall: tl.constexpr = block_m if edges else triton.next_power_of_2(rows)
             count: tl.constexpr = 1 if edges else 4
             whole = tl.zeros((tall, block_d), tl.float32)

@@ -1,8 +1,8 @@
-"""Long prefill segments by a vendor library (cuDNN): which segments it serves, and how their attention is put together.
+"""Attention of long prefill segments by a vendor library (cuDNN): selects the segments and merges the library's results.
 
-The library knows no block tables and, for a causal call, no context: keys and values are gathered from their pages, a segment's
-own keys are one causal call, its context is cut into blocks of few sizes, each one call without a mask, and the partial
-results are joined by their log-sum-exp. Everything else of a step's attention is `attention_triton.py`.
+The library supports neither block tables nor, in causal calls, a context before the queries. So keys and values are gathered
+from their pages. A segment's own keys are one causal call; its context is cut into blocks of few sizes, one unmasked call each;
+the partial results are merged by their log-sum-exp. `attention_triton.py` computes all other segments.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from penstock.ops import gpu
 from penstock.ops.attention import Geometry, Ints, Span
 
 LONG = 1024
-"""Queries of a segment from which on the library serves it: 612 TFLOP/s of the causal triangle at 8,192 against 440, and 514 at
-four times 2,048 against 335 (bench/results); at 512 the cost of the calls has eaten the gain."""
+"""Minimum queries of a segment that the library computes: 612 TFLOP/s of the causal triangle at 8,192 queries against 440 of
+our kernel, and 514 against 335 at 4 x 2,048 (bench/results). At 512 the overhead of the calls outweighs the gain."""
 
 GRAIN = 512
-"""Queries are padded to a multiple of this: cuDNN takes 70 ms to plan for a shape that it has not seen."""
+"""Queries are padded to a multiple of this, because cuDNN takes 70 ms to plan for each new shape."""
 
 BLOCKS = (16384, 4096)
-"""Keys of a context's blocks, the larger ones first. Few sizes, for the same reason; from 4,096 on cuDNN reaches 670 to 690
+"""Block sizes of a context in keys, largest first. Few sizes, for the same reason; from 4,096 keys on cuDNN reaches 670 to 690
 TFLOP/s without a mask."""
 
 PARTS = 4
-"""Most partial results that are held before they are joined, which bounds their memory."""
+"""Maximum number of partial results held before they are merged. Bounds their memory."""
 
 CONTEXTS = (1, BLOCKS[1], 2 * BLOCKS[1], BLOCKS[0] + 2 * BLOCKS[1])
-"""Contexts that between them join every number of parts; the last one holds most memory."""
+"""Context lengths that together merge every possible number of parts; the last one takes the most memory."""
 
 _WASTE = 1.25
-"""Most query-key pairs that the library may compute, as a multiple of those that are needed: by more it is slower."""
+"""Maximum ratio of computed to needed query-key pairs; above it our kernel is faster."""
 
 
 class _Part(NamedTuple):
-    """Attention of a segment's queries to some of its keys."""
+    """Partial attention result: a segment's queries over some of its keys."""
 
     out: torch.Tensor
     """[queries, H, D], each token contiguous."""
     lse: torch.Tensor
-    """[H, queries] float32: natural logarithm of the sum of the exponentials of the scaled scores."""
+    """[H, queries] float32: natural log-sum-exp of the scaled scores."""
 
 
 def spans(geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
-    """The segments of a step that the library serves (AttentionOps.library_spans)."""
+    """Returns the segments of a step that the library computes (AttentionOps.library_spans)."""
     if not geometry.plain or geometry.window or geometry.itemsize != 2 or geometry.head_size > 256 or geometry.head_size % 8:
         return []
     if not available():
@@ -63,12 +63,12 @@ def spans(geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
 
 @cache
 def available() -> bool:
-    """Whether cuDNN's attention is there, and faster than our kernel: it was compared on Hopper."""
+    """Whether cuDNN's attention is available and faster than our kernel, which was measured on Hopper."""
     return torch.cuda.is_available() and torch.backends.cudnn.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def warm_up(device: torch.device) -> None:
-    """Loads the library by one small call, on a stream of its own: 0.7 to 0.9 s that the first long prompt would wait."""
+    """Loads the library by one small call on a separate stream; the first long prompt would otherwise wait 0.7 to 0.9 s."""
     if device.type != "cuda" or not available():
         return
     with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
@@ -79,7 +79,7 @@ def warm_up(device: torch.device) -> None:
 
 def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, scale: float,
            chosen: Sequence[Span], out: torch.Tensor) -> None:
-    """Writes the attention of the chosen segments to their tokens of `out` [T, H, D]; arguments as AttentionOps.apply's."""
+    """Writes the attention of the chosen segments to their rows of `out` [T, H, D]. Other arguments: AttentionOps.apply."""
     for group in groups([span for span in chosen if not span.before]):
         found = whole_prompts(q, k_cache, v_cache, table, scale, group)
         for span, one in zip(group, found, strict=True):
@@ -90,7 +90,7 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table:
 
 
 def groups(chosen: Sequence[Span]) -> list[list[Span]]:
-    """Prompts of one padded length that follow one another, in powers of two: one call each, and few shapes to plan for."""
+    """Groups consecutive prompts of equal padded length in powers of two: one call per group, few shapes to plan."""
     found: list[list[Span]] = []
     for span in chosen:
         if found and found[-1][-1].segment == span.segment - 1 and _padded(found[-1][-1].count) == _padded(span.count):
@@ -107,13 +107,13 @@ def groups(chosen: Sequence[Span]) -> list[list[Span]]:
 
 
 def exact(group: Sequence[Span]) -> bool:
-    """Whether all of the group are prompts from position 0 on that need no padding."""
+    """Whether all spans of the group begin at position 0 and need no padding."""
     return all(span.count == _padded(span.count) and not span.before for span in group)
 
 
 def whole_prompts(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, scale: float,
                   group: Sequence[Span]) -> torch.Tensor:
-    """The attention of a group of prompts that begin at position 0: [G, N, H, D], rows beyond a prompt's last are padding."""
+    """Returns the attention of a group of prompts that begin at position 0: [G, N, H, D], padded to N rows per prompt."""
     length = _padded(group[0].count)
     _, kv_heads, _, size = k_cache.shape
     k = torch.empty(len(group), length, kv_heads, size, dtype=k_cache.dtype, device=q.device)
@@ -123,7 +123,7 @@ def whole_prompts(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     if exact(group):
         queries = q[group[0].first:group[0].first + len(group) * length].unflatten(0, (len(group), length))
     else:
-        # Padding queries see nothing that others need, and are dropped; no other query sees their keys.
+        # Padding queries are dropped, and the causal mask hides their keys from all other queries.
         queries = q.new_zeros(len(group), length, *q.shape[1:])
         for place, span in enumerate(group):
             queries[place, :span.count] = q[span.first:span.first + span.count]
@@ -132,10 +132,10 @@ def whole_prompts(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
 
 def _continued(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row: torch.Tensor, scale: float, span: Span,
                out: torch.Tensor) -> None:
-    """A segment behind `span.before` positions of context. `row` is its line of the block table, `out` [count, H, D]."""
+    """Computes a segment that follows `span.before` positions of context. row: its block table row; out [count, H, D]."""
     blocks = list(_blocks(span.before))
-    # The library's triangle begins with its first key. The keys between the last block and the segment's own belong to it as
-    # well; queries that nobody asked for stand before the segment's own, at their places.
+    # The library's causal mask begins at its first key. The keys between the last block and the segment's own keys belong to
+    # the causal call too, so padding queries are inserted before the segment's own for these positions.
     behind = span.before - sum(blocks)
     padded, length = _padded(span.count), _padded(behind + span.count)
     queries = q[span.first:span.first + span.count]
@@ -160,7 +160,7 @@ def _continued(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ro
 
 
 def _blocks(before: int) -> Iterator[int]:
-    """The sizes of a context's blocks, from position 0 on; fewer keys than the smallest are left."""
+    """Yields the block sizes of a context from position 0 on; fewer keys than the smallest size remain."""
     for size in BLOCKS:
         while before >= size:
             yield size
@@ -169,7 +169,7 @@ def _blocks(before: int) -> Iterator[int]:
 
 def _gather(k_cache: torch.Tensor, v_cache: torch.Tensor, row: torch.Tensor, begin: int, end: int, k: torch.Tensor,
             v: torch.Tensor) -> None:
-    """Keys and values of positions from `begin` on to k and v [N, KV, D]; zeros from position `end` on."""
+    """Copies keys and values from position `begin` on to k and v [N, KV, D]; writes zeros from position `end` on."""
     from penstock.ops.attention_kernel import gather  # triton takes 0.3 s to import, and may be absent
 
     _, kv_heads, page, size = k_cache.shape
@@ -181,20 +181,20 @@ def _gather(k_cache: torch.Tensor, v_cache: torch.Tensor, row: torch.Tensor, beg
 
 def _call(queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
           causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The library's attention of [B, N, H, D] to [B, M, KV, D]: (result [B, N, H, D], log-sum-exp [B, H, N])."""
+    """Calls the library: queries [B, N, H, D], keys [B, M, KV, D]. Returns (out [B, N, H, D], log-sum-exp [B, H, N])."""
     q, k, v = (x.transpose(1, 2) for x in (queries, k, v))
     if q.device.type == "cpu":
         return _plain(q, k, v, scale, causal)
     found: torch.Tensor
-    found, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001 (the public one gives no log-sum-exp)
+    found, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(  # noqa: SLF001 (the public one returns no log-sum-exp)
         q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
     found = found.transpose(1, 2)
-    assert found.stride(2) == found.shape[3] and found.stride(3) == 1, "results lie as the queries do"
+    assert found.stride(2) == found.shape[3] and found.stride(3) == 1, "the result has the queries' layout"
     return found, lse.view(lse.shape[:3])
 
 
 def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch, for tests where there is no GPU."""
+    """`_call` in plain PyTorch, for tests without a GPU."""
     group = q.shape[1] // k.shape[1]
     scores = (q.float() @ k.float().repeat_interleave(group, 1).transpose(-1, -2)) * scale
     if causal:
@@ -204,7 +204,7 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, caus
 
 
 def _join(parts: Sequence[_Part], out: torch.Tensor) -> _Part:
-    """Joins up to `PARTS` partial results: softmax over all their keys, written to `out` [N, H, D]."""
+    """Merges up to `PARTS` partial results into the softmax over all their keys, written to `out` [N, H, D]."""
     from penstock.ops.attention_kernel import join  # as above
 
     tokens, heads, size = out.shape

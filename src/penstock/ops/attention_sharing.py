@@ -15,31 +15,31 @@ import numpy as np
 from penstock.ops.attention import Ints, SharedPrefixes
 
 PART = 64
-"""Keys that a program reads in the time in which a part is written and joined. A segment that goes with others has its own
-keys in a part of their own, and the shared ones are in one more."""
+"""Cost of a split-K part in keys: the number of keys a program reads in the time it takes to write and merge one part. A
+grouped segment has one part for its own keys, and each tile has one more for the shared keys."""
 
 
 class SharedTiles(NamedTuple):
-    """Tiles of several segments."""
+    """Tiles whose queries are the single tokens of several segments with a shared prefix."""
 
     keys: Ints
-    """[tiles] how many first positions of a tile's segments lie in the same pages: whole blocks."""
+    """[tiles] length of the shared prefix in keys, a multiple of the key block."""
     first: Ints
-    """[tiles] where a tile's segments begin in `mates`."""
+    """[tiles] index in `mates` of a tile's first segment."""
     sizes: Ints
-    """[tiles] how many there are."""
+    """[tiles] number of segments of a tile."""
     mates: Ints
-    """[N] the segments, tile after tile,"""
+    """[N] segment indices, tile after tile."""
     tile: Ints
-    """[N] and which tile each is in."""
+    """[N] the tile of each entry of `mates`."""
 
 
 @lru_cache(maxsize=8)
 def shared_tiles(shared: SharedPrefixes, queries: int, block: int, most: int) -> SharedTiles | None:
-    """The tiles of up to `queries` segments for which it pays, keys in whole blocks; of more than `most` those that save most.
-    None if there are none."""
+    """Returns the tiles of up to `queries` segments that save more reads than their parts cost, at most `most`, the best ones.
+    Prefix lengths are rounded down to multiples of `block` keys. None if no tile pays."""
     common = shared.common // block * block
-    # What would not even pay for a full tile is nothing in common.
+    # A prefix too short to pay even for a full tile counts as no prefix.
     common[common * (queries - 1) <= PART * (queries + 1)] = 0
     if not common.any():
         return None
@@ -59,12 +59,12 @@ def shared_tiles(shared: SharedPrefixes, queries: int, block: int, most: int) ->
 
 
 def _saved(rows: int, keys: int) -> int:
-    """Keys that one tile does not read again, less what its parts cost."""
+    """Key reads that one tile saves, minus the cost of its parts."""
     return (rows - 1) * keys - PART * (rows + 1)
 
 
 def _gain(rows: int, keys: int, queries: int) -> int:
-    """What a group of so many saves; not less than nothing."""
+    """Key reads that a group of `rows` segments saves when cut into tiles of `queries`; at least 0."""
     full, rest = divmod(rows, queries)
     return full * max(0, _saved(queries, keys)) + max(0, _saved(rest, keys))
 
@@ -73,7 +73,7 @@ Bounds = tuple[int, int]
 
 
 class _Mark(NamedTuple):
-    """Where a stretch of neighbours begins, and what there was before it."""
+    """The state at the beginning of a range of neighbours."""
 
     begin: int
     groups: int
@@ -83,10 +83,10 @@ class _Mark(NamedTuple):
 
 
 def _groups(common: Ints, queries: int) -> list[tuple[int, list[Bounds]]]:
-    """(keys, ranges of neighbours) of the groups that save most, by one pass over stretches of those that share as much.
+    """Returns (prefix length in keys, ranges of neighbours) of the groups that save most, in one pass over `common`.
 
-    Those that are open lie in one another, the inner ones sharing more. When one ends, all of it is a group, or the groups
-    inside stay and what is free of it is one more.
+    `stretches` is a stack of open ranges that are nested, the inner ones sharing longer prefixes. When a range ends, either all
+    of it becomes one group, or its inner groups stay and its ungrouped rest becomes another group.
     """
     groups, free = list[tuple[int, list[Bounds]]](), [(0, 1)]
     gain, loose = 0, 1

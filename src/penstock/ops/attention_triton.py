@@ -1,8 +1,8 @@
 """Paged attention on NVIDIA GPUs in Triton: the two implementations of the operation and their launches.
 
-"triton" divides the keys of a step freely, and leaves long prefill segments to `attention_library.py`. "triton-invariant"
-divides keys at fixed places, so that the bits of a query's result do not depend on its company. The division is in
-`attention_work.py`, the kernels are in `attention_kernel.py`.
+"triton" chooses split-K boundaries by the load of the step, and leaves long prefill segments to `attention_library.py`.
+"triton-invariant" splits keys at fixed positions, so that a query's result is bitwise independent of the rest of the batch.
+`attention_work.py` divides the work, and `attention_kernel.py` holds the kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.ops.registry import register
 
 
 class TritonAttention(AttentionOps):
-    """library_spans, contexts, shares, prepare, correct and apply of ops/attention.py."""
+    """AttentionOps (ops/attention.py) in Triton. `invariant`: results are bitwise independent of the batch."""
 
     def __init__(self, invariant: bool) -> None:
         self.invariant = invariant
@@ -44,7 +44,7 @@ class TritonAttention(AttentionOps):
 
     def prepare(self, geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
                 library: Sequence[Span] = (), shared: SharedPrefixes | None = None, slack: Ints | None = None) -> Ints:
-        assert slack is None or not self.invariant, "where sums are cut follows from the exact position"
+        assert slack is None or not self.invariant, "batch-invariant split-K boundaries need exact positions"
         return attention_work.prepare(geometry, counts, context, segments, tokens, self.invariant,
                                       [span.segment for span in library], shared, slack)
 
@@ -56,11 +56,11 @@ class TritonAttention(AttentionOps):
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
               sinks: torch.Tensor | None = None, work: torch.Tensor | None = None,
               library: Sequence[Span] = ()) -> torch.Tensor:
-        """`work` without a value is prepared here, which waits for the device. Its counters are used and left at zero."""
+        """Without `work` it is prepared here, which synchronises the device. Counters in `work` are zero before and after."""
         tokens, heads, size = q.shape
         _, kv_heads, page, _ = k_cache.shape
         stride = k_cache.stride()
-        assert v_cache.stride() == stride and stride[3] == 1, "keys and values lie in the same way, each entry contiguous"
+        assert v_cache.stride() == stride and stride[3] == 1, "keys and values have equal strides, and each entry is contiguous"
         geometry = Geometry(heads, kv_heads, size, page, window, k_cache.element_size())
         segments = context.shape[0]
         if len(library) == segments and attention_library.exact(library) and len(attention_library.groups(library)) == 1:
@@ -100,7 +100,7 @@ class TritonAttention(AttentionOps):
 
 
 def _stages(shape: Shape, block_d: int, itemsize: int, device: torch.device) -> int:
-    """As many stages as the shape has, or as fit: a stage is a block of keys and one of values."""
+    """Pipeline stages: those of the shape, or as many as fit in shared memory. A stage holds a block of keys and of values."""
     room = gpu.shared_bytes(device) - shape.block_m * block_d * itemsize
     return max(1, min(shape.stages, room // (2 * shape.block_n * block_d * itemsize)))
 

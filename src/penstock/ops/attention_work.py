@@ -1,13 +1,12 @@
-"""How the attention of a step is divided over the programs of a GPU: items, made on the host with numpy.
+"""Divides the attention of a step into work items for the GPU's programs, on the host with numpy.
 
-A tile is a few consecutive queries of one segment; an item is a tile and a range of its keys, one program for each KV head.
-There are two kinds of tiles. Narrow ones, for segments of few queries, are bound by memory: their keys are split over as many
-programs as keep the memory busy. Broad ones, for prompts, are bound by arithmetic, and split only if there are few of them for
-many keys. What the items of a kind look like is its `Shape`, a function of the geometry alone; how many there may be, and where
-they stand in the step's array, is its `Launch`.
+A tile is a few consecutive queries of one segment. An item is a tile and a range of its keys (split-K); one program per KV head
+runs it. Narrow tiles, for segments of few queries, are memory-bound: their keys are split over as many programs as saturate the
+memory. Broad tiles, for prefill, are compute-bound, and are split only if few tiles have many keys. `Shape` is the tile size of
+a kind, a function of the geometry alone. `Launch` is the number of its items and their place in the step's array.
 
-A narrow tile may also be the single queries of several segments whose contexts begin in the same pages
-(`attention_sharing.py`): some items then have all of its queries for those keys, others one of them each for the rest.
+A narrow tile may also hold the single queries of several segments with a shared prefix (`attention_sharing.py`): some items
+then have all of its queries for the keys of the prefix, and others have one query each for that segment's own keys.
 """
 
 from __future__ import annotations
@@ -29,105 +28,105 @@ Flags = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
 
 _LARGER = np.array([[16], [18], [20], [24], [28], [32]])
-"""Sizes of items to try, in sixteenths of the least one."""
+"""Item sizes to try, in sixteenths of the smallest one."""
 
 
 class Item:
-    """The int32 of an item, in the order in which the kernel takes them."""
+    """Indices of an item's int32 fields, in the kernel's order."""
 
     TOKEN = 0
-    """The first token of its tile, unless the tile's queries are listed."""
+    """First token of the tile, unless the tile's queries are listed."""
     QUERIES = 1
-    """0: the item is inert."""
+    """Number of queries; 0: the item is inert."""
     POSITION = 2
-    """Of its first query."""
+    """Position of the first query."""
     SEGMENT = 3
-    """By whose table it reads."""
+    """Segment whose row of the block table it reads."""
     BEGIN = 4
     END = 5
-    """Its keys."""
+    """The item reads keys [BEGIN, END)."""
     UNIT = 6
-    """Of keys, at which sums are closed where bits must not depend on the batch."""
+    """Batch-invariant mode: keys per unit; partial sums end at multiples of it."""
     COMPLETE = 7
-    """Parts after which its tile is complete; 1: there is nothing to join."""
+    """Number of parts that complete the tile; 1: there is nothing to merge."""
     FIRST = 8
-    """Which query of its tile is its first; others than 0 only where they are listed."""
+    """Index in the tile of the item's first query; nonzero only if the queries are listed."""
     SLOT = 9
-    """Of its first part."""
+    """Scratch slot of the item's first part."""
     LISTED = 10
-    """1 + where the tile's queries are listed; 0: they follow one another."""
+    """1 + index of the tile's first query in the list; 0: the queries are consecutive tokens."""
     COUNTER = 11
-    """The tile's."""
+    """Index of the tile's counter."""
     TILE_SLOT = 12
-    """Of the tile's first part."""
+    """Scratch slot of the tile's first part."""
     TILE_QUERIES = 13
     PARTS = 14
-    """Parts that have all of the tile's queries."""
+    """Number of parts that hold all of the tile's queries."""
     MOST = 15
-    """Most parts that one of them has to itself."""
+    """Maximum number of parts that hold one query alone."""
 
 
 FIELDS = 16
 
 LISTED = 3
-"""int32 of a query in the list: token, slot of the first part that it has to itself, how many of those there are."""
+"""int32 per listed query: its token, the slot of its first own part, and the number of its own parts."""
 
 JOINING = 32
-"""Keys that a program reads in the time in which it joins a part. K keys in p parts take K / p + p * JOINING, which is least
-for items of sqrt(K * JOINING) keys; smaller ones are not made."""
+"""Cost of merging a part, in keys read. K keys in p parts take K / p + p * JOINING, which is smallest for items of
+sqrt(K * JOINING) keys; smaller items are not made."""
 
 WORTH = 256
-"""Keys of an item that is made only so that no multiprocessor stands still at the end."""
+"""Minimum keys of an item that is split off only to keep multiprocessors busy in the last wave."""
 
 UNITS = 32
-"""Most parts a query's keys are cut into where bits must not depend on the batch."""
+"""Batch-invariant mode: maximum number of units that a query's keys are split into."""
 
 FIRST_UNIT = 512
-"""Keys of such a part for queries at positions below FIRST_UNIT * UNITS; it doubles where the position does."""
+"""Batch-invariant mode: keys per unit for positions below FIRST_UNIT * UNITS; the unit doubles each time the position does."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A tile and how a program goes over its keys."""
+    """Tile sizes and launch parameters of one kind of items."""
 
     block_m: int
-    """Rows of the matrix unit's tile: queries x heads of a group, and padding."""
+    """Rows of the MMA tile: queries x query heads per KV head, padded."""
     block_n: int
-    """Keys in a block."""
+    """Keys per block."""
     queries: int
-    """Most queries of a tile."""
+    """Maximum queries per tile."""
     warps: int
     stages: int
     resident: int
-    """Programs that a multiprocessor holds at a time; work that is split makes so many."""
+    """Programs resident per multiprocessor; split-K creates enough items to fill them."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The items of one kind, as far as they depend on what a step is padded to."""
+    """The sizes and offsets of one kind of items, fixed by the step's bucket."""
 
     shape: Shape
     items: int
     split: int
-    """Most items beyond one a tile, or beyond one for each range of keys of a tile of several segments."""
+    """Maximum number of items that split-K adds to one per tile, or to one per key range of a shared-prefix tile."""
     slots: int
-    """Room for parts; a part has a slot for each query."""
+    """Scratch slots for parts; a part takes one slot per query."""
     shared: bool
-    """Whether there may be tiles of several segments,"""
+    """Whether shared-prefix tiles are possible."""
     several: int
-    """and how many."""
+    """Maximum number of shared-prefix tiles."""
     offset: int
-    """Where the items begin in the step's array,"""
+    """Offset of the items in the step's array."""
     mates: int
-    """the list of the queries of tiles of several segments,"""
+    """Offset of the list of the shared-prefix tiles' queries."""
     counters: int
-    """and the counters, one for each tile in parts and KV head: zero, and zero again when a launch has ended."""
+    """Offset of the counters, one per split tile and KV head: zero before and after each launch."""
     end: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Both kinds, and the array's length. `broad` is None in steps which are all narrow."""
+    """The launches of both kinds and the array's length. `broad` is None for steps with narrow tiles only."""
 
     narrow: Launch
     broad: Launch | None
@@ -135,31 +134,31 @@ class Layout:
 
 
 def shares(geometry: Geometry, invariant: bool) -> bool:
-    """Whether tiles of several segments are made. Not where bits must not depend on the batch, nor behind a window, which
-    leaves little of what contexts begin with; and a tile must have room for two."""
+    """Whether shared-prefix tiles are made. They are not in batch-invariant mode, nor with a sliding window, which excludes
+    most of a prefix, nor if a tile holds only one query."""
     return not (invariant or geometry.window) and shapes(geometry, 1, invariant)[0].queries > 1
 
 
 def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, Shape]:
-    """The narrow and the broad shape for steps of up to so many segments: what `bench/gpu_attention.py --sweep` found best."""
+    """Returns the narrow and the broad shape for up to `segments` segments, tuned by `bench/gpu_attention.py --sweep`."""
     group = geometry.heads // geometry.kv_heads
     rows = max(16, covering(group))
     assert rows <= 128, f"{group} query heads share a KV head; these kernels serve up to 128"
     wide = geometry.head_size > 128
     if geometry.itemsize == 4:
-        # Products of float32 are not for the matrix unit: small tiles, so that they fit.
+        # float32 does not use tensor cores: small tiles, so that they fit in registers.
         tall = max(32, rows)
         narrow, broad = Shape(rows, 32, rows // group, 4, 2, 2), Shape(tall, 32, tall // group, 8, 2, 1)
         return (broad, broad) if invariant else (narrow, broad)
     if invariant:
-        # One shape of matrix instruction and one block of keys for all: the bits of a row are then those of any other.
+        # All tiles use the same MMA shape and key block, so that a row's result is bitwise the same in any tile.
         tall = max(64, rows)
         if wide:
             return Shape(tall, 32, max(1, 16 // group), 8, 3, 1), Shape(tall, 32, tall // group, 8, 3, 1)
         return Shape(tall, 64, max(1, 16 // group), 4, 3, 2), Shape(128, 64, 128 // group, 8, 3, 1)
     broad = Shape(128, 32 if wide else 64, 128 // group, 8, 3, 1)
     if segments * geometry.kv_heads <= MULTIPROCESSORS:
-        # Too little to keep the memory busy: what counts is how soon a program is through with its keys.
+        # Too few programs to saturate the memory: the latency of one program decides.
         return Shape(rows, 64 if wide else 128, rows // group, 8, 3, 1), broad
     if segments * geometry.kv_heads <= 2 * MULTIPROCESSORS:
         return Shape(rows, 32 if wide else 64, rows // group, 4, 4, 2), broad
@@ -168,9 +167,9 @@ def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, S
 
 @lru_cache(maxsize=4096)
 def layout(geometry: Geometry, segments: int, tokens: int, invariant: bool) -> Layout:
-    """The array's layout. Equal arguments, equal layout: the host's array and the launches of a captured graph agree by it."""
+    """Returns the array's layout, a pure function, so that the host's array matches the launches of a captured CUDA graph."""
     narrow, broad = shapes(geometry, segments, invariant)
-    # A step of one query a segment, or of a few drafted ones, needs no broad tiles; a larger one may have long segments.
+    # Decode steps, also with a few drafted tokens, need no broad tiles; larger steps may have long segments.
     mixed = tokens > max(segments, 2 * narrow.queries)
     pieces = segments
     if invariant:
@@ -184,19 +183,19 @@ def layout(geometry: Geometry, segments: int, tokens: int, invariant: bool) -> L
 
 
 def _tiles_at_most(tokens: int, pieces: int, queries: int) -> int:
-    """The most tiles of `queries` that `tokens` in so many pieces can need."""
+    """Maximum number of tiles of `queries` queries for `tokens` tokens in `pieces` pieces."""
     return min(tokens, (tokens + pieces * (queries - 1)) // queries)
 
 
 def _launch(shape: Shape, tiles: int, offset: int, kv_heads: int, invariant: bool, sharing: int | None = None) -> Launch:
-    """`sharing`: so many segments may be in tiles of several."""
+    """`sharing`: maximum number of segments in shared-prefix tiles; None if there are none."""
     split, mates = max(1, MULTIPROCESSORS * shape.resident // kv_heads), sharing or 0
-    # Room for full ones, or for as many of any size as run at once.
+    # Room for full tiles, or for as many tiles of any size as run at once.
     several = min(mates // 2, max(mates // shape.queries, split))
-    # `_fill` adds at most `split` items to the tiles: a tile in parts has at most twice as many as were added for it. Tiles of
-    # several, and those of their segments, always are in parts.
+    # `_fill` adds at most `split` items, so a split tile has at most twice as many parts as items were added for it.
+    # Shared-prefix tiles and the tiles of their segments are always split.
     slots = (min(tiles, split) * UNITS if invariant else 2 * split) * shape.queries + 2 * mates
-    # What a step does not need is inert, and not free: where there are tiles of several, less may be split.
+    # Unused items are inert but still cost a program launch: with shared-prefix tiles, fewer items are added for split-K.
     items = tiles + max(split, several + split * 2 // 3)
     listed = offset + _round(items, 8) * FIELDS
     counters = listed + _round(mates * LISTED, 16)
@@ -209,10 +208,10 @@ def _round(number: int, multiple: int) -> int:
 
 
 def correct(work: torch.Tensor, plan: Layout, lag: torch.Tensor) -> None:
-    """Moves the queries of a step's array to where they stand: AttentionOps.correct.
+    """Implements AttentionOps.correct: moves query positions back by `lag`.
 
-    An item's keys stay as they are: programs read none beyond their queries, so an item that lies wholly beyond contributes
-    nothing. Items of keys that several segments share stay, too: those keys lie before all of their queries in any case.
+    Key ranges stay unchanged: programs read no keys behind their queries, so an item that lies entirely behind them contributes
+    nothing. Shared-prefix items stay unchanged too, because their keys precede all of their queries in any case.
     """
     for launch in (plan.narrow, plan.broad):
         if launch is not None:
@@ -223,7 +222,7 @@ def correct(work: torch.Tensor, plan: Layout, lag: torch.Tensor) -> None:
 
 def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int, invariant: bool,
             without: Sequence[int] = (), shared: SharedPrefixes | None = None, slack: Ints | None = None) -> Ints:
-    """The step's array: AttentionOps.prepare (ops/attention.py), `without` some of the segments."""
+    """Implements AttentionOps.prepare (ops/attention.py) for all segments except those in `without`."""
     plan = layout(geometry, segments, tokens, invariant)
     work = np.zeros(plan.size, np.int32)
     wanted = counts > 0
@@ -240,7 +239,7 @@ def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, toke
 
 def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context: Ints, chosen: Flags, invariant: bool,
           shared: SharedPrefixes | None = None, slack: Ints | None = None) -> None:
-    """Writes the items of the chosen segments."""
+    """Writes the items of the chosen segments to the array."""
     segment = chosen.nonzero()[0].astype(np.int32)
     if not len(segment):
         return
@@ -256,7 +255,7 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
     unit = np.maximum(FIRST_UNIT, _power_of_two(-(-end // UNITS))) if invariant else np.int32(shape.block_n)
     begin = np.zeros_like(end)
     if geometry.window:
-        # The keys of any position where the first query may stand.
+        # With slack, the first query may be earlier: include the window of the earliest position.
         least = position if slack is None else position - slack[segment]
         begin = np.maximum(least + (1 - geometry.window), 0) // unit * unit
     found = _found(launch, shared, end)
@@ -276,7 +275,7 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
     if total > len(rows) or found is not None:
         split = counted = items > 1
         if found is not None:
-            # Segments that go with others are counted where their tile is.
+            # Segments of a shared-prefix tile use the counter of that tile.
             split[own] = split[-len(found.keys):] = True
             counted = split.copy()
             counted[own] = False
@@ -290,13 +289,13 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
             _list(work[launch.mates:launch.counters], rows, found, own, items)
         rows = _repeat(rows, items, each, each // unit if invariant else None)
     if total > launch.split:
-        # More than are run at once: the longest first, so that none is left over at the end.
+        # More items than run at once: longest first, so that the last wave is short.
         rows = rows[np.argsort(rows[:, Item.BEGIN] - rows[:, Item.END], kind="stable")]
     work[launch.offset:launch.offset + rows.size] = rows.ravel()
 
 
 def _repeat(rows: Ints, items: Ints, each: Ints, parts: Ints | None) -> Ints:
-    """Each row cut into so many items of `each` keys, the last perhaps fewer, and `parts` parts, or one."""
+    """Splits row i into items[i] items of each[i] keys (the last may have fewer), of parts[i] parts each (default 1)."""
     index = np.arange(items.sum(), dtype=np.int32) - (items.cumsum(dtype=np.int32) - items).repeat(items)
     each, rows = each.repeat(items), rows.repeat(items, 0)
     rows[:, Item.BEGIN] += index * each
@@ -306,24 +305,24 @@ def _repeat(rows: Ints, items: Ints, each: Ints, parts: Ints | None) -> Ints:
 
 
 def _found(launch: Launch, shared: SharedPrefixes | None, keys: Ints) -> SharedTiles | None:
-    """Tiles of several segments, unless so few keys are read that all items run at once without them."""
+    """Returns the shared-prefix tiles; None if there are none, or if all items run at once without them."""
     if shared is None or not launch.shared or int(keys.sum()) <= launch.split * math.isqrt(JOINING * int(keys.max())):
         return None
     return shared_tiles(shared, launch.shape.queries, launch.shape.block_n, launch.several)
 
 
 def _several(found: SharedTiles, segment: Ints, token: Ints, begin: Ints) -> tuple[Places, tuple[Ints, ...]]:
-    """Has the segments that go with others begin where their own keys do. Returns which tiles these are, and further tiles for
-    the keys that they share: token, queries, position, segment, begin and end."""
+    """Moves the key ranges of grouped segments past their shared prefix. Returns the indices of these tiles, and the additional
+    tiles for the shared keys: token, queries, position, segment, begin and end."""
     own = np.searchsorted(segment, found.mates)
     begin[own] = found.keys[found.tile]
     lead = found.mates[found.first]
-    # All queries stand behind all shared keys, which is what their position says.
+    # Position = prefix length: every query sees every shared key.
     return own, (token[own[found.first]], found.sizes, found.keys, lead, np.zeros_like(lead), found.keys)
 
 
 def _list(mates: Ints, rows: Ints, found: SharedTiles, own: Places, items: Ints) -> None:
-    """Lists the queries of tiles of several segments, and has all items of a tile, those of its queries too, know the tile."""
+    """Writes the query list of the shared-prefix tiles, and refers every item of a tile and of its queries to the tile."""
     listed = mates[:len(own) * LISTED].reshape(-1, LISTED)
     listed[:, 0], listed[:, 1], listed[:, 2] = rows[own, Item.TOKEN], rows[own, Item.SLOT], items[own]
     tiles = rows[-len(found.keys):]
@@ -336,21 +335,20 @@ def _list(mates: Ints, rows: Ints, found: SharedTiles, own: Places, items: Ints)
 
 
 def _items(keys: Ints, unit: Ints | np.int32, split: int, room: int) -> Ints:
-    """Items for each tile, at most `split` more than there are tiles and `room` in all: as many of equal size as run at once,
-    or a few more. The largest of the sizes makes at most half of `split` more items than there are tiles."""
+    """Returns the number of items of each tile: at most `split` more than there are tiles, and at most `room` in total. Items
+    have about equal size, and as many are made as run at once, or a few more. The largest size adds at most split / 2 items."""
     total = int(keys.sum())
     least = max(math.isqrt(JOINING * int(keys.max())), -(-total // split))
     sizes = _LARGER if len(keys) < split else _LARGER[[0, -1]]
     items = -(-keys // (-(-least * sizes // 16 // unit) * unit))
     count = items.sum(1)
-    # Where no size has all run at once, the finest for which there is room leaves least for the end.
+    # If all items cannot run at once, the smallest size for which there is room leaves the shortest last wave.
     found = items[int((count <= (split if count.min() <= split else room)).argmax())]
     return _last_round(found, keys, split, room) if len(keys) > split and int(found.max()) == 1 else found
 
 
 def _last_round(items: Ints, keys: Ints, split: int, room: int) -> Ints:
-    """The same for whole tiles of which `split` are run at a time: those left over for the last round, the shortest, are cut so
-    that all take part in it."""
+    """Splits the shortest tiles, which are left for the last wave of `split` programs, so that they fill that wave."""
     rest = len(keys) % split
     parts = min(split // rest, 1 + (room - len(keys)) // rest) if rest else 1
     if parts > 1:
@@ -360,12 +358,12 @@ def _last_round(items: Ints, keys: Ints, split: int, room: int) -> Ints:
 
 
 def _power_of_two(number: Ints) -> Ints:
-    """The least power of two that is not below."""
+    """Returns the smallest power of two not below `number`."""
     return (2 ** np.ceil(np.log2(number))).astype(np.int32)
 
 
 def _cut(segment: Ints, token: Ints, queries: Ints, position: Ints, most: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Pieces into tiles of `most` queries, the last of a piece perhaps fewer."""
+    """Cuts pieces into tiles of `most` queries; the last tile of a piece may have fewer."""
     tiles = -(-queries // most)
     index = np.arange(tiles.sum(), dtype=np.int32) - np.repeat(np.cumsum(tiles, dtype=np.int32) - tiles, tiles)
     at = index * most
@@ -374,7 +372,7 @@ def _cut(segment: Ints, token: Ints, queries: Ints, position: Ints, most: int) -
 
 
 def _cut_at_units(segment: Ints, token: Ints, queries: Ints, position: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cuts pieces where the unit of a query's keys doubles, so that all queries of a piece have the same."""
+    """Cuts pieces at the positions where the unit doubles, so that all queries of a piece have the same unit."""
     edge = FIRST_UNIT * UNITS
     while edge < int((position + queries).max()):
         across = np.flatnonzero((position < edge) & (position + queries > edge))
