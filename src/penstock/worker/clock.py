@@ -7,18 +7,18 @@ import time
 import torch
 
 _KEPT = 16
-"""Event sets that are used in turn: more than the steps that can be in flight."""
+"""Number of event sets, used in turn: more than the steps that can be in flight."""
 
 
 class Clock:
-    """Gives an interval for each step."""
+    """Measures each step in an interval."""
 
     def __init__(self, device: torch.device) -> None:
         self._intervals: list[Interval] = [DeviceInterval() if device.type == "cuda" else Interval() for _ in range(_KEPT)]
         self._next = 0
 
     def start(self) -> Interval:
-        """An interval that begins now."""
+        """Returns an interval that begins now."""
         interval = self._intervals[self._next]
         self._next = (self._next + 1) % _KEPT
         interval.begin()
@@ -26,8 +26,7 @@ class Clock:
 
 
 class Interval:
-    """Moments of a step: its begin, the begin and end of the forward pass, its end; and when choosing began, if that waited for
-    masks."""
+    """Timestamps of a step: begin, begin and end of the forward pass, end, and the resumption after waiting for masks."""
 
     def __init__(self) -> None:
         self._moments = [0.0] * 5
@@ -49,18 +48,18 @@ class Interval:
         self.mark(2)
 
     def resume(self) -> None:
-        """Work goes on after masks were waited for, which does not count."""
+        """Marks the end of waiting for masks; the wait does not count as step time."""
         self.mark(4)
         self._resumed = True
 
     def stop(self, whole: bool = False) -> Interval:
-        """`whole`: all of the step was the model, so its begin and end were not marked; each mark costs the host 10 us."""
+        """Marks the end of the step. `whole`: the step was the forward pass alone, left unmarked; a mark costs 10 us."""
         self._whole = whole
         self.mark(3)
         return self
 
     def wait(self) -> None:
-        """Returns when the step has ended; `seconds` and `kernel_seconds` are then its times."""
+        """Waits until the step has ended, then sets `seconds` and `kernel_seconds`."""
         began, entered, left, ended, resumed = self._moments
         self.seconds = self.kernel_seconds = ended - began
         if not self._whole:
@@ -70,7 +69,7 @@ class Interval:
 
 
 class DeviceInterval(Interval):
-    """The same by CUDA events."""
+    """An interval measured by CUDA events."""
 
     def __init__(self) -> None:
         super().__init__()

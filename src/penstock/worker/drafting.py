@@ -1,4 +1,4 @@
-"""The seam of drafters: whoever guesses a row's next tokens, on the device, at the end of a step."""
+"""The interface of drafters, which propose the next tokens of rows on the device at the end of a step."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from penstock.worker.rows import Rows
 
 @dataclass(slots=True)
 class Drafting:
-    """What a drafter is told: S rows that have just got tokens."""
+    """The input of a drafter: S rows that have just received tokens."""
 
     rows: Rows
     """Drafts are written to `rows.tokens` [row, position] behind the known tokens: at `length`, `length` + 1, ..."""
     row: torch.Tensor
     """[S] int32, on the device."""
     length: torch.Tensor
-    """[S] int32, on the device: how many tokens each row knows."""
+    """[S] int32, on the device: number of known tokens of each row."""
     count: Ints
-    """[S] how many to write, on the host; 0 for none. All of them are checked, so what is left unwritten is checked, too."""
+    """[S] number of tokens to draft, on the host; may be 0. All of these positions are verified, whether written or not."""
     hidden: torch.Tensor
-    """[>= L, width] hidden states of the tokens behind which this step chose: those of a row are consecutive."""
+    """[>= L, width] hidden states from which this step chose tokens; the states of one row are consecutive."""
     first: torch.Tensor
-    """[S] int32, on the device: which of them is each row's first. That of its last kept token is as many lines behind it as
-    tokens were kept before that one."""
+    """[S] int32, on the device: index in `hidden` of each row's first state. The state that chose the row's last token is at
+    first + (tokens kept before that one)."""
 
 
 class Drafter(Protocol):
-    """Writes drafts. How many is decided by `scheduler/drafting.py::DraftPolicy`; whether they are right, by `verify.py`."""
+    """Writes draft tokens. `scheduler/drafting.py::DraftPolicy` decides how many, and `verify.py` verifies them."""
 
     def propose(self, drafting: Drafting) -> None:
-        """Enqueues whatever finds the drafts and writes them. Nothing here waits for the device."""
+        """Enqueues the kernels that compute and write the drafts, without synchronising the device."""
         ...

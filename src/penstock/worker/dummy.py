@@ -1,4 +1,4 @@
-"""Plans that stand for real ones: for probing memory, for capturing graphs, for rehearsing kernel launches, for idle ranks."""
+"""Dummy plans, for measuring memory, capturing CUDA graphs, rehearsing kernel launches, and idle ranks."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from penstock.core.plan import Enter, Ints, StepPlan, Want
 from penstock.core.sampling import SamplingParams
 
 _EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=20)
-"""Sampling that takes the most memory."""
+"""Sampling parameters that take the most memory."""
 
 
 def spread(tokens: int, segments: int) -> Ints:
-    """Tokens of each segment: equal shares, and what is left over for the first."""
+    """Returns the tokens of each segment: equal shares; the first segment gets the remainder."""
     counts = np.full(segments, tokens // segments, np.int32)
     counts[0] += tokens - int(counts.sum())
     return counts
 
 
 def filled(tokens: int, longest: int) -> Ints:
-    """The same for as few segments as possible, none longer than `longest`."""
+    """Returns the tokens of each segment for as few segments as possible, none longer than `longest`."""
     whole, rest = divmod(tokens, longest)
     return np.array([longest] * whole + [rest] * (rest > 0), np.int32)
 
 
 def dummy_plan(counts: Ints, before: int = 0, layout: CacheLayout | None = None) -> StepPlan:
-    """Segment i has `counts[i]` positions of row i behind `before` others. Without `layout` only the shape matters: nothing is
-    chosen. With it the rows enter, have pages, and a token is chosen behind each at random with everything reported."""
+    """Returns a plan whose segment i runs `counts[i]` positions of row i after `before` others. Without `layout` it has only
+    the shape, and no token is chosen. With `layout` the rows enter, get pages, and sample a token each with all reports on."""
     rows = np.arange(len(counts), dtype=np.int32)
     plan = StepPlan(-1, rows=rows, starts=np.full_like(counts, before), counts=counts, wants=np.zeros_like(counts))
     if layout is not None:
@@ -36,7 +36,7 @@ def dummy_plan(counts: Ints, before: int = 0, layout: CacheLayout | None = None)
         pages = np.array([-(-length // layout.page) for length in lengths])
         row, index = np.repeat(rows, pages), np.concatenate([np.arange(count) for count in pages])
         for group in layout.groups:
-            # Pages may be shared, of a window's group or of a context: their content does not matter.
+            # Rows may share pages, because their content does not matter.
             page = np.arange(len(row)) % (layout.slabs * group.per_slab)
             plan.edits.append(np.stack((row, index, page), 1).astype(np.int32))
         plan.wants = np.full_like(counts, int(Want.SAMPLE))

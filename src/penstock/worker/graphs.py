@@ -1,8 +1,8 @@
-"""Captured CUDA graphs of the model's forward, one for each bucket that steps are padded to.
+"""CUDA graphs of the model's forward pass, one for each bucket that steps are padded to.
 
-Decode steps (one token a segment) and small mixed ones replay a graph: the host then enqueues one launch instead of hundreds.
-Larger steps run eagerly; the device needs longer for them than the host needs to enqueue them. For decode steps whose rows ask
-for nothing but a temperature the choice of tokens is captured as well: the host then enqueues a whole step in one launch.
+Decode steps (one token per segment) and small mixed steps replay a graph: the host enqueues one launch instead of hundreds.
+Larger steps run eagerly, because the device takes longer to run them than the host to enqueue them. For decode steps whose rows
+use no sampling parameter but temperature, sampling is captured too, so that a whole step is one launch.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _SAMPLE = int(Want.SAMPLE)
 _MIXED = (32, 64, 96, 128, 192, 256, 320, *range(384, 2049, 128), 2304, 2560, 3072, 3584, 4096)
-"""Tokens of mixed steps. Matrix products go by tiles of 64 or 128 rows, so padding to that costs little."""
+"""Bucket sizes of mixed steps, in tokens. GEMM tiles have 64 or 128 rows, so padding to these sizes costs little."""
 _SEGMENTS = 256
-"""Most segments of a captured mixed step: attention must start a program for each that there may be."""
+"""Maximum segments of a captured mixed step: attention launches a program for each possible segment."""
 _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 128))
-"""Rows of decode steps: to 512, and to a quarter of the tokens of the largest mixed step, as they read keys besides."""
+"""Bucket sizes of decode steps, in rows. `Buckets` uses those up to 512, or to a quarter of the largest mixed step."""
 
 
 class Buckets:
-    """Buckets that steps are padded to: mixed ones have up to `tokens` tokens, and no more than `rows` rows of `longest`
-    tokens can."""
+    """The buckets of captured steps. Mixed ones have up to `tokens` tokens, limited by what `rows` rows of `longest` tokens can
+    hold."""
 
     def __init__(self, tokens: int, rows: int, longest: int) -> None:
         most = min(max(512, tokens // 4), _DECODE[-1])
         self.decode = [size for size in _DECODE if size < min(rows, most + 1)]
-        """Rows of decode steps; `rows`, if it is not more than the largest, is the last."""
+        """Rows of decode steps. `rows` itself is the last bucket unless it exceeds the largest size."""
         if rows <= most:
             self.decode.append(rows)
         self.mixed = [size for size in _MIXED if size <= min(tokens, rows * (longest - 1))]
@@ -50,12 +50,12 @@ class Buckets:
         self._rows = rows
 
     def all(self) -> list[Bucket]:
-        """The largest first: later graphs fit into the memory of the first."""
+        """Returns all buckets, largest first, so that later graphs fit into the memory pool of the first."""
         found = [*map(self._of_mixed, self.mixed), *(Bucket(size, size) for size in self.decode)]
         return sorted(found, key=lambda bucket: -bucket.tokens)
 
     def of(self, plan: StepPlan, picks: int) -> Bucket | None:
-        """The smallest that the plan fits in, of which so many tokens are chosen, or None."""
+        """Returns the smallest bucket that holds the plan, of which `picks` tokens are chosen, or None."""
         tokens, segments = int(plan.counts.sum()), len(plan.rows)
         sizes = self.decode if tokens == segments else self.mixed
         at = bisect.bisect_left(sizes, tokens)
@@ -67,12 +67,12 @@ class Buckets:
         return found if max(segments, picks) <= found.segments else None
 
     def _of_mixed(self, tokens: int) -> Bucket:
-        # One segment at least has two tokens; fewer segments than tokens is how kernels know a mixed step.
+        # Kernels recognise a mixed step by having fewer segments than tokens.
         return Bucket(tokens, min(self._rows, tokens - 1, _SEGMENTS))
 
 
 class Graphs:
-    """`capture` once, when the cache's bytes and the rows are at their places; then `forward`."""
+    """CUDA graphs of one worker. Call `capture` once, after the cache and the rows are allocated, then `forward`."""
 
     def __init__(self, model: Decoder, rows: Rows, page: int, max_num_seqs: int, max_tokens: int,
                  stream: torch.cuda.Stream, sampler: Sampler) -> None:
@@ -85,9 +85,9 @@ class Graphs:
         self._stream = stream
         self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._decodes: dict[Bucket, torch.cuda.CUDAGraph] = {}
-        """Whole decode steps, the choice of tokens included."""
+        """Graphs of whole decode steps, sampling included."""
         self.seconds = 0.0
-        """Seconds that capturing took."""
+        """Duration of `capture` in seconds."""
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -99,7 +99,7 @@ class Graphs:
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
             plans = [(bucket, _example(bucket, self._longest - 1)) for bucket in self.buckets.all()]
-            # All arrays once before anything is captured, so that the buffer they share is in its place.
+            # Fill all arrays once before capturing, so that the staging buffer they share has its final address.
             self.builder.reserve(max(self.builder.fill(plan, bucket, picks_of(plan)).size for bucket, plan in plans))
             for bucket, plan in plans:
                 parts = self.builder.fill(plan, bucket, picks_of(plan))
@@ -112,7 +112,7 @@ class Graphs:
         self.seconds = time.perf_counter() - began
 
     def _capture(self, pool: _POOL_HANDLE, run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
-        """A graph of what `run` enqueues, and what `run` returned."""
+        """Captures `run` into a graph. Returns the graph and the result of `run`."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         found = run()
@@ -133,16 +133,16 @@ class Graphs:
         return self.model.forward(self.builder.step(bucket, parts, ends, self._columns))
 
     def forward(self, plan: StepPlan, bucket: Bucket, picks: Picks) -> tuple[torch.Tensor, Parts]:
-        """Hidden states, then of padding: of a decode step's tokens, or of the tokens of a mixed one that are picked.
-        Overwritten by the next step of that bucket."""
+        """Returns hidden states, followed by padding: of all tokens of a decode step, or of the picked tokens of a mixed step.
+        The next step of the same bucket overwrites them."""
         parts = self.builder.fill(plan, bucket, picks)
         graph, hidden = self._captured[bucket]
         graph.replay()
         return hidden, parts
 
     def decode(self, plan: StepPlan) -> torch.Tensor | None:
-        """A whole step, if it is one of single tokens that are all chosen by a captured choice: where the host finds them once
-        the device has come so far. None: the step is another."""
+        """Replays a whole decode step with captured sampling. Returns the host memory that will hold the tokens once the device
+        has run the step, or None if the plan is not such a step."""
         count = len(plan.rows)
         if int(plan.counts.sum()) != count or not (plan.wants == _SAMPLE).all() or len(plan.masked):
             return None
@@ -158,6 +158,6 @@ class Graphs:
 
 
 def _example(bucket: Bucket, longest: int) -> StepPlan:
-    """A plan that fills a bucket: single tokens, or segments as long as a row may be."""
+    """Returns a plan that fills a bucket: single tokens, or segments of the maximum length."""
     single = bucket.tokens == bucket.segments
     return dummy_plan(spread(bucket.tokens, bucket.segments) if single else filled(bucket.tokens, longest))

@@ -1,4 +1,4 @@
-"""Loads under way and what threads have to tell of their ends."""
+"""Loads in flight, and the results that the movers' threads report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.core.transfer import Load, LoadResult, PageName, WriteResult
 LOG = logging.getLogger("penstock")
 
 _SILENT_SECONDS = 10.0
-"""Between two lines of log about failures."""
+"""Minimum seconds between two log messages about failures."""
 
 
 class Reports:
@@ -23,13 +23,13 @@ class Reports:
         self.write_results: deque[WriteResult] = deque()
         self._load_results: list[LoadResult] = []
         self._ends: dict[int, float] = {}
-        """When the last load from each place ended."""
+        """Time at which the last load from each place ended."""
         self._some = threading.Condition()
         self._complained = -_SILENT_SECONDS
 
     def land(self, ticket: int, ok: bool, began: float, furthest: int, lost: tuple[PageName, ...],
              missed: tuple[int, ...]) -> None:
-        """A load has ended that began then and whose furthest place was this."""
+        """Reports the end of a load that began at `began` and whose furthest place was `furthest`."""
         now = time.perf_counter()
         with self._some:
             since = max(began or now, self._ends.get(furthest, 0.0))
@@ -38,36 +38,36 @@ class Reports:
             self._some.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Returns when there is a result, or after so long."""
+        """Waits for a result, at most `seconds`."""
         with self._some:
             self._some.wait_for(lambda: bool(self._load_results), seconds)
 
     def take(self) -> tuple[list[LoadResult], list[WriteResult]]:
-        """The results since the last call."""
+        """Returns the results since the last call."""
         with self._some:
             load_results, self._load_results = self._load_results, []
         return load_results, [self.write_results.popleft() for _ in range(len(self.write_results))]
 
     def complain(self, what: str) -> None:
-        """Logs a failure, at most one in a while: a disk that fails does so often."""
+        """Logs a failure, rate-limited, because a failing disk fails often."""
         now = time.monotonic()
         if now - self._complained >= _SILENT_SECONDS:
             self._complained = now
-            LOG.warning("%s (others like this in the next %.0f s are not told)", what, _SILENT_SECONDS)
+            LOG.warning("%s (further failures in the next %.0f s are not logged)", what, _SILENT_SECONDS)
 
 
 class Job:
-    """A load under way, in parts that threads do. It lands when all are done, or when it is given up and no thread is between
-    `wanted` and the end of its part, as only there pages of the device are written."""
+    """A load in flight, in parts that threads carry out. It ends when all parts are done, or when it is given up and no thread
+    is between `wanted` and `end`, where device pages are written."""
 
     def __init__(self, load: Load, places: Sequence[int], reports: Reports) -> None:
-        """`places`: for each part, where its pages come from: a store's number, or a negative one for the host."""
+        """places: the source of each part: the index of a store, or a negative number for the host."""
         self.ticket = load.ticket
         self.deadline = time.perf_counter() + load.patience
         self.given_up = False
         self._reports = reports
         self._left = Counter(places)
-        """Parts that have not ended, by place."""
+        """Number of unfinished parts by place."""
         self._writing = 0
         self._take_result = False
         self._lost: list[PageName] = []
@@ -77,21 +77,20 @@ class Job:
         self._lock = threading.Lock()
 
     def begin(self, place: int) -> None:
-        """A part begins that comes from `place`: larger numbers are further away."""
+        """Begins a part that comes from `place`; larger numbers are further away."""
         with self._lock:
             self._began = self._began or time.perf_counter()
             self._furthest = max(self._furthest, place)
 
     def wanted(self) -> bool:
-        """Whether a part should write its pages; if so, `end` says when it has."""
+        """Whether a part should write its pages. If true, the caller must call `end` with `wrote`."""
         with self._lock:
             wanted = not self.given_up
             self._writing += wanted
             return wanted
 
     def end(self, place: int, wrote: bool, failed: bool = False) -> None:
-        """A part has ended, and was `wanted` or not. It has `failed` if its place gave no answer; there is no use in the other
-        parts then."""
+        """Ends a part. `wrote`: `wanted` was true for it. `failed`: its place did not answer, so the load is given up."""
         with self._lock:
             if failed:
                 self.given_up = True
@@ -101,12 +100,12 @@ class Job:
             self._land_if_over()
 
     def lose(self, name: PageName) -> None:
-        """A page is not to be had. Those before it are of use without it."""
+        """Reports a page that could not be read. The pages before it remain usable."""
         with self._lock:
             self._lost.append(name)
 
     def give_up(self, late: bool = False) -> None:
-        """It is no longer wanted, or takes too long (`late`)."""
+        """Gives up the load, because nobody wants it or because it takes too long (`late`)."""
         with self._lock:
             if late and not self.given_up:
                 self._missed.update(place for place, count in self._left.items() if count)

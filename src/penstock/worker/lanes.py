@@ -1,7 +1,7 @@
-"""Copies between the device and the host beside the steps: threads that start them, on a GPU in streams of their own.
+"""Copies between device and host concurrently with steps: each lane is a thread, on a GPU with its own CUDA stream.
 
-On a GPU the host's memory must be pinned, or copies would wait for each other and for the steps. And only some may be under
-way: a driver whose queue is full keeps everybody waiting who wants something of the GPU.
+On a GPU, host memory must be pinned, or copies would serialise with each other and with the steps. The number of copies in
+flight is bounded, because a full driver queue blocks every thread that uses the GPU.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 Copy = tuple[torch.Tensor, torch.Tensor]
-"""(to, from): bytes of equal length."""
+"""(destination, source), of equal length in bytes."""
 
 _PIECE_BYTES, _PIECE_COPIES = 16 << 20, 64
-"""So much is started at a time, 0.3 ms of a PCIe 5 link, in so many copies at most."""
+"""Limits of one piece: bytes (0.3 ms of a PCIe 5 link) and number of copies."""
 _PIECES = 4
-"""So many may be under way: some are being copied while the thread wakes up that another has ended."""
+"""Maximum pieces in flight, enough to keep the link busy while the thread wakes up."""
 
 
 class Fence:
-    """The end of some copies, or of what a stream had been told when it was made. Any thread may ask."""
+    """A point behind some copies, or behind work enqueued on a stream. Thread-safe."""
 
     def __init__(self, future: Future[torch.cuda.Event | None]) -> None:
-        """The future gives the event behind what was enqueued; None if it is done, as on a CPU."""
+        """The future's result is the CUDA event behind the enqueued work, or None if the work is done, as on a CPU."""
         self._future = future
 
     def hold(self) -> None:
-        """What the current stream is told from now on begins after it. The caller waits until everything is enqueued; on a CPU,
-        until it is done."""
+        """Makes work enqueued on the current stream from now on wait for the fence. Blocks the caller until the fence's
+        own work is enqueued; on a CPU, until it is done."""
         event = self._future.result()
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
     def wait(self) -> None:
-        """Returns when it is done."""
+        """Blocks until the work is done."""
         event = self._future.result()
         if event is not None:
             event.synchronize()
 
     def passed(self) -> bool:
-        """Whether it is done."""
+        """Whether the work is done."""
         if not self._future.done():
             return False
         event = self._future.result()
@@ -51,32 +51,32 @@ class Fence:
 
 
 def moment(device: torch.device) -> Fence:
-    """A mark behind everything enqueued on the current stream; on a CPU all of that is done."""
+    """Returns a fence behind everything enqueued on the current stream; on a CPU it has passed."""
     future: Future[torch.cuda.Event | None] = Future()
     future.set_result(_event() if device.type == "cuda" else None)
     return Fence(future)
 
 
 def _event() -> torch.cuda.Event:
-    # Waiting threads sleep: spinning ones would take a core from the engine.
+    # Blocking events let waiting threads sleep; spinning would take a core from the engine.
     event = torch.cuda.Event(blocking=True)
     event.record()
     return event
 
 
 class Lane:
-    """Carries out copies in order. Starting one costs some 10 us of a thread, which is why it is not the engine's."""
+    """Runs copies in order on its own thread, because starting one costs about 10 us of host time."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._thread = ThreadPoolExecutor(1, name)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pieces: deque[torch.cuda.Event] = deque()
-        """The ends of what may be under way."""
+        """Events at the ends of the pieces in flight."""
         self.hurry = False
-        """While somebody waits for all of it to be started, it is, however much."""
+        """While true, the limit of pieces in flight is lifted, because a caller waits until all copies are enqueued."""
 
     def run(self, copies: Iterable[Copy], after: Sequence[Fence]) -> Fence:
-        """Does these copies behind those that it was given before, and behind these fences."""
+        """Enqueues copies behind all earlier ones and behind the fences `after`. Returns a fence behind them."""
         return Fence(self._thread.submit(self._run, copies, after))
 
     @torch.inference_mode()
@@ -94,14 +94,14 @@ class Lane:
             return _event() if self._stream is not None else None
 
     def close(self) -> None:
-        """Finishes what was given to it."""
+        """Finishes all copies and ends the thread."""
         self._thread.shutdown()
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def _cut(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    """The same copies in pieces, the larger ones cut."""
+    """Groups copies into pieces and splits large ones."""
     piece, size = list[Copy](), 0
     for whole in copies:
         large = whole[0].nbytes > _PIECE_BYTES
@@ -116,16 +116,16 @@ def _cut(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
 
 
 class Pinned:
-    """Host memory that a GPU reads and writes at full speed and unattended, as long as this lives.
+    """Page-locked (pinned) host memory for asynchronous copies, registered while this object lives.
 
-    Registered in place: torch's own pinned allocations are rounded up to a power of two.
+    Existing memory is registered in place, because torch rounds pinned allocations up to a power of two.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         torch.cuda.check_error(code)
-        # Also where nobody calls `release`: the next owner of the address could not pin it otherwise.
+        # Unregister even if nobody calls `release`, or the next owner of the address could not pin it.
         self.release = weakref.finalize(self, _unregister, memory.data_ptr())
 
 

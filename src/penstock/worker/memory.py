@@ -1,4 +1,4 @@
-"""Memory of the worker beside weights and cache, and free memory of a device. Counted on a CPU, measured on a GPU."""
+"""Memory of the worker besides weights and cache, and free device memory: estimated on a CPU, measured on a GPU."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ _GIB = 1 << 30
 
 
 LIST_BYTES = 5 * 4 * MAX_OPEN_LIST_WORDS
-"""Device memory that the lists of sampling parameters may take: twice what they are, twice while they move, and the upload."""
+"""Maximum device memory of the sampling parameters' lists: capacity is up to twice the content, doubled while moving, plus the
+upload buffer."""
 
 
 class Working(NamedTuple):
-    """Bytes that a worker takes beside the weights and the cache."""
+    """Memory of a worker besides weights and cache, in bytes."""
 
     step: int
-    """The rows' tables, and what the largest step allocates."""
+    """The rows' tables and the activations of the largest step."""
     graphs: int
-    """Captured graphs and their memory pool."""
+    """CUDA graphs and their memory pool."""
     scratch: int
     """Scratch memory: the part of `step` that is allocated and freed within a step."""
 
@@ -52,8 +53,8 @@ def working_bytes(model: Decoder, tokens: int, rows: int, max_model_len: int, pa
 
 
 def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
-    """Upper estimate: the widest live set of a layer (residual, normed input, merged projections, their result), and the
-    sampler's copies of the logits, all of which are as wide as the vocabulary and float32."""
+    """Returns an upper bound of a step's memory in bytes: the largest live set of a layer (residual, normed input, merged
+    projections, their result) and the sampler's float32 copies of the logits."""
     widest = max(parameter.shape[0] for parameter in spec.parameters() if parameter.name.startswith("blocks."))
     layer = tokens * (4 * spec.width + 2 * widest) * dtype.itemsize
     return layer + min(rows, LINES) * spec.vocab_size * 4 * 6 + LIST_BYTES
@@ -61,7 +62,7 @@ def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
 
 def predicted(options: EngineOptions, config: EngineConfig, spec: ModelSpec, device: torch.device,
               facts: DeviceFacts) -> MemoryPlan:
-    """The memory plan before anything is loaded; exact on a CPU. ConfigError if it cannot be had as asked."""
+    """The memory plan before anything is loaded; exact on a CPU. ConfigError if it does not fit."""
     weights = spec.nbytes(config.dtype)
     step = counted(spec, getattr(torch, config.dtype), config.max_num_batched_tokens, config.max_num_seqs)
     free = free_bytes(device, options.gpu_memory_utilization)
@@ -73,25 +74,25 @@ def predicted(options: EngineOptions, config: EngineConfig, spec: ModelSpec, dev
 
 def check(options: EngineOptions, config: EngineConfig, spec: ModelSpec, device: torch.device, facts: DeviceFacts,
           found: Occupancy | None) -> None:
-    """ConfigError before anything is loaded, if it could not fit. `found` is a GPU's `occupancy`."""
+    """Raises ConfigError before anything is loaded if it cannot fit. `found` is the GPU's `occupancy`."""
     if found is None:
         predicted(options, config, spec, device, facts)
         return
     weights = spec.nbytes(config.dtype)
     check_room(options.gpu_memory_utilization, weights, found)
     if options.kv_cache_memory_bytes is not None:
-        # How much a step takes is measured later; even without one, this must fit.
+        # The memory of a step is measured later; the cache must fit even without it.
         room = free_bytes(device, options.gpu_memory_utilization) - weights
         plan_memory(options, config, spec.states(config.dtype), weights, 0, room, occupancy=found)
 
 
 def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device,
               graph_tokens: int) -> Working:
-    """Runs the largest steps on a small cache, captures every graph there, and asks the driver what is gone each time."""
-    # Few long segments and many short ones: attention and the sampler have their peaks at opposite ends.
+    """Measures by the driver's free memory: runs the largest steps on a small cache, then captures every CUDA graph."""
+    # Few long segments and many short ones: attention and the sampler have their memory peaks at opposite ends.
     shapes = [(segments, min(tokens // segments, max_model_len - 1), 0)
               for segments in {min(rows, -(-tokens // (max_model_len - 1))), min(rows, tokens)}]
-    # A chunk behind a long context may take more than the first one.
+    # A prefill chunk after a long context may take more memory than the first chunk.
     shapes += [(1, tokens, before) for before in model.kernels.attention.contexts(max_model_len - 1 - tokens)]
     small = lay_out(model.states, page, 0)
     slabs = max(small.slabs_for(count, count) * segments for segments, count, _ in shapes)
@@ -108,7 +109,7 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
         captured.capture()
         graphs = max(0, left - _free(device))
         del captured
-    # The model keeps windows into the small cache, which would hold it alive.
+    # The model's views would keep the small cache alive.
     model.detach()
     del worker
     gc.collect()
@@ -117,8 +118,8 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
 
 
 def configure_allocator() -> None:
-    """Lets the allocator grow and shrink what it holds in place, so that steps of many sizes leave no gaps between them. To be
-    called before anything is on a GPU; what the user set in the environment stands."""
+    """Enables the allocator's expandable segments against fragmentation by steps of many sizes. Must run before the first GPU
+    allocation; settings in the environment take precedence."""
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # noqa: SLF001 (no public way)
 
@@ -129,8 +130,8 @@ def _free(device: torch.device) -> int:
 
 
 def occupancy(device: torch.device) -> Occupancy | None:
-    """What a GPU's memory is like now; None of a CPU, whose pages can be taken from others. ConfigError if the GPU takes nobody
-    in: it is full, in exclusive mode, or broken."""
+    """Returns the free and total memory of a GPU; None for a CPU. ConfigError if the GPU cannot be used: it is full, in
+    exclusive mode, or broken."""
     if device.type != "cuda":
         return None
     try:
@@ -143,7 +144,7 @@ def occupancy(device: torch.device) -> Occupancy | None:
 
 @contextmanager
 def explained(device: torch.device) -> Iterator[None]:
-    """Running out of a GPU's memory raises ConfigError saying who has it and what to do; so does what else a GPU reports."""
+    """Turns GPU errors into ConfigError. Out of memory: who holds the memory and what to change. Others: how to debug."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -165,7 +166,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def free_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes that may still be taken on `device`; on a GPU, up to `utilization` of its memory for everything on it."""
+    """Returns the bytes that may still be allocated on `device`; on a GPU, all its users may take `utilization` of it."""
     if device.type == "cpu":
         return available_memory()
     torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""Rows with shared prefix pages. Found from the host's block tables alone, so it is right whatever filled them.
+"""Finds rows with shared prefixes by comparing the host's block tables, independently of what filled them.
 
-Rows that decode stand in the order of their pages, so those that share most are neighbours. A row is put in its place at its
-first step of one token, when the pages of its prompt are there, and taken out when it leaves or one of these pages is
-exchanged; pages that it gets later are its own. A step of the same rows as the last one costs a comparison.
+Decoding rows are kept sorted by their page ids, so that rows with long common prefixes are adjacent. A row is inserted at its
+first decode step, when the pages of its prompt are allocated, and removed when it leaves or one of these pages is replaced;
+pages that it gets later are not shared. If the rows are the same as in the last step, the cost is one comparison.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from penstock.ops.attention import SharedPrefixes
 
 
 class Sharing:
-    """The order of a table's rows. Told of all that changes in the table; `of` may be asked at any step."""
+    """Sorted rows of one block table. `forget` and `edited` must be called for every change of the table."""
 
     def __init__(self, table: Ints, page: int) -> None:
         """table [rows, columns]: page ids, of layers that keep all their entries."""
         self._table = table
         self._page = page
         self._placed = np.full(len(table), -1, np.int32)
-        """Of each row how many pages its place goes by; -1 if it has none."""
+        """[rows] number of pages in the row's sort key; -1 if the row is not sorted in."""
         self._order: list[tuple[bytes, int]] = []
-        """Pages and row, sorted."""
+        """(page ids as bytes, row), sorted."""
         self._rows = np.zeros(len(table), np.int32)
-        """The rows in that order,"""
+        """The rows in sorted order."""
         self._common = np.zeros(len(table), np.int32)
-        """and how many first pages each shares with the next."""
+        """Number of first pages that each row shares with the next one in sorted order."""
         self._asked = b"", b""
         self._answer: SharedPrefixes | None = None
         self._changed = False
 
     def forget(self, rows: list[int]) -> None:
-        """Rows leave, or are about to be somebody else's."""
+        """Removes rows that leave or are reassigned."""
         for row in rows:
             if self._placed[row] >= 0:
                 self._remove(row)
 
     def edited(self, edits: Ints) -> None:
-        """Lines (row, page index, page) of the table have changed."""
+        """Takes in changed entries of the table, [edits, 3]: row, page index, page id."""
         if self._order and len(edits):
             exchanged = edits[:, 1] < self._placed[edits[:, 0]]
             if exchanged.any():
                 self.forget(edits[exchanged, 0].tolist())
 
     def of(self, plan: StepPlan) -> SharedPrefixes | None:
-        """Shared prefixes of the plan's decoding segments; None if there are none. The same object while nothing changes."""
+        """Returns the shared prefixes of the plan's decode segments, or None. Returns the same object while nothing changes."""
         if len(plan.rows) < 2:
             return None
         asked = plan.rows.tobytes(), plan.counts.tobytes()
@@ -101,7 +101,7 @@ class Sharing:
         self._changed = True
 
     def _compare(self, at: int) -> int:
-        """How many first pages the rows at this place and the next share."""
+        """Returns the number of first pages that the rows at places `at` and `at` + 1 share."""
         one, other = self._rows[at:at + 2]
         pages = min(self._placed[one], self._placed[other])
         differs = self._table[one, :pages] != self._table[other, :pages]
