@@ -1,8 +1,8 @@
-"""KV events: page news as data in the shapes of vLLM's. Publishing them is in `engine/events.py`.
+"""KV cache events in vLLM's format: pages stored in or removed from each tier. `engine/events.py` publishes them.
 
-The index calls a `Sink`; `Journal` is the sink that keeps what it is told, as wire events, until a publisher takes it. Order
-matters: a page is stored after its parent, and every tier is spoken of separately. The key of a page says all that its entry
-in the cache depends on (`cache/keys.py`), so a router that holds a request's key knows where it is cached.
+The prefix index calls a `Sink`; `Journal` is the sink that collects wire events until the publisher takes them. Order matters:
+a page is reported after its parent, and each tier is reported separately. The key of a page covers everything that its contents
+depend on (`cache/keys.py`), so a router that computes a request's keys knows where it is cached.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from penstock.cache import media
 from penstock.cache.keys import Key, number
 
 SCHEMA_VERSION = 1
-"""Grows when a field changes its meaning or disappears; new fields may come without. Every event carries it."""
+"""Incremented when a field changes its meaning or is removed; added fields do not change it. Every event carries it."""
 
 MEDIUM = {"device": "GPU", "host": "CPU", "disk": "STORAGE", "remote": "STORAGE"}
-"""vLLM's names for our tiers. The device is "GPU" to routers whatever it is: where pages must be to be computed with."""
+"""vLLM's names for our tiers. Routers see the compute device as "GPU", whatever its kind."""
 
 
 class Sink(Protocol):
-    """Told by the index, in the engine's thread, whenever pages begin or cease to be findable. Must be quick."""
+    """Callbacks for pages that become or stop being findable. Called by the index in the engine's thread; must be fast."""
 
     def stored(self, group: int, tier: str, parent: Key | None, keys: Sequence[Key], tokens: Sequence[int], salt: str,
                adapter: str) -> None:
@@ -38,7 +38,7 @@ class Sink(Protocol):
         ...
 
     def cleared(self) -> None:
-        """Nothing can be found anywhere any more."""
+        """The whole cache was cleared, in every tier."""
         ...
 
 
@@ -46,29 +46,29 @@ Hash = bytes | int
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Fields and order as in vLLM. Those with a default are left out where they have it."""
+    """Fields and their order are vLLM's. Fields that have their default value are omitted."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
     token_ids: list[int]
-    """Of all listed pages, concatenated."""
+    """The tokens of all listed pages, concatenated."""
     block_size: int
     lora_id: int | None
     """Deprecated by vLLM: always nil."""
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[Any] | None] | None = None
-    """One entry a page: on the first page of a context the adapter and the salt, as far as there are any, and on each page the
-    digests of the media in it, in hexadecimal."""
+    """One entry per page: adapter and salt, if any, on the first page of a context, and on each page the hexadecimal digests of
+    the media in it."""
     group_idx: int | None = None
-    """Which cache group, where a model has several: layers that keep different stretches of the context."""
+    """The index of the cache group, for models with several groups (layers that retain different parts of the context)."""
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
     ownership: str | None = None
-    """The tier behind the device, by our name."""
+    """Our name of the tier; None for the device."""
     schema: int = 0
-    """Ours: `SCHEMA_VERSION`."""
+    """Penstock's addition: `SCHEMA_VERSION`."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
@@ -91,16 +91,16 @@ class Group(msgspec.Struct):
     """The part of an event that describes a cache group."""
 
     kind: str = "full_attention"
-    """full_attention | sliding_window, vLLM's words."""
+    """full_attention | sliding_window, as vLLM names them."""
     window: int | None = None
 
 
 class Journal:
-    """Keeps events in order until they are taken. Begins with AllBlocksCleared: whoever listens may have known an engine that
-    was here before."""
+    """Queues events in order until they are taken. The first event is AllBlocksCleared, because a subscriber may still know the
+    pages of an earlier engine."""
 
     def __init__(self, page: int, groups: Sequence[Group] = (Group(),), numbers: bool = False) -> None:
-        """`page` is the tokens of a page. `numbers` names pages by 64-bit integers instead of bytes."""
+        """`page` is the page size in tokens. With `numbers`, block hashes are 64-bit integers instead of bytes."""
         self.page = page
         self.groups = list(groups)
         self._numbers = numbers
@@ -134,12 +134,13 @@ class Journal:
         self._events.append(AllBlocksCleared(SCHEMA_VERSION))
 
     def take(self) -> list[Event]:
-        """The events since the last call; they are the caller's."""
+        """Returns the events since the last call and forgets them."""
         events, self._events = self._events, []
         return events
 
     def _with_placeholders(self, tokens: Sequence[int], extra: list[list[Any]]) -> Sequence[int]:
-        """Tokens as a client would name them; the media among them are added to the `extra` of each page."""
+        """The token ids as a client sends them: media words become placeholder tokens, and the digests of the media are
+        appended to `extra` of their page."""
         if not any(token < 0 for token in tokens):
             return tokens
         plain = list(tokens)
@@ -155,7 +156,7 @@ class Journal:
 
 
 def _place(tier: str) -> tuple[str | None, str | None]:
-    """(locality, ownership) of a tier. Two of ours are one medium to vLLM; these tell them apart."""
+    """(locality, ownership) of a tier. Disk and remote are both STORAGE to vLLM; these two fields distinguish them."""
     if tier == "device":
         return None, None
     return "REMOTE" if tier == "remote" else "LOCAL", tier

@@ -1,4 +1,4 @@
-"""Puts what sequences compute into the index: whole pages while they run, the rest of the last page when they end."""
+"""Inserts computed pages into the prefix index: whole pages while a sequence runs, the partial last page when it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.core.sequence import Sequence
 
 
 class Indexer:
-    """Writes the index on behalf of sequences; `edits[g]` takes the page edits that follow from it."""
+    """Adds the pages of sequences to the index. Resulting block table edits are appended to `edits[g]`."""
 
     def __init__(self, lookup: Lookup, evictor: Evictor, pools: Pools, edits: list[list[int]]) -> None:
         self.index = lookup.index
@@ -25,9 +25,9 @@ class Indexer:
         self._edits = edits
 
     def add(self, sequence: Sequence) -> None:
-        """The whole pages below `sequence.computed` can be found from here on.
+        """Adds the sequence's whole pages below `sequence.computed` to the index.
 
-        Where the index has pages of equal contents already, they replace the sequence's own.
+        Where the index has pages with equal contents already, they replace the sequence's own pages.
         """
         state, page = state_of(sequence), self.page
         upto = sequence.computed - sequence.computed % page
@@ -36,7 +36,7 @@ class Indexer:
         node = state.node
         one_more = self.simple and upto == state.indexed + page
         if one_more and node is not None and self.index.grows(node, sequence, state.indexed):
-            # The usual case: one page more of a sequence with full attention alone, in a node that only it extends.
+            # Fast path: one more page, full attention alone, and a leaf that only this sequence extends.
             fresh = sequence.pages[0].ids[state.indexed // page]
             self.index.append(node, words(sequence, state.indexed, upto), fresh)
             state.indexed = upto
@@ -57,7 +57,7 @@ class Indexer:
         self.evictor.enforce_quota(node.label.account)
 
     def _place(self, sequence: Sequence, state: SequenceState) -> Node:
-        """The sequence's place in the tree; found anew if it has none yet, or if what was there has been evicted."""
+        """The sequence's node in the tree. It is looked up again if there is none yet, or if it has been evicted."""
         node = state.node
         if node is None or node.gone or node.end < state.indexed:
             request = sequence.request
@@ -70,21 +70,21 @@ class Indexer:
         return node
 
     def _whole(self, sequence: Sequence, g: int, first: int, last: int) -> list[int]:
-        """A group's pages for blocks [first, last) of the tree, as far as the sequence holds them and they are whole."""
+        """A group's pages for blocks [first, last) of the tree; -1 for blocks without a whole page held by the sequence."""
         run, shift = sequence.pages[g], self.shift[g]
         ids = run.ids[max(run.first, first - shift):last - shift]
         ids = [-1] * (last - first - len(ids)) + ids
         if shift:
-            # Forks that part in the next block may share such a page, which lies on both ways then: leave it to them.
+            # Forks that diverge in the next block may share such a page, which would then be on both paths: do not add it.
             ids = [-1 if page >= 0 and self.pools.shared(g, page) else page for page in ids]
         if self.keeps[g].exact:
-            # Only a segment that ended on the border has left the state of the border behind.
+            # Only a chunk that ended at the page boundary has left a snapshot of that boundary.
             sealed = ids[-1] if sequence.computed % self.page == 0 else -1
             ids = [-1] * (len(ids) - 1) + [sealed]
         return ids
 
     def _adopt(self, g: int, sequence: Sequence, first: int, ids: list[int]) -> None:
-        """The sequence's pages from index `first` on become `ids`, where they differ."""
+        """Replaces the sequence's pages from index `first` on by `ids`, where they differ."""
         run = sequence.pages[g]
         if first >= 0 and run.ids[first:first + len(ids)] == ids:
             return
@@ -97,7 +97,8 @@ class Indexer:
                     self._edits[g] += (sequence.row, i, page)
 
     def end(self, sequence: Sequence) -> None:
-        """A sequence is about to let go of its pages: what is certain and not there yet is added, whole or not."""
+        """Called before a sequence releases its pages: adds the committed ones that are missing in the index, including the
+        partial last page."""
         self.add(sequence)
         state, page, computed = state_of(sequence), self.page, sequence.computed
         node, block = self._place(sequence, state), computed // page
@@ -112,7 +113,7 @@ class Indexer:
                 self.forget(useless)
 
     def _rest(self, sequence: Sequence, g: int, block: int) -> int:
-        """A group's page for the last block of a context that ends inside it; -1 if it is of no use, or others hold it too."""
+        """A group's partial last page; -1 if it cannot be reused, or others hold it too."""
         keep, run, i = self.keeps[g], sequence.pages[g], block - self.shift[g]
         if not run.first <= i < len(run.ids) or run.ids[i] < 0 or self.pools.shared(g, run.ids[i]):
             return -1
@@ -123,7 +124,7 @@ class Indexer:
         return run.ids[i]
 
     def used(self, sequence: Sequence, node: Node) -> None:
-        """A context has come to its end, or pauses, at this node."""
+        """Called when a sequence ends or is preempted at this node: updates its last use and applies its retention spans."""
         if node.gone:
             return
         self.index.touch(node, self.evictor.now)
@@ -136,7 +137,7 @@ class Indexer:
             self._retain(node, span)
 
     def _retain(self, node: Node, span: Span) -> None:
-        """Marks the way to `node` as far as a span reaches."""
+        """Sets the retention priority of the path to `node`, as far as the span reaches."""
         now = self.evictor.now
         upto = -(-span.upto // self.page) * self.page
         at: Node | None = node
@@ -148,7 +149,8 @@ class Indexer:
             at = at.parent
 
     def forget(self, node: Node, upwards: bool = False) -> None:
-        """Takes a leaf out of the tree, as far as nobody holds it; `upwards`, then its parent if that has become one."""
+        """Removes a leaf's blocks from the tree until one has a holder; with `upwards` continues with its parent if that has
+        become a leaf."""
         while self.evictor.removable(node):
             last, parent = node.blocks - 1, node.parent
             for g, ids in enumerate(node.pages):

@@ -1,8 +1,8 @@
-"""Media in contexts: placeholder tokens are told apart by what stands behind them.
+"""Media in contexts: distinguishes equal placeholder tokens by the media they stand for.
 
-To a model an image is a run of equal placeholder tokens, but the entries at these positions come from the image. So the index
-knows such positions by a word of the medium's own, a negative number where tokens are never negative: equal words mean equal
-contents, in this process. In keys, which other processes read, the contents' digest itself stands for it (`runs`).
+A model sees an image as a run of equal placeholder tokens, but the KV entries at these positions depend on the image. So the
+index replaces each placeholder by a word of the medium, a negative number (token ids are never negative). Within this process
+equal words mean equal contents. Content keys, which other processes read, use the digest of the contents instead (`runs`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from penstock.core.request import Medium
 
 _MOST = 1 << 16
-"""Media that are remembered; what is forgotten is not found again, which costs time alone."""
+"""The number of media whose words are remembered (LRU). A forgotten medium is not matched again, which costs only time."""
 _UNKNOWN = bytes(32)
 
 
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 
 class _Words:
-    """The words of media. A word is never given a second meaning. Any thread may ask."""
+    """Assigns words to media. A word is never reused for another medium. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,8 +62,8 @@ _WORDS = _Words()
 
 
 def put(words: bytearray, start: int, media: list[Medium], tokens: list[int]) -> None:
-    """Puts the words of media in the place of placeholders. `words` are int32, those of the positions from `start` on;
-    `tokens` all of the context's."""
+    """Replaces placeholders in `words` by the words of the media. `words` are the int32 tokens of the positions from `start`
+    on; `tokens` are all tokens of the context."""
     view: npt.NDArray[np.int32] = np.frombuffer(words, np.int32)
     end = start + len(view)
     for medium in media:
@@ -73,11 +73,11 @@ def put(words: bytearray, start: int, media: list[Medium], tokens: list[int]) ->
 
 
 def runs(words: npt.NDArray[np.int32]) -> list[Run]:
-    """The media in a stretch of words, in order. One that was forgotten has a digest that no medium has."""
+    """The media runs in a range of words, in order. A forgotten medium gets a digest that no medium has."""
     found: list[Run] = []
     places = np.flatnonzero(words < 0)
     if len(places):
-        # A run ends where the next place does not follow, or has another word.
+        # A run ends where the next media position is not adjacent or has a different word.
         breaks = np.flatnonzero((np.diff(places) > 1) | (np.diff(words[places]) != 0)) + 1
         for run in np.split(places, breaks):
             digest, token = _WORDS.meaning(int(words[run[0]])) or (_UNKNOWN + words[run[0]].tobytes(), 0)

@@ -1,4 +1,4 @@
-"""Tells the tiers and the listeners which whole pages the device has and has not any more, by their content keys."""
+"""Reports whole pages that were stored on or removed from the device, by content key, to the tiers and to the event sink."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.cache.tiers import Content, Tiers
 
 
 class News:
-    """Listens to the index. Tiers are told in batches (`flush`), listeners at once."""
+    """Listens to the prefix index. Tiers get the changes in batches (`flush`), the sink at once."""
 
     def __init__(self, index: Prefix, tiers: Tiers | None, sink: Sink | None) -> None:
         self._index = index
@@ -23,7 +23,7 @@ class News:
         self._leaving: list[Content] = []
         self._broken = False
         self.offered = False
-        """Pages have been offered to the tiers since the last plan."""
+        """True if pages for the tiers have been collected since the last plan."""
         index.stored, index.removed = self._stored, self._removed
 
     def _stored(self, node: Node, group: int, blocks: list[int]) -> None:
@@ -43,7 +43,7 @@ class News:
             self._tell(node, group, run)
 
     def _tell(self, node: Node, group: int, run: list[int]) -> None:
-        """Of consecutive blocks."""
+        """Reports consecutive blocks to the sink."""
         assert self._sink is not None
         keys, first = [self._index.key(node, block) for block in run], run[0]
         parent = self._index.key(node, first - 1) if first or node.start else None
@@ -70,7 +70,7 @@ class News:
         return tokens
 
     def open(self) -> None:
-        """The index has got its name: tells of all that is in it, parents first."""
+        """Called when the index has got its model name: reports everything in it, parents first."""
         for node in self._index.nodes():
             for group, ids in enumerate(node.pages):
                 blocks = [block for block, page in enumerate(ids) if page >= 0]
@@ -79,7 +79,7 @@ class News:
 
     @contextmanager
     def broken(self) -> Iterator[None]:
-        """Pages that leave meanwhile are broken and must be kept nowhere."""
+        """Pages removed inside this context are invalid: tiers must forget them instead of saving them."""
         self._broken = True
         try:
             yield
@@ -87,7 +87,7 @@ class News:
             self._broken = False
 
     def flush(self) -> None:
-        """Offers the tiers what there is news of, before the plan being made takes its transfers."""
+        """Offers the collected pages to the tiers, before the plan being made takes its transfers."""
         if self._tiers is not None:
             if self._certain:
                 self._tiers.offer(self._certain, leaving=False)
@@ -96,7 +96,7 @@ class News:
         self._certain, self._leaving, self.offered = [], [], False
 
     def cleared(self) -> None:
-        """Nothing can be found any more."""
+        """The index was cleared."""
         self._certain, self._leaving = [], []
         if self._sink is not None:
             self._sink.cleared()

@@ -1,7 +1,7 @@
-"""Tells a sink also of the tiers behind the device: which pages came to host memory, disk or a remote store, and which went.
+"""Adds events of the tiers behind the device: pages stored in or removed from host memory, disk and remote stores.
 
-Tiers know pages by their names alone. What an event says besides, a page's tokens and what is before it, is learnt when the
-page is on the device; of pages that a store has from earlier times nothing is told until then.
+Tiers know pages by name alone. The other facts of an event (the page's tokens and its parent) are recorded when the page is on
+the device; pages that a store has from an earlier run are not reported until then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from penstock.cache.tiers import Tiers
 from penstock.core.transfer import PageName
 
 _PATIENCE = 4
-"""For so many flushes a page that is nowhere is remembered: one that the device gives up comes to a tier with the next plan."""
+"""The number of flushes for which a page in no tier is remembered: a page evicted from the device may be saved to a tier by the
+next plan."""
 
 
 class _Page(NamedTuple):
@@ -26,25 +27,25 @@ class _Page(NamedTuple):
     salt: str
     adapter: str
     depth: int
-    """Pages before it, as far as they are known: parents are told of before children."""
+    """The number of known pages before it, for reporting parents before children."""
 
 
 class Whereabouts:
-    """A `cache/events.py::Sink` between the index and another one. The engine's thread calls it, and `flush` now and then."""
+    """A `cache/events.py::Sink` between the index and another sink. The engine's thread calls it, including `flush`."""
 
     def __init__(self, sink: Sink, tiers: Tiers) -> None:
         self._sink = sink
         self._pages: dict[PageName, _Page] = {}
-        """Pages that were on the device and still are there, or in a tier."""
+        """Facts of pages that were on the device and are still there or in a tier."""
         self._there: dict[PageName, int] = {}
-        """Where each page is: a bit for each tier."""
+        """The tiers of each page, as a bit mask."""
         self._bits: dict[str, int] = {}
         self._numbers = count()
         self._nowhere: deque[tuple[int, PageName]] = deque()
-        """Pages that went from the last place they were in, and at which flush."""
+        """(flush number, page) for pages removed from their last tier."""
         self._flushes = 0
         self._news: deque[tuple[str, PageName, bool]] = deque()
-        """From any thread."""
+        """(tier, page, present) reports of the tiers; appended from any thread."""
         tiers.listen(lambda tier, name, there: self._news.append((tier, name, there)))
 
     def stored(self, group: int, tier: str, parent: Key | None, keys: Sequence[Key], tokens: Sequence[int], salt: str,
@@ -74,7 +75,7 @@ class Whereabouts:
         self._nowhere.clear()
 
     def flush(self) -> None:
-        """Tells what the tiers have reported since the last call."""
+        """Passes on the tiers' reports since the last call."""
         came: dict[str, list[PageName]] = {}
         for _ in range(len(self._news)):
             tier, name, there = self._news.popleft()
@@ -113,7 +114,7 @@ class Whereabouts:
             self._tell(tier, sorted(names, key=lambda name: self._pages[name].depth))
 
     def _tell(self, tier: str, names: list[PageName]) -> None:
-        """Of pages that are in a tier now, parents first; consecutive ones together."""
+        """Reports pages that are now in a tier, given parents first; consecutive pages become one event."""
         run: list[PageName] = []
         for name in names:
             if run and (self._pages[name].parent, name.group) != (run[-1].key, run[-1].group):

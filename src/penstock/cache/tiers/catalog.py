@@ -1,8 +1,7 @@
-"""Catalogs: the known contents of a store, its size bound, and whether it is to be left alone.
+"""Catalogs: an in-memory listing of a store, its size bound, and its health.
 
-The engine's thread asks and must never wait for a store; so the answer comes from memory, which a thread of its own brings up
-to date. It may be wrong: a page may have gone, which a load finds out, or have come from another engine, which the next look
-finds.
+The engine's thread must never wait for a store, so it reads the catalog, which a keeper thread refreshes. The catalog may be
+stale: a load discovers that a page is gone, and the next refresh discovers pages that another engine added.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ from penstock.stores.record import HEADER_BYTES
 LOG = logging.getLogger("penstock")
 
 _SPARE = 0.05
-"""Of the bound, what is to be free so that writers find room. If it is not, twice as much is made free, in the background."""
+"""The share of the bound that is kept free for writers. Below it, the keeper thread evicts until twice this share is free."""
 _PAUSE_SECONDS, _LONGEST_PAUSE = 5.0, 60.0
-"""A store that has failed to write, or did not answer in time, is left alone for so long; each time in a row twice as long."""
+"""The pause in writing after a failed write; the first and the longest pause after missed deadlines, which doubles with each
+consecutive miss."""
 _FIRST_SECONDS = 1.0
-"""How long a start waits for the first look at a store."""
+"""The longest that start-up waits for the first listing of a store."""
 _CLOSE_SECONDS = 2.0
-"""How long an end waits for a store that hangs."""
+"""The longest that shutdown waits for a hanging store."""
 
 
 class Catalog:
-    """The pages of one store. Safe to use from the engine's thread and from the keeper's."""
+    """The pages of one store. Thread-safe between the engine's thread and the keeper's."""
 
     def __init__(self, store: Store, page_bytes: Sequence[int], bound: int | None) -> None:
-        """`page_bytes` of each cache group; the store may hold `bound` bytes, or None for no bound of ours."""
+        """`page_bytes` has the page size of each cache group; `bound` is the maximal number of bytes, None for no limit."""
         self.store = store
         self.tier = store.tier
         self.bound = bound
@@ -41,24 +41,24 @@ class Catalog:
         self.pages = 0
         self.evicted = 0
         self.told: Callable[[PageName, bool], None] = lambda _name, _there: None
-        """Told of every page that comes or goes; from any thread."""
+        """Callback (page, present) for every page added or removed; called from any thread."""
         self._sizes = [HEADER_BYTES + size for size in page_bytes]
         self._spare = max(2 * max(self._sizes), int(_SPARE * (bound or 0)))
         self._entries: OrderedDict[PageName | str, int] = OrderedDict()
-        """Bytes of everything there, least recently used first."""
+        """Entry -> bytes, least recently used first."""
         self._touched: OrderedDict[PageName, None] = OrderedDict()
-        """Uses that the store has not been told of yet."""
+        """Uses that have not been passed on to the store yet."""
         self._pending: dict[PageName, int] = {}
-        """Bytes of what is being written."""
+        """Pages being written -> bytes."""
         self._pending_bytes = 0
         self._doomed: set[PageName] = set()
-        """Pages that must not be found, whatever a listing says, until they are deleted."""
+        """Pages to be deleted; until then they are not found, even if a listing has them."""
         self._paused_until = 0.0
-        """Nothing is written before."""
+        """No writes before this time."""
         self._away_until = 0.0
-        """Nothing is loaded or written before."""
+        """No loads or writes before this time."""
         self._misses = 0
-        """How many loads in a row it did not answer in time."""
+        """The number of consecutive loads that missed their deadline."""
         self._failing = False
         self._lock = threading.Lock()
 
@@ -66,16 +66,16 @@ class Catalog:
         return name in self._entries
 
     def away(self, now: float) -> bool:
-        """Whether the store is left alone at this time (`time.monotonic()`)."""
+        """True if the store is paused at this time (`time.monotonic()`) after missed deadlines."""
         return now < self._away_until
 
     @property
     def failing(self) -> bool:
-        """Whether the last look at the store has failed."""
+        """True from a failed operation of the keeper thread until the next successful listing."""
         return self._failing
 
     def missed(self, now: float) -> None:
-        """The store did not answer a load in time: it is left alone for a while, and then tried again."""
+        """Called when the store missed a load's deadline: pauses it for a while."""
         if self.away(now):
             return
         pause = min(_LONGEST_PAUSE, _PAUSE_SECONDS * 2**min(self._misses, 8))
@@ -85,13 +85,13 @@ class Catalog:
                     "instead", self.tier, pause)
 
     def answered(self) -> None:
-        """The store gave a load in time."""
+        """Called when the store met a load's deadline: resets the count of misses."""
         if self._misses:
             LOG.warning("the %s tier of the cache gives pages in time again", self.tier)
         self._misses = 0
 
     def listen(self, told: Callable[[PageName, bool], None]) -> None:
-        """Tells of every page that is there, and from now on of every one that comes or goes."""
+        """Calls `told` for every page in the catalog, and from now on for every page added or removed."""
         with self._lock:
             self.told = told
             for name in self._entries:
@@ -99,7 +99,8 @@ class Catalog:
                     told(name, True)
 
     def touch(self, names: Sequence[PageName]) -> None:
-        """These pages, in the order of their context, were wanted. Its end is to go first: it is of no use alone."""
+        """Marks these pages, given in context order, as used. The last page becomes the least recent of them, because the end
+        of a context is useless without its beginning."""
         with self._lock:
             for name in reversed(names):
                 if name in self._entries:
@@ -108,11 +109,12 @@ class Catalog:
 
     @property
     def crowded(self) -> bool:
-        """Whether it is time to shrink."""
+        """True if the store should be shrunk."""
         return self.bound is not None and self.used_bytes + self._pending_bytes > self.bound - self._spare
 
     def reserve(self, name: PageName, now: float) -> bool:
-        """Whether a page should be written now: it is not there nor on its way, there is room, and the store takes pages."""
+        """Reserves room for a page to be written. False if it is there or in flight already, there is no room, or the store is
+        paused."""
         if name in self._entries or name in self._pending or name in self._doomed:
             return False
         if now < self._paused_until or self.away(now):
@@ -125,7 +127,7 @@ class Catalog:
         return True
 
     def finish_write(self, name: PageName, ok: bool, now: float) -> bool:
-        """A reserved page has been written, or could not be. False if it was doomed meanwhile: it can be deleted now."""
+        """Ends the write of a reserved page. False if the page was doomed meanwhile and can be deleted now."""
         size = self._pending.pop(name)
         self._pending_bytes -= size
         if not ok:
@@ -135,21 +137,21 @@ class Catalog:
         return name not in self._doomed
 
     def doom(self, names: Iterable[PageName]) -> None:
-        """These pages are broken or not wanted any more: nobody finds them from now on, and `bury` deletes them."""
+        """Removes invalid or unwanted pages from the catalog; `bury` deletes them from the store."""
         with self._lock:
             for name in names:
                 self._doomed.add(name)
                 self._remove(name)
 
     def doom_all(self) -> None:
-        """Dooms whatever is there or on its way."""
+        """Dooms all pages, including those being written."""
         with self._lock:
             names = [name for name in self._entries if not isinstance(name, str)]
         self.doom([*names, *self._pending])
 
     def bury(self, last: bool = False) -> None:
-        """Deletes what is doomed. What is still being written has to wait, unless this is the `last` call, before which all has
-        been written. Not for the engine's thread."""
+        """Deletes doomed pages from the store. Pages still being written are deleted later, except in the `last` call, when no
+        writes are left. Must not run in the engine's thread."""
         for name in list(self._doomed):
             if last or name not in self._pending:
                 if not self.delete(name):
@@ -157,7 +159,7 @@ class Catalog:
                 self._doomed.discard(name)
 
     def refresh(self) -> None:
-        """Looks at the store. May take long; not for the engine's thread."""
+        """Updates the catalog from the store. May take long; must not run in the engine's thread."""
         try:
             came, went = self.store.changes()
         except OSError as error:
@@ -171,7 +173,7 @@ class Catalog:
                 self._remove(name)
 
     def tell(self) -> None:
-        """Tells the store what was used, because others go by that, too. Not for the engine's thread."""
+        """Passes uses on to the store, because other engines evict by them too. Must not run in the engine's thread."""
         try:
             while self._touched:
                 self.store.touch(self._touched.popitem(last=False)[0])
@@ -179,7 +181,7 @@ class Catalog:
             self._complain("cannot be told what is used", error)
 
     def shrink(self) -> None:
-        """Deletes what was used longest ago, if the store is nearly full. Not for the engine's thread."""
+        """Evicts the least recently used entries if the store is nearly full. Must not run in the engine's thread."""
         if self.bound is None or not self.crowded:
             return
         while self.used_bytes + self._pending_bytes > self.bound - 2 * self._spare:
@@ -190,7 +192,7 @@ class Catalog:
             self.evicted += 1
 
     def delete(self, name: PageName | str) -> bool:
-        """Takes something out of the store."""
+        """Deletes an entry from the store; False if that failed."""
         try:
             self.store.delete(name)
         except OSError as error:
@@ -222,18 +224,18 @@ class Catalog:
                 self.told(name, False)
 
     def _complain(self, what: str, error: OSError) -> None:
-        """Once for each time that it begins to fail."""
+        """Logs a failure; repeated failures are logged again only after a listing has succeeded."""
         if not self._failing:
             LOG.warning("the %s tier of the cache %s: %s", self.tier, what, error)
         self._failing = True
 
 
 class Keeper:
-    """A thread that keeps catalogs true and stores within their bounds."""
+    """A thread that refreshes catalogs and keeps stores within their bounds."""
 
     def __init__(self, catalogs: Sequence[Catalog], seconds: float) -> None:
-        """Looks once, for which it waits a moment, so that a new engine knows what was kept; then every `seconds`, or more
-        rarely where looking takes long."""
+        """Refreshes once, waiting up to _FIRST_SECONDS for it, so that a new engine knows the stored pages; then every
+        `seconds`, or less often if a refresh takes long."""
         self._catalogs = list(catalogs)
         self._seconds = seconds
         self._wake = threading.Event()
@@ -244,11 +246,11 @@ class Keeper:
         self._looked.wait(_FIRST_SECONDS)
 
     def wake(self) -> None:
-        """Has doomed pages deleted and stores shrunk soon."""
+        """Makes the thread delete doomed pages and shrink stores soon."""
         self._wake.set()
 
     def close(self) -> None:
-        """Finishes what it is doing, unless a store hangs. Nothing may be being written any more."""
+        """Stops the thread after its current work; does not wait for a hanging store. No writes may be in flight."""
         self._closed = True
         self._wake.set()
         self._thread.join(_CLOSE_SECONDS)
@@ -269,7 +271,7 @@ class Keeper:
             began = time.monotonic()
             if began >= due:
                 self._look()
-                # At most a hundredth of a core goes into looking.
+                # Refreshing uses at most 1 % of a core.
                 due = time.monotonic() + max(self._seconds, 100 * (time.monotonic() - began))
             for catalog in self._catalogs:
                 catalog.shrink()

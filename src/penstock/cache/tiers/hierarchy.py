@@ -1,7 +1,7 @@
-"""The tiers behind the device as the prefix index sees them: where a page is kept, when it is saved, whether loading it pays.
+"""The hierarchy of tiers behind the device: decides which tiers keep a page, when it is saved, and whether loading it pays.
 
-The host's arena is the first of them, and the place from which pages are written to stores. What moves is decided here and done
-by the worker (`worker/movers.py`), in the order of plans, so a page counts as being on the host from the plan that saves it.
+Host memory is the first tier, and pages are written to stores from there. This file decides; the worker moves the bytes
+(`worker/movers.py`) in plan order, so a page counts as being on the host from the plan that saves it.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from penstock.stores import Store
 HOST = "host"
 
 _PATIENCE, _LEAST_PATIENCE = 0.5, 0.15
-"""A load may take so much of the time that computing takes, and so many seconds: with the computing after a load that was in
-vain, no request takes longer than 1.5 times computing alone and 0.2 s."""
+"""A load may take at most _PATIENCE times the computing time plus _LEAST_PATIENCE seconds. So a request that computes after
+a load that failed takes no longer than 1.5 times computing alone plus 0.2 s."""
 _MOST_PATIENCE = 30.0
-"""Seconds where the user wants all loaded that is found."""
+"""The timeout of a load in seconds under --cache-load always."""
 _STALLED_SECONDS = 10.0
-"""A store that has not finished writing some pages for so long is given no more."""
+"""A store with a write older than this gets no further writes."""
 _WANTED_PAGES = 1 << 16
-"""Pages that may wait to be written to stores; of more the oldest are not written."""
+"""The capacity of the queue of pages to be written to stores; beyond it the oldest entries are dropped."""
 _WRITING_SHARE = 0.25
-"""Of the host's slots, those that writing to stores may keep busy."""
+"""The share of host slots that writes to stores may keep busy (backpressure)."""
 _SPILL_SHARE = 0.75
-"""With so much of the host full, pages on their way out are written to stores in good time."""
+"""Above this occupancy of the host, its least recently used pages are written to stores before they are evicted."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The user's choices."""
+    """The user's options for saving and loading."""
 
     through: bool = True
-    """Save pages as soon as they are certain, instead of when the device gives them up."""
+    """Write-through: save pages when they are committed, instead of when the device evicts them."""
     always: bool = False
-    """Load whatever is found, instead of where loading is predicted to be faster than computing."""
+    """Load every page that is found, instead of only where loading is predicted to be faster than computing."""
 
 
 @dataclass(slots=True)
 class _Loading:
-    """A load under way."""
+    """An in-flight load."""
 
     pieces: list[Piece]
     nbytes: dict[str, int]
-    """By tier."""
+    """Bytes by source tier."""
     pages: dict[str, int] = field(default_factory=dict)
 
 
@@ -65,39 +65,39 @@ class Hierarchy:
 
     def __init__(self, layout: CacheLayout, slabs: int, stores: Sequence[tuple[Store, int | None]], policy: Policy,
                  refresh_seconds: float = 1.0) -> None:
-        """`stores` with the bytes that each may hold."""
+        """`stores` are (store, maximal bytes or None) pairs."""
         self.layout = layout
         self.policy = policy
         self.host = HostSlots(layout, slabs)
         self._roomy = slabs >= 2 * layout.slabs
-        """Whether pages that leave the device may count as just used: while it is filled anew once, as many leave it as are
-        saved. A host without room for both would give up what the device still has, and save it again when that leaves, which
-        the step that needs its room has to wait for."""
+        """True if pages evicted from the device are marked as just used on the host. While the device is refilled once, as many
+        pages are evicted as are saved. A smaller host would then evict pages that the device still has, and would have to save
+        them again when the device evicts them, which delays the step that needs their room."""
         self._sizes = [group.page_bytes for group in layout.groups]
         self.catalogs = [Catalog(store, self._sizes, bound) for store, bound in stores]
         self.costs = Costs({tier: Source() for tier in (HOST, *(catalog.tier for catalog in self.catalogs))})
-        # One for each, so that a store that hangs keeps no other's from its work.
+        # One keeper thread per store, so that a hanging store does not delay the others.
         self._keepers = [Keeper([catalog], refresh_seconds) for catalog in self.catalogs]
         self._stats = {tier: TierStats(tier) for tier in self.costs.sources}
         self._saves: dict[tuple[int, int], tuple[PageName, Save]] = {}
-        """By group and slot."""
+        """Saves for the next plan, by (group, slot)."""
         self._transfers: list[Transfer] = []
-        """Loads and writes."""
+        """Loads and writes for the next plan."""
         self._wanted: deque[PageName] = deque(maxlen=_WANTED_PAGES)
-        """Pages to be written to stores as soon as there is room for them in the queue."""
+        """Pages queued to be written to stores."""
         self._writing: dict[int, tuple[int, PageName, int, float]] = {}
-        """Writes under way: which store, which page, its size, since when."""
+        """In-flight writes by id: (index of the store, page, bytes, start time)."""
         self._most_writing = max(1, int(_WRITING_SHARE * slabs * min(group.per_slab for group in layout.groups)))
         self._loading: dict[int, _Loading] = {}
         self._ids = count(1)
 
-    # -- what the prefix index asks (`cache/tiers/__init__.py::Tiers`)
+    # -- the interface of the prefix index (`cache/tiers/__init__.py::Tiers`)
 
     def offer(self, pages: Sequence[Content], leaving: bool) -> None:
         names = [PageName(content.group, content.key) for content in pages]
         if leaving:
             if self._roomy:
-                # Until now it was the device's affair how recently they were used.
+                # While a page was on the device, its uses were recorded only there.
                 self.host.touch(names)
         elif not self.policy.through:
             return
@@ -158,7 +158,7 @@ class Hierarchy:
     def drain(self) -> list[Transfer]:
         saves, self._saves = self._saves, {}
         transfers, self._transfers = self._transfers, []
-        # Where much comes at once, the host has given up some of it since, and the slot, or the whole slab, to another page.
+        # If many pages were offered at once, the host may have evicted some since and reused their slots: drop those saves.
         left = [save for name, save in saves.values() if self.host.uses(name, save.slot)]
         for save in left:
             self._moved(HOST, self._sizes[save.group])
@@ -218,24 +218,24 @@ class Hierarchy:
             stats.available = int(not catalog.failing and not catalog.away(time.monotonic()))
         return list(self._stats.values())
 
-    # -- what the engine asks
+    # -- shutdown
 
     def close(self) -> None:
-        """Ends what runs in the background; nothing may be asked any more."""
+        """Stops the background threads and closes the stores. No other method may be called afterwards."""
         for keeper in self._keepers:
             keeper.close()
         for catalog in self.catalogs:
             catalog.store.close()
 
-    # -- within
+    # -- internals
 
     def _tidy(self) -> None:
-        """Has doomed pages deleted and full stores shrunk."""
+        """Wakes the keeper threads, which delete doomed pages and shrink full stores."""
         for keeper in self._keepers:
             keeper.wake()
 
     def _present(self) -> list[Catalog]:
-        """Those of stores that are not left alone."""
+        """The catalogs of stores that are not paused after a timeout (`Catalog.away`)."""
         now = time.monotonic()
         return [catalog for catalog in self.catalogs if not catalog.away(now)]
 
@@ -243,12 +243,12 @@ class Hierarchy:
         return self.policy.always or self.costs.worth_saving(HOST, nbytes, self.layout.page)
 
     def _written(self, name: PageName) -> bool:
-        """Whether a page was written through to a store. When it leaves the device it is not saved once more, which the step
-        that needs its room would have to wait for."""
+        """True if a page was written through to a store. It is then not saved again when the device evicts it, because the step
+        that needs its room would have to wait for the copy."""
         return self.policy.through and any(name in catalog for catalog in self.catalogs)
 
     def _write(self) -> None:
-        """Starts writing wanted pages, as many as the queue takes. A page that has left the host meanwhile is not written."""
+        """Starts writes of queued pages, up to the limit of in-flight writes. Pages no longer on the host are skipped."""
         now = time.monotonic()
         stalled = {which for which, _, _, since in self._writing.values() if now - since > _STALLED_SECONDS}
         busy = sum(which not in stalled for which, *_ in self._writing.values())
@@ -262,7 +262,7 @@ class Hierarchy:
                     self._transfers.append(Write(number, which, name, self.host.hold(name)))
 
     def _locate(self, pages: Sequence[Content]) -> list[Piece]:
-        """Where each page is to come from; nothing if one of them is nowhere."""
+        """The source of each page, nearest tier first; an empty list if a page is in no tier."""
         pieces, names, present = [], [], self._present()
         for content in pages:
             name = PageName(content.group, content.key)
@@ -284,7 +284,7 @@ class Hierarchy:
         for piece in load.pieces:
             if piece.slot >= 0:
                 self.host.let_go(piece.name)
-        # A load is as slow as the furthest tier that it needs.
+        # The duration of a load is attributed to the furthest tier that it reads from.
         furthest = max(load.nbytes, key=list(self._stats).index)
         for tier, size in load.nbytes.items():
             self.costs.sources[tier].owed -= size
@@ -294,7 +294,7 @@ class Hierarchy:
         self.costs.sources[furthest].learn(load.nbytes[furthest], result.seconds, now, result.ok)
         for which in result.missed:
             self._stats[self.catalogs[which].tier].late_loads += 1
-            # Where nothing has been computed yet nobody knows what was to be expected.
+            # Before the first measured step there is no computing time to derive a deadline from, so do not blame the store.
             if self.costs.steps.known:
                 self.catalogs[which].missed(now)
         for which in {piece.store for piece in load.pieces if result.ok and piece.store >= 0}:
@@ -306,8 +306,8 @@ class Hierarchy:
                 self._tidy()
 
     def _positions(self, load: _Loading, tier: str, lost: Sequence[PageName]) -> int:
-        """Positions of context that a load got from a tier: of the cache group that got most, or of one that has lost pages,
-        those before the first of these."""
+        """The number of context positions that a load got from a tier: the maximum over cache groups. Of a group that lost
+        pages, only pages before the first lost one count, and only such groups are considered."""
         pages, broken = Counter[int](), set[int]()
         for piece in load.pieces:
             group = piece.name.group

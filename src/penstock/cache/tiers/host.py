@@ -1,6 +1,6 @@
-"""Host slots: which page is in which slot of the host's arena. Slots have the size of device pages; eviction is LRU.
+"""Host slots: maps pages to slots of the host memory arena. Slots have the size of device pages; eviction is LRU.
 
-A slot is free, being read or written by a transfer (busy), or idle. Bookkeeping alone; the bytes are the worker's.
+A slot is free, busy (read or written by an in-flight transfer), or idle. This is bookkeeping only; the worker owns the bytes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from penstock.core.transfer import PageName
 
 
 class HostSlots:
-    """Slots of the host's arena by what is in them."""
+    """The slots of the host arena, by page."""
 
     def __init__(self, layout: CacheLayout, slabs: int) -> None:
         self.layout = replace(layout, slabs=slabs)
         self.evicted = 0
         self.told: Callable[[PageName, bool], None] = lambda _name, _there: None
-        """Told of every page that comes or goes."""
+        """Callback (page, present) for every page added or removed."""
         self._pools = Pools(self.layout)
         self._slots: OrderedDict[PageName, int] = OrderedDict()
         """Least recently used first."""
         self._busy: dict[PageName, int] = {}
-        """How many transfers use a page's slot."""
+        """Page -> the number of in-flight transfers that use its slot."""
         self._doomed: dict[PageName, list[int]] = {}
-        """Slots whose page was forgotten while a transfer used them."""
+        """Busy slots whose page was forgotten; they are freed when their transfers end."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -41,21 +41,22 @@ class HostSlots:
         return self._pools.slabs_used * self.layout.slab_bytes
 
     def slot(self, name: PageName) -> int | None:
-        """Where a page is, if it is here."""
+        """The slot of a page; None if it is not on the host."""
         return self._slots.get(name)
 
     def uses(self, name: PageName, slot: int) -> bool:
-        """Whether a page still is in this slot; forgotten, it is until the transfers that use it have ended."""
+        """True if a page is still in this slot. A forgotten page stays in its slot until its transfers have ended."""
         return self._slots.get(name) == slot or slot in self._doomed.get(name, ())
 
     def touch(self, names: Sequence[PageName]) -> None:
-        """These pages, in the order of their context, have been used. Its end is forgotten first: it is of no use alone."""
+        """Marks these pages, given in context order, as used. The last page becomes the least recent of them, because the end
+        of a context is useless without its beginning."""
         for name in reversed(names):
             if name in self._slots:
                 self._slots.move_to_end(name)
 
     def add(self, names: Sequence[PageName]) -> dict[PageName, int]:
-        """Slots for as many of these pages, which are not here, as there is room for without touching busy ones."""
+        """Assigns slots to as many of these new pages as fit, evicting idle pages but no busy ones."""
         wanted: dict[int, list[PageName]] = {}
         for name in names:
             wanted.setdefault(name.group, []).append(name)
@@ -64,7 +65,7 @@ class HostSlots:
             self._make_room(group, len(mine))
             count = min(len(mine), self._pools.available(group))
             slots.update(zip(mine, self._pools.take(group, count), strict=False))
-        # Least recent of them is the end of the context: without it the rest is still of use.
+        # The end of the context becomes the least recent page: the rest is usable without it.
         for name in reversed(names):
             if name in slots:
                 self._slots[name] = slots[name]
@@ -72,12 +73,12 @@ class HostSlots:
         return slots
 
     def hold(self, name: PageName) -> int:
-        """A transfer uses a page's slot from now on."""
+        """Marks a page's slot as used by one more transfer, and returns the slot."""
         self._busy[name] = self._busy.get(name, 0) + 1
         return self._slots[name]
 
     def let_go(self, name: PageName) -> None:
-        """A transfer has ended."""
+        """Called when a transfer that used the page's slot has ended."""
         self._busy[name] -= 1
         if not self._busy[name]:
             del self._busy[name]
@@ -85,7 +86,7 @@ class HostSlots:
                 self._pools.give(name.group, [slot])
 
     def forget(self, names: Iterable[PageName]) -> None:
-        """Forgets pages; busy slots are free when their transfers have ended."""
+        """Forgets pages. Busy slots are freed when their transfers have ended."""
         for name in names:
             slot = self._slots.pop(name, None)
             if slot is None:
@@ -101,17 +102,17 @@ class HostSlots:
         self.forget(list(self._slots))
 
     def oldest(self) -> Iterator[PageName]:
-        """Pages in the order in which they will go."""
+        """Pages in eviction order."""
         return iter(self._slots)
 
     def busy(self, name: PageName) -> bool:
-        """Whether a transfer uses a page's slot."""
+        """True if a transfer uses a page's slot."""
         return name in self._busy
 
     def _make_room(self, group: int, count: int) -> None:
-        """Gives up idle pages, least recent first, until `count` slots of a group are free or no more can be."""
+        """Evicts idle pages, least recently used first, until `count` slots of a group are free or none is left to evict."""
         passed: list[PageName] = []
-        # A slab is free for another group when all of its pages are, so more may have to go than come.
+        # A slab can move to another group only when all of its pages are free, so more pages may be evicted than added.
         while (missing := count - self._pools.available(group)) > 0 and len(self._slots) > len(passed):
             gone: dict[int, list[int]] = {}
             for _ in range(min(missing, len(self._slots) - len(passed))):
