@@ -1,8 +1,8 @@
 """Carries pages between the device, the host's arena and stores while steps run. What moves is decided in `cache/tiers`.
 
-Everything is done by threads, so that a step pays next to nothing for it, and those of one place never wait for those of
-another: a slow store delays nobody who does not read from it. Nothing here knows what a page means; that it is the one that was
-asked for is checked as it is read (`worker/reading.py`).
+Threads do all transfers, so that steps are not delayed, and each place has its own threads, so that a slow store delays only
+the loads that read from it. Movers do not interpret pages; `worker/reading.py` checks that a page is the one that was asked
+for.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from penstock.worker.threads import Threads
 LOG = logging.getLogger("penstock")
 
 _READERS = {"disk": max(2, min(8, (os.cpu_count() or 1) - 2)), "remote": 16}
-"""Threads that read from a store of each tier. A disk's are busy with copying and checking what they read, and eight of them
-nearly as fast as a PCIe 5 link; a network's wait for it."""
+"""Reader threads per store of each tier. Disk readers are CPU-bound (copying and checksums); eight of them come close to a
+PCIe 5 link. Network readers mostly wait."""
 _BUFFER_BYTES = 8 << 20
-"""What a reader reads, if a page is not larger, before it is copied on. More saves switches between threads, less begins to
-copy sooner."""
+"""Size of a read buffer, or one page if that is larger. A larger buffer saves thread switches; a smaller one starts copying
+earlier."""
 _SPARE_BUFFERS = 8
-"""Besides one for each reader: being copied from."""
+"""Buffers beyond one per reader, for copies to the device in flight."""
 _WRITERS = 2
-"""Write is never urgent."""
+"""Writer threads per store. Writes are never urgent."""
 _WRITES = 8
-"""Pages that one of them is given at a time."""
+"""Pages per task of a writer."""
 _IDLE_SECONDS = 0.005
-"""For how long a step with nothing to compute waits for a load; new requests wait as long."""
+"""How long a step without segments waits for a load. New requests are delayed by as much."""
 _CLOSE_SECONDS = 2.0
-"""How long the end of an engine waits for a store that hangs."""
+"""How long `close` waits for a store that hangs."""
 _HOST = -1
-"""In place of a store's number."""
+"""Stands for the host in place of a store's index."""
 
 
 class Movers:
     """The transfers of one worker. One thread calls `start`, `load` and `arrived`."""
 
     def __init__(self, arena: Arena, behind: Behind, device: torch.device) -> None:
-        """Allocates the host's arena; on a GPU it is pinned, which takes a while for each GiB."""
+        """Allocates the host arena and, for a GPU, pins it, which takes time per GiB."""
         self._arena = arena
         self._device = device
         self._host = Arena(replace(arena.layout, slabs=behind.host_slabs), torch.device("cpu"))
@@ -64,16 +64,16 @@ class Movers:
         self._version = behind.version
         self._saves, self._loads = Lane("penstock-saves", device), Lane("penstock-loads", device)
         self._saved = moment(device)
-        """The end of the saves that were started last."""
+        """Fence behind the latest saves."""
         self._saving: deque[tuple[Fence, set[tuple[int, int]]]] = deque()
-        """The pages (group, page) of saves that may still be under way, plan by plan."""
+        """Fence and pages (group, page) of the saves that may be in flight, plan by plan."""
         self._ends = ThreadPoolExecutor(1, "penstock-loaded")
         self._sources = [Reader(store, behind.version) for store in self._stores]
         self._readers = [Threads(_READERS[store.tier], f"penstock-read-{store.tier}") for store in self._stores]
         self._writers = [Threads(_WRITERS, f"penstock-write-{store.tier}") for store in self._stores]
         largest = max(group.page_bytes for group in arena.layout.groups)
         self._batch = max(1, _BUFFER_BYTES // largest)
-        """How many pages are read into a buffer."""
+        """Maximum pages per buffer."""
         count = sum(_READERS[store.tier] for store in self._stores) + _SPARE_BUFFERS if self._stores else 0
         buffers = own_pages(count * self._batch * largest).view(count, self._batch * largest)
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
@@ -86,8 +86,8 @@ class Movers:
     # -- in a step
 
     def start(self, plan: StepPlan) -> None:
-        """Before anything of the plan changes a page: saves what it says. The plan waits for saves, these and earlier ones,
-        only if it is going to overwrite what they read."""
+        """Starts the plan's saves. Must run before anything of the plan changes a page. The plan's stream waits for saves in
+        flight only if the plan overwrites pages that they read."""
         saves = [transfer for transfer in plan.transfers if isinstance(transfer, Save)]
         fresh = {(save.group, save.page) for save in saves}
         while self._saving and self._saving[0][0].passed():
@@ -112,9 +112,9 @@ class Movers:
                 writers.submit(self._write, mine[at:at + _WRITES], self._saved)
 
     def load(self, plan: StepPlan) -> None:
-        """After the plan's page copies: starts its loads."""
+        """Starts the plan's loads. Must run after the plan's page copies."""
         for load in (transfer for transfer in plan.transfers if isinstance(transfer, Load)):
-            # Steps that are under way may still read what was in these pages before.
+            # Steps in flight may still read the old contents of these pages.
             ready = moment(self._device)
             slots = [piece for piece in load.pieces if piece.store < 0]
             parts = list(self._divide([piece for piece in load.pieces if piece.store >= 0]))
@@ -127,15 +127,15 @@ class Movers:
                 self._readers[part[0].store].submit(self._read, job, part, ready)
 
     def _divide(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
-        """Pages of stores in parts for the readers: of one store each, no more than a buffer holds, and enough parts that all
-        readers have work."""
+        """Splits pages of stores into parts for the readers: one store per part, at most one buffer each, and enough parts to
+        occupy all readers."""
         for store in sorted({piece.store for piece in pieces}):
             mine = [piece for piece in pieces if piece.store == store]
             most = min(-(-len(mine) // (2 * _READERS[self._stores[store].tier])), self._batch)
             yield from (mine[at:at + most] for at in range(0, len(mine), most))
 
     def arrived(self, wait: bool = False) -> tuple[list[LoadResult], list[WriteResult]]:
-        """Results since the last call. With `wait`, and loads in flight, it may wait a moment for one."""
+        """Returns results since the last call. With `wait` and loads in flight, waits up to `_IDLE_SECONDS` for one."""
         if wait and self._open:
             self._reports.wait(_IDLE_SECONDS)
         now = time.perf_counter()
@@ -148,7 +148,7 @@ class Movers:
         return load_results, write_results
 
     def close(self) -> None:
-        """Drops loads and writes that have not begun, and frees the host's memory."""
+        """Drops loads and writes that have not begun, and frees the host arena."""
         for job in self._open.values():
             job.give_up()
         for threads in (*self._readers, *self._writers):
@@ -172,7 +172,7 @@ class Movers:
             yield self._arena.stretch(group, page, count), self._host.stretch(group, slot, count)
 
     def _write(self, writings: list[Write], saved: Fence) -> None:
-        """Some pages from the host to a store."""
+        """Writes pages from the host to a store."""
         saved.wait()
         for writing in writings:
             store, ok, began = self._stores[writing.store], False, time.perf_counter()
@@ -186,7 +186,7 @@ class Movers:
                 self._reports.write_results.append(WriteResult(writing.id, ok, time.perf_counter() - began))
 
     def _read(self, job: Job, pieces: list[Piece], ready: Fence) -> None:
-        """Some pages of a load, by way of a buffer, because they are not certain to be the right ones."""
+        """Reads pages of a load into a buffer first, because they may turn out to be damaged."""
         store = pieces[0].store
         job.begin(store)
         buffer, failed = self._buffers.get(), False
@@ -205,7 +205,7 @@ class Movers:
             job.end(store, False, failed)
 
     def _fill(self, job: Job, pieces: list[Piece], buffer: torch.Tensor) -> list[Copy]:
-        """Reads pages, one behind the other; gives the copies of good ones that are left to be made."""
+        """Reads pages into the buffer. Returns the copies to the device of those that passed the check."""
         source, copies, at = self._sources[pieces[0].store], list[Copy](), 0
         count = len(pieces) if source.at_once else 1
         for some in (pieces[first:first + count] for first in range(0, len(pieces), count)):
@@ -225,7 +225,7 @@ class Movers:
         return copies
 
     def _finish(self, job: Job, place: int, copies: Iterable[Copy], after: list[Fence], buffer: torch.Tensor | None) -> None:
-        """Has pages copied to the device; that ends a part of a load from `place`, and its buffer is free again."""
+        """Copies pages to the device; when done, ends the part of the load and frees its buffer."""
         fence = self._loads.run(copies, after)
 
         def end() -> None:
@@ -242,8 +242,8 @@ class Movers:
         self._ends.submit(end)
 
     def _overlaps(self, group: int, page: int) -> Iterator[tuple[int, int]]:
-        """The pages (group, page) that share bytes with this one: itself, and those of other groups that its slab has been, or
-        will be, lent to."""
+        """Yields the pages (group, page) that share bytes with this one: itself, and the pages of other groups in the same
+        slab."""
         groups = self._arena.layout.groups
         slab = page // groups[group].per_slab
         for g, cut in enumerate(groups):
@@ -256,8 +256,8 @@ class Movers:
 
 
 def _overwritten(plan: StepPlan, page: int) -> Iterator[tuple[int, int]]:
-    """The pages (group, page) that a plan may write to: those that its rows get for positions that are not computed yet, and
-    the targets of its copies and loads."""
+    """Yields the pages (group, page) that a plan may write: new pages of its rows for positions not yet computed, and the
+    targets of its copies and loads."""
     for g, edits in enumerate(plan.edits):
         if len(edits):
             starts = np.zeros(1 + max(int(edits[:, 0].max()), int(plan.rows.max(initial=0))), np.int32)
@@ -271,7 +271,7 @@ def _overwritten(plan: StepPlan, page: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(pairs: Iterable[Save]) -> Iterator[tuple[int, int, int, int]]:
-    """(group, page, slot, count): pages that follow each other on both sides are copied in one piece."""
+    """Merges pages that are consecutive on both sides into runs (group, page, slot, count)."""
     first: Save | None = None
     count = 0
     for pair in sorted(pairs):

@@ -1,4 +1,4 @@
-"""The rows' sampling parameters: a table on the device, which the kernels read, and what the host needs to launch them."""
+"""Sampling parameters of the rows: a table on the device, which the kernels read, and the host's copy for launching them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _EVER = 2**31 - 1
 
 
 class Parameters:
-    """`table` [rows, WIDTH] and `lists` [N] are what `ops/sample.py` takes. The table never moves, the lists may."""
+    """`table` [rows, WIDTH] and `lists` [N] are inputs of `ops/sample.py`. The address of `table` is fixed; `lists` may
+    move."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._host = np.zeros((rows, WIDTH), np.int32)
@@ -30,19 +31,19 @@ class Parameters:
         self._lines = Staging(torch.int32, device)
         self._words = Staging(torch.int32, device)
         self._blocks: dict[int, Ints] = {}
-        """The words in `lists` of the rows that have any."""
+        """The rows' contents of `lists`, for rows that have any."""
         self._end = 0
-        """Where the free part of `lists` begins."""
+        """Offset of the free part of `lists`."""
 
     def prompt_len(self, row: int) -> int:
         return int(self._host[row, Column.PROMPT])
 
     def logprobs(self, row: int) -> int:
-        """How many alternatives the row wants to know of each token."""
+        """Number of top log probabilities that the row asks for per token."""
         return self._params[row].logprobs or 0
 
     def prompt_logprobs(self, row: int) -> int:
-        """The same of its prompt's tokens."""
+        """Number of top log probabilities that the row asks for per prompt token."""
         return self._params[row].prompt_logprobs or 0
 
     def leave(self, rows: Iterable[int]) -> None:
@@ -51,7 +52,7 @@ class Parameters:
             self._blocks.pop(row, None)
 
     def enter(self, enters: list[Enter]) -> None:
-        """Parameters of all that enter, in one upload, and in another the lists of those that have any."""
+        """Uploads the parameters of all entering rows in one copy, and their lists in another."""
         if not enters:
             return
         changed = {enter.row for enter in enters}
@@ -74,7 +75,8 @@ class Parameters:
             self.table[there[:len(rows)].long()] = there[len(rows):].view(-1, WIDTH)
 
     def _place(self, blocks: dict[int, Ints]) -> Iterable[int]:
-        """Puts blocks behind the others, or, where there is no room, all into lists of twice the size. Returns what moved."""
+        """Appends blocks to `lists`; if there is no room, moves all blocks to lists of twice the size. Returns the rows
+        placed."""
         self._blocks |= blocks
         if self._end + sum(map(len, blocks.values())) > len(self.lists):
             blocks = self._blocks
@@ -94,7 +96,7 @@ class Parameters:
 
 
 def _describe(enter: Enter, line: Ints) -> None:
-    """Fills a line of the table, but for the places of its lists."""
+    """Fills a row of the table, except the offsets of its lists."""
     params = enter.params
     features = Feature.NOTHING
     if not params.greedy:
@@ -124,7 +126,7 @@ def _describe(enter: Enter, line: Ints) -> None:
 
 
 def _block(enter: Enter, line: Ints) -> Ints:
-    """A row's words in the lists: its allowed tokens as bits, then its edits, then the tokens that these refer to."""
+    """Returns a row's contents of `lists`: the bitmask of allowed tokens, then its edits, then the edits' token suffixes."""
     params = enter.params
     allowed = np.zeros(0, np.int32)
     if params.allowed_token_ids:

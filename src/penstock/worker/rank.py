@@ -1,6 +1,6 @@
-"""The one door to the worker's half: a rank from its options to its last step. Whoever holds it knows no torch.
+"""A rank: one device's part of the engine from options to the last step. Its callers need not import torch.
 
-`survey`, `check`, `load`, `prepare`, then `launch` for each plan. `close` may come at any point and cleans up what there is.
+Call `survey`, `check`, `load`, `prepare`, then `launch` for each plan. `close` may be called at any time.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from penstock.worker.rehearsal import rehearse
 from penstock.worker.worker import Launched, Worker
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables that say how torch's allocator takes memory."""
+"""Environment variables that configure torch's allocator."""
 
 
 class Rank:
-    """One device's half of an engine. One thread uses it."""
+    """One device's part of an engine. Not thread-safe."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
@@ -54,7 +54,7 @@ class Rank:
         return self._worker
 
     def survey(self) -> Survey:
-        """Looks at the device and at the model's small files. ConfigError or ModelError if one of them cannot be used."""
+        """Inspects the device and the model's small files. ConfigError or ModelError if one of them cannot be used."""
         self._folder = resolve_folder(self._options.model, self._options.revision)
         self._checkpoint = read_config(self._folder)
         spec = self._spec = models.describe(self._checkpoint)
@@ -62,7 +62,7 @@ class Rank:
                       dtype_of(self._folder, self._checkpoint))
 
     def check(self, config: EngineConfig) -> None:
-        """Binds kernels and sees whether the device has room. ConfigError if not, before anything is loaded."""
+        """Binds kernels and checks memory before anything is loaded. ConfigError if it does not suffice."""
         self._kernels = kernels = registry.bind(self._facts, getattr(torch, config.dtype), config.kernels,
                                                 batch_invariant=config.batch_invariant)
         registry.set_threads(config.threads, kernels)
@@ -73,11 +73,11 @@ class Rank:
         memory.check(self._options, self._config, self._spec, self._device, self._facts, self._occupancy)
 
     def load(self, progress: Progress | None = None) -> Loaded:
-        """Streams the weights in while kernels are compiled, and measures what steps take. ConfigError or ModelError saying
-        what to change."""
+        """Loads weights while kernels compile, and measures the working memory of steps. ConfigError or ModelError says what to
+        change."""
         options, device, config, kernels = self._options, self._device, self._config, self._kernels
         self._compilation = compiled = compilation(config, self._spec, kernels, device) if self._compiles else None
-        # A library that takes long to load does so meanwhile.
+        # Libraries with a slow first use load in parallel.
         with memory.explained(device), ThreadPoolExecutor(1, "penstock-warm-up") as pool:
             warming = pool.submit(kernels.attention.warm_up, device)
             self._model = model = models.load(
@@ -98,7 +98,8 @@ class Rank:
                       0.0 if compiled is None else compiled.seconds)
 
     def _working(self, model: models.Decoder) -> memory.Working:
-        """What steps take beside weights and cache. Measuring it takes 2 s on a GPU, so a start keeps it for the next one."""
+        """Returns the working memory of steps. Measuring it takes 2 s on a GPU, so the result is cached on disk for later
+        starts."""
         config, device = self._config, self._device
         kept = Kept(compiling.kept_folder() / "measured", self._facts, gpu.chip(device), self._spec, config,
                     self._kernels.table(), torch.version.cuda, *map(os.environ.get, _ALLOCATOR)) if self._compiles else None
@@ -112,8 +113,8 @@ class Rank:
         return working
 
     def prepare(self, layout: CacheLayout, max_model_len: int, behind: Behind | None) -> Prepared:
-        """Allocates the cache and the rows, captures graphs and warms up. `behind`: where pages go besides the device; its
-        stores are this rank's to close."""
+        """Allocates the cache and the rows, captures CUDA graphs and warms up. `behind`: the tiers behind the device; this rank
+        closes its stores."""
         assert self._model is not None
         config = self._config
         with compiling.explained(self._facts.capability), memory.explained(self._device):
@@ -130,14 +131,14 @@ class Rank:
         return Prepared(len(worker.graphs), worker.graphs.seconds)
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Begins a step."""
+        """Enqueues a step."""
         return self.worker.launch(plan)
 
     def close(self) -> None:
-        """Gives back all that the rank has taken. May be called at any time, and again."""
+        """Frees all resources. May be called at any time and more than once."""
         if self._compilation is not None:
             self._compilation.close()
-        # The worker gives memory back to the driver, which it can only if nobody else holds the weights.
+        # Drop the weights first, so that the worker can return their memory to the driver.
         self._model = None
         if self._worker is not None:
             self._worker.close()
@@ -145,7 +146,7 @@ class Rank:
 
 def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Kernels,
                 device: torch.device) -> Compilation | None:
-    """Starts compiling what steps will launch, in other processes, while weights load."""
+    """Starts compiling the kernels that steps launch, in other processes, while weights load."""
     chip = gpu.chip(device)
     manifest = compiling.Manifest(spec, config, kernels.table(), chip)
     jobs = manifest.jobs()
@@ -154,7 +155,7 @@ def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.
             jobs = rehearse(spec, kernels, dtype=getattr(torch, config.dtype), rows=config.max_num_seqs, page=config.page,
                             tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
                             graph_tokens=config.graph_tokens, chip=chip)
-        except Exception as error:  # noqa: BLE001 (it costs time at start, and must not cost the start)
+        except Exception as error:  # noqa: BLE001 (slower start, but never a failed one)
             LOG.warning("kernels are compiled one by one as they are needed: %s: %s", type(error).__name__, error)
             return None
         manifest.keep(jobs)
@@ -162,7 +163,7 @@ def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.
 
 
 def notes(kernels: registry.Kernels, facts: DeviceFacts) -> list[str]:
-    """Notes for the user about the kernels that serve."""
+    """Returns notes for the user about the bound kernels."""
     looking = kernels.uncapturable() if facts.kind != "cpu" else []
     if not looking:
         return []

@@ -1,8 +1,8 @@
-"""Reads pages from a store and checks that they are the ones that were asked for. Any thread may.
+"""Reads pages from a store and verifies them. Thread-safe.
 
-Files are read by a C++ function (`csrc/pages.cpp`), several in one call and summed on the way: a dozen threads that each read,
-check and take up Python's lock ten times a page spend their time handing it to each other. Where it cannot be built, and for
-other stores, pages are read one by one.
+A C++ function (`csrc/pages.cpp`) reads several files per call and computes their checksums, because a dozen Python threads that
+take the GIL ten times per page spend their time on lock contention. Where it cannot be built, and for other stores, pages are
+read one by one.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Reader:
         self._files = store if isinstance(store, GuardedStore | DiskStore) and store.tier == "disk" else None
         self._function = _function() if self._files is not None else None
         self.at_once = self._function is not None
-        """Whether many pages are read sooner in one call than in several."""
+        """Whether one call for many pages is faster than several calls."""
 
     def read(self, names: Sequence[PageName], sizes: Sequence[int], memory: torch.Tensor) -> dict[PageName, str]:
-        """Fills `memory` (bytes) with pages of these sizes, one behind the other; which of them are not good, and why. A store
-        that does not answer is a ConnectionError or TimeoutError."""
+        """Fills `memory` (bytes) with pages of these sizes, one after another. Returns the reason for each page that is
+        missing or damaged. ConnectionError or TimeoutError if the store does not answer."""
         whole, ends = memory.numpy().data, list(accumulate(sizes))
         pages = [whole[end - size:end] for size, end in zip(sizes, ends, strict=True)]
         if self._files is not None and self._function is not None:
@@ -91,9 +91,9 @@ class Reader:
 
 @cache
 def _function() -> Callable[..., None] | None:
-    """penstock_read_pages, built if need be; None if it cannot be had, which is logged once."""
+    """Returns penstock_read_pages, building it if needed; None if it cannot be built, which is logged once."""
     if sys.byteorder != "little":
-        # It sums words as this machine reads them.
+        # The checksums are defined on little-endian words.
         return None
     try:
         function = ctypes.CDLL(str(native.compiled("pages", Path(__file__).parent / "csrc"))).penstock_read_pages

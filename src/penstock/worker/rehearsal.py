@@ -35,7 +35,7 @@ _INTS = torch.int32
 
 def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int, tokens: int, max_model_len: int, page: int,
              graph_tokens: int, chip: Chip) -> list[Job]:
-    """The kernels that steps of up to `tokens` tokens and `rows` segments launch. No launch may look into a tensor."""
+    """Returns the kernels that steps of up to `tokens` tokens and `rows` segments launch. No launch may read tensor values."""
     kernels = _without_values(kernels)
     with recording(chip) as jobs, torch.inference_mode():
         model, groups = _model(spec, kernels, dtype, max_model_len, page)
@@ -43,7 +43,7 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
         tables = [torch.empty(rows, -(-max_model_len // page), dtype=_INTS, device=_META)] * groups
         for bucket in buckets(rows, tokens, graph_tokens, max_model_len):
             _forward(model, bucket, known, tables, page, bucket.segments)
-        # Any number of segments may end in an eager step, and all tokens may be wanted of one whose prompt is scored.
+        # An eager step may need any number of hidden states, and all of them if a prompt is scored.
         for ends in (*_examples(1, fitted(rows)), None):
             _forward(model, Bucket(tokens, 1), known, tables, page, ends)
         for before in kernels.attention.contexts(max_model_len - tokens):
@@ -57,7 +57,7 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
 
 
 class _Silent(AttentionOps):
-    """Stands for the reference, which launches no kernel of ours and cannot go without values."""
+    """Replaces the reference, which launches none of our kernels and reads tensor values."""
 
     def apply(self, q: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
         return torch.empty_like(q)
@@ -68,7 +68,7 @@ def _silent(q: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
 
 
 def _without_values(kernels: Kernels) -> Kernels:
-    """The same kernels, but none of them reads a tensor's values: those of the reference are replaced."""
+    """Returns a copy of `kernels` in which no-ops replace the reference implementations that read tensor values."""
     kernels = copy.copy(kernels)
     if not kernels.chosen["attention"].capturable:
         kernels.attention = _Silent()
@@ -78,23 +78,23 @@ def _without_values(kernels: Kernels) -> Kernels:
 
 
 def buckets(rows: int, tokens: int, graph_tokens: int, max_model_len: int) -> list[Bucket]:
-    """Those of captured steps, and examples of those that run eagerly: steps of any size may, for want of a large enough
-    graph or because prompts are scored in them."""
+    """Returns the buckets of captured steps, and sample buckets of eager steps. Steps of any size may run eagerly, because no
+    graph is large enough or because prompts are scored."""
     eager = {Bucket(size, segments) for size in _examples(1, fitted(tokens)) for segments in (1, min(fitted(rows), size))}
     padded = Buckets(graph_tokens, rows, max_model_len).all() if graph_tokens else []
     return sorted(eager.union(padded), key=lambda bucket: (bucket.tokens, bucket.segments))
 
 
 def _examples(least: int, most: int) -> list[int]:
-    """Every small number of tokens, and of larger ones some around those where launches change; some do with every 128."""
+    """Returns all small sizes, and larger ones around the sizes where launches change: powers of two and multiples of 128."""
     powers = [size for power in range(7, 20) for size in (1 << power, (1 << power) + 1, 3 << (power - 1))]
     return [size for size in sorted({least, most, *range(1, 129), *range(128, 1 << 14, 128), *powers}) if least <= size <= most]
 
 
 def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len: int, page: int) -> tuple[Decoder, int]:
-    """The model without its numbers, with one block of each kind, and how many cache groups it has.
+    """Returns the model on meta tensors with one block of each kind, and its number of cache groups.
 
-    Blocks are of one kind if they are equal and their entries lie in the cache in the same way.
+    Blocks are of one kind if their specs and the alignment of their cache fields are equal.
     """
     name = str(dtype).removeprefix("torch.")
     states = spec.states(name)
@@ -119,7 +119,7 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
 
 def _forward(model: Decoder, bucket: Bucket, known: torch.Tensor, tables: list[torch.Tensor], page: int,
              ends: int | None, before: int = 0) -> None:
-    """A step of which `ends` tokens are wanted, or all. Each segment has `before` positions of context."""
+    """Runs a step and takes `ends` hidden states (None: all). Each segment follows `before` positions of context."""
     segments, tokens = bucket.segments, bucket.tokens
 
     def ints(size: int) -> torch.Tensor:
@@ -141,7 +141,7 @@ def _forward(model: Decoder, bucket: Bucket, known: torch.Tensor, tables: list[t
 
 
 def _sample(kernels: Kernels, logits: torch.Tensor, known: torch.Tensor) -> None:
-    """Every way to choose and to report."""
+    """Launches every sampling and scoring kernel."""
     lines, ops = len(logits), kernels.sample
 
     def ints(*sizes: int) -> torch.Tensor:

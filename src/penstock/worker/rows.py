@@ -1,7 +1,7 @@
 """The worker's tables of running sequences: their tokens, block tables and sampling parameters.
 
-A row is a place in every table here. The tables of tokens live on the device, so a step can be planned before the tokens of the
-step before it are known; what the host decides anyway (pages, parameters) is kept in host arrays and copied as needed.
+A row is an index into every table here. Tokens live on the device, so that a step can be planned before the tokens of the
+previous step are known. The host decides pages and parameters, keeps them in host arrays, and copies changes to the device.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class Rows:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, page: int, groups: int, device: torch.device,
                  watched: int | None = None) -> None:
-        """`watched`: the cache group in which to look for rows that begin with the same pages."""
+        """`watched`: the cache group whose block table is searched for shared prefixes."""
         self.device = device
         self.tokens = torch.zeros((max_num_seqs, max_model_len), dtype=torch.int32, device=device)
         """[row, position]; positions at and beyond the row's length hold drafts, or anything."""
         self.length = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        """[row] how many tokens are known. Kept for rows whose drafts are checked or that get some: the host does not know it
-        until the result is in. Plans say exactly where the segments of other rows begin."""
+        """[row] number of known tokens. Maintained only for rows with drafts, whose length the host learns with the result. For
+        other rows, plans give exact segment starts."""
         self.tables = [np.zeros((max_num_seqs, -(-max_model_len // page)), np.int32) for _ in range(groups)]
-        """For each cache group [row, page index] -> page id; entries behind a window are stale."""
+        """Host block tables, one per cache group: [row, page index] -> page id. Entries behind a sliding window are stale."""
         self.device_tables = [torch.from_numpy(table).to(device) for table in self.tables]
-        """The same for the kernels; on a CPU, the same memory."""
+        """Device block tables; on a CPU they share memory with `tables`."""
         self.sharing = Sharing(self.tables[watched], page) if watched is not None else None
         self._watched = watched
         self._known = Staging(torch.int32, device)
@@ -50,7 +50,7 @@ class Rows:
             self.sharing.edited(plan.edits[self._watched])
 
     def _take_tokens(self, enters: list[Enter]) -> None:
-        """The known tokens of all that enter, in one upload."""
+        """Uploads the known tokens of all entering rows in one copy."""
         if not enters:
             return
         size = sum(len(enter.tokens) for enter in enters)
@@ -70,7 +70,7 @@ class Rows:
             table[lines[:, 0], lines[:, 1]] = lines[:, 2]
         if self.device.type == "cpu":
             return
-        # What stands in the host's table now, not what the edit said: of two edits of one place the last one counts.
+        # Upload the host table's current value instead of the edit's, so that the last of two edits of one entry wins.
         host, at = self._edits.host(2 * size), 0
         for table, lines in zip(self.tables, edits, strict=True):
             host[at:at + len(lines)] = lines[:, 0] * table.shape[1] + lines[:, 1]

@@ -6,7 +6,7 @@ Order, as in vLLM: masks, edits (allowed tokens, bias, bad words, minimum length
 draw.
 Reported log probabilities are those of the model's own logits, before all of that.
 
-Nothing here waits for the device: what the host wants to know is on its way when `launch` returns.
+Nothing here synchronises the device: copies to the host are enqueued when `launch` returns.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ _MORE = ~int(Feature.RANDOM)
 
 @dataclass(slots=True)
 class Lines:
-    """Whose logits a step's S lines are: on the host, and the same on the device."""
+    """The segments, rows and positions of a step's S logits rows, on the host and on the device."""
 
     segments: npt.NDArray[np.int64]
-    """Which of the plan's segments."""
+    """[S] indices of the plan's segments."""
     rows: Ints
     positions: Ints
-    """Where the sampled tokens will stand."""
+    """[S] positions of the sampled tokens."""
     row: torch.Tensor
     """[S] int32."""
     position: torch.Tensor
     """[S] int32."""
 
     def parts(self, most: int) -> Iterator[Lines]:
-        """The lines in order, `most` at a time."""
+        """Yields the logits rows in order, at most `most` at a time."""
         for at in range(0, len(self.rows), most):
             part = slice(at, at + most)
             yield Lines(self.segments[part], self.rows[part], self.positions[part], self.row[part], self.position[part])
 
 
 class LineMasks(NamedTuple):
-    """Masks of some of a step's lines."""
+    """Token masks of some of a step's logits rows."""
 
     bits: Ints
     """[L, words], as in core/plan.py::Masks."""
     lines: npt.NDArray[np.int64]
-    """[L], which lines."""
+    """[L] indices of the logits rows."""
 
 
 LINES = 256
-"""Rows that are sampled at a time: logits, as wide as the vocabulary, would be the largest tensors of a step of more."""
+"""Maximum logits rows per sampling pass. Bounds the memory of the logits, which are as wide as the vocabulary."""
 
 
 class Sampled:
-    """Chosen tokens. They may be read once the device has passed `Sampler.launch`."""
+    """Sampled tokens. The host may read them once the device has run the work of `Sampler.launch`."""
 
     def __init__(self, tokens: torch.Tensor, scores: Scores | None) -> None:
         self.chosen = tokens
-        """[S] int32, on the device unless they were written to the host at once."""
+        """[S] int32, on the device unless the kernel wrote them to host memory directly."""
         self.scores = scores
-        """Of the chosen tokens, for the lines whose rows ask for them."""
+        """Log probabilities of the tokens whose rows ask for them."""
         self._tokens = to_host(tokens)
 
     def tokens(self) -> Ints:
@@ -94,15 +94,15 @@ class Sampler:
         self._outbox = Outbox(len(rows.tokens), torch.int32) if rows.device.type == "cuda" else None
 
     def plain(self, rows: Ints) -> bool:
-        """Whether `choose` is all that these rows need."""
+        """Whether these rows need no operation besides `choose`."""
         return not int(np.bitwise_or.reduce(self._rows.parameters.features[rows], initial=0)) & _MORE
 
     def choose(self, logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor,
                threshold: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Tokens [S] int32, on the device if not in `out`, written to their rows as well; for rows that are plain, or as the
-        last of `launch`.
+        """Samples tokens [S] int32, to `out` if given, and writes them to their rows. For plain rows, or as the last step of
+        `launch`.
 
-        It can be captured in a graph: the addresses that it reads and writes are the arguments' and the rows'.
+        Capturable in a CUDA graph: it uses only the addresses of its arguments and of the row tables.
         """
         return self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, threshold, out)
 
@@ -112,20 +112,20 @@ class Sampler:
         return self._capturable and self._outbox is not None
 
     def room(self, count: int) -> torch.Tensor:
-        """Where `count` tokens of a replayed `choose_at` will be; its offset in memory is what `shift` must then hold."""
+        """Reserves host memory for `count` tokens of a replayed `choose_at`; `shift` must hold its storage offset."""
         assert self._outbox is not None
         return self._outbox.take(count)
 
     def choose_at(self, shift: torch.Tensor, logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
-        """`choose` for rows that are plain, to the place of the host's memory that `shift` [1] int32 tells the device. For
-        capturing: each replay may have another place."""
+        """Runs `choose` for plain rows and writes to host memory at the offset in `shift` [1] int32, so that each replay of a
+        captured graph can use another place."""
         assert self._outbox is not None
         self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, None, self._outbox.memory,
                          shift)
 
     def launch(self, logits: torch.Tensor, lines: Lines, masks: LineMasks | None = None, stay: bool = False) -> Sampled:
-        """Chooses tokens given logits [S, V] float32, which are changed in place, and writes them to their rows. `stay`: the
-        chosen tokens are wanted on the device, too."""
+        """Samples tokens from logits [S, V] float32, which are modified in place, and writes them to their rows. `stay`: keep
+        the sampled tokens on the device as well."""
         features = self._rows.parameters.features[lines.rows]
         every = int(np.bitwise_or.reduce(features, initial=0))
         out = None
@@ -163,7 +163,7 @@ class Sampler:
         self._ops.mask(logits, there[:count * words].view(count, words), there[count * words:])
 
     def _bring(self, lists: list[npt.NDArray[np.int64]]) -> tuple[torch.Tensor, ...]:
-        """Lists of lines on the device, int32, in one upload."""
+        """Uploads lists of row indices in one copy. Returns them as int32 device tensors."""
         size = sum(map(len, lists))
         self._staging.host(size)[:size] = np.concatenate(lists)
         self._staging.send(size)

@@ -1,4 +1,4 @@
-"""Log probabilities of sampled tokens, on their way from the device, and of prompts."""
+"""Log probabilities of sampled tokens and of prompts, and their copies to the host."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from penstock.worker.rows import Rows
 from penstock.worker.staging import to_host
 
 _LINES = 128
-"""Lines of the vocabulary's width that are worked on at a time, which bounds the memory of scoring long prompts."""
+"""Logits rows computed at a time. Bounds the memory of scoring long prompts."""
 
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The result of `SampleOps.score`: ids, log probabilities, ranks."""
 
 
 class Scores:
-    """Log probabilities of a step; `logprobs` may be called once the device has come past what computes them."""
+    """Log probabilities of a step. Call `logprobs` after the device has computed them."""
 
     def __init__(self, parts: Iterable[tuple[npt.NDArray[np.integer], npt.NDArray[np.integer], Found]]) -> None:
-        """Parts are segments [L] and positions [L] of the lines, and what was found for them."""
+        """parts: (segments [L], positions [L], result of `SampleOps.score`)."""
         self.parts = [(segments.astype(np.int32), positions.astype(np.int32), tuple(map(to_host, found)))
                        for segments, positions, found in parts]
 
     def logprobs(self, *others: Scores) -> Logprobs | None:
-        """All parts as one, and those of others; lines that asked for fewer alternatives are padded with token -1, at the
-        end."""
+        """Concatenates all parts and those of `others`. Entries with fewer alternatives are padded at the end with token -1."""
         parts = [part for scores in (self, *others) for part in scores.parts]
         if not parts:
             return None
@@ -52,8 +51,8 @@ def _stack(blocks: tuple[torch.Tensor, ...], padding: float) -> npt.NDArray[Any]
 
 def prompts(model: Decoder, ops: SampleOps, hidden: torch.Tensor, plan: StepPlan, rows: Rows,
             size: Callable[[int], int]) -> Scores:
-    """Of the known prompt tokens that follow the positions of segments with Want.SCORE, given the step's hidden states.
-    `size`: with how many lines the head is computed in place of some."""
+    """Scores the known prompt tokens that follow the positions of segments with Want.SCORE, given the step's hidden states.
+    `size` maps a number of logits rows to its GEMM bucket."""
     scoring = np.flatnonzero(plan.wants & int(Want.SCORE)).tolist()
     parts: list[tuple[Ints, Ints, Found]] = []
     query_start = np.cumsum(plan.counts) - plan.counts

@@ -1,4 +1,4 @@
-"""Small arrays on their way between host and device: pinned where there is a device to wait for, plain memory where not."""
+"""Staging buffers for small arrays between host and device: pinned memory with a GPU, plain memory on a CPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from penstock.core.plan import MOST_DEPTH
 
 _SLOTS = MOST_DEPTH + 1
-"""Host copies of one buffer: more than the plans that can be in flight."""
+"""Host buffers per device buffer: more than the plans that can be in flight."""
 
 
 class Staging:
-    """One device buffer, filled again for each step from one of several host buffers, which a copy may still be reading."""
+    """One device buffer, refilled each step from one of several host buffers, because a copy may still read the previous
+    one."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -32,7 +33,7 @@ class Staging:
         self._slots = deque(_Slot(size, self._there) for _ in range(count))
 
     def host(self, size: int) -> npt.NDArray[np.int32]:
-        """The array to fill before `send`, with room for `size` elements."""
+        """Returns the array to fill before `send`, with room for `size` elements."""
         if size > len(self._there):
             self.reserve(max(size, 2 * len(self._there)))
         self._slots.rotate(-1)
@@ -42,7 +43,7 @@ class Staging:
         return slot.array
 
     def send(self, size: int) -> None:
-        """Copies the first `size` elements over, in the order of the current stream."""
+        """Enqueues a copy of the first `size` elements on the current stream."""
         slot = self._slots[0]
         if slot.copied is None:
             return
@@ -63,16 +64,16 @@ class _Slot:
 
 
 class Outbox:
-    """Memory of the host that a GPU's kernels write to. A copy would wait behind those of pages that are being saved, as a GPU
-    makes its copies of one direction in order, and all later steps would wait behind it."""
+    """Pinned host memory that GPU kernels write to directly. A copy would queue behind the saves of pages, because a GPU runs
+    the copies of one direction in order, and all later steps would wait for it."""
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
-        """size: the most elements of a step. What was taken is used again after as many steps as can be in flight."""
+        """size: maximum elements per step. Memory is reused after as many steps as can be in flight."""
         self.memory = torch.empty((MOST_DEPTH + 2) * size, dtype=dtype, pin_memory=True)
         self._at = 0
 
     def take(self, size: int) -> torch.Tensor:
-        """Room for so many: a view of `memory`."""
+        """Reserves `size` elements; returns a view of `memory`."""
         if self._at + size > len(self.memory):
             self._at = 0
         self._at += size
@@ -80,7 +81,7 @@ class Outbox:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose content is there once the device has come so far; on a CPU, the tensor itself."""
+    """Enqueues a copy to pinned host memory, valid once the device has run it; on a CPU returns the tensor itself."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Builds a layer's view of a step from a plan and the rows: the host says how long the segments are, the device fills them.
+"""Builds the layers' inputs of a step from a plan and the rows: the host lays out segments, a kernel gathers their tokens.
 
-All that a step brings from the host is one array of int32, uploaded in one copy. Its parts lie where the step's bucket says,
-so a captured graph finds the next step's numbers in the places of the last one's.
+The host uploads one int32 array per step in one copy. The offsets of its parts depend on the bucket alone, so that a captured
+CUDA graph finds the next step's values at the same addresses.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ class Bucket:
     tokens: int
     segments: int
     picks: int = 0
-    """Logits rows, where they may be more than the segments."""
+    """Number of logits rows if it may exceed the segments, else 0."""
 
 
 @dataclass(slots=True)
 class Parts:
-    """Where in a step's array its parts lie."""
+    """Offsets of the parts of a step's array."""
 
     row: slice
     start: slice
     context: slice
     query_start: slice
     heads: slice
-    """Places among the step's tokens of those behind which a token is chosen; 0 behind them."""
+    """Token index of each logits row; padded with 0."""
     lines_row: slice
-    """Their rows; -1 behind them."""
+    """Row of each logits row; padded with -1."""
     lines_position: slice
-    """Where the chosen tokens will stand."""
+    """Position of the token that each logits row chooses."""
     lines_segment: slice
-    """Their segments; filled only for plans with slack, as is the next part."""
+    """Segment of each logits row. Filled only for plans with slack, like `slack`."""
     slack: slice
     shift: slice
-    """Where in the host's memory the tokens of a captured choice go."""
+    """Offset in host memory of the tokens of captured sampling."""
     work: list[slice | None]
-    """Of each of the model's works; None where nothing is prepared."""
+    """Attention work list of each of the model's works; None if nothing is prepared."""
     size: int
 
 
 class Picks(NamedTuple):
-    """The places of a plan behind which a token is chosen, in order: [L] each."""
+    """The positions of a plan after which a token is chosen, in order; L logits rows."""
 
     segments: Places
-    """Which of the plan's segments."""
+    """[L] indices of the plan's segments."""
     offsets: Places
-    """Which of the segment's positions."""
+    """[L] offsets within the segments."""
 
 
 def picks_of(plan: StepPlan) -> Picks:
-    """Behind the last position of each segment that samples, or behind each of its positions if its drafts are checked."""
+    """Returns the last position of each sampling segment, or all positions of a segment whose drafts are verified."""
     segments = (plan.wants & int(Want.SAMPLE)).nonzero()[0]
     last = plan.counts[segments].astype(np.int64) - 1
     each = (plan.wants[segments] & int(Want.EACH)) > 0
@@ -81,10 +81,10 @@ def picks_of(plan: StepPlan) -> Picks:
 
 
 class StepBuilder:
-    """`fill` on the host, then `step` on the device; `step` alone can be captured and run again after another `fill`."""
+    """Call `fill`, which uploads a plan's values, then `step`. `step` can be captured and replayed after each `fill`."""
 
     def __init__(self, model: Decoder, rows: Rows, page: int, captured: bool = False) -> None:
-        """captured: the steps are to be run again, so nothing in them may depend on what a plan consists of."""
+        """captured: steps are replayed, so their launches must not depend on the composition of a plan."""
         self.device = rows.device
         self._rows = rows
         self._page = page
@@ -96,32 +96,32 @@ class StepBuilder:
         self._columns = rows.tables[0].shape[1]
         self._captured = captured
         self.fits = rows.device.type == "cuda"
-        """Whether steps have few sizes. On a CPU any size has its kernels, and padding would be computed."""
+        """Whether steps are padded to buckets. On a CPU they are not: kernels serve any size, and padding would cost time."""
         self._library: list[list[Span]] = [[] for _ in self._works]
         self._dividers = [work.ops.divider(work.geometry) for work in self._works]
 
     def reserve(self, size: int) -> None:
-        """Room for arrays of `size` elements at one address, which captured graphs will read from."""
+        """Reserves `size` elements at a fixed address, from which captured graphs read."""
         self._staging.reserve(size)
 
     def size(self, count: int) -> int:
-        """The GEMM row bucket of `count`."""
+        """Returns the GEMM row bucket of `count`."""
         return fitted(count) if self.fits else count
 
     def bucket(self, plan: StepPlan, picks: int) -> Bucket:
-        """The smallest eager bucket for the plan."""
+        """Returns the smallest eager bucket for the plan."""
         tokens, segments = int(plan.counts.sum()), len(plan.rows)
         size = self.size(tokens)
-        # As many segments as tokens is how kernels know a step of single tokens.
+        # Kernels recognise a decode step by having as many segments as tokens.
         room = size if tokens == segments else min(self.size(segments), size - 1)
         return Bucket(size, room, self.size(picks) if picks > room else 0)
 
     def ends(self, count: int, bucket: Bucket) -> int:
-        """Of how many tokens to take the hidden states, where a token is chosen behind `count`."""
+        """Returns the padded number of logits rows for `count` chosen tokens."""
         return min(self.size(count), max(bucket.segments, bucket.picks))
 
     def fill(self, plan: StepPlan, bucket: Bucket, picks: Picks, shift: int = 0) -> Parts:
-        """Brings the plan's numbers to the device, in order after everything enqueued there. `shift`: Parts.shift."""
+        """Uploads the plan's values in stream order. `shift`: the value of Parts.shift."""
         counts, context = plan.counts, plan.starts + plan.counts
         if not self._captured:
             self._library = [work.ops.library_spans(work.geometry, counts, context) for work in self._works]
@@ -139,7 +139,7 @@ class StepBuilder:
         counts.cumsum(out=host[first + 1:first + 1 + segments])
         chosen, lines = picks.segments, len(picks.segments)
         host[parts.heads.start:parts.heads.start + lines] = host[first + chosen] + picks.offsets
-        # Hidden states are taken at all places of a bucket: padding points at the first token.
+        # Hidden states are gathered for all logits rows of a bucket; padding refers to the first token.
         host[parts.heads.start + lines:parts.heads.stop] = 0
         host[parts.lines_row.start:parts.lines_row.start + lines] = plan.rows[chosen]
         host[parts.lines_row.start + lines:parts.lines_row.stop] = -1
@@ -157,7 +157,7 @@ class StepBuilder:
         self._staging.send(parts.size)
         if plan.slack is not None:
             self._correct(bucket, parts)
-        # Eager steps may copy just the columns that are in use; a captured one must be ready for any.
+        # Eager steps copy only the block table columns in use; captured steps copy all.
         self._columns = -(-int(context.max()) // self._page)
         return parts
 
@@ -169,7 +169,8 @@ class StepBuilder:
                                 shared, plan.slack)
 
     def _correct(self, bucket: Bucket, parts: Parts) -> None:
-        """Where the host knows only upper bounds, the device fills in where the segments begin: at their rows' last tokens."""
+        """Corrects segment starts on the device where the host knows only upper bounds: a segment begins at its row's last
+        token."""
         there = self._staging.device(parts.size)
         start = there[parts.start]
         lag = (start + 1 - self._rows.length[there[parts.row].long()]) * (there[parts.slack] > 0)
@@ -207,23 +208,23 @@ class StepBuilder:
         return parts
 
     def heads(self, parts: Parts, count: int) -> torch.Tensor:
-        """Where among the step's tokens those are behind which a token is chosen, [count] int32."""
+        """Returns the token indices of the first `count` logits rows, int32."""
         return self._staging.device(parts.size)[parts.heads][:count]
 
     def choice(self, parts: Parts, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For a captured choice of the first `count` lines: where their tokens go, their rows, their positions."""
+        """Returns the inputs of captured sampling for the first `count` logits rows: shift, rows, positions."""
         there = self._staging.device(parts.size)
         return there[parts.shift][:1], there[parts.lines_row][:count], there[parts.lines_position][:count]
 
     def lines(self, parts: Parts, plan: StepPlan, picks: Picks) -> Lines:
-        """Whose logits the step's are."""
+        """Returns the rows and positions of the step's logits rows."""
         there, chosen, count = self._staging.device(parts.size), picks.segments, len(picks.segments)
         row, position = there[parts.lines_row][:count], there[parts.lines_position][:count]
         return Lines(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1, row, position)
 
     def step(self, bucket: Bucket, parts: Parts, ends: int | None = None, columns: int | None = None) -> Step:
-        """The step whose numbers were brought last. `ends`: hidden states are wanted at so many of its segments' ends alone.
-        `columns`: pages that a context may have; by default, that step's."""
+        """Returns the step that was filled last. `ends`: number of logits rows whose hidden states are wanted (None: all
+        tokens). `columns`: block table columns to copy; by default those in use."""
         there = self._staging.device(parts.size)
         rows = self._rows
         row, start, context, query_start = (there[part] for part in (parts.row, parts.start, parts.context, parts.query_start))

@@ -1,4 +1,4 @@
-"""Threads for work that may hang: a process can end although one of them waits for a disk or a server for ever."""
+"""Daemon threads for work that may hang: they do not keep the process alive if a disk or server never answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Threads:
-    """Does tasks in the order of their submission, several at a time. A task handles its own errors."""
+    """Starts tasks in the order of submission, several at a time. A task handles its own errors."""
 
     def __init__(self, count: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
@@ -19,11 +19,11 @@ class Threads:
             thread.start()
 
     def submit(self, task: Callable[..., Any], *arguments: Any) -> None:
-        """Has `task(*arguments)` called."""
+        """Enqueues `task(*arguments)`."""
         self._tasks.put(lambda: task(*arguments))
 
     def close(self, seconds: float) -> None:
-        """Drops tasks that have not begun, and waits so long for the others. Who still hangs then is left to itself."""
+        """Drops tasks that have not begun and waits up to `seconds` for the others. Threads that still hang are abandoned."""
         while not self._tasks.empty():
             self._tasks.get_nowait()
         for _ in self._threads:

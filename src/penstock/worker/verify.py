@@ -1,8 +1,8 @@
-"""Which drafted tokens are kept: the one place where drafts are compared with what was chosen.
+"""Verifies drafted tokens (speculative decoding): the only place where drafts are compared with sampled tokens.
 
-Every position of a checked segment had its token chosen as if the drafts before it were right. So a draft that equals what was
-chosen in its place is kept, up to the first that does not; what was chosen there is kept instead. A choice is a function of
-logits, parameters, seed and position, so the kept tokens are exactly those of decoding one by one.
+At each position of a segment with drafts a token is sampled as if all drafts before it were right. Drafts are accepted up to
+the first that differs from the sampled token, and that sampled token is kept too. Sampling is a function of logits,
+parameters, seed and position, so the kept tokens are exactly those of decoding one by one.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _FAR = 2**31 - 1
 
 
 class Verifier:
-    """Serves the rows of one worker."""
+    """Verifies drafts for the rows of one worker."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self._staging = Staging(torch.int32, rows.device)
 
     def drafts(self, lines: Lines) -> torch.Tensor:
-        """[L] the tokens that stand where those of the lines will be written. To be taken before they are."""
+        """Returns the tokens [L] now at the positions of the logits rows. Call before sampling overwrites them."""
         return self._rows.tokens[lines.row.long(), lines.position.long()]
 
     def verify(self, plan: StepPlan, lines: Lines, drafts: torch.Tensor, chosen: torch.Tensor) -> Verified:
-        """Given drafts and chosen tokens [L] of all lines of a step. Sets the length of the lines' rows."""
+        """Compares drafts and sampled tokens [L] of all logits rows of a step, and updates the lengths of their rows."""
         first = np.flatnonzero(np.diff(lines.segments, prepend=-1))
         count = np.diff(first, append=len(lines.segments))
         host, size = self._staging.host(2 * len(chosen) + len(first)), len(chosen)
         host[:size] = np.repeat(np.arange(len(first)), count)
-        # Nothing is compared with what is chosen behind a segment's last position.
+        # The token sampled after a segment's last position has no draft to compare with.
         host[size:2 * size] = np.arange(size) - np.repeat(first, count)
         host[size + first + count - 1] += _FAR // 2
         host[2 * size:2 * size + len(first)] = first
@@ -53,29 +53,29 @@ class Verifier:
 
 
 class Verified:
-    """Numbers of tokens that segments keep, on their way to the host."""
+    """Numbers of tokens that segments keep; the copy to the host is in flight."""
 
     def __init__(self, plan: StepPlan, segments: npt.NDArray[np.int64], row: torch.Tensor, length: torch.Tensor,
                  first: torch.Tensor, kept: torch.Tensor) -> None:
         self.segments = segments
-        """[S] of the plan."""
+        """[S] indices of the plan's segments."""
         self.row = row
         """[S] int32, on the device."""
         self.length = length
-        """[S] int32, on the device: how many tokens each row knows now."""
+        """[S] int32, on the device: number of known tokens of each row."""
         self.first = first
-        """[S] int32, on the device: the first of each segment's lines."""
+        """[S] int32, on the device: each segment's first logits row."""
         self._each = (plan.wants & int(Want.EACH)) > 0
         self._starts = plan.starts
         self._kept = to_host(kept)
 
     def kept(self) -> Ints:
-        """[segments of the plan] how many tokens each keeps."""
+        """Returns the number of kept tokens of each of the plan's segments."""
         found = np.zeros(len(self._each), np.int32)
         found[self.segments] = self._kept.numpy()
         return found
 
     def holds(self, kept: Ints, segments: npt.NDArray[np.integer], positions: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Which lines, of these segments and positions (as the plan bounds them), are about tokens that are kept."""
+        """Returns a mask of the entries (segment, position as in the plan) whose tokens are kept."""
         found: npt.NDArray[np.bool_] = ~self._each[segments] | (positions - self._starts[segments] <= kept[segments])
         return found

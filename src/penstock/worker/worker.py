@@ -1,4 +1,4 @@
-"""The worker: owns a device's rows, cache bytes and model, and executes plans in order. This is the whole of a step."""
+"""The worker: owns a device's rows, KV cache memory and model, and executes plans in order."""
 
 from __future__ import annotations
 
@@ -28,47 +28,47 @@ from penstock.worker.step import StepBuilder, picks_of
 from penstock.worker.verify import Verified, Verifier
 
 _ALL = int(Want.SCORE | Want.HIDDEN)
-"""Wants that need the hidden states of all tokens."""
+"""Flags of `Want` that need the hidden states of all tokens."""
 _ALIKE = 8192
-"""Tokens beyond which cuBLAS picks the same kernels as for fewer."""
+"""Number of tokens above which cuBLAS picks no other kernels."""
 
 
 @cache
 def compute_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream that steps run on; a second would have workspaces of its own."""
+    """Returns the one stream that steps run on; a second stream would get its own cuBLAS workspaces."""
     return torch.cuda.Stream(device)
 
 
 @dataclass(slots=True)
 class Forward:
-    """The forward pass of a step, for the second launch."""
+    """The results of a step's forward pass, for the second launch (sampling)."""
 
     hidden: torch.Tensor
-    """Of all tokens, if prompts are scored by them."""
+    """Hidden states of all tokens if prompts are scored or hidden states reported; else those of the logits rows."""
     ends: torch.Tensor
-    """Hidden states of the tokens behind which tokens are chosen, and perhaps of padding."""
+    """Hidden states of the logits rows, possibly followed by padding."""
     lines: Lines
     logits: torch.Tensor | None
-    """Of the first LINES lines, until they are used; None if no token is chosen."""
+    """The first LINES logits rows, until they are consumed; None if no token is chosen."""
 
 
 @dataclass(slots=True)
 class Chosen:
-    """The outputs of a step's second launch, on their way to the host."""
+    """The outputs of a step's second launch; their copies to the host are in flight."""
 
     sampled: list[Sampled] = field(default_factory=list)
     verified: Verified | None = None
-    """Where drafts were checked, or the next ones are written."""
+    """Set if drafts were verified or drafted in this step."""
     scores: Scores | None = None
     hidden: tuple[Ints, torch.Tensor] | None = None
 
 
 class Launched:
-    """A step that the device has begun. Its results are copied to the host by the device itself."""
+    """A step whose work is enqueued on the device, including the copies of its results to the host."""
 
     def __init__(self, plan: StepPlan, interval: Interval, movers: Movers | None,
                  choose: Callable[[Masks | None], Chosen] | None, chosen: Chosen | None = None) -> None:
-        """`choose` enqueues the second launch; None if there is nothing to choose, or `chosen` is what came of it already."""
+        """`choose` enqueues the second launch; None if no token is chosen or `chosen` already holds its outputs."""
         self._plan = plan
         self._interval = interval
         self._movers = movers
@@ -78,24 +78,25 @@ class Launched:
 
     @property
     def waits(self) -> bool:
-        """Whether the second launch has still to come."""
+        """Whether the second launch is pending."""
         return self._choose is not None
 
     def choose(self, masks: Masks | None) -> None:
-        """The second launch: chooses tokens from the logits. Called once; by `Worker.launch` itself if nothing is masked."""
-        assert self._choose is not None, "the tokens of this step are chosen already"
+        """Enqueues the second launch, which samples tokens from the logits. Called once; by `Worker.launch` if nothing is
+        masked."""
+        assert self._choose is not None, "the tokens of this step are already chosen"
         choose, self._choose = self._choose, None
         self._chosen = choose(masks)
 
     def result(self) -> StepResult:
-        """Waits until the device is through with the step."""
+        """Waits until the device has finished the step, and returns its result."""
         assert self._choose is None, "the step waits for its masks"
         if self._result is None:
             self._interval.wait()
             self._result = self._gather(self._plan, self._chosen)
             self._result.seconds, self._result.kernel_seconds = self._interval.seconds, self._interval.kernel_seconds
             if self._movers is not None:
-                # With nothing computed there may be loads that the engine waits for.
+                # A step without segments waits for loads that the engine needs.
                 self._result.load_results, self._result.write_results = self._movers.arrived(wait=self._plan.idle)
             self._chosen = Chosen()
         return self._result
@@ -124,7 +125,7 @@ class Launched:
 
 
 class Worker:
-    """One device's half of the engine. Not thread-safe: one thread runs it."""
+    """Executes plans on one device. Not thread-safe: one thread uses it."""
 
     def __init__(self, model: Decoder, layout: CacheLayout, max_num_seqs: int, max_model_len: int, device: torch.device,
                  graph_tokens: int = 0, behind: Behind | None = None) -> None:
@@ -146,7 +147,7 @@ class Worker:
 
     def _set_up(self, max_num_seqs: int, max_model_len: int, device: torch.device, graph_tokens: int) -> None:
         model, layout = self.model, self.layout
-        # Layers that keep everything are in one group, and no others share.
+        # Only full-attention layers share prefixes, and all of them are in one cache group.
         watched = {work.group for work in model.works if work.ops.shares(work.geometry)}
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
         self.builder = StepBuilder(model, self.rows, layout.page)
@@ -191,12 +192,12 @@ class Worker:
             torch.cuda.empty_cache()
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Executes a plan; the result is on the host."""
+        """Executes a plan and waits for its result."""
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Enqueues a plan; of one with masked segments the forward pass alone, and `Launched.choose` the rest. Nothing here
-        waits for the device."""
+        """Enqueues a plan without synchronising the device. If segments are masked, enqueues only the forward pass;
+        `Launched.choose` enqueues the rest."""
         with torch.inference_mode(), self._on_stream:
             launched = self._launch(plan)
         if launched.waits and not len(plan.masked):
@@ -248,7 +249,7 @@ class Worker:
         return found
 
     def _sample(self, plan: StepPlan, forward: Forward, masks: Masks | None, stay: bool) -> Iterator[Sampled]:
-        """Tokens of the step's lines, LINES at a time."""
+        """Samples the step's logits rows, LINES at a time."""
         at, line = 0, 0
         logits, forward.logits = forward.logits, None
         for part in forward.lines.parts(LINES):
@@ -268,11 +269,11 @@ class Worker:
             drafter.propose(Drafting(self.rows, verified.row, verified.length, count, forward.ends, verified.first))
 
     def _forward(self, plan: StepPlan, every: bool) -> tuple[torch.Tensor, torch.Tensor, Lines]:
-        """Hidden states of the plan's tokens, if those of `every` one are wanted; those of the tokens behind which one is
-        chosen, and perhaps of some more; and whose these are."""
+        """Returns hidden states of all tokens if `every`, hidden states of the logits rows (possibly padded), and the logits
+        rows' owners."""
         picks = picks_of(plan)
         count = len(picks.segments)
-        # Graphs give no hidden states of all tokens.
+        # CUDA graphs do not return the hidden states of all tokens.
         bucket = self.graphs.buckets.of(plan, count) if self.graphs is not None and not every else None
         if self.graphs is not None and bucket is not None:
             builder = self.graphs.builder
