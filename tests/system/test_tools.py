@@ -1,6 +1,7 @@
 """Tools over HTTP with canary: calls in OpenAI's shape, streamed and not, chosen by the model or forced."""
 
 import json
+import re
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -114,3 +115,55 @@ def test_a_call_that_breaks_off_is_text_with_a_flag(server: Served) -> None:
 def test_what_cannot_be_honoured_is_refused(server: Served, fields: dict[str, Any], param: str) -> None:
     answer = server.post("/v1/chat/completions", messages=ASK, tools=[WEATHER], **fields)
     assert answer.status_code == 400 and param in answer.json()["error"]["message"] + str(answer.json()["error"]["param"])
+
+
+CODES: Any = {"type": "function", "function": {"name": "get_weather", "description": "Current temperature in a city",
+                                                "parameters": {
+    "type": "object", "properties": {"city": {"type": "string", "enum": ["Rome", "Oslo"]}, "days": {"type": "integer"}},
+    "required": ["city", "days"], "additionalProperties": False}}}
+"""The schema of a tool that canary calls with other arguments, if nobody holds it to them."""
+
+
+def strict(tool: Any) -> Any:
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_strict_tools_are_enforced_under_auto(client: openai.OpenAI, streamed: bool) -> None:
+    def called(tool: Any, **more: Any) -> tuple[str, list[dict[str, str]], str | None]:
+        how: Any = {"model": NAME, "messages": ASK, "tools": [tool], "temperature": 0, "max_tokens": 300, **more}
+        if streamed:
+            return gathered(client.chat.completions.create(**how, stream=True))
+        found = client.chat.completions.create(**how).choices[0]
+        return found.message.content or "", [{"name": call.function.name, "arguments": call.function.arguments}
+                                             for call in found.message.tool_calls or ()], found.finish_reason
+    _, [free], _ = called(CODES)
+    assert json.loads(free["arguments"]).keys() != {"city", "days"}
+    content, [held], finish = called(strict(CODES))
+    arguments = json.loads(held["arguments"])
+    assert not content and finish == "tool_calls" and held["name"] == "get_weather"
+    assert arguments.keys() == {"city", "days"} and arguments["city"] in ("Rome", "Oslo") and type(arguments["days"]) is int
+
+
+def test_custom_tools_have_the_format_of_their_regex(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "custom", "custom": {"name": "note", "description": "Write a note", "format": {
+        "type": "grammar", "grammar": {"syntax": "regex", "definition": "[A-Z]{3}-[0-9]{2}"}}}}
+    found = client.chat.completions.create(model=NAME, messages=ASK, tools=[tool], tool_choice={
+        "type": "custom", "custom": {"name": "note"}}, temperature=1, seed=1, max_tokens=100).choices[0]
+    [call] = found.message.tool_calls
+    assert re.fullmatch("[A-Z]{3}-[0-9]{2}", call.custom.input)
+    tool["custom"]["format"]["grammar"] = {"syntax": "lark", "definition": 'start: "a"'}
+    with pytest.raises(openai.BadRequestError, match="Lark grammar of the custom tool note"):
+        client.chat.completions.create(model=NAME, messages=ASK, tools=[tool])
+
+
+def test_constrain_tools_holds_every_call_and_names_dialects_that_cannot() -> None:
+    with served("canary", "--max-model-len", "2048", "--constrain-tools", "auto") as server:
+        [choice] = server.post("/v1/chat/completions", messages=ASK, tools=[CODES], temperature=0,
+                               max_tokens=300).json()["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]).keys() == {"city", "days"}
+    with served("canary", "--max-model-len", "2048", "--tool-call-parser", "llama3_json") as server:
+        refused = server.post("/v1/chat/completions", messages=ASK, tools=[strict(CODES)])
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
+        assert "llama3_json" in refused.json()["error"]["message"]

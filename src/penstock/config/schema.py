@@ -41,6 +41,9 @@ class EngineOptions:
     tool_call_parser: str = option("auto", "how the model writes tool calls: a dialect's name or vLLM's name for it, none, or "
                                            "auto: found from the chat template", group=MODEL)
     reasoning_parser: str = option("auto", "how the model writes reasoning: the same", group=MODEL)
+    constrain_tools: str = option("off", "auto: tool calls that the model makes by itself are held to their schemas once they "
+                                         "have begun; off: only those of strict tools and forced ones", ("off", "auto"),
+                                  group=MODEL)
     generation_config: str = option("auto", "auto: default sampling parameters from generation_config.json; none, or "
                                     "vLLM's name vllm: OpenAI's", ("auto", "none", "vllm"), group=MODEL)
     override_generation_config: dict[str, Any] = option({}, "default sampling parameters that win over generation_config.json: "

@@ -75,6 +75,12 @@ class Triggered:
     tags: tuple[tuple[str, Node], ...]
     least: int = 0
     most: int | None = None
+    never: tuple[str, ...] = ()
+    """Texts that must not occur before a trigger, nor in an answer without one."""
+    special: tuple[str, ...] = ()
+    """Markers that may occur there even where they are special tokens, which are no text."""
+    last: bool = False
+    """The answer ends behind the first tag; `least` is then 0 and `most` 1."""
 
 
 Node = Literal | Json | Regex | Lark | Until | Sequence | Either | Repeat | Triggered

@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as List
+from dataclasses import replace
 from string import Formatter
 from typing import Any
 
-from penstock.core.structure import Either, Json, Literal, Node, Regex, Repeat, Sequence, Until
+from penstock.core.errors import RequestError
+from penstock.core.structure import Either, Json, Literal, Node, Regex, Repeat, Sequence, Triggered, Until
 from penstock.dialects.description import Dialect, Form, Named, Python, Tags, Written
 from penstock.dialects.schemas import Tools
 
@@ -56,10 +58,37 @@ def structure(dialect: Dialect, tools: Tools, parallel: bool) -> Node:
     """What an answer that must call one of the tools looks like, all of it. AssertionError for a dialect that has no calls."""
     how = dialect.written
     assert how is not None, f"{dialect.name} writes no calls"
-    calls = Either(tuple(_call(dialect, how, tools, name) for name in tools.names))
-    if not parallel or not dialect.parallel:
-        return Sequence((Literal(how.head), calls, Literal(how.tail)))
-    return Sequence((Literal(how.head), Repeat(calls, how.separator, 1), Literal(how.tail)))
+    return _calls(dialect, how, tools, parallel)
+
+
+def triggered(dialect: Dialect, tools: Tools, parallel: bool) -> Node | None:
+    """What an answer looks like that may call the tools: text, and calls behind it, to which a call that has begun is held.
+    None for a dialect whose calls cannot be told from text where they begin."""
+    how = dialect.written
+    begins = tuple(dict.fromkeys(block.begin for block in dialect.blocks))
+    begin = next((each for each in begins if how is not None and (how.head + how.call).startswith(each)), None)
+    if how is None or begin is None or any(block.bare for block in dialect.blocks):
+        return None
+    rest = replace(how, head=how.head.removeprefix(begin)) if how.head else replace(how, call=how.call.removeprefix(begin))
+    body = _calls(dialect, rest, tools, False)
+    if parallel and dialect.parallel:
+        again = Repeat(Sequence((Literal(how.separator), _either(dialect, how, tools))))
+        body = Sequence((Literal(rest.head), _either(dialect, rest, tools), again, Literal(how.tail)))
+    reasoning = dialect.reasoning
+    special = (*dialect.hidden, *((*reasoning.start, *reasoning.end) if reasoning else ()))
+    return Triggered(((begin, body),), 0, 1, tuple(each for each in begins if each != begin), special, last=True)
+
+
+def _calls(dialect: Dialect, how: Written, tools: Tools, parallel: bool) -> Node:
+    calls = _either(dialect, how, tools)
+    if parallel and dialect.parallel:
+        calls = Repeat(calls, how.separator, 1)
+    return Sequence((Literal(how.head), calls, Literal(how.tail)))
+
+
+def _either(dialect: Dialect, how: Written, tools: Tools) -> Node:
+    """A call of one of the tools."""
+    return Either(tuple(_call(dialect, how, tools, name) for name in tools.names))
 
 
 def _call(dialect: Dialect, how: Written, tools: Tools, name: str) -> Node:
@@ -95,6 +124,10 @@ def _parameter(how: Written, form: Form, key: str, schema: Any, types: frozenset
     value: Node = Json(whole)
     stop = form.quote if isinstance(form, Named) else how.parameter.split("{value}")[1]
     if text and not isinstance(form, Python):
+        unheld = sorted({"pattern", "format", "minLength", "maxLength"} & set(schema))
+        if unheld:
+            raise RequestError(f"{unheld[0]} of the tools' parameter {key} cannot be enforced: this model's dialect writes "
+                               "texts between tags. Leave it out, or use enum", param="tools", code="unsupported_schema")
         given = schema.get("enum", [schema["const"]] if "const" in schema else None)
         value = Either(tuple(Literal(str(each)) for each in given)) if given else Until(stop)
         if isinstance(form, Named):

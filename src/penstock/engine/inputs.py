@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, Request, Span
 from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
 from penstock.dialects.choice import Choice, choose
 from penstock.dialects.description import Reasoning
 from penstock.dialects.parser import Parser, opened
 from penstock.dialects.schemas import Tools
-from penstock.dialects.writing import structure
+from penstock.dialects.writing import structure, triggered
 from penstock.engine.retention import Marked, check_spans, resolve_spans, spans_of, written
 from penstock.engine.work import checkpoint
 from penstock.grammar.definition import define, node_grammar
@@ -34,6 +34,8 @@ DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "m
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
 """Parameters whose default generation_config.json may set, by their name there."""
 
+
+_UNTRIGGERED = "there is no marker by which a call in the dialect"
 
 CHARACTERS_A_TOKEN = 8
 """Upper bound of a token's mean length in most texts. Texts longer than this times the context are tokenized in steps."""
@@ -56,11 +58,13 @@ class Inputs:
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, info: EngineInfo,
                  generation_config: Mapping[str, Any] | None = None, eos_ids: Iterable[int] = (),
-                 seed: int | None = None, max_logprobs: int = MAX_LOGPROBS, dialect: Choice | None = None) -> None:
+                 seed: int | None = None, max_logprobs: int = MAX_LOGPROBS, dialect: Choice | None = None,
+                 constrain_tools: bool = False) -> None:
         """`generation_config` holds the model's defaults, empty if they are not wanted. `eos_ids` are what the model's files
         name; without any, the generation_config's and the tokenizer's. `seed` makes the drawn seeds repeatable.
         `max_logprobs` bounds the alternatives that a request may ask for. `dialect` is how the model writes reasoning and tool
-        calls, by default what its template shows."""
+        calls, by default what its template shows. `constrain_tools`: calls that the model makes by itself are held to their
+        schemas; ConfigError where its dialect makes that impossible."""
         self.tokenizer = tokenizer
         self.template = template
         self.info = info
@@ -70,6 +74,10 @@ class Inputs:
         self.max_logprobs = max_logprobs
         self._random = random.Random(seed)
         self.choice = dialect or choose(template.sources if template is not None else ())
+        self.constrain_tools = constrain_tools
+        if constrain_tools and triggered(self.choice.dialect, Tools([{"name": "tool"}]), True) is None:
+            raise ConfigError(f"constrain_tools is auto, but {_UNTRIGGERED} {self.choice.dialect.name} begins; leave it off, "
+                              "or name the model's dialect with --tool-call-parser")
         self._shown = [token for marker in self.choice.dialect.markers() if tokenizer is not None
                        and (token := tokenizer.token_id(marker)) is not None and token in tokenizer.special_ids]
 
@@ -105,8 +113,26 @@ class Inputs:
             raise RequestError(f"a tool call cannot be forced: {self.choice.why}. Name the model's dialect with "
                                "--tool-call-parser",
                                param="tool_choice", code="unsupported_parameter")
-        special = {name: token for token in self.tokenizer.special_ids if (name := self.tokenizer.token_name(token))}
-        return node_grammar(structure(dialect, Tools(tools), parallel), special)
+        return node_grammar(structure(dialect, Tools(tools), parallel), self._special())
+
+    def holds(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether calls of these tools that the model makes by itself must fit their schemas."""
+        return bool(tools) and (self.constrain_tools or any((tool.get("function") or tool).get("strict") for tool in tools))
+
+    def held(self, tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> str:
+        """The grammar of an answer that may call these tools: free text, and calls that fit their schemas once they have
+        begun. RequestError for a dialect whose calls cannot be told from text."""
+        node = triggered(self.choice.dialect, Tools(tools), parallel)
+        if node is None or self.tokenizer is None:
+            raise RequestError(f"strict tools cannot be enforced with tool_choice auto: {_UNTRIGGERED} "
+                               f"{self.choice.dialect.name} begins. Send tool_choice required or a tool's name, or leave "
+                               "strict and format out", param="tools", code="unsupported_parameter")
+        return node_grammar(node, self._special())
+
+    def _special(self) -> dict[str, int]:
+        """The special tokens by their text."""
+        assert self.tokenizer is not None
+        return {name: token for token in self.tokenizer.special_ids if (name := self.tokenizer.token_name(token))}
 
     def thinking(self, prompt: str, budget: int | None) -> dict[str, Any]:
         """The parameters of an answer that begins with thinking, as the prompt's end shows. RequestError for a `budget` of

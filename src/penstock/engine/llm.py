@@ -128,7 +128,8 @@ class LLM:
                     chat_template_kwargs=chat_template_kwargs))
         # A template writes the special tokens itself.
         found = self._run(prompts, [prompt.text for prompt in prompts], sampling_params, use_tqdm, False, None, cache_salt,
-                          retention, parsed=self._tokenizer is not None)
+                          retention, parsed=self._tokenizer is not None,
+                          grammar=self.inputs.held(tools) if tools and self.inputs.holds(tools) else None)
         for prompt, output in zip(prompts, found, strict=True):
             for answer in output.outputs:
                 parser = self.inputs.parser(prompt.text, tools)
@@ -172,13 +173,16 @@ class LLM:
 
     def _run(self, prompts: Sequence[Any], texts: Sequence[str | None], params: Params, use_tqdm: Bar, specials: bool,
              priority: Sequence[int] | None, cache_salt: str | Sequence[str | None] | None,
-             retention: Retention, parsed: bool = False) -> list[RequestOutput]:
+             retention: Retention, parsed: bool = False, grammar: str | None = None) -> list[RequestOutput]:
+        """`grammar` holds answers that the parameters do not constrain."""
         count = len(prompts)
         each = zip(prompts, _spread(params, count, "sampling_params"), _spread(priority, count, "priority"),
                    [cache_salt] * count if isinstance(cache_salt, str) else _spread(cache_salt, count, "cache_salt"),
                    _spans(retention, count), strict=True)
         requests = []
         for place, (prompt, wanted, order, salt, retain) in enumerate(each):
+            if grammar is not None and (wanted is None or (wanted.structured_outputs is None and wanted.grammar is None)):
+                wanted = (wanted or self.inputs.default_params()).replace(grammar=grammar)
             with _naming(place, count, "prompt"):
                 requests.append(self.inputs.request(str(self._count), prompt, wanted, add_special_tokens=specials,
                                                     priority=order or 0, salt=salt or "", retain=retain, parsed=parsed))

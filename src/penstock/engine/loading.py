@@ -52,4 +52,5 @@ def inputs_of(found: Found, tokenizer: Tokenizer | None, template: ChatTemplate 
     """Makes requests for an engine of these files."""
     most = MOST_LOGPROBS if options.max_logprobs == -1 else min(options.max_logprobs, MOST_LOGPROBS)
     dialect = choose(template.sources if template is not None else (), options.tool_call_parser, options.reasoning_parser)
-    return Inputs(tokenizer, template, info, found.generation_config, found.eos_ids, options.seed, most, dialect)
+    return Inputs(tokenizer, template, info, found.generation_config, found.eos_ids, options.seed, most, dialect,
+                  options.constrain_tools == "auto")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from collections.abc import Sequence as List
 
 from penstock.core.errors import RequestError
 from penstock.core.structure import Either, Json, Lark, Literal, Node, Regex, Repeat, Sequence, Triggered, Until
@@ -98,6 +99,10 @@ class _Writer:
     def _without(self, stops: tuple[str, ...]) -> str:
         """Any text in which none of `stops` occurs. Special tokens are no text."""
         plain = [stop for stop in stops if stop not in self._special]
+        return self._free_of(plain)
+
+    def _free_of(self, plain: List[str]) -> str:
+        """Any text in which none of these occurs, spelled out."""
         return self._terminal(" & ".join([f"/{_ANY}/", *(f"~/{_ANY}{_escaped(stop)}{_ANY}/" for stop in plain)]))
 
     def _upto(self, stop: str) -> str:
@@ -129,10 +134,25 @@ class _Writer:
         return self._rule(some if node.least else f'({some}) | ""')
 
     def _triggered(self, node: Triggered) -> str:
+        if node.last:
+            return self._ending(node)
         tags = [self._rule(f"{self._upto(trigger)} {self.write(body)}") for trigger, body in node.tags]
         calls = self._rule(" | ".join(tags))
         tail = self._without(tuple(trigger for trigger, _ in node.tags))
         return self._rule(f"{_times(calls, node.least, node.most)} {tail}")
+
+    def _ending(self, node: Triggered) -> str:
+        """Text, and one tag at its end. A parser does not tell a special token from its text, so no trigger is spelled out."""
+        triggers = tuple(trigger for trigger, _ in node.tags)
+        text, before = self._free_of((*triggers, *node.never)), self._free_of(node.never)
+        markers = [self._literal(marker) for marker in node.special if marker in self._special]
+        begin = f"({text} ({' | '.join(markers)}))* " if markers else ""
+        found = [text]
+        for trigger, body in node.tags:
+            spelled = not (self._split and self._split.match(trigger))
+            opening = self._rule(f"{before} {_quoted(trigger)}", "[lazy]") if spelled else f"{text} {self._literal(trigger)}"
+            found.append(f"{opening} {self.write(body)}")
+        return self._rule(f"{begin}({' | '.join(found)})")
 
 
 def _times(expression: str, least: int, most: int | None) -> str:

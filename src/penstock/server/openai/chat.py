@@ -23,7 +23,7 @@ from penstock.server.openai.logprobs import Namer, chat_content, namer, prompt_e
 from penstock.server.openai.messages import choose, ignored, render
 from penstock.server.openai.prepare import prepare
 from penstock.server.openai.protocol import ChatRequest, ToolChoice
-from penstock.server.openai.reading import AnswerMessage, ChunkDelta, Flags, Reading, forced, offered
+from penstock.server.openai.reading import AnswerMessage, ChunkDelta, Flags, Reading, forced, offered, strict
 from penstock.server.openai.respond import event, respond
 from penstock.server.openai.sampling import check_stream, sampling_params
 from penstock.server.openai.structured import structure_of
@@ -176,10 +176,17 @@ class Chat:
         params = sampling_params(body, state.llm.inputs.defaults, limit, logprobs)
         tools = offered(body)
         budget = body.max_thinking_tokens if body.max_thinking_tokens is not None else body.thinking_token_budget
-        if budget is not None or params.structured_outputs is not None or forced(body):
-            params = params.replace(**state.llm.inputs.thinking(prompt.text, budget))
-        if forced(body):
-            grammar = await state.llm.work.run(len(prompt.text), lambda: state.llm.inputs.forced(
+        must, inputs = forced(body), state.llm.inputs
+        held = not must and params.structured_outputs is None and (
+            strict(body, tools) or (inputs.constrain_tools and bool(tools)))
+        if budget is not None or params.structured_outputs is not None or must:
+            params = params.replace(**inputs.thinking(prompt.text, budget))
+        if held and params.reasoning_end_ids:
+            raise RequestError("max_thinking_tokens cannot be honoured beside calls that are constrained once they have begun "
+                               "(strict tools, --constrain-tools); leave it out, or send tool_choice required",
+                               param="max_thinking_tokens", code="unsupported_parameter")
+        if must or held:
+            grammar = await state.llm.work.run(len(prompt.text), lambda: (inputs.forced if must else inputs.held)(
                 tools, body.parallel_tool_calls is not False and not _named(body)))
             params = params.replace(grammar=grammar)
         try:

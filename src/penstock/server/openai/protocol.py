@@ -15,7 +15,7 @@ from msgspec import Meta
 from penstock.core.request import MARKED_PRIORITY, PINNED
 from penstock.core.sampling import MAX_BEAM_WIDTH, MAX_N, MOST_LOGPROBS
 from penstock.engine.retention import MAX_SPANS
-from penstock.server.openai.structured import StructureFields
+from penstock.server.openai.structured import StructureFields, TextFormat
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -291,12 +291,23 @@ class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
     strict: bool | None = None
 
 
+class Grammar(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    definition: Annotated[str, Meta(min_length=1)]
+    syntax: Literal["lark", "regex"]
+
+
+class GrammarFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
+    """The text of a custom tool matches a grammar."""
+
+    grammar: Grammar
+
+
 class CustomTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A tool that takes one text."""
 
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
-    format: dict[str, Any] | None = None
+    format: TextFormat | GrammarFormat | None = None
 
 
 class Tool(msgspec.Struct, kw_only=True, omit_defaults=True):

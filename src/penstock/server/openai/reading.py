@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from penstock.core.errors import RequestError
 from penstock.dialects.message import Arguments, CallBegins, CallEnds, CallFails, Content, Event, ReasoningText
 from penstock.dialects.parser import Parser
-from penstock.server.openai.protocol import ChatRequest, TokenizeRequest
+from penstock.server.openai.protocol import ChatRequest, GrammarFormat, TokenizeRequest
 
 
 class CalledFunction(msgspec.Struct, omit_defaults=True):
@@ -64,12 +64,10 @@ class Flags(msgspec.Struct, omit_defaults=True):
 
 def offered(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
     """The tools that this request lets the model call, as functions. RequestError where tool_choice names another."""
-    tools = [as_function(msgspec.to_builtins(tool)) for tool in body.tools or ()]
     choice = body.tool_choice
-    if choice in (None, "auto", "required"):
+    tools = [as_function(msgspec.to_builtins(tool)) for tool in body.tools or ()] if choice != "none" else []
+    if choice in (None, "none", "auto", "required"):
         return tools
-    if choice == "none":
-        return []
     names = choice.names() if not isinstance(choice, str) else []
     known = [tool["function"]["name"] for tool in tools]
     missing = [name for name in names if name not in known]
@@ -85,14 +83,30 @@ def forced(body: ChatRequest) -> bool:
     return choice == "required" or (choice is not None and not isinstance(choice, str) and choice.must())
 
 
+def strict(body: ChatRequest, tools: list[dict[str, Any]]) -> bool:
+    """Whether one of the `tools` that are offered wants its calls held to a schema or grammar."""
+    asked = {tool.function.name for tool in body.tools or () if tool.function is not None and tool.function.strict}
+    asked |= {tool.custom.name for tool in body.tools or ()
+              if tool.custom is not None and isinstance(tool.custom.format, GrammarFormat)}
+    return any(tool["function"]["name"] in asked for tool in tools)
+
+
 def as_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as templates know it: a custom one is a function of one text."""
+    """A tool as templates know it: a custom one is a function of one text. RequestError for a grammar that cannot be a
+    pattern of that text."""
     if tool.get("type") != "custom":
         return {"type": "function", **tool}
     custom = tool["custom"]
+    text, grammar = {"type": "string"}, (custom.get("format") or {}).get("grammar")
+    if grammar is not None and grammar["syntax"] == "lark":
+        raise RequestError(f"the Lark grammar of the custom tool {custom['name']} cannot be enforced, because models write the "
+                           'text as a JSON string; send a regex (syntax "regex"), or leave format out', param="tools",
+                           code="unsupported_parameter")
+    if grammar is not None:
+        text["pattern"] = f"^(?:{grammar['definition']})$"
     return {"type": "function", "function": {
         "name": custom["name"], "description": custom.get("description", ""),
-        "parameters": {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}}}
+        "parameters": {"type": "object", "properties": {"input": text}, "required": ["input"]}}}
 
 
 class Reading:
