@@ -32,6 +32,7 @@ from penstock.core.request import EngineInfo
 from penstock.core.sampling import SamplingParams
 from penstock.core.state import Everything, Field, StateSpec
 from penstock.engine.beam import BeamSearches
+from penstock.engine.constraints import Constraints
 from penstock.engine.engine import Engine
 from penstock.engine.executor import Direct, Pending
 from penstock.engine.inputs import Inputs
@@ -146,6 +147,7 @@ class NoEngine(Engine):
         self.rank = SimpleNamespace(worker=worker)
         self.executor = Direct(TimedWorker(worker, times))
         self.beams = BeamSearches(self._add, self._abort)
+        self.constraints = Constraints(self.scheduler, 151_936, None)
         self.events, self._naming = None, SimpleNamespace(pending=False)
         self._flying = deque()
         self.info = EngineInfo(
