@@ -1,4 +1,4 @@
-"""How the cache's byte arena is cut: groups of layers, pages, slabs. Pure arithmetic that both halves of the engine share.
+"""Layout of the cache's arena: groups of layers, pages, slabs. Pure arithmetic, shared by engine and worker.
 
 A group is the states of equal retention, most often one of each layer. A page holds all states of its group for a stretch of
 positions, or one snapshot of each, so that any tier can move it in one copy. The arena is cut into equal slabs; a slab is lent
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from penstock.core.state import Retention, StateSpec
 
 ALIGN = 64
-"""Bytes: a cache line, and a multiple of every vector load."""
+"""Alignment in bytes: a cache line, and a multiple of every vector load."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Group:
     """States that share pages. Sizes in bytes; `stride` is the distance between pages, constant across slabs."""
 
     layers: tuple[int, ...]
-    """Which states, by their places in the model's list."""
+    """Indices of the states in the model's list."""
     keep: Retention
     offsets: tuple[int, ...]
-    """Where each state begins within a page."""
+    """Byte offset of each state within a page."""
     page_bytes: int
     per_slab: int
     stride: int

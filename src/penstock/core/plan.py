@@ -1,8 +1,8 @@
-"""Everything a worker is ever told, and everything it answers.
+"""The messages between engine and worker: step plans, token masks and step results.
 
 A plan says what changed (rows entering and leaving, page edits, page copies) and which segments to run. Counts and tables
-are flat int32 arrays, so a step of a thousand rows costs no thousand objects. The engine half and the worker half share
-these two types and nothing else.
+are flat int32 arrays, so that a step of a thousand rows does not create a thousand objects. The engine and the worker exchange
+only these types.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Want(IntFlag):
     SCORE = 2
     """Report the log probability of the known token that follows each of the segment's positions."""
     EACH = 4
-    """With SAMPLE: choose a token behind each of the segment's positions. Behind its first position the segment holds drafted
-    tokens; those that agree with what is chosen are kept, and the first chosen token that does not."""
+    """With SAMPLE: choose a token after each of the segment's positions. All positions but the first hold drafted tokens.
+    Drafts that equal the chosen tokens are kept, and so is the first chosen token that differs."""
     HIDDEN = 8
     """Report the hidden state of each of the segment's positions."""
 
 
 class Enter(NamedTuple):
-    """A request takes a row. `tokens` is all that is known of it: its prompt, and after preemption its output so far."""
+    """A sequence takes a row. `tokens` are its known tokens: the prompt and, after preemption, the output so far."""
 
     row: int
     tokens: list[int]
@@ -48,7 +48,7 @@ class Enter(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Drafted tokens that the host knows, written to a row behind its known tokens, from `position` on."""
+    """Drafted tokens from the host, written to a row after its known tokens, from `position` on."""
 
     row: int
     position: int
@@ -56,7 +56,7 @@ class Proposal(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Copy one page of a cache group to another, before anything of the step is computed."""
+    """Copies one page of a cache group to another before the step computes anything."""
 
     group: int
     source: int
@@ -80,39 +80,39 @@ class StepPlan:
     counts: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     wants: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     masked: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Segments, by index, whose tokens are chosen under a mask. The forward pass does not wait for the masks, choosing does."""
+    """Indices of the segments whose tokens are chosen under a mask. Sampling waits for the masks; the forward pass does not."""
     slack: Ints | None = None
-    """[segments] how many positions before `starts[i]` a segment may in truth begin, because drafts are still being checked:
-    it begins at the last token that its row has by then, which the device knows. None: all begin where `starts` says."""
+    """[segments] number of positions by which the true start may lie before `starts[i]`, because drafts are still being
+    verified. The segment begins at its row's last known token, which only the device knows. None: all starts are exact."""
     proposals: list[Proposal] = field(default_factory=list)
     draft: Ints | None = None
-    """[segments] how many tokens the worker's drafter should write behind what the segment keeps, for the row's next segment.
-    None: no drafts for anybody."""
+    """[segments] number of tokens that the worker's drafter writes after the kept tokens, for the row's next segment. None: no
+    drafts."""
     transfers: list[Transfer] = field(default_factory=list)
     """Pages to save to other tiers before `moves`, and to load from them after. Made by `cache/tiers`, carried out by the
     worker's movers; a step without segments that finds loads under way waits until one of them has landed."""
 
     @property
     def idle(self) -> bool:
-        """Nothing to compute; rows may still leave and pages move."""
+        """Whether the plan has no segments. Rows may still leave and pages move."""
         return len(self.rows) == 0
 
 
 @dataclass(slots=True)
 class Masks:
-    """Which tokens may be chosen by a plan's masked segments. Given to the executor after the plan, before the next plan."""
+    """Token masks of a plan's masked segments. Passed to the executor after the plan and before the next plan."""
 
     bits: Ints
-    """[lines, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set if token t may be chosen; tokens beyond the last word
-    may not. One line for each token that a masked segment chooses, in the order of `StepPlan.masked`."""
+    """[logits rows, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set if token t may be chosen; tokens beyond the last
+    word may not. One row for each token that a masked segment chooses, in the order of `StepPlan.masked`."""
 
 
 @dataclass(slots=True)
 class Logprobs:
-    """Log probabilities for some positions of a step, one line each.
+    """Log probabilities of N tokens of a step.
 
-    `segments[i]` and `positions[i]` say which token line i is about (the token AT that position of the row); ids, values
-    and ranks are [lines, 1 + k]: the token itself, then the k most likely, k the largest number any row asked for.
+    Entry i is about the token AT position `positions[i]` of the row of segment `segments[i]`. ids, values and ranks are
+    [N, 1 + k]: the token itself, then the k most likely ones; k is the largest number that any row asked for.
     """
 
     segments: Ints
@@ -127,9 +127,9 @@ class Hidden:
     """Hidden states after the last norm, of all positions of the segments that want them, segment after segment."""
 
     segments: Ints
-    """[lines] whose each line is."""
+    """[N] the segment of each position."""
     values: npt.NDArray[np.float32]
-    """[lines, width]"""
+    """[N, width]"""
 
 
 @dataclass(slots=True)
@@ -138,23 +138,23 @@ class StepResult:
 
     id: int
     tokens: Ints
-    """Of all segments, one after another; NOT_FINITE where the logits are not."""
+    """Tokens of all segments, concatenated; NOT_FINITE where the logits are not finite."""
     kept: Ints
-    """[segments] how many of them each segment has: 0 if it wants none, 1, or up to 1 + drafts where drafts were checked."""
+    """[segments] number of tokens of each segment: 0 without SAMPLE, 1, or up to 1 + drafts with verified drafts."""
     logprobs: Logprobs | None = None
     scores: Logprobs | None = None
     hidden: Hidden | None = None
     seconds: float = 0.0
-    """The whole of the worker's `run`."""
+    """Duration of the step."""
     kernel_seconds: float = 0.0
-    """The part of it inside the model."""
+    """The part of `seconds` in the model's forward pass."""
     load_results: list[LoadResult] = field(default_factory=list)
     """Loads that have ended since the last result."""
     write_results: list[WriteResult] = field(default_factory=list)
-    """Pages that were written to stores since, or could not be."""
+    """Writes to stores that have ended or failed since the last result."""
 
 
 MOST_DEPTH = 4
-"""Plans in flight; with two, planning overlaps with running, and more gain nothing."""
+"""Maximum plans in flight. Two suffice to overlap planning with execution; more gain nothing."""
 NOT_FINITE = -2
-"""In place of a token where no token can be chosen."""
+"""Stands for a token if none can be chosen."""

@@ -9,10 +9,10 @@ import msgspec
 from penstock.core.sampling import SamplingParams
 
 PROMPT = 0
-"""As a span's `upto`: the whole prompt. Settled by the frontend; the engine sees a number of positions."""
+"""Value of `Span.upto` for the whole prompt. The frontend replaces it by a number of positions."""
 
 WHOLE = 2**31 - 1
-"""As a span's `upto`: the prompt and all that is generated."""
+"""Value of `Span.upto` for the prompt and all generated tokens."""
 
 DEFAULT_PRIORITY = 35
 """Retention priority of positions outside any live span. TensorRT-LLM's default."""
@@ -21,7 +21,7 @@ MARKED_PRIORITY = 70
 """Retention priority of positions before a breakpoint that names none."""
 
 PINNED = 100
-"""The highest priority: such positions go only when everything else that could go has gone."""
+"""The highest retention priority: such positions are evicted only after all others."""
 
 
 class Span(msgspec.Struct, array_like=True, frozen=True):
@@ -32,11 +32,11 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
     """
 
     upto: int = PROMPT
-    """Positions [0, upto); WHOLE for all there will be. More than there are means all there are."""
+    """Positions [0, upto); WHOLE for all. Values beyond the context's length mean all of it."""
     priority: int = MARKED_PRIORITY
     """0 to 100: of two positions that could be evicted, the one of lower priority goes first, whichever was used last."""
     seconds: float = 300.0
-    """How long after the last use the priority holds; then it is DEFAULT_PRIORITY again. Infinity: for good."""
+    """Time to live of the priority after the last use; then DEFAULT_PRIORITY applies. Infinity: no expiry."""
 
 
 class Medium(msgspec.Struct, array_like=True, frozen=True):
@@ -55,7 +55,7 @@ class Request(msgspec.Struct, array_like=True):
     id: str
     prompt_ids: list[int]
     params: SamplingParams
-    """With `max_tokens`, `seed` and `bad_words_token_ids` settled."""
+    """Sampling parameters, with `max_tokens`, `seed` and `bad_words_token_ids` resolved."""
     eos_ids: list[int] = []
     """The tokens that end the output unless `params.ignore_eos`."""
     arrival: float = 0.0
@@ -65,15 +65,15 @@ class Request(msgspec.Struct, array_like=True):
     salt: str = ""
     """Cache namespace: pages are shared only between requests of equal salt."""
     tenant: str = ""
-    """On whose account cached pages are; a tenant may not occupy more than its quota. Equal salts have equal tenants."""
+    """Owner of the cached pages, which count against its quota. Equal salts imply equal tenants."""
     retain: list[Span] = []
     """Spans that should stay in the cache, in the order of `upto`."""
     adapter: str = ""
     """The adapter whose weights compute this request, named by a digest of its contents: part of the cache namespace. "" is the
     bare model."""
     part: bool = False
-    """It goes on with a request that was taken in before, as the rounds of a beam search do: it is neither counted again nor
-    refused because too many wait."""
+    """Whether it continues an admitted request, as the rounds of a beam search do. It is not counted again, and a full queue
+    does not refuse it."""
     media: list[Medium] = []
     """In the order of `start`; they do not overlap."""
     follows: bool = False
@@ -106,7 +106,7 @@ class Update(msgspec.Struct, array_like=True, gc=False):
 
     request_id: str
     index: int
-    """Which of the request's `n` sequences."""
+    """Index among the request's `n` sequences."""
     token_ids: list[int]
     finish_reason: str | None = None
     """stop | length | abort | error; the last update of a sequence has one."""
@@ -115,7 +115,7 @@ class Update(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     """One entry a token, if asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """For prompt positions 1 onwards, on the update that completes them, sequence 0 only."""
+    """Prompt log probabilities from position 1 on, sent once, for sequence 0 only."""
     error: str | None = None
     """With finish_reason error: what went wrong."""
     cached_tokens: int = 0
@@ -168,7 +168,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     preemptions: int = 0
     steps: int = 0
     prompt_tokens: int = 0
-    """Of requests that were given a row; each asks the cache for all of its prompt."""
+    """Prompt tokens of requests admitted to a row; all of them are looked up in the cache."""
     generation_tokens: int = 0
     cached_tokens: int = 0
     """The part of `prompt_tokens` that the cache had."""
@@ -196,11 +196,11 @@ class EngineStats(msgspec.Struct, array_like=True):
     tiers: list[TierStats] = []
     """The device first, then further and further away."""
     cache_identity: str = ""
-    """As in EngineInfo, as soon as it is known."""
+    """EngineInfo.cache_identity, once it is known."""
     drafted_tokens: int = 0
     """Drafted tokens that were checked."""
     accepted_tokens: int = 0
-    """Those of them that were kept."""
+    """Drafted tokens that were kept."""
 
 
 class EngineInfo(msgspec.Struct):
@@ -216,7 +216,7 @@ class EngineInfo(msgspec.Struct):
     max_num_batched_tokens: int
     page_size: int
     kv_tokens: int
-    """How many tokens of full context fit in the arena."""
+    """Number of tokens of full context that fit in the arena."""
     pages_total: int
     dtype: str
     device: str
@@ -227,7 +227,7 @@ class EngineInfo(msgspec.Struct):
     graph_bytes: int = 0
     """Bytes of captured CUDA graphs."""
     graphs: int = 0
-    """How many there are."""
+    """Number of CUDA graphs."""
     graph_seconds: float = 0.0
     """Seconds spent capturing them."""
     compiled: int = 0
@@ -239,9 +239,9 @@ class EngineInfo(msgspec.Struct):
     prefix_caching: bool = False
     """Whether requests find what earlier ones computed."""
     cache_identity: str = ""
-    """What the model is called in keys (`cache/keys.py::root`): equal for equal weights and entries. Empty while the weights
-    are still being hashed."""
+    """The model's identity in cache keys (`cache/keys.py::root`), equal for equal weights and cache entries. Empty while the
+    weights are being hashed."""
     kv_events: dict[str, Any] | None = None
-    """Where the cache's events are published, in the words of `GET /kv_event_sources`; None if they are not."""
+    """Endpoints of the cache's events, as in `GET /kv_event_sources`; None if they are not published."""
     notes: list[str] = []
-    """Decisions that the user may not expect, in sentences."""
+    """Sentences about decisions that the user may not expect."""

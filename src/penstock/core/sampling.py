@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen: the sampling parameters, their meaning and their limits.
+"""Sampling parameters of a request, with their meanings and limits.
 
 The field names and call shape are vLLM's where the meaning is the same. Everything here is plain data: the arithmetic is
 in `ops/sample.py`.
@@ -31,21 +31,21 @@ EDIT_WORDS = 5
 """Words of device memory of an entry of logit_bias or bad_words, besides a word's own tokens."""
 
 MAX_LIST_WORDS = 1 << 15
-"""The most words of device memory that the lists of one sequence may take."""
+"""Maximum words of device memory for the lists of one sequence."""
 
 MAX_OPEN_LIST_WORDS = 1 << 21
-"""The same for all sequences of a server's open requests; the memory plan has room for them."""
+"""Maximum words for the lists of all open requests of a server. The memory plan reserves room for them."""
 
 MAX_TOP_K = 2**31 - 1
 
 NOT_FOR_BEAMS = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_p": 1.0, "min_p": 0.0,
                  "stop": None, "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "bad_words_token_ids": None,
                  "prompt_logprobs": None, "structured_outputs": None, "grammar": None, "max_thinking_tokens": None}
-"""Parameters that beam search has no use for, and the values that mean nothing is asked for."""
+"""Parameters that beam search does not support, and the defaults that they must have with it."""
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
-    """What an answer must look like: exactly one of the first six. The names and shapes are vLLM's."""
+    """A constraint on the answer: exactly one of the first six fields. Names and shapes are vLLM's."""
 
     json: dict[str, Any] | str | bool | None = None
     """A JSON schema, or its text. Whatever of it cannot be enforced is refused."""
@@ -268,9 +268,9 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     stop_token_ids: list[int] | None = None
     min_tokens: int = 0
     n: int | None = None
-    """How many of the answers; all of them by default."""
+    """Number of answers to return; by default all `beam_width`."""
 
     def sampling(self) -> SamplingParams:
-        """The same as SamplingParams."""
+        """Returns equivalent SamplingParams."""
         wanted = {name: getattr(self, name) for name in self.__struct_fields__ if name != "n"}
         return SamplingParams(n=self.beam_width if self.n is None else self.n, logprobs=0, **wanted)

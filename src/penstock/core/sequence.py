@@ -1,4 +1,4 @@
-"""One continuation of one request and how far it has come. Phases are not stored: work left is `goal - planned`."""
+"""One continuation of a request and its progress. There are no phases: the positions left to plan are `goal - planned`."""
 
 from __future__ import annotations
 
@@ -21,50 +21,50 @@ class Sequence:
         self.index = index
         self.seed = seed
         self.limit = limit
-        """Most tokens that may become known: prompt plus output."""
+        """Maximum tokens, prompt plus output."""
         self.tokens: list[int] = list(request.prompt_ids)
         self.prompt_len = len(self.tokens)
         self.goal = self.prompt_len
-        """Positions that should be computed so far: of known tokens and of those that plans in flight will sample, but never
-        that of the last token of all, which is not fed back."""
+        """Positions to compute so far: those of known tokens and of tokens that plans in flight will sample, except that of the
+        last possible token, which is never fed back."""
         self.planned = 0
-        """With drafts in flight an upper bound: those that are rejected are subtracted when their result is applied."""
+        """An upper bound while drafts are in flight: rejected drafts are subtracted when their result is applied."""
         self.slack = 0
-        """By how much `planned` may be too high."""
+        """Maximum amount by which `planned` may be too high."""
         self.promised = 0
-        """The most tokens that plans in flight may add."""
+        """Maximum tokens that plans in flight may add."""
         self.drafted = 0
-        """How many tokens the worker's drafter has been told to write behind the row's known ones, for the next segment."""
+        """Tokens that the worker's drafter was asked to write after the row's known tokens, for the next segment."""
         self.expected: tuple[int, list[int]] | None = None
-        """A position and the tokens that somebody on the host expects from there on; drafts, too."""
+        """(position, tokens) that the host expects from there on; verified like drafts."""
         self.computed = 0
         self.epoch = 0
-        """Grows on preemption."""
+        """Number of preemptions."""
         self.row = -1
         self.done = False
         self.cached = 0
         """Prompt tokens that the cache had at first admission."""
         self.cached_by_tier: dict[str, int] = {}
-        """The same by the tier that had them."""
+        """`cached` by tier."""
         self.passed = 0
-        """How many that came later were admitted while it waited for room."""
+        """Number of later sequences admitted while this one waited for room."""
         self.children: list[Sequence] = []
         """The request's other sequences, until they are forked off at the end of the prompt."""
         ends = () if request.params.ignore_eos else request.eos_ids
         self.stops = frozenset((*(request.params.stop_token_ids or ()), *ends))
         self.scoring = index == 0 and request.params.prompt_logprobs is not None
-        """Prompt log probabilities are still owed."""
+        """Whether prompt log probabilities are still to be delivered."""
         self.scores: list[TokenLogprobs] = []
         self.masked = False
-        """Its tokens are chosen under a mask."""
+        """Whether its tokens are chosen under a mask."""
         self.constraint: object = None
-        """What constrains its tokens and how far that is. Written by the masker alone."""
+        """The state of its grammar constraint. Written by the masker alone."""
         self.pages: list[PageRun] = []
         """The sequence's pages, a run for each cache group; empty before the first grow. Written by the cache alone."""
         self.room = 0
         """Positions below this can be written without asking the cache. Written by the cache alone."""
         self.due = 1 << 62
-        """`computed` at which the cache wants to be told again (`commit`). Written by the cache alone."""
+        """Value of `computed` at which the scheduler must call `Cache.commit` again. Written by the cache alone."""
         self.cache_state: object = None
         """The cache's own record of this sequence, beside its pages."""
         self.timings = Timings(arrival=request.arrival)

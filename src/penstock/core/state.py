@@ -12,13 +12,13 @@ from typing import Literal, Protocol
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "int8": 1,
                "int32": 4, "int64": 8}
-"""Bytes of an element, by torch name: of stored tensors and of cached fields."""
+"""Bytes per element by torch dtype name, for stored tensors and cached fields."""
 MODEL_DTYPES = ("float32", "float16", "bfloat16")
-"""The types in which a model computes."""
+"""The dtypes in which a model can compute."""
 
 
 FIELD_ALIGN = 16
-"""Bytes: the widest load of a thread."""
+"""Alignment of fields in bytes: the widest vector load of a GPU thread."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Field:
     dtype: str
     split: str = "heads"
     per: Literal["position", "page"] = "position"
-    """A snapshot, or a scale for all of a page, is there once a page."""
+    """"page": one value per page, such as a recurrent state's snapshot or a quantisation scale."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one: for a position, or for a page."""
+        """Bytes per position, or per page if `per` is "page"."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def page_bytes(self, page: int) -> int:
@@ -44,31 +44,32 @@ class Field:
 
 
 class Retention(Protocol):
-    """Which cached positions must be alive so that position n can be computed."""
+    """Defines which cached positions must be resident to compute position n."""
 
     def needed(self, n: int) -> tuple[int, int]:
         """The half-open interval of positions that position n reads. Its lower end never falls as n grows."""
         ...
 
     def widest(self, n: int) -> int:
-        """How many positions the interval has at most, for positions up to n."""
+        """Returns the maximum length of `needed` for positions up to n."""
         ...
 
     @property
     def exact(self) -> bool:
-        """A page holds the state behind the last position written to it instead of an entry for each, so it serves to
-        continue at that one position and cannot be cut. Such a page is sealed where a segment ends on its border."""
+        """Whether a page holds one snapshot, the state after the last position written to it, instead of an entry per position.
+        Such a page can be continued at that position only and cannot be truncated. It is final when a segment ends on its
+        border."""
         ...
 
     @property
     def ahead(self) -> int:
-        """On how many tokens behind its own position an entry depends."""
+        """Number of following tokens on which an entry depends."""
         ...
 
 
 @dataclass(frozen=True)
 class _Entries:
-    """The defaults: an entry for each position, computed from the tokens up to it and read by all later ones."""
+    """Defaults: one entry per position, which depends on the tokens up to it and is read by all later positions."""
 
     def needed(self, n: int) -> tuple[int, int]:
         return 0, n
@@ -145,11 +146,11 @@ class StateSpec:
 
     def __post_init__(self) -> None:
         assert not self.keep.exact or all(field.per == "page" for field in self.fields), \
-            "of a state that holds one snapshot a page, every field is there once a page"
-        assert len({field.name for field in self.fields}) == len(self.fields), "fields are told apart by their names"
+            "every field of a snapshot state must be per page"
+        assert len({field.name for field in self.fields}) == len(self.fields), "field names must be unique"
 
     def offsets(self, page: int) -> tuple[int, ...]:
-        """Where in a page of `page` positions each field begins, in bytes from the state's beginning, and at last the end."""
+        """Returns each field's byte offset within the state's part of a page of `page` positions, then the end."""
         found = [0]
         for field in self.fields:
             begin = -(-found[-1] // FIELD_ALIGN) * FIELD_ALIGN

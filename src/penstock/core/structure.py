@@ -1,6 +1,5 @@
-"""The shape of an answer, as data: what a dialect of tool calls, or a structural tag, wants written. `grammar/` makes it a
-grammar.
-"""
+"""The structure of an answer as data, as tool-call dialects and structural tags define it. `grammar/` compiles it to a
+grammar."""
 
 from __future__ import annotations
 

@@ -40,11 +40,11 @@ class Piece(NamedTuple):
 
     name: PageName
     page: int
-    """Where on the device it goes."""
+    """Destination page on the device."""
     slot: int
-    """Where on the host it is, -1 if it comes from a store."""
+    """Source slot on the host, -1 if it comes from a store."""
     store: int
-    """The store that it comes from, -1 if it is on the host."""
+    """Index of the source store, -1 if it is on the host."""
 
 
 class Load(NamedTuple):
@@ -53,7 +53,7 @@ class Load(NamedTuple):
     ticket: int
     pieces: list[Piece]
     patience: float
-    """Seconds after which it has failed."""
+    """Timeout in seconds."""
 
 
 Transfer = Save | Write | Load
@@ -66,9 +66,9 @@ class LoadResult(NamedTuple):
     ok: bool
     """All of its pages that are not `lost` hold what was asked for. If not, none of them is used."""
     seconds: float = 0.0
-    """For how long movers were busy with it alone: what came before it in the queue does not count."""
+    """Service time of the load in seconds, without queueing."""
     lost: tuple[PageName, ...] = ()
-    """Pages that were not where they should have been, or not whole."""
+    """Pages that were missing or damaged."""
     missed: tuple[int, ...] = ()
     """The stores that did not answer, or not before the load's patience had run out."""
 
@@ -79,4 +79,4 @@ class WriteResult(NamedTuple):
     id: int
     ok: bool
     seconds: float
-    """The writing alone."""
+    """Duration of the write alone."""

@@ -1,1 +1,1 @@
-"""Which positions run now, in which order requests are served, who enters and who is preempted. Pure Python, no tensors."""
+"""The scheduler: plans each step's segments, and decides service order, admission and preemption. Pure Python, no tensors."""

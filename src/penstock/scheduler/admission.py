@@ -1,8 +1,8 @@
-"""Admission: requests that could never run, or that find the queue full, are refused; waiting ones may pass each other.
+"""Admission: refuses requests that can never run or that find the queue full, and lets waiting sequences overtake others.
 
-Refusals say what would do. Waiting sequences enter in the policy's order. One that has no room for its known context is passed
-by what comes after it and fits, but only `PASSES` times: then all wait until it has entered, so nobody starves. One that waits
-for others' work (`cache/joining.py`) or for pages on their way holds nobody up.
+A refusal says what would be accepted. Waiting sequences enter in the policy's order. Later sequences that fit may overtake one
+without room for its known context, but only `PASSES` times, so that no sequence starves. A sequence that waits for another's
+prefill (`cache/joining.py`) or for pages being loaded does not block others.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from penstock.core.request import Request
 from penstock.core.sequence import Sequence
 
 PASSES = 32
-"""How many later sequences may enter before one that has no room."""
+"""Maximum number of later sequences that may overtake a sequence without room."""
 
 TRIES = 8
-"""How many sequences without room are tried in one step: each costs a look into the cache."""
+"""Maximum number of sequences without room tried per step, because each try costs a cache lookup."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Limits:
     max_queued: int
     vocab_size: int
     step_target: float | None = None
-    """Seconds that a step may take while sequences wait for their next token; None cuts no prompt for that."""
+    """Target step time in seconds while sequences decode; None: prompts are not cut into chunks for it."""
 
 
 class Admission:
@@ -43,10 +43,10 @@ class Admission:
         """Prompt plus output that one request can have; the last token of all needs no cache entry."""
 
     def check(self, request: Request, waiting: int, free_rows: int) -> int:
-        """The most tokens, prompt included, that each of the request's sequences may have. RequestError if it can never run, or
-        if the queue is full: `waiting` sequences are more than what `free_rows` will take and `max_queued`.
+        """Returns the maximum tokens, prompt included, of each of the request's sequences. RequestError if the request can
+        never run, or if the queue is full: `waiting` >= `max_queued` + `free_rows`.
 
-        A request is never refused for its own size, so that an idle server takes any; it may overfill the queue once.
+        The number of a request's own sequences does not count, so an idle server accepts any; it may overfill the queue once.
         """
         prompt = len(request.prompt_ids)
         if prompt == 0:
@@ -68,10 +68,10 @@ class Admission:
         return limit
 
     def hold(self, blocked: list[Sequence]) -> bool:
-        """Whether those behind the sequences that had no room in this step must wait, too."""
+        """Whether no further sequence may be tried in this step, given those that had no room."""
         return len(blocked) >= TRIES or blocked[-1].passed >= PASSES
 
     def passed(self, blocked: list[Sequence]) -> None:
-        """One that came later has entered before these."""
+        """Counts that a later sequence has overtaken these."""
         for sequence in blocked:
             sequence.passed += 1

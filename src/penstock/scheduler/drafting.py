@@ -1,4 +1,4 @@
-"""How many tokens to draft for whom. Who drafts them, and how, is the worker's business (`worker/drafting.py`)."""
+"""The interface that decides how many tokens are drafted per sequence. `worker/drafting.py` is the drafters' interface."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from penstock.core.sequence import Sequence
 
 
 class DraftPolicy(Protocol):
-    """Decides at each step how many tokens are drafted behind a sequence's next token, and learns what came of it."""
+    """Decides at each step how many tokens are drafted after a sequence's next token, and learns the acceptance."""
 
     def count(self, sequence: Sequence) -> int:
-        """The most tokens to draft; 0 for none. The scheduler may ask the drafter for fewer."""
+        """Returns the maximum number of tokens to draft, possibly 0. The scheduler may ask the drafter for fewer."""
         ...
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """So many drafted tokens were checked, and so many of them kept."""
+        """Reports that `drafted` tokens were verified and `accepted` of them kept."""
         ...

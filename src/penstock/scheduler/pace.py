@@ -19,27 +19,28 @@ _WEIGHT = 0.2
 
 
 class Pace:
-    """Learns from the steps that were done. Without a target, a step may always have `most` tokens."""
+    """Learns step times from finished steps. Without a target, every step may have `most` tokens."""
 
     def __init__(self, target: float | None, most: int) -> None:
         self._target = target
-        """Seconds."""
+        """Target step time in seconds."""
         self._most = most
         self._alone = 0.0
-        """Seconds of a late step without prompts; 0 before there was one."""
+        """Moving average of the time of pure decode steps in seconds; 0 before the first one."""
         self._rows = 0.0
-        """How many sequences it had."""
+        """Sequences of the latest pure decode step."""
         self._tokens = 0.0
         self._seconds = 0.0
-        """Tokens of prompts in late steps, and what they added to these."""
+        """Moving averages, over mixed steps, of prefill tokens and of the seconds that they added."""
         self._reading = 0
-        """Steps in a row that read prompts."""
+        """Number of mixed steps in a row."""
 
     def tokens(self, decoding: int, reading: int, unread: int, waited: float) -> int:
-        """The most tokens of the next step, in which `decoding` sequences take their next token, while `reading` ones have
-        prompts to read, of `unread` tokens together, and have waited for `waited` seconds together.
+        """Returns the token budget of the next step. `decoding` sequences decode; `reading` sequences have `unread` prompt
+        tokens in total and have waited `waited` seconds in total.
 
-        While most are reading, one long step is better than many if that is most of it: it keeps the few waiting only once.
+        If most sequences are in prefill and one step can take most of it, one long step is better than several, because it
+        delays the few decoding sequences only once.
         """
         if self._target is None or not self._tokens or (decoding <= reading and 2 * unread <= 3 * self._most):
             return self._most
@@ -51,16 +52,16 @@ class Pace:
         if decoding > reading and self._alone:
             added = min(_ADDED * self._alone * waited / _PATIENCE, added)
         added = max(_ADDED * self._alone, min(_UNNOTICED, self._target), added)
-        # What is known of shorter steps says little about much longer ones.
+        # Do not extrapolate to steps more than twice as long as the measured ones.
         tokens = min(int(added * self._tokens / self._seconds), int(2 * self._tokens))
         return min(self._most, max(decoding + _LEAST, _whole(decoding + tokens)))
 
     def learn(self, decoding: int, tokens: int, seconds: float) -> None:
-        """A step of so many sequences that took one token, and so many tokens of prompts, took so long."""
+        """Reports that a step of `decoding` decode tokens and `tokens` prefill tokens took `seconds`."""
         if self._target is None or seconds <= 0:
             return
         if tokens >= _LEAST:
-            # At least half of what each token took on the average: what is known of steps without prompts may be too much.
+            # At least half of the average time per token, because the estimate of pure decode steps may be too high.
             added = max(seconds - self._alone, seconds * tokens / (2 * (decoding + tokens))) if decoding else seconds
             self._tokens += _WEIGHT * (tokens - self._tokens)
             self._seconds += _WEIGHT * (added - self._seconds)
@@ -70,7 +71,6 @@ class Pace:
 
 
 def _whole(tokens: int) -> int:
-    """No more than that, and if it is more than a few, a number that fills the tiles of matrix products: a token beyond them
-    takes as long as a tile."""
+    """Rounds down to full GEMM tiles if there are at least 128 tokens, because one token more costs a whole tile."""
     tile = 1 if tokens < 128 else 64 if tokens < 384 else 128
     return tokens // tile * tile

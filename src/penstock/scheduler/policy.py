@@ -1,8 +1,8 @@
-"""In which order requests are served: policies, and the order itself, which follows whatever state they decide by.
+"""Scheduling policies, and the sorted order of sequences that a policy defines.
 
-A policy sees two levels. A group (a class, a tenant) has a standing, such as what it is owed, that changes as it is served. In
-its group a sequence has a key, such as its arrival or its predicted time. The first in the order is planned and admitted first,
-and the last is preempted first.
+A policy has two levels. A group (a class, a tenant) has a standing, such as its service deficit, that changes as it is served.
+Within its group a sequence has a key, such as its arrival time. The first in the order is planned and admitted first, and the
+last is preempted first.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ Key = tuple[float, ...]
 
 
 class Policy(Protocol):
-    """Decides who comes first; lower comes before higher. The first in order must always be able to go on."""
+    """Defines the service order; lower values come first. The first in order must always be able to make progress."""
 
     charges: bool
-    """Whether `charge` is of any use; asked once."""
+    """Whether `charge` has an effect. Constant."""
 
     def group(self, sequence: Sequence) -> str:
-        """Whose standing counts for the sequence; never changes."""
+        """Returns the sequence's group. Must never change."""
         ...
 
     def standing(self, group: str) -> float:
-        """The group's place among groups, as of now."""
+        """Returns the current rank of a group among groups."""
         ...
 
     def key(self, sequence: Sequence) -> Key:
-        """The sequence's place within its group, as of now. `Order.changed` must follow a change."""
+        """Returns the current sort key of a sequence within its group. Call `Order.changed` after it changes."""
         ...
 
     def charge(self, sequence: Sequence, positions: int) -> None:
-        """So many positions of the sequence were planned. May raise the standing of its group, and of no other."""
+        """Reports that `positions` positions were planned. May raise the standing of the sequence's group only."""
         ...
 
 
 class Priority:
-    """By priority, then by arrival; the sequences of one request in their order."""
+    """Orders by priority, then arrival, then index within the request."""
 
     charges = False
 
@@ -56,30 +56,30 @@ class Priority:
         return sequence.request.priority, sequence.request.arrival, sequence.index
 
     def charge(self, sequence: Sequence, positions: int) -> None:
-        """Nobody is owed anything."""
+        """Does nothing: there is no standing."""
 
 
 class FirstCome(Priority):
-    """By arrival alone."""
+    """Orders by arrival, then index within the request."""
 
     def key(self, sequence: Sequence) -> Key:
         return sequence.request.arrival, sequence.index
 
 
 POLICIES: dict[str, type[Priority]] = {"priority": Priority, "fcfs": FirstCome}
-"""By the names of the option `scheduling_policy`."""
+"""Policies by the values of the option `scheduling_policy`."""
 
 _Entry = tuple[Key, int, Sequence]
 
 
 class Order:
-    """Sequences in a policy's order. To add, remove or move one takes O(log n) comparisons; the standing of groups is looked at
-    when the order is walked through."""
+    """Sequences in a policy's order. Adding, removing or moving one takes O(log n) comparisons. Group standings are read during
+    iteration."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._groups: dict[str, list[_Entry]] = {}
-        """Each sorted by key; of equal keys, who came first."""
+        """Each group's entries, sorted by key, then by insertion."""
         self._entries: dict[Sequence, _Entry] = {}
         self._numbers = count()
 
@@ -90,14 +90,14 @@ class Order:
         return sequence in self._entries
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order, of those that are here now. Whoever is charged meanwhile comes the later for it, and who is removed still
-        comes."""
+        """Iterates over the current sequences in order. Charging a group during iteration moves its rest back; sequences
+        removed during iteration are still yielded."""
         if len(self._groups) <= 1:
             return iter([entry[2] for group in self._groups.values() for entry in group])
         return self._merged()
 
     def _merged(self) -> Iterator[Sequence]:
-        """The groups' sequences, the group of the least standing first at each."""
+        """Merges the groups; each time, the group with the lowest standing yields next."""
         heap = [(self._policy.standing(name), number, name, iter([entry[2] for entry in group]))
                 for number, (name, group) in enumerate(self._groups.items())]
         heapq.heapify(heap)
@@ -114,13 +114,13 @@ class Order:
                 yield sequence
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a sequence in its place, behind those of equal keys."""
+        """Inserts a sequence, after those of equal keys."""
         assert sequence not in self._entries, "a sequence is in an order twice"
         entry = self._entries[sequence] = self._policy.key(sequence), next(self._numbers), sequence
         insort(self._groups.setdefault(self._policy.group(sequence), []), entry)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out."""
+        """Removes a sequence."""
         entry, name = self._entries.pop(sequence), self._policy.group(sequence)
         group = self._groups[name]
         del group[bisect_left(group, entry)]
@@ -128,6 +128,6 @@ class Order:
             del self._groups[name]
 
     def changed(self, sequence: Sequence) -> None:
-        """The sequence's key has changed."""
+        """Reorders a sequence whose key has changed."""
         self.remove(sequence)
         self.add(sequence)

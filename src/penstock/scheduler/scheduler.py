@@ -1,8 +1,8 @@
-"""Which positions run now. `plan` decides a step, `apply` takes in what came of it; nothing else moves a sequence on.
+"""The scheduler: `plan` makes the next step, and `apply` processes its result. Only these two advance a sequence.
 
-No phases: each running sequence has work left, and gets a segment of it. A decode is a sequence whose work is one position, a
-prefill one whose work is more; nobody asks which. Pages that run out are taken from the sequence that is last in the policy's
-order; it starts again later from what the cache then still has of it. The first in order can always go on, so there is no
+There are no phases: each running sequence has positions left to compute and gets a segment of them. Decode is the case of one
+position, prefill of more; the code does not distinguish them. If pages run out, the last sequence in the policy's order is
+preempted; it restarts later from what the cache still holds. The first in order can always make progress, so there is no
 livelock.
 """
 
@@ -40,9 +40,9 @@ class _Flight:
     counts: list[int] = field(default_factory=list)
     wants: list[int] = field(default_factory=list)
     drafts: dict[int, int] = field(default_factory=dict)
-    """How many of a segment's positions hold drafted tokens, its last ones; segments without any are left out."""
+    """Number of drafted tokens at the end of each segment that has any, by segment index."""
     lost: set[Sequence] = field(default_factory=set)
-    """Sequences preempted since: positions computed for them are void, sampled tokens still count."""
+    """Sequences preempted since the plan was made: their computed positions are void, their sampled tokens still count."""
 
 
 class Scheduler:
@@ -50,8 +50,8 @@ class Scheduler:
 
     def __init__(self, cache: Cache, limits: Limits, policy: Policy | None = None, masker: Masker | None = None,
                  drafting: DraftPolicy | None = None) -> None:
-        """`masker`: who constrains tokens; it is asked which requests are. `drafting` decides how many tokens the worker's
-        drafter proposes; None if the worker has none."""
+        """`masker` says which requests are constrained and makes their token masks. `drafting` decides how many tokens the
+        worker's drafter proposes; None if the worker has no drafter."""
         self.cache = cache
         self.limits = limits
         self.policy = Priority() if policy is None else policy
@@ -70,12 +70,12 @@ class Scheduler:
         self._requests: dict[str, dict[int, Sequence]] = {}
         self._plans = 0
         self._proposed = False
-        """Whether anybody on the host has ever expected tokens."""
+        """Whether `propose` was ever called."""
         self._crowded = False
-        """Whether somebody who waited found no room when last asked."""
+        """Whether a waiting sequence found no room in the last admission."""
         self._cornered: Sequence | None = None
-        """It ran out of pages though it was alone, because those that it shares lie badly. It goes on before all others, and
-        alone it shares none."""
+        """A sequence that ran out of pages although it ran alone, because its shared pages occupy too many slabs. It runs
+        before all others, and without sharing while it is alone."""
 
     # -- requests in and out
 
@@ -96,8 +96,8 @@ class Scheduler:
         self._wait(parent)
 
     def limit_of(self, request: Request) -> int:
-        """The most tokens that each of the request's sequences may have. RequestError as `Admission.check`."""
-        # Free rows are of no use to those who wait for pages.
+        """Returns the maximum tokens of each of the request's sequences. RequestError as in `Admission.check`."""
+        # Free rows do not help sequences that wait for pages.
         return self.admission.check(request, len(self.waiting), 0 if self._crowded else len(self._rows))
 
     def abort(self, ids: Iterable[str], now: float) -> None:
@@ -125,21 +125,21 @@ class Scheduler:
     # -- a step out
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute now (perhaps because it depends on what is in flight)."""
+        """Returns the next step, or None if nothing can be computed now, possibly because it depends on plans in flight."""
         flight = _Flight(self._plans)
         self.cache.evictor.now = now
         budget = self._plan_running(flight, now)
         if budget is None and not (flight.sequences or self.flights):
-            # The last one that ran had to give up its pages. Alone it has room, one way or another.
+            # The only running sequence was preempted. Alone, it always finds room.
             budget = self.limits.max_num_batched_tokens
         if budget is not None:
             self._admit(flight, budget, now)
-        # Only while drafts are being checked is there a sequence that may begin before `planned`.
+        # A sequence's true start is uncertain only while drafts are in flight.
         unsure = any(flown.drafts for flown in self.flights)
         slack = np.array([sequence.slack for sequence in flight.sequences], np.int32) if unsure else None
         proposals = self._proposals(flight) if flight.drafts else []
         rows, starts = self._hand_out(flight)
-        # A plan without segments only moves pages; if nothing else flies, its result says what has come of that.
+        # A plan without segments only moves pages; it is made only if no other plan is in flight to report the transfers.
         if not flight.sequences and (self.flights or not self.cache.writing):
             return None
         self._plans += 1
@@ -159,7 +159,7 @@ class Scheduler:
         return plan
 
     def masked(self, plan: StepPlan) -> list[MaskedSegment]:
-        """Of the plan that was made last, the segments that are masked."""
+        """Returns the masked segments of the plan made last."""
         flight = self.flights[-1]
         assert flight.id == plan.id, (flight.id, plan.id)
         drafts = {proposal.row: proposal.tokens for proposal in plan.proposals}
@@ -167,15 +167,15 @@ class Scheduler:
                 for segment in plan.masked.tolist()]
 
     def propose(self, sequence: Sequence, at: int, tokens: list[int]) -> None:
-        """Somebody on the host expects these tokens from position `at` on, at least len(sequence.tokens). They are checked like
-        any drafts, so a wrong one costs time alone."""
+        """Sets tokens that the host expects from position `at` >= len(sequence.tokens) on. They are verified like all drafts,
+        so a wrong one costs only time."""
         sequence.expected = (at, tokens) if tokens else None
         self._proposed = True
 
     def _plan_running(self, flight: _Flight, now: float) -> int | None:
-        """Segments for the running sequences in order. Returns the token budget left, or None if one had to be preempted.
+        """Plans segments for the running sequences in order. Returns the remaining token budget, or None if one was preempted.
 
-        Every sequence is owed one position; what the budget has beyond that goes to the first in order.
+        Every sequence gets at least one position; the rest of the budget goes to the first in order.
         """
         running, budget, at, preempted = list(self.running), self._budget(now), 0, False
         charges, hinted = self.policy.charges, self.drafting is not None or self._proposed
@@ -194,7 +194,7 @@ class Scheduler:
             upto = sequence.planned + count
             while upto > sequence.room and not self.cache.grow(sequence, upto):
                 if drafts:
-                    # Nobody loses pages for the sake of drafts.
+                    # Drop the drafts before preempting a sequence for them.
                     upto, count, drafts = upto - drafts, count - drafts, 0
                     continue
                 preempted = True
@@ -217,13 +217,13 @@ class Scheduler:
         return None if preempted else budget
 
     def _budget(self, now: float) -> int:
-        """Tokens of this step: less than the most if running sequences would wait too long for their next one."""
+        """Returns the token budget of this step, reduced if decoding sequences would otherwise wait too long."""
         running, most = len(self.running), self.limits.max_num_batched_tokens
         if not self.limits.step_target:
             return max(running, most)
         reading = [s for s in self.running if s.goal - s.planned > 1]
         decoding = running - len(reading)
-        # Who waits for room gains nothing from a longer step.
+        # A longer step does not help sequences that wait for pages.
         reading += [] if self._crowded else list(islice(self.waiting, len(self._rows)))
         if not (decoding and reading):
             return max(running, most)
@@ -232,12 +232,12 @@ class Scheduler:
         return max(running, self.pace.tokens(decoding, len(reading), unread, waited))
 
     def _admit(self, flight: _Flight, budget: int, now: float) -> None:
-        """Waiting sequences take rows in the policy's order; what has no room may be passed (`scheduler/admission.py`)."""
+        """Admits waiting sequences in the policy's order; others may overtake one without room (`scheduler/admission.py`)."""
         blocked = list[Sequence]()
         for sequence in self.waiting if self._rows else ():
             if not self._rows or budget <= 0:
                 break
-            # Preempted with a token still to come: the worker must be told all tokens when it enters again.
+            # Preempted with a token still in flight: it re-enters only when all of its tokens are known.
             lost = any(sequence in flown.lost for flown in self.flights)
             if lost or self._cornered not in (None, sequence) or self.cache.must_wait(sequence):
                 continue
@@ -278,7 +278,7 @@ class Scheduler:
         return 0
 
     def _reserve(self, sequence: Sequence, budget: int, reuse: Reuse) -> int:
-        """A row and the pages of the first segment; returns its length, 0 if there is no room."""
+        """Reserves a row and the pages of the first segment. Returns the segment's length, 0 if there is no room."""
         sequence.planned = sequence.computed = self.cache.match(sequence, reuse)
         sequence.row = self._rows[-1]
         count = self._chunk(sequence, min(sequence.goal - sequence.planned, budget))
@@ -289,39 +289,39 @@ class Scheduler:
         return 0
 
     def _enter_row(self, sequence: Sequence, now: float) -> None:
-        """A sequence that has pages takes the row that was reserved for it."""
+        """Gives a sequence with pages the row that was reserved for it."""
         self._cornered = None
         self._rows.pop()
         self.cache.enter(sequence)
         self.running.add(sequence)
         params = sequence.request.params
-        # A mask sees to it that an answer is not too short, as it knows whether one can go on.
+        # For constrained sequences the mask enforces min_tokens, because it knows whether the answer can continue.
         banned = sorted(sequence.stops) if params.min_tokens and not sequence.masked else []
         self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned))
         if not sequence.timings.first_scheduled:
             sequence.timings.first_scheduled = now
-            # A prompt counts once: the other sequences of its request are forked from the first.
+            # Count a prompt once: the request's other sequences are forked from the first.
             if not sequence.request.part and not sequence.index:
                 sequence.cached, sequence.cached_by_tier = sequence.planned, self.cache.count_hit(sequence)
                 self.stats.prompt_tokens += sequence.prompt_len
                 self.stats.cached_tokens += sequence.cached
 
     def _chunk(self, sequence: Sequence, count: int) -> int:
-        """How many of the next `count` positions make a good segment."""
+        """Returns how many of the next `count` positions to put in a segment, so that it ends at a suitable page border."""
         return self.cache.border(sequence.planned, sequence.planned + count) - sequence.planned
 
     def _drafts(self, sequence: Sequence, room: int) -> int:
-        """How many drafted tokens the next segment checks, behind the last known one; at most `room`. None may stand where the
-        last token of all will, as that is not fed back."""
+        """Returns the number of drafted tokens, at most `room`, that the next segment verifies after the last known token. The
+        position of the sequence's last possible token is excluded, because that token is never fed back."""
         if sequence.children:
-            # They will share the prompt's last page, which the parent copies before it writes to it behind the prompt.
+            # The forks will share the prompt's last page, which must not be written behind the prompt before they exist.
             return 0
         room = min(room, sequence.limit - 2 - sequence.planned)
         expected = self._expected(sequence)
         return max(0, min(room, len(expected) if expected else sequence.drafted))
 
     def _expected(self, sequence: Sequence) -> list[int]:
-        """Tokens that the host expects behind the sequence's next segment, if it knows where that begins."""
+        """Returns the tokens that the host expects after the sequence's next position; empty if that position is uncertain."""
         if sequence.expected is None or sequence.slack:
             return []
         at, tokens = sequence.expected
@@ -337,7 +337,7 @@ class Scheduler:
         return found
 
     def _hand_out(self, flight: _Flight) -> tuple[list[int], list[int]]:
-        """Moves the sequences of a plan on by its segments. Returns the segments' rows and starts."""
+        """Advances the plan's sequences by their segments. Returns the segments' rows and starts."""
         sequences, starts, wants, drafts, drafting = flight.sequences, [], flight.wants, flight.drafts, self.drafting
         for i, (sequence, count) in enumerate(zip(sequences, flight.counts, strict=True)):
             start, want = sequence.planned, 0
@@ -358,20 +358,20 @@ class Scheduler:
                 want |= _SCORE
             starts.append(start)
             wants.append(want)
-            # Forks wait for the next plan: this one is only about to write the pages that they share.
+            # Forks wait for the next plan, because this one still writes the pages that they share.
             if sequence.children and end >= sequence.prompt_len:
                 self._fork(sequence)
         return [sequence.row for sequence in sequences], starts
 
     def _wanted(self, sequence: Sequence, drafting: DraftPolicy) -> int:
-        """How many tokens to draft behind the segment just handed out. None where they could not be checked: a mask is made for
-        tokens that the host knows, and a state that holds one position cannot go back to an earlier one."""
+        """Returns the number of tokens to draft after the segment just planned. It is 0 if drafts cannot be verified: masks
+        need tokens that the host knows, and a recurrent state cannot be rolled back."""
         if sequence.masked or self.cache.exact:
             return 0
         return max(0, min(drafting.count(sequence), sequence.limit - 2 - sequence.planned))
 
     def _fork(self, parent: Sequence) -> None:
-        """The request's other sequences share the pages of its prompt, and compute only the prompt's last position again."""
+        """Forks the request's other sequences: they share the prompt's pages and recompute only its last position."""
         upto = parent.prompt_len - 1
         for child in parent.children:
             child.planned = child.computed = self.cache.fork(parent, child, upto)
@@ -394,7 +394,8 @@ class Scheduler:
         self._wait(victim)
 
     def _shed_waiting(self) -> bool:
-        """Takes the pages of a forked sequence that still waits, the last in order; it will compute its prompt itself."""
+        """Takes the pages of the last forked sequence that still waits; it will recompute its prompt. False if there is
+        none."""
         for sequence in reversed(list(self.waiting)):
             if sequence.pages:
                 self.cache.release(sequence)
@@ -411,7 +412,7 @@ class Scheduler:
     # -- what came of a step
 
     def apply(self, result: StepResult, now: float) -> None:
-        """Takes in the result of the oldest plan in flight; the news for its sequences wait in `take_updates`."""
+        """Processes the result of the oldest plan in flight. `take_updates` returns the resulting updates."""
         flight = self.flights.popleft()
         assert flight.id == result.id, (flight.id, result.id)
         logprobs = _lines_by_segment(result.logprobs, flight.sequences, "logprobs")
@@ -425,7 +426,7 @@ class Scheduler:
                 count = self._take_drafts(sequence, drafts[i], own, sequence in lost)
             if not lost or sequence not in lost:
                 sequence.computed = computed = sequence.computed + count
-                # What gave no usable logits must not be found again.
+                # Do not index positions whose logits were not finite.
                 if computed >= sequence.due and not (own and own[-1] == NOT_FINITE):
                     commit(sequence)
                 if want & _SCORE:
@@ -443,9 +444,9 @@ class Scheduler:
         self.stats.kernel_seconds += result.kernel_seconds
 
     def _take_drafts(self, sequence: Sequence, drafts: int, own: list[int], gone: bool) -> int:
-        """Takes in what came of checked drafts. `own`, the tokens that were kept, is cut at the end of the sequence; all of it
-        but the last, which is `_take_token`'s, become known. Returns how many positions are computed. `gone`: it was preempted
-        since, and its counts start from 0 again."""
+        """Processes verified drafts. `own`, the kept tokens, is truncated at the end of the sequence; all but the last become
+        known, and `_take_token` handles the last. Returns the number of computed positions. `gone`: the sequence was preempted
+        since, and its counts restarted at 0."""
         for j, token in enumerate(own):
             if token in sequence.stops or len(sequence.tokens) + j + 1 >= sequence.limit:
                 del own[j + 1:]
@@ -466,7 +467,7 @@ class Scheduler:
         return len(own)
 
     def _take_token(self, sequence: Sequence, own: list[int], logprobs: list[TokenLogprobs] | None, now: float) -> None:
-        """The tokens that a segment adds; all but the last are known already."""
+        """Processes the tokens that a segment adds; all but the last are already known."""
         request, tokens, token = sequence.request, sequence.tokens, own[-1]
         if token == NOT_FINITE:
             self._finish(sequence, Update(request.id, sequence.index, own[:-1], finish_reason="error", error=_NOT_FINITE_ERROR,
@@ -493,7 +494,7 @@ class Scheduler:
             self._news.append(update)
 
     def _finish(self, sequence: Sequence, update: Update, now: float) -> None:
-        """The end of a sequence, for whatever reason: row and pages are free, its last update is on its way."""
+        """Ends a sequence: frees its row and pages, and queues its last update."""
         sequence.done = True
         siblings = self._requests[sequence.request.id]
         del siblings[sequence.index]
@@ -517,12 +518,12 @@ class Scheduler:
         self._news.append(update)
 
     def take_updates(self) -> list[Update]:
-        """The news since the last call."""
+        """Returns the updates since the last call."""
         news, self._news = self._news, []
         return news
 
     def snapshot(self, now: float) -> EngineStats:
-        """Current figures; the same object every time."""
+        """Returns current statistics, always in the same object."""
         stats = self.stats
         stats.time = now
         stats.running, stats.waiting, stats.flying = len(self.running), len(self.waiting), len(self.flights)
@@ -549,7 +550,7 @@ class Scheduler:
 
 
 def _tokens_by_segment(result: StepResult) -> list[list[int]]:
-    """The tokens that each segment keeps."""
+    """Returns the kept tokens of each segment."""
     tokens, kept = result.tokens.tolist(), result.kept.tolist()
     if len(tokens) == len(kept) == kept.count(1):
         return [[token] for token in tokens]
@@ -558,7 +559,7 @@ def _tokens_by_segment(result: StepResult) -> list[list[int]]:
 
 
 def _lines_by_segment(lines: Logprobs | None, sequences: list[Sequence], asked: str) -> dict[int, list[TokenLogprobs]]:
-    """A step's log probabilities as lists for each segment, in order of position, with as many alternatives as its parameter
+    """Groups a step's log probabilities by segment, in order of position, with as many alternatives as the request's parameter
     `asked` says."""
     found: dict[int, list[TokenLogprobs]] = {}
     if lines is None:
