@@ -1,8 +1,8 @@
-"""Stores keep pages beyond the process: one small interface, implemented on disk, in object stores and in Redis.
+"""Persistent stores for pages: one small interface, implemented on disk, in object stores and in Redis.
 
-A store keeps byte strings under names. That they are whole, the right ones and of the right version is checked by whoever
-reads (`stores/record.py`), so a store may lose, cut or mix up what it likes: it costs time, never a wrong token. Knows neither
-tensors nor the prefix index. Operations raise OSError (or a subclass) and nothing else, and may be called from many threads.
+A store maps names to byte strings. The reader verifies integrity, identity and version (`stores/record.py`), so a store that
+loses, truncates or mixes up data costs time but never a wrong token. Stores know neither tensors nor the prefix index. Their
+operations raise only OSError or subclasses and may be called from many threads.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ from penstock.core.transfer import PageName
 
 
 class Entry(NamedTuple):
-    """Something that a store holds."""
+    """An entry of a store's listing."""
 
     name: PageName | str
-    """A page of this store's own version; or, as text that only the store understands, something else that takes its room."""
+    """A page of this store's version, or an opaque name for anything else that occupies its room."""
     nbytes: int
     used: float
-    """When it was last written or read, in seconds since the epoch; 0 if the store does not know."""
+    """The time of the last write or read, in seconds since the epoch; 0 if the store does not know it."""
 
 
 class Store(Protocol):
-    """One place for the pages of one version (`stores/version.py::Version`)."""
+    """A store for the pages of one version (`stores/version.py::Version`)."""
 
     tier: str
     """disk | remote, as in `core/request.py::TierStats`."""
 
     def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
-        """Keeps the parts, one behind the other. Readers see all or nothing of it."""
+        """Writes the concatenated parts atomically: readers see all of them or nothing."""
         ...
 
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
-        """Fills the parts, one after the other, as far as there are bytes; how many there were. FileNotFoundError if none."""
+        """Reads into the parts in order and returns the number of bytes read. FileNotFoundError if there is no such page."""
         ...
 
     def touch(self, name: PageName) -> None:
-        """Notes that a page was used now, if the store keeps to an order of use."""
+        """Records that a page was used now, if the store tracks the order of use."""
         ...
 
     def delete(self, name: PageName | str) -> None:
-        """Nothing is there afterwards, nor need anything have been before."""
+        """Deletes an entry. It is no error if there is none."""
         ...
 
     def changes(self) -> tuple[list[Entry], list[PageName | str]]:
-        """Entries added and names removed since the last call, by any engine; at first all that is there. May take long."""
+        """Entries added and names removed by any engine since the last call; the first call lists everything. May take long."""
         ...
 
     def close(self) -> None:
-        """Frees connections. The pages stay."""
+        """Closes connections. The pages stay."""
         ...
 
 
 def fill(parts: Sequence[memoryview], data: bytes | bytearray) -> int:
-    """Copies bytes into the parts, one after the other, as far as there are any and they fit; how many went in."""
+    """Copies `data` into the parts in order, up to their total size, and returns the number of bytes copied."""
     done = 0
     for part in parts:
         piece = data[done:done + part.nbytes]

@@ -1,4 +1,4 @@
-"""What is behind a device, as a rank is told it: how much host memory, and which stores."""
+"""The tiers behind a device as a rank needs them: the amount of host memory, and the stores."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from penstock.stores import Store
 
 
 class Behind(NamedTuple):
-    """The worker's half of the tiers. Whoever is given it closes the stores."""
+    """The worker's half of the tiers. The receiver owns the stores and closes them."""
 
     host_slabs: int
     stores: Sequence[Store]
     version: bytes
-    """Of the pages in the stores (`stores/version.py`)."""
+    """The version of the pages in the stores (`stores/version.py`)."""

@@ -1,8 +1,8 @@
-"""Pages as files: one a page, written beside and renamed into place, so that a reader sees all of a page or none of it.
+"""The disk store: one file per page, written under a temporary name and renamed, so that readers see whole pages only.
 
-Which files there are, and which of them may be touched, is said in `stores/folder.py`. A page's modification time says when it
-was last used. Several engines may share a folder: they agree through the file system alone, without locks. No fsync: after a
-power failure a page may be cut or empty, which its checksum tells.
+`stores/folder.py` defines the files and which of them may be touched. A file's modification time is the page's last use.
+Several engines may share a folder; they coordinate through the file system alone, without locks. There is no fsync: after a
+power failure a page may be truncated or empty, which its checksum detects.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from penstock.stores.folder import DESCRIPTION, INCOMING, PAGES, CacheFolder, pa
 from penstock.stores.version import Version
 
 _UNSETTLED_SECONDS = 0.1
-"""A folder that changed so recently may change again without its time changing."""
+"""A folder modified more recently than this may change again without a change of its modification time."""
 _NUMBERS = itertools.count()
 
 
 class DiskStore:
-    """The pages of one version in a folder; lists, and may delete, those of other versions, as they share its bound."""
+    """The pages of one version in a folder. Pages of other versions are listed and may be deleted, as they share its bound."""
 
     tier = "disk"
 
@@ -40,7 +40,7 @@ class DiskStore:
         self._put((PAGES, self._version), DESCRIPTION, [memoryview(json.dumps(version.facts, indent=1).encode())])
 
     def path(self, name: PageName) -> Path:
-        """Where a page is, if it is."""
+        """The path of a page, which need not exist."""
         return Path(self.place(name))
 
     def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
@@ -55,7 +55,7 @@ class DiskStore:
             os.close(file)
 
     def files(self, names: Sequence[PageName]) -> list[str]:
-        """`path` of several pages, as text."""
+        """The paths of several pages, as text."""
         return [self.place(name) for name in names]
 
     def touch(self, name: PageName) -> None:
@@ -83,10 +83,10 @@ class DiskStore:
         return came, went
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no file is held open."""
 
     def place(self, name: PageName) -> str:
-        """`path` as text."""
+        """The path of a page as text."""
         key = name[1].hex()
         return f"{self._home}/{key[:2]}/{key}-{name[0]}"
 
@@ -120,7 +120,7 @@ class _Bucket:
         self._changed = -1
 
     def update(self, came: list[Entry], went: list[PageName | str]) -> None:
-        """Looks again if the folder has changed; what is known already is not looked at, so a quiet folder costs one stat."""
+        """Rescans the folder if it has changed. Known files are not examined again; an unchanged folder costs one stat."""
         try:
             changed = self.path.stat(follow_symlinks=False).st_mtime_ns
             if changed == self._changed:

@@ -1,7 +1,6 @@
-"""The folder of the disk tier: which part of it belongs to the cache. All code that creates, lists or deletes files goes by it.
+"""The folder layout of the disk tier, and which files belong to the cache. All code that touches files uses it.
 
-The user names FOLDER; the cache owns a subfolder of it that it created and marked, and in there only files named as it names
-them:
+The user names FOLDER; the cache owns a subfolder that it created and marked, and in there only files with these names:
 
     FOLDER/penstock-cache/marker                            says that the subfolder is the cache's
     FOLDER/penstock-cache/pages/VERSION/ab/abcd...-GROUP    a page; VERSION is 32 hex digits, the key 64, ab the first two of it
@@ -32,7 +31,7 @@ MARKER = "marker"
 PAGES = "pages"
 INCOMING = "incoming"
 DESCRIPTION = "version.json"
-"""In a version's folder: what the version is, for people and `penstock cache`."""
+"""The file in a version's folder that describes the version, for people and `penstock cache`."""
 
 _MARK = b"This folder belongs to the page cache of Penstock, which creates and deletes files in it.\n"
 _VERSION = re.compile(r"[0-9a-f]{32}")
@@ -40,9 +39,9 @@ _BUCKET = re.compile(r"[0-9a-f]{2}")
 _PAGE = re.compile(r"([0-9a-f]{64})-([0-9]{1,4})")
 _WRITING = re.compile(r"[0-9]+-[0-9]+-[0-9]+")
 _NEUTRAL = {"lost+found", "tenants.secret"}
-"""Entries of FOLDER that do not make it somebody else's: a new file system's own, and the secret that a server put there."""
+"""Entries of FOLDER that do not count as other people's files: a new file system's own, and the secret of a server."""
 _ABANDONED_SECONDS = 600.0
-"""A file in incoming/ that is older has lost its writer."""
+"""A file in incoming/ older than this was abandoned by its writer."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -91,7 +90,7 @@ class CacheFolder:
             os.unlink(page, dir_fd=folder)
 
     def sweep(self) -> None:
-        """Removes what killed writers left in incoming/."""
+        """Removes files that killed writers left in incoming/."""
         long_ago = time.time() - _ABANDONED_SECONDS
         for entry in self.incoming():
             with suppress(FileNotFoundError):
@@ -126,7 +125,7 @@ def claim(path: str, adopt: bool = False) -> CacheFolder:
 
 
 def find(path: Path) -> CacheFolder:
-    """The cache's subfolder of a folder, for looking after it. ConfigError if there is none."""
+    """The cache's subfolder of a folder, for maintenance (`penstock cache`). ConfigError if there is none."""
     own = path.expanduser().resolve() / SUBFOLDER
     if not _exists(own / MARKER):
         old = previous_layout(path)
@@ -138,13 +137,13 @@ def find(path: Path) -> CacheFolder:
 
 
 def parse(text: str) -> PageName | None:
-    """The page that a file is named after; None if pages are not named so."""
+    """The page that a file name stands for; None if it is not a page's name."""
     found = _PAGE.fullmatch(text)
     return PageName(int(found[2]), bytes.fromhex(found[1])) if found else None
 
 
 def page_of(entry: os.DirEntry[str], bucket: str) -> PageName | None:
-    """The page that an entry of a bucket's folder is; None if it is no regular file, or not named as the bucket's pages are."""
+    """The page of a directory entry in a bucket; None unless it is a regular file named like a page of this bucket."""
     name = parse(entry.name)
     return name if name is not None and entry.name.startswith(bucket) and entry.is_file(follow_symlinks=False) else None
 
@@ -181,7 +180,7 @@ def _old_text(outer: Path, old: list[str]) -> str:
 
 
 def _check_own(own: Path) -> None:
-    """ConfigError unless the subfolder is a real folder of this user's; takes others' permissions away."""
+    """Removes other users' permissions from the subfolder. ConfigError unless it is a real folder owned by this user."""
     facts = own.lstat()
     if not stat.S_ISDIR(facts.st_mode):
         raise ConfigError(f"{own} is not a folder but {'a symbolic link' if stat.S_ISLNK(facts.st_mode) else 'a file'}; the "
@@ -196,7 +195,7 @@ def _check_own(own: Path) -> None:
 
 
 def _mark(own: Path) -> None:
-    """Writes the marker, whole at once: another engine may be doing the same."""
+    """Writes the marker atomically, because another engine may do the same at the same time."""
     beside = own / f"{MARKER}.{os.getpid()}-{time.time_ns()}"
     try:
         with open(beside, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -222,7 +221,7 @@ def _exists(path: Path) -> bool:
 
 
 def _folders(path: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
-    """Real folders with names of the pattern."""
+    """Subfolders, not symbolic links, whose names match the pattern."""
     with suppress(FileNotFoundError), os.scandir(path) as found:
         yield from [Path(entry.path) for entry in found
                     if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]

@@ -1,7 +1,7 @@
-"""A store that may be away: what stands between the tiers and a disk, bucket or server that is full, gone, slow or lying.
+"""A wrapper that shields the tiers from a disk, bucket or server that is full, unreachable, slow or misbehaving.
 
-It is opened when it is first needed and again after it has failed, so an engine starts without it and finds it when it comes
-back. Whatever the store behind it raises arrives as OSError.
+The store is opened on first use and reopened after a failure, so an engine starts without it and uses it once it is available.
+Every exception of the store is raised as OSError.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from penstock.stores.disk import DiskStore
 LOG = logging.getLogger("penstock")
 
 _RETRY_SECONDS = 5.0
-"""Between two attempts to open a store."""
+"""The shortest time between two attempts to open a store."""
 
 _OPENING_SECONDS = 1.0
-"""How long a thread waits for another that is opening the store."""
+"""The longest that a thread waits for another thread that is opening the store."""
 
 Result = TypeVar("Result")
 
 
 class GuardedStore:
-    """One half's door to a store."""
+    """A store that is opened lazily and reopened after failures. The engine's and the worker's half each have their own."""
 
     def __init__(self, tier: str, name: str, connect: Callable[[], Store]) -> None:
-        """`name` is what the user called the store. `connect` opens it: OSError if it is away, ConfigError if it never can."""
+        """`name` is the user's name of the store. `connect` opens it: OSError if it is unavailable now, ConfigError if it can
+        never be opened."""
         self.tier = tier
         self._name = name
         self._connect = connect
@@ -43,7 +44,7 @@ class GuardedStore:
         self._told = False
 
     def open(self, seconds: float) -> None:
-        """Opens the store now, if that takes no longer than this; else it is opened later. ConfigError if it never can be."""
+        """Tries to open the store within `seconds`; otherwise it is opened later. ConfigError if it can never be opened."""
         failed: list[ConfigError] = []
 
         def attempt() -> None:
@@ -66,7 +67,7 @@ class GuardedStore:
         try:
             self._call(lambda store: store.write(name, parts))
         except FileNotFoundError:
-            # The place itself has gone, or another has come in its stead: it must be looked at anew.
+            # The folder itself is gone or was replaced: the store must be opened again.
             self._store = None
             raise
 
@@ -74,7 +75,7 @@ class GuardedStore:
         return self._call(lambda store: store.read(name, parts))
 
     def files(self, names: Sequence[PageName]) -> list[str] | None:
-        """The paths of these pages, if each is a file of this machine; else None."""
+        """The paths of these pages if they are local files, else None."""
         return self._call(lambda store: store.files(names) if isinstance(store, DiskStore) else None)
 
     def touch(self, name: PageName) -> None:
@@ -96,17 +97,17 @@ class GuardedStore:
         except OSError:
             raise
         except Exception as error:
-            # Nothing that a store does may end a thread of ours: parsers overflow, clients have errors of their own.
+            # No exception of a store may end our threads: parsers overflow, client libraries raise their own errors.
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     def _opened(self) -> Store:
-        """The store. ConnectionError while it is away."""
+        """The opened store. ConnectionError while it is unavailable."""
         if self._store is not None:
             return self._store
         if not self._opening.acquire(timeout=_OPENING_SECONDS):
             raise ConnectionError(self._why)
         try:
-            # Another thread may have opened it meanwhile, or have failed to.
+            # Another thread may have opened it meanwhile, or failed to.
             if self._store is None and time.monotonic() < self._retry_at:
                 raise ConnectionError(self._why)
             return self._store or self._attempt()
@@ -129,7 +130,7 @@ class GuardedStore:
         return self._store
 
     def _tell(self, why: str) -> None:
-        """Once for each time that it goes away."""
+        """Logs the failure, once for each time that the store becomes unavailable."""
         if not self._told:
             LOG.warning("the %s tier of the cache is off: %s cannot be used now, because %s. It is tried again every %.0f s; "
                         "requests are served without it", self.tier, self._name, why, _RETRY_SECONDS)

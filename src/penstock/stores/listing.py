@@ -1,4 +1,4 @@
-"""For stores that can only say all that they hold: what has come and gone since the last listing."""
+"""Change detection for stores that can only list everything: the difference to the previous listing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from penstock.stores import Entry
 
 
 class Listing:
-    """Remembers one listing."""
+    """Remembers the previous listing."""
 
     def __init__(self) -> None:
         self._names: set[PageName | str] = set()
 
     def compare(self, entries: Iterable[Entry]) -> tuple[list[Entry], list[PageName | str]]:
-        """Entries that the last listing had not, and names that only it had."""
+        """(entries that are new, names that have disappeared) since the previous listing."""
         came, names = [], set()
         for entry in entries:
             names.add(entry.name)

@@ -20,7 +20,7 @@ from penstock.stores.listing import Listing
 from penstock.stores.version import Version
 
 _FOLDERS = {"file", "local", "sftp", "ssh", "smb", "hdfs", "nfs"}
-"""File systems on which a file can be seen while it is written, and renaming costs nothing; objects appear whole."""
+"""File systems where a file is visible while it is being written and renaming is cheap. Bucket objects appear atomically."""
 
 Result = TypeVar("Result")
 
@@ -34,7 +34,7 @@ class ObjectStore:
         """ConfigError if there is no such kind of file system, OSError if it cannot be reached now."""
         try:
             fsspec = importlib.import_module("fsspec")
-            # Listings must be fresh: others write here, too.
+            # Listings must not be cached, because other engines write here too.
             self._files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
             self._home = f"{root.rstrip('/')}/{version.id.hex()}"
             names = self._files.protocol
@@ -68,12 +68,12 @@ class ObjectStore:
         _safely(put)
 
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
-        # No more than fits: what lies there may be of any size.
+        # Read no more than fits: the object may have any size.
         most = sum(part.nbytes for part in parts)
         return fill(parts, _safely(lambda: self._files.cat_file(self._path(name), start=0, end=most)))
 
     def touch(self, name: PageName) -> None:
-        """Buckets know no order of use."""
+        """Does nothing: buckets do not track the order of use."""
 
     def delete(self, name: PageName | str) -> None:
         path = name if isinstance(name, str) else self._path(name)
@@ -89,7 +89,7 @@ class ObjectStore:
         return self._listing.compare(Entry(name, int(facts.get("size") or 0), now) for name, facts in names)
 
     def close(self) -> None:
-        """fsspec shares and closes its sessions itself."""
+        """Does nothing: fsspec shares and closes its sessions itself."""
 
     def _path(self, name: PageName) -> str:
         key = name[1].hex()
@@ -97,7 +97,7 @@ class ObjectStore:
 
 
 def _safely(operation: Callable[[], Result]) -> Result:
-    """Client libraries raise what they like; a store raises OSError."""
+    """Runs an operation and raises any exception of the client library as OSError."""
     try:
         return operation()
     except OSError:

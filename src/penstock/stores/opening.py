@@ -1,4 +1,4 @@
-"""From what the user said to stores: which kinds there are, and how a URL names one."""
+"""Opens the stores that the user's options name: the kinds of stores, and the URL schemes of each."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock.stores.redis import RedisStore
 from penstock.stores.version import Version
 
 _START_SECONDS = 2.0
-"""How long a start waits for a store."""
+"""The longest that start-up waits for a store."""
 
 
 def open_stores(disk: str | None, remote: str | None, version: Version, adopt: bool = False, wait: bool = True) -> list[Store]:
-    """The stores behind the host, nearest first. ConfigError if one can never be used. One that cannot be used now, or does not
-    answer soon, is opened later; without `wait` all are, by the threads that use them.
+    """The stores behind host memory, nearest first. ConfigError if one can never be used. A store that is unavailable now, or
+    does not answer soon, is opened later; without `wait` every store is opened later, by the threads that use it.
 
-    Both halves of an engine open their own; they share nothing but what is stored.
+    The engine's and the worker's half open their own stores; they share only the stored data.
     """
     stores: list[GuardedStore] = []
     if disk is not None:
@@ -30,7 +30,7 @@ def open_stores(disk: str | None, remote: str | None, version: Version, adopt: b
             raise ConfigError(f"cache_remote is {remote!r}; possible are redis://HOST:PORT and the URLs of fsspec, such as "
                               "s3://BUCKET/FOLDER or file:///FOLDER")
         kind = RedisStore if scheme in ("redis", "valkey") else ObjectStore
-        # Without the password that a URL may carry.
+        # Remove the password that a URL may contain.
         name = f"{scheme}://{remote.rpartition('@')[2].rpartition('://')[2]}"
         stores.append(GuardedStore("remote", name, lambda: kind(remote, version)))
     for store in stores if wait else []:

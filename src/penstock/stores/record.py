@@ -1,7 +1,8 @@
-"""A page as bytes in a store: a header that says what it is, and the page's bytes.
+"""The record format of a page in a store: a header that identifies the page, followed by the page's bytes.
 
 Header, 80 bytes, little-endian: magic, version (16 bytes), cache group (4), key (32), length of the page (8), checksum of the
-page (4, `checksum`), CRC-32 of the header so far (4), zeros. Against people who can write to the store nothing here would help.
+page (4, `checksum`), CRC-32 of the header so far (4), zeros. The checksums detect damage, not tampering: whoever can write to
+the store can forge pages.
 """
 
 from __future__ import annotations
@@ -17,35 +18,35 @@ from penstock.core.transfer import PageName
 _FIELDS = struct.Struct("<8s16sI32sQI")
 _CRC = struct.Struct("<I")
 _LINE = 4096
-"""Bytes that are summed in one go: what disks and file systems lose as a whole."""
+"""Bytes per checksum line: the unit that disks and file systems lose as a whole."""
 MAGIC = b"PENPAGE2"
-"""Changes when anything said above does."""
+"""The magic of this format; changes when the format does."""
 
 HEADER_BYTES = 80
 
 Sums = npt.NDArray[np.uint64]
-"""Of a page's whole lines, then of its columns: `sums_of` its length numbers."""
+"""The sums of a page's whole lines, followed by the sums of its columns; `sums_of(nbytes)` numbers."""
 
 
 def sums_of(nbytes: int) -> int:
-    """How many sums a page of so many bytes has."""
+    """The number of sums of a page with `nbytes` bytes."""
     return nbytes // _LINE + _LINE // 8
 
 
 def checksum(page: memoryview, sums: Sums | None = None) -> int:
-    """CRC-32 of what is left beyond whole lines of 4096 bytes, of each line's sum and of each column's, all of 64-bit
-    little-endian words, modulo 2^64.
+    """The CRC-32 of three parts: the bytes beyond the last whole 4096-byte line, the sum of each line, and the sum of each
+    column. Sums are of 64-bit little-endian words, modulo 2^64.
 
-    Damage within one line changes the sums of columns, as up to three flipped bits anywhere change some sum, so both are found
-    as by a CRC-32 of the whole; more than that would have to add up in lines and columns. A CRC-32 of the whole takes four
-    times as long as this, and twice as long as reading the page. The sums may be given by whoever has them.
+    Damage within one line changes column sums, and up to three flipped bits anywhere change some sum, so both are detected as
+    by a CRC-32 of the whole page; other damage would have to cancel out in both lines and columns. A CRC-32 of the whole page
+    takes four times as long as this, and twice as long as reading the page. The caller may pass `sums` if it has them.
     """
     whole = page.nbytes - page.nbytes % _LINE
     if sums is None:
         words = np.frombuffer(page[:whole], "<u8").reshape(-1, _LINE // 8)
         sums = np.concatenate([words.sum(axis, dtype="<u8") for axis in (1, 0)])
     lines = whole // _LINE
-    # In two: for more than 5 KiB at a time Python's lock would be given away, and waited for.
+    # Separate calls: zlib releases the GIL for more than 5 KiB at a time, and reacquiring it takes time.
     return zlib.crc32(sums[lines:].data, zlib.crc32(sums[:lines].data, zlib.crc32(page[whole:])))
 
 
@@ -56,7 +57,7 @@ def header(version: bytes, name: PageName, page: memoryview) -> bytes:
 
 
 def fault(version: bytes, name: PageName, head: bytes | memoryview, page: memoryview, sums: Sums | None = None) -> str | None:
-    """Why these bytes are not that page of that version; None if they are. `sums` of the page, if they are known."""
+    """The reason why these bytes are not this page of this version; None if they are. `sums` of the page, if known."""
     fields = bytes(head[:_FIELDS.size])
     if _CRC.unpack_from(head, _FIELDS.size)[0] != zlib.crc32(fields):
         return "the header's checksum is wrong"

@@ -1,8 +1,8 @@
 """Pages as values of a Redis or Valkey server: redis://[user:password@]host[:port][/database].
 
-Speaks the five commands that it needs itself (protocol: redis.io/docs/latest/develop/reference/protocol-spec, RESP2), because
-a page then goes straight into pinned memory, which client libraries do not offer, and it is less code than an adapter to
-one. Bounding the size is the server's affair (maxmemory with an LRU policy); nothing is deleted here but what is broken.
+Implements the five commands that it needs itself (protocol: redis.io/docs/latest/develop/reference/protocol-spec, RESP2). Pages
+are then read straight into pinned memory, which client libraries do not support, and it is less code than an adapter. The
+server bounds its own size (maxmemory with an LRU policy); only damaged pages are deleted here.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from penstock.stores.listing import Listing
 from penstock.stores.version import Version
 
 _CONNECT_SECONDS, _ANSWER_SECONDS, _LIST_SECONDS = 2.0, 5.0, 30.0
-"""The longest that connecting, one command, and a whole listing may take, however slowly bytes come in."""
+"""Timeouts of connecting, one command, and a whole listing. They are deadlines, so trickling bytes do not extend them."""
 _LINE_BYTES, _WORD_BYTES, _WORDS, _DEPTH = 4096, 1 << 16, 100_000, 4
-"""The largest answers that are read: lines, bulk strings, elements of an array and arrays within arrays. A server that sends
-more is broken or hostile."""
+"""Limits of a reply: bytes of a line, bytes of a bulk string, elements of an array, and nesting depth. A server that exceeds
+them is broken or hostile."""
 _MOST_KEYS = 50_000_000
 _REFUSED = re.compile("NOAUTH|WRONGPASS|AUTH|invalid password")
 _SCAN_COUNT = 1000
@@ -38,12 +38,12 @@ Result = TypeVar("Result")
 
 
 class RedisStore:
-    """The pages of one version on a server, under penstock:VERSION:GROUP:KEY. Each thread that calls has its connection."""
+    """The pages of one version on a server, under penstock:VERSION:GROUP:KEY. Each calling thread uses its own connection."""
 
     tier = "remote"
 
     def __init__(self, url: str, version: Version) -> None:
-        """ConfigError for a URL that means nothing, OSError if the server cannot be reached now."""
+        """ConfigError for an invalid URL, OSError if the server cannot be reached now."""
         self._url = urlsplit(url)
         self._prefix = b"penstock:" + version.id + b":"
         self._idle: list[_Connection] = []
@@ -72,7 +72,7 @@ class RedisStore:
         return done
 
     def touch(self, name: PageName) -> None:
-        """Reading was it."""
+        """Does nothing: reading a value updates its last use on the server."""
 
     def delete(self, name: PageName | str) -> None:
         key = name.encode("latin-1") if isinstance(name, str) else self._key(name)
@@ -110,8 +110,8 @@ class RedisStore:
         return PageName(rest[0], rest[1:]) if len(rest) == 1 + _KEY_BYTES else key.decode("latin-1")
 
     def _call(self, operation: Callable[[_Connection], Result]) -> Result:
-        """Runs an operation, which may be repeated, on a connection that is its own meanwhile. That the server has closed one
-        while it was idle, as servers do, is no error."""
+        """Runs an idempotent operation on a connection reserved for it. If the server has closed the idle connection, the
+        operation is repeated on a new one."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is not None:
@@ -120,7 +120,7 @@ class RedisStore:
         return self._on(_Connection(self._url), operation)
 
     def _on(self, connection: _Connection, operation: Callable[[_Connection], Result]) -> Result:
-        """After an error a connection is in no known state, so it is closed."""
+        """Runs an operation on a connection, and closes the connection after an error, because its state is unknown."""
         try:
             result = operation(connection)
         except ValueError as error:
@@ -135,7 +135,7 @@ class RedisStore:
 
 
 class _Connection:
-    """A conversation with the server, one command at a time."""
+    """A connection to the server; one command at a time."""
 
     def __init__(self, url: SplitResult) -> None:
         self._socket = socket.create_connection((url.hostname or "127.0.0.1", url.port or 6379), _CONNECT_SECONDS)
@@ -152,12 +152,12 @@ class _Connection:
             raise
 
     def ask(self, *words: bytes | Sequence[memoryview]) -> Reply:
-        """Sends a command and reads its answer. A word may come in parts. OSError for an error of the server's."""
+        """Sends a command and reads its reply. A word may be given in parts. OSError for an error reply."""
         self._send(words)
         return self._reply()
 
     def fetch(self, key: bytes, parts: Sequence[memoryview]) -> int | None:
-        """GET into memory: how many bytes there were, as far as they fit; None if there is no such key."""
+        """GET into `parts`. Returns the number of bytes read, at most their size; None if there is no such key."""
         self._send((b"GET", key))
         kind, rest = self._line()
         if kind != b"$":
@@ -210,7 +210,7 @@ class _Connection:
         return rest
 
     def _size(self, text: bytes, most: int) -> int:
-        """A number in an answer. ValueError if it is more than any answer of ours has."""
+        """A size in a reply. ValueError if it exceeds `most`."""
         if int(text) > most:
             raise ValueError(f"{text[:40].decode()} elements or bytes, where at most {most} can be meant")
         return int(text)
@@ -238,7 +238,7 @@ class _Connection:
 
 
 class _Incoming(io.RawIOBase):
-    """Reads from a server with one deadline, `until`, for a whole answer: trickling bytes do not extend it."""
+    """Reads from a server with one deadline, `until`, for a whole reply; trickling bytes do not extend it."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Which pages may be mistaken for each other: those computed and laid out in the same way, of the same shard.
+"""The version of stored pages: identifies how pages were computed and laid out, and of which shard.
 
-A version is a folder or a name space of its own in a store, and part of every page's header: a page of a wrong version is
-never read, whatever happens to names. That pages of equal version have equal weights follows from their keys, whose root is the
-hash of all bytes of the weights (`cache/keys.py::root`); it is not known yet when stores are opened.
+Each version has its own folder or namespace in a store and is part of every page's header, so a page of another version is
+never used, even if names are mixed up. The version does not cover the weights, whose hash is not known yet when stores are opened:
+keys do, because their root includes the hash of all bytes of the weights (`cache/keys.py::root`).
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from hashlib import blake2b
 from penstock.core.layout import CacheLayout
 
 FORMAT = 3
-"""The version of the rules in `stores/`; changes when old pages must not be read any more."""
+"""The format version of `stores/`; incremented when old pages must not be read any more."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """Everything that a page's bytes depend on besides its name."""
+    """Everything besides its name that a page's bytes depend on."""
 
     model: str
-    """As the user called it: for people to read, not part of the id."""
+    """The user's name of the model; informative, not part of the id."""
     dtype: str
-    """For people to read, too: it is in `computation`."""
+    """Informative too: the dtype is part of `computation`."""
     weights: str
     """A digest of a sample of the weights (`checkpoint/identity.py::sample`), so that models have folders of their own."""
     computation: str
-    """The digest of all that decides how an entry is computed and stored (`layers/identity.py::computation`)."""
+    """The digest of everything that determines how an entry is computed and stored (`layers/identity.py::computation`)."""
     layout: CacheLayout
     rank: int = 0
-    """Whose shard of every entry the pages hold, of `ranks` that compute together."""
+    """The rank whose shard of every entry the pages hold, out of `ranks`."""
     ranks: int = 1
 
     @property
     def facts(self) -> dict[str, object]:
-        """All of it as plain data; stored beside the pages for people to read."""
-        # How many pages there are, and how they are cut from slabs, differs between engines and changes no page.
+        """The version as plain data; stored beside the pages for people to read."""
+        # The number of pages and their division into slabs differ between engines but do not change a page's bytes.
         groups = [{**asdict(group), "keep": {"kind": type(group.keep).__name__, **asdict(group.keep)}}  # type: ignore[call-overload]
                   for group in self.layout.groups]
         for group in groups:
