@@ -1,8 +1,8 @@
-"""Beam search above the scheduler: a request for it becomes rounds of one-token requests, one for each beginning that is kept.
+"""Beam search above the scheduler: a beam search request becomes rounds of one-token requests, one for each open beam.
 
-The rounds find their beginnings in the prefix cache by token, so each computes one position and shares all pages but the last.
-A frontend sees one request whose answers come at the end, best first. The rules, where there is a choice, are those of Hugging
-Face's generate, so that its beams are found.
+Each one-token request matches its beam in the prefix cache, so it computes one position and shares all pages but the last. A
+frontend sees one request whose answers arrive at the end, best first. The search rules are those of Hugging Face's generate, so
+that both find the same beams.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from penstock.core.request import Request, Timings, TokenLogprobs, Update
 from penstock.core.sampling import SamplingParams
 
 SEPARATOR = "#"
-"""Between a request's id and a beginning's number, in the ids of the requests made here. Frontends' ids have none."""
+"""Separates the search's id and the beam's number in the ids of the one-token requests. Frontends' ids do not contain it."""
 
 
 class Beginning(NamedTuple):
-    """Tokens that may become an answer."""
+    """An open beam: tokens that may become an answer."""
 
     tokens: list[int]
     logprob: float
-    """Of all tokens together."""
+    """The sum over all tokens."""
     lines: list[TokenLogprobs]
-    """One for each token: the token itself, then the most likely ones."""
+    """For each token its log probabilities: the token itself, then the most likely ones."""
 
 
 class Found(NamedTuple):
-    """A complete answer."""
+    """A finished beam."""
 
     score: float
     beginning: Beginning
     stopped: bool
-    """By a stop token; else by length."""
+    """True if a stop token ended it, False if the length limit did."""
 
 
 class BeamSearch:
-    """One search, as a pure function of what the model says of its beginnings. Knows no engine."""
+    """The state of one search, a pure function of the log probabilities of its beams. Knows no engine."""
 
     def __init__(self, params: SamplingParams, stops: Iterable[int]) -> None:
-        """`params` with `max_tokens` settled; `stops` are the tokens that end an answer."""
+        """`params` must have `max_tokens` set; `stops` are the tokens that end an answer."""
         self.params = params
         self.width = params.beam_width
         self.stops = frozenset(stops)
@@ -55,15 +55,16 @@ class BeamSearch:
 
     @property
     def alternatives(self) -> int:
-        """How many of the most likely next tokens `advance` needs: enough if all stop tokens are among them."""
+        """The number of most likely next tokens that `advance` needs for each beam; enough even if they include all stop
+        tokens."""
         return self.width + len(self.stops)
 
     def advance(self, lines: list[TokenLogprobs]) -> None:
-        """Continues every open beginning, given what may follow it: line i has, from its second entry on, the most likely
-        tokens after `open[i]`."""
+        """Extends every open beam by one token. From its second entry on, `lines[i]` has the most likely tokens after
+        `open[i]`."""
         length = len(self.open[0].tokens) + 1
         blocked: frozenset[int] = self.stops if length <= self.params.min_tokens else frozenset()
-        # Of equals, the one of the likelier beginning, and there the lower token.
+        # Ties: the likelier beam first, then the lower token id.
         best = heapq.nsmallest(
             self.width + self.width * len(self.stops),
             ((-(beam.logprob + logprob), i, token, logprob, rank)
@@ -75,7 +76,7 @@ class BeamSearch:
             stopped = token in self.stops
             full = length >= self._length
             if (stopped or full) and place >= self.width:
-                # Behind the best `width` only what can go on is of interest.
+                # Beyond the best `width` candidates only unfinished beams count.
                 continue
             parent = self.open[i]
             beam = Beginning([*parent.tokens, token], -negative, [*parent.lines, self._line(lines[i], token, logprob, rank)])
@@ -98,7 +99,7 @@ class BeamSearch:
         del self.found[self.width:]
 
     def _worth_it(self, length: int) -> bool:
-        """Whether a better answer than the worst of `width` can, or may, still come."""
+        """True if an open beam may still beat the worst of the `width` best answers (as `early_stopping` defines it)."""
         if len(self.found) < self.width:
             return True
         early, penalty = self.params.early_stopping, self.params.length_penalty
@@ -109,7 +110,7 @@ class BeamSearch:
 
 
 class _Running:
-    """A search under way: its request, and the beginnings whose continuations have not come yet."""
+    """A running search: its request, and the beams whose next tokens have not arrived yet."""
 
     def __init__(self, request: Request, search: BeamSearch) -> None:
         self.request = request
@@ -119,22 +120,22 @@ class _Running:
         self.asked: list[str] = []
         """The ids of this round's requests, in the order of `search.open`."""
         self.first: Update | None = None
-        """Facts about the prompt: cached tokens, and when it was begun."""
+        """The first update, with facts about the prompt: cached tokens and the start time."""
         self.preemptions = 0
 
 
 class BeamSearches:
-    """All searches of an engine, between its callers and the scheduler."""
+    """All beam searches of an engine, between the engine's callers and the scheduler."""
 
     def __init__(self, add: Callable[[Request], None], abort: Callable[[list[str]], None]) -> None:
-        """`add` and `abort` hand requests to the scheduler."""
+        """`add` and `abort` pass requests and aborts on to the scheduler."""
         self._add = add
         self._abort = abort
         self._running: dict[str, _Running] = {}
         self._news: list[Update] = []
 
     def start(self, request: Request, vocab_size: int) -> None:
-        """Begins a search. RequestError if there are too few tokens, or the scheduler does not take the first request."""
+        """Starts a search. RequestError if the vocabulary is too small, or if the scheduler refuses the first request."""
         if request.id in self._running:
             raise RequestError(f"a request with id {request.id!r} is running already; ids must be unique", param="request_id",
                                code="duplicate_request_id")
@@ -149,7 +150,7 @@ class BeamSearches:
         self._running[request.id] = running
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Ends searches; other ids are ignored. There is no single answer to abort, as there are none before the end."""
+        """Aborts searches; other ids are ignored. Single answers cannot be aborted, because there are none before the end."""
         for name in ids:
             running = self._running.pop(name, None)
             if running is not None:
@@ -158,11 +159,11 @@ class BeamSearches:
 
     @property
     def busy(self) -> bool:
-        """Whether there are searches, or news of them."""
+        """True if there are running searches, or updates of ended ones."""
         return bool(self._running or self._news)
 
     def through(self, updates: list[Update]) -> list[Update]:
-        """The updates that are for callers: those of other requests as they are, and the answers of searches that ended."""
+        """The updates for callers: updates of other requests unchanged, plus the answers of searches that have ended."""
         if not self.busy:
             return [update for update in updates if SEPARATOR not in update.request_id]
         passed, self._news = self._news, []
@@ -178,7 +179,7 @@ class BeamSearches:
         return passed
 
     def _ask(self, running: _Running) -> None:
-        """Asks for one token after each open beginning of a search."""
+        """Submits a one-token request for each open beam of a search."""
         request, search = running.request, running.search
         params = SamplingParams(temperature=0.0, max_tokens=1, seed=0, ignore_eos=True, logprobs=search.alternatives)
         running.lines = {}
@@ -212,13 +213,13 @@ class BeamSearches:
         try:
             self._ask(running)
         except RequestError as error:
-            # One search that cannot go on is no reason for the others to end.
+            # A search that cannot continue must not end the others.
             del self._running[running.request.id]
             self._abort(running.asked)
             self._end(running, "error", error.message)
 
     def _end(self, running: _Running, reason: str | None, error: str | None = None) -> None:
-        """The last updates of a search: its answers, or why there are none."""
+        """Queues the last updates of a search: its answers, or the error."""
         request, first, now = running.request, running.first, time.time()
         timings = Timings(request.arrival, 0.0, 0.0, now, running.preemptions)
         if first is not None and first.timings is not None:

@@ -1,4 +1,4 @@
-"""Constrained requests on their way into an engine: each waits beside the queue until its grammar is compiled."""
+"""Admission of constrained requests: each waits outside the scheduler's queue until its grammar is compiled."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.text import Tokenizer
 
 _WAIT_SECONDS = 0.005
-"""How long a turn waits for a grammar, if there is nothing else to do."""
+"""The longest that an otherwise idle turn waits for a grammar."""
 
 
 def tokenizer_folder(options: EngineOptions, model: Path) -> Path | None:
-    """Where the tokenizer of a model is; None if there shall be none."""
+    """The folder of a model's tokenizer; None if the options disable the tokenizer."""
     if options.skip_tokenizer_init:
         return None
     return resolve_folder(options.tokenizer) if options.tokenizer else model
 
 
 class Constraints:
-    """One engine's. Used from its thread alone."""
+    """The waiting constrained requests of one engine. Used only from the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, vocab_size: int, folder: Path | None) -> None:
-        """`folder` is the tokenizer's, read once the first grammar comes. None: there is none, and grammars are refused."""
+        """`folder` is the tokenizer's folder, read when the first grammar arrives. With None, grammars are refused."""
         self._scheduler = scheduler
         self._compiler = Compiler(lambda: None if folder is None else Tokenizer.load(folder), vocab_size)
         self.masker = scheduler.masker = Masker(self._compiler, vocab_size, scheduler.propose)
@@ -41,8 +41,8 @@ class Constraints:
         return bool(len(self._compiler) or self._updates)
 
     def hold(self, request: Request) -> bool:
-        """Whether the request must wait for its grammar; `admit` hands it to the scheduler then. RequestError if the scheduler
-        would refuse it."""
+        """Takes a request that must wait for its grammar, and returns True; `admit` passes it to the scheduler later. False if
+        the request need not wait. RequestError if the scheduler would refuse it."""
         if request.params.grammar is None:
             return False
         self._scheduler.limit_of(request)
@@ -58,7 +58,7 @@ class Constraints:
             self._end(request, "abort", None)
 
     def admit(self) -> None:
-        """Hands requests to the scheduler whose grammars are ready. With nothing else to do, waits for one a moment."""
+        """Passes requests whose grammars are ready to the scheduler. Waits briefly for one if there is nothing else to do."""
         if len(self._compiler) and not self._scheduler.busy:
             self._compiler.wait(_WAIT_SECONDS)
         for request, error in self._compiler.ready():
@@ -71,7 +71,7 @@ class Constraints:
                 self._end(request, "error", error)
 
     def take_updates(self) -> list[Update]:
-        """The ends of requests that never came to the scheduler, since the last call."""
+        """The final updates, since the last call, of requests that never reached the scheduler."""
         updates, self._updates = self._updates, []
         return updates
 

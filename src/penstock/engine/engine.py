@@ -1,6 +1,6 @@
-"""The engine: scheduler, cache and a worker behind an executor, and the one loop that keeps `depth` plans in flight.
+"""The engine: scheduler, cache and a worker behind an executor, and the loop that keeps `depth` plans in flight.
 
-Owned by one thread. It knows tokens, no text; `inputs` and `outputs` translate for those who do.
+Owned by one thread. It handles tokens only; `inputs` and `outputs` translate from and to text.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from penstock.scheduler.policy import POLICIES
 from penstock.scheduler.scheduler import Scheduler
 
 _FLUSH_SECONDS = 5.0
-"""How long an engine that closes waits for pages that are being written to stores."""
+"""The longest that `close` waits for pages being written to stores."""
 
 
 class Engine:
-    """Takes requests, gives updates. `turn` is the loop's body; call it while `busy`."""
+    """Accepts requests and returns updates. `turn` is one iteration of the loop; call it while `busy`."""
 
     def __init__(self, options: EngineOptions, progress: Progress | None = None, rank: Rank | None = None) -> None:
         """Loads the model and plans memory, on a `rank` of this process unless one is given. Raises ConfigError or ModelError
@@ -51,7 +51,7 @@ class Engine:
             self._closing = undo.pop_all()
 
     def _start(self, progress: Progress | None, undo: ExitStack) -> None:
-        """Everything but the rank itself. `undo` ends what has been started, the last first."""
+        """Starts everything but the rank itself. `undo` collects the clean-up of all that was started."""
         options, survey = self.options, self.rank.survey()
         self.config = config = resolve(options, survey.max_positions, survey.dtype, survey.device, survey.parameters)
         self.rank.check(config)
@@ -60,7 +60,7 @@ class Engine:
         loaded = self.rank.load(progress)
         self.memory = plan = plan_memory(options, config, loaded.states, loaded.weight_bytes, loaded.step_bytes, loaded.room,
                                          loaded.graph_bytes, loaded.occupancy)
-        # What is ended first is named last: the loop, then the rank, whose movers still write, then the tiers' bookkeeping.
+        # Callbacks run in reverse order: first the loop, then the rank, whose movers still write, then the tiers' bookkeeping.
         undo.callback(self._close_events)
         self.tiers = set_up(options, config, plan.layout, survey.folder, loaded.computation)
         undo.callback(self.tiers.close)
@@ -94,7 +94,7 @@ class Engine:
             kv_events=self.events.describe() if self.events is not None else None, kernels=loaded.kernels, notes=notes)
 
     def submit(self, request: Request) -> None:
-        """Takes a request in. Raises RequestError if its parameters mean nothing, if it can never run, or if too many wait."""
+        """Queues a request. RequestError if its parameters are invalid, if it can never run, or if the queue is full."""
         request.params.check()
         request.params.check_vocabulary(self.info.vocab_size)
         if request.params.seed is None:
@@ -106,7 +106,7 @@ class Engine:
             self._add(request)
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Ends requests by "id", or single sequences by "id/index". Unknown ones are ignored."""
+        """Aborts requests by "id", or single sequences by "id/index". Unknown ids are ignored."""
         ids = list(ids)
         self.beams.abort(ids)
         self.constraints.abort(ids)
@@ -131,17 +131,18 @@ class Engine:
 
     @property
     def writing(self) -> bool:
-        """Whether cached pages are on their way to stores: a turn now and then, even with nothing to compute, moves them on."""
+        """True while cached pages are being written to stores. An occasional turn is then needed even without requests."""
         return self._naming.pending or self.scheduler.cache.writing
 
     @property
     def _unwritten(self) -> bool:
-        """Whether pages would be lost to stores if the engine ended now."""
+        """True if closing now would lose pages that are to be written to stores."""
         cache = self.scheduler.cache
         return cache.writing or (self._naming.pending and any(cache.pools.kept_pages))
 
     def turn(self) -> list[Update]:
-        """One turn of the loop: plan a step and hand it out, then take in results until fewer than `depth` plans fly."""
+        """One iteration of the loop: plans and submits a step, then applies results until fewer than `depth` plans are in
+        flight."""
         began = time.perf_counter()
         if self._naming.pending and (name := self._naming.poll()) is not None:
             self.scheduler.cache.name(name)
@@ -153,21 +154,21 @@ class Engine:
             self._flying.append(self.executor.submit(plan))
             if len(plan.masked):
                 self._mask(plan)
-        # Without a new plan there is nothing to overlap with; wait for what flies, one result at a time.
+        # Without a new plan there is nothing to overlap with: wait for the in-flight plans, one result at a time.
         room = self.config.depth - 1 if plan is not None else max(0, len(self._flying) - 1)
         self._take_results(room)
         if self.events is not None:
             self.events.flush()
         updates = self.beams.through(self.scheduler.take_updates()) + self.constraints.take_updates()
         if sys.flags.dev_mode and not self.busy:
-            # At rest there is time to see whether every page is accounted for (python -X dev).
+            # While idle, check that every page is accounted for (python -X dev).
             self.scheduler.check()
         return updates
 
     def _take_results(self, room: int) -> None:
-        """Applies results, the oldest first, until no more than `room` plans fly."""
+        """Applies results, oldest first, until at most `room` plans are in flight."""
         while len(self._flying) > room:
-            # Taken off only when it is there: whoever is interrupted while waiting finds it in its place.
+            # Remove the plan only after its result has arrived, so that an interrupt while waiting does not lose it.
             result = self._flying[0].result()
             self._flying.popleft()
             began = time.perf_counter()
@@ -175,8 +176,8 @@ class Engine:
             self.scheduler.stats.plan_seconds += time.perf_counter() - began
 
     def _mask(self, plan: StepPlan) -> None:
-        """Gives the plan just submitted its masks. They depend on the tokens of all plans before it, so those are applied
-        first, while the device computes this one's forward pass."""
+        """Sends the masks of the plan just submitted. They depend on the tokens of all earlier plans, whose results are applied
+        first, while the device computes this plan's forward pass."""
         masker = self.scheduler.masker
         assert masker is not None
         self._take_results(1)
@@ -184,22 +185,22 @@ class Engine:
         try:
             masks = masker.masks(segments)
         except BaseException:
-            # The worker waits for masks; without any it would wait for ever, and so would whoever closes the engine.
+            # The worker waits for masks: send some even after an error, or closing the engine would deadlock.
             lines = sum(1 + len(segment.drafts) for segment in segments)
             self.executor.mask(plan.id, Masks(np.full((lines, -(-self.info.vocab_size // 32)), -1, np.int32)))
             raise
         self.executor.mask(plan.id, masks)
 
     def stats(self) -> EngineStats:
-        """Current figures."""
+        """The current statistics."""
         stats = self.scheduler.snapshot(time.time())
         stats.cache_identity = self.info.cache_identity
         self.constraints.count(stats)
         return stats
 
     def close(self) -> None:
-        """Finishes the plans in flight, and for a moment what is being written to stores; then ends whatever was started, even
-        if some of it fails. The engine cannot be used afterwards; closing again does nothing."""
+        """Finishes the in-flight plans, waits briefly for writes to stores, then stops everything that was started, even if
+        some of it fails. The engine cannot be used afterwards; closing again does nothing."""
         with self._closing:
             until = time.monotonic() + _FLUSH_SECONDS
             while not self._ended and self._unwritten and not self.scheduler.live and time.monotonic() < until:

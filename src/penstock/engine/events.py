@@ -1,7 +1,7 @@
-"""Publishing the cache's events over ZMQ, as vLLM does: what routers subscribe to. What an event says is in `cache/events.py`.
+"""Publishes the KV cache events over ZMQ, as vLLM does, for routers. `cache/events.py` defines the events.
 
 A batch is three frames: topic, sequence number (8 bytes, big-endian, from 0, +1 each), msgpack [time, events]. A replay socket
-answers a sequence number with the batches from there on that are still in the buffer, then with number -1 and no payload.
+answers a sequence number with the buffered batches from that number on, then with number -1 and no payload.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from penstock.core.state import Everything, Retention, Window
 LOG = logging.getLogger("penstock")
 
 ENDPOINT = "tcp://127.0.0.1:5557"
-"""Where events are published by default: for this machine alone, because they tell which prompts are cached."""
+"""The default endpoint. It is local to this machine, because events reveal which prompts are cached."""
 
 END = (-1).to_bytes(8, "big", signed=True)
-"""In place of a sequence number: the end of a replay."""
+"""Marks the end of a replay, in place of a sequence number."""
 
 
 class EventsConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -42,11 +42,11 @@ class EventsConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Bound if it is the default, has a * or ::, or is ipc or inproc; else connected to. Port 0 takes a free one."""
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
-    """How many batches can be replayed."""
+    """The number of batches that can be replayed."""
     hwm: int = 100_000
-    """Batches that wait for one slow subscriber; further ones are dropped for it, as the sequence numbers tell it."""
+    """The number of batches queued for a slow subscriber; further ones are dropped, which it sees by the sequence numbers."""
     max_queue_size: int = 100_000
-    """Batches that wait to be sent; then the engine waits."""
+    """The number of batches queued for sending; beyond it the engine blocks (backpressure)."""
     topic: str = ""
     use_int_block_hashes: bool = False
     """Name pages by 64-bit integers (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES) instead of 32 bytes."""
@@ -57,7 +57,7 @@ class EventsConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def read_config(given: Mapping[str, Any]) -> EventsConfig:
-    """The config as typed values; texts such as "true" and "100" will do. ConfigError names what is wrong."""
+    """The config as typed values; strings such as "true" and "100" are converted. ConfigError names the invalid field."""
     try:
         config = msgspec.convert(dict(given), EventsConfig, strict=False)
     except msgspec.ValidationError as error:
@@ -75,7 +75,7 @@ class CacheEvents:
     """An engine's KV events and their publisher. Owned by the engine's thread."""
 
     def __init__(self, layout: CacheLayout, tiers: Tiers | None, config: EventsConfig) -> None:
-        """Of a cache of this layout, and of what is behind it. ConfigError if the sockets cannot be had."""
+        """Events of a cache with this layout and of its tiers. ConfigError if the sockets cannot be opened."""
         self._journal = Journal(layout.page, [_group(group.keep) for group in layout.groups], config.use_int_block_hashes)
         self._whereabouts = Whereabouts(self._journal, tiers) if tiers is not None else None
         self._publisher = Publisher(config)
@@ -87,11 +87,11 @@ class CacheEvents:
         return self._whereabouts or self._journal
 
     def describe(self) -> dict[str, Any]:
-        """Where it is told; `Publisher.describe`."""
+        """The endpoints and settings; see `Publisher.describe`."""
         return self._publisher.describe()
 
     def flush(self) -> None:
-        """Sends what has happened since the last call."""
+        """Publishes the events since the last call."""
         if self._whereabouts is not None:
             self._whereabouts.flush()
         events = self._journal.take()
@@ -105,8 +105,8 @@ class CacheEvents:
 
 
 def open_events(given: Mapping[str, Any], sharing: bool, layout: CacheLayout, tiers: Tiers | None) -> CacheEvents | None:
-    """The events of an engine, if its kv_events_config wants them; `sharing`: whether pages are found again. ConfigError for
-    what cannot be honoured."""
+    """The events of an engine, or None if its kv_events_config does not enable them. `sharing` is True if prefix caching is on.
+    ConfigError for settings that cannot be honoured."""
     config = read_config(given)
     if not config.enabled:
         return None
@@ -116,7 +116,7 @@ def open_events(given: Mapping[str, Any], sharing: bool, layout: CacheLayout, ti
 
 
 def _group(keep: Retention) -> Group:
-    """vLLM's words for what a cache group keeps."""
+    """vLLM's description of a cache group."""
     if isinstance(keep, Window):
         return Group("sliding_window", keep.width)
     return Group("full_attention" if isinstance(keep, Everything) else type(keep).__name__.lower())
@@ -142,7 +142,7 @@ class Publisher:
             raise ConfigError(f"kv_events_config: cannot listen on {places}: {error.strerror}") from None
         self.endpoint = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_endpoint = self._replay.getsockopt_string(zmq.LAST_ENDPOINT) if self._replay is not None else None
-        # Wakes the thread; what may lie in it is what may wait.
+        # This socket pair wakes the thread; its capacity bounds the queue.
         self._inbox, self._wake = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
         self._inbox.set_hwm(1)
         self._wake.set_hwm(config.max_queue_size)
@@ -153,7 +153,7 @@ class Publisher:
 
     def _open(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        # A replay is sent in one go, and a router drops what does not fit.
+        # A replay is sent at once, and a ROUTER socket drops messages beyond its high-water mark.
         socket.set_hwm(max(self.config.hwm, self.config.buffer_steps + 1))
         socket.setsockopt(zmq.LINGER, 1000)
         if endpoint == ENDPOINT or any(part in endpoint for part in ("*", "::", "ipc://", "inproc://")):
@@ -173,7 +173,7 @@ class Publisher:
         self._wake.send(b"")
 
     def close(self) -> None:
-        """Sends what waits and frees the sockets."""
+        """Sends the queued batches and closes the sockets."""
         self._wake.send(b"end")
         self._thread.join()
         self._context.destroy(1000)
@@ -186,7 +186,7 @@ class Publisher:
         number = 0
         while True:
             ready = dict(poller.poll())
-            # All that was published before a question is part of its answer.
+            # Send everything published before a replay request first, so that the replay includes it.
             while self._inbox.poll(0):
                 if self._inbox.recv():
                     return
@@ -205,7 +205,7 @@ class Publisher:
         if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
             LOG.warning("a question on the replay socket of KV events is not a sequence number of 8 bytes")
             return
-        # Big-endian numbers of equal length are ordered as their bytes are.
+        # Big-endian numbers of equal length compare like their bytes.
         for numbered in self._sent:
             if numbered[0] >= frames[1]:
                 replay.send_multipart((asker, b"", self._topic, *numbered))

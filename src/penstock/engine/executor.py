@@ -15,7 +15,7 @@ from penstock.core.plan import Masks, StepPlan, StepResult
 
 
 class Pending(Protocol):
-    """A step that was handed over."""
+    """A submitted step."""
 
     def result(self) -> StepResult:
         """Waits for the step."""
@@ -26,12 +26,12 @@ class Begun(Pending, Protocol):
     """A step whose forward pass was launched."""
 
     def choose(self, masks: Masks) -> None:
-        """The second launch of a plan with masked segments: chooses its tokens."""
+        """The second launch of a plan with masked segments: samples its tokens."""
         ...
 
 
 class Launches(Protocol):
-    """Whatever executes plans: a Worker, or a fake in tests. `launch` need not wait for the device."""
+    """Executes plans: a Worker, or a fake in tests. `launch` need not wait for the device."""
 
     def launch(self, plan: StepPlan) -> Begun:
         """Begins a step. If segments of the plan are masked, `Begun.choose` must follow before the next plan."""
@@ -39,21 +39,22 @@ class Launches(Protocol):
 
 
 class Executor(Protocol):
-    """`submit` returns at once if it can; results come in the order of submission."""
+    """Runs plans in order. `submit` returns without waiting where the device allows it; results arrive in submission order."""
 
     def submit(self, plan: StepPlan) -> Pending: ...
 
     def mask(self, plan_id: int, masks: Masks) -> None:
-        """The masks of the plan that was submitted last. Called once for each plan with masked segments, and for no other."""
+        """Provides the masks of the last submitted plan. Must be called once for each plan with masked segments, and for no
+        other plan."""
         ...
 
     def close(self) -> None: ...
 
 
 class Threaded:
-    """For a device whose work is the host's: runs plans on a thread of this process, so that the next is made meanwhile.
+    """For CPU devices: runs plans on a thread of this process, so that the next plan is made meanwhile.
 
-    At depth 1 too, where there is nothing to overlap with: a Ctrl-C then interrupts the waiting, never the work.
+    The thread is used at depth 1 too, where nothing overlaps, so that Ctrl-C interrupts the waiting and never the step.
     """
 
     def __init__(self, worker: Launches) -> None:
@@ -90,14 +91,14 @@ class Threaded:
         self._masks.put((plan_id, masks))
 
     def close(self) -> None:
-        """Finishes what was submitted, then stops the thread. A plan whose masks never came fails."""
+        """Finishes the submitted plans, then stops the thread. A plan that still waits for masks fails."""
         self._queue.put(None)
         self._masks.put(None)
         self._thread.join()
 
 
 class Direct:
-    """For a device with a queue of its own: the caller's thread enqueues a step and goes on; no thread changes hands."""
+    """For devices with an asynchronous queue (CUDA streams): the caller's thread enqueues a step and continues."""
 
     def __init__(self, worker: Launches) -> None:
         self._worker = worker
@@ -119,7 +120,7 @@ class Direct:
         self._unmasked = None
 
     def close(self) -> None:
-        """Waits for what was submitted."""
+        """Waits for the submitted plans."""
         if self._last is not None and self._unmasked is None:
             self._last.result()
         self._last = None
@@ -127,7 +128,7 @@ class Direct:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Holds a Ctrl-C back until the end, so that it never leaves half a step behind."""
+    """Defers Ctrl-C until the block ends, so that it never leaves a step half enqueued."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,6 @@
-"""The ranks of an engine: how they are started, and several of them as one. A rank's inside is not known here.
+"""The ranks of an engine: starts them, and combines several into one. Knows only the interface of a rank.
 
-Ranks are named, not imported: the engine's half has no torch, and a rank may as well live in another process.
+Ranks are imported by name at run time, because the engine's half must not import torch and a rank may run in another process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 
 
 class Rank(Launches, Protocol):
-    """One device's half of the engine: `worker/rank.py::Rank`, a fake, or several as one."""
+    """One device's half of the engine: `worker/rank.py::Rank`, a fake, or a RankGroup."""
 
     def survey(self) -> Survey: ...
 
@@ -38,7 +38,7 @@ class Rank(Launches, Protocol):
     def prepare(self, layout: CacheLayout, max_model_len: int, behind: Behind | None) -> Prepared: ...
 
     def close(self) -> None:
-        """At any time, and again: gives back all that the rank has taken."""
+        """Frees everything that the rank has allocated. May be called at any time, and repeatedly."""
         ...
 
 
@@ -49,9 +49,9 @@ def make_rank(options: EngineOptions, name: str = RANK) -> Rank:
 
 
 class RankGroup:
-    """Several ranks that are told the same: each runs every plan, and what the first one answers counts.
+    """Several ranks as one: each runs every plan, and the first rank's results are used.
 
-    They start with what all of them can hold. A rank that fails is everybody's failure.
+    Memory is planned for the smallest rank. If one rank fails, the group fails.
     """
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
@@ -68,7 +68,7 @@ class RankGroup:
             rank.check(config)
 
     def load(self, progress: Progress | None = None) -> Loaded:
-        """Of all ranks: the least room, and the most that weights and steps take anywhere."""
+        """Loads every rank. Returns the smallest room, and the largest memory use of weights and steps, of all ranks."""
         found = [rank.load(progress if rank is self.ranks[0] else None) for rank in self.ranks]
         first = found[0]
         assert all(other.states == first.states and other.computation == first.computation for other in found)
@@ -85,7 +85,7 @@ class RankGroup:
         return _Together([rank.launch(plan) for rank in self.ranks], self.agree)
 
     def agree(self, results: Sequence[StepResult]) -> StepResult:
-        """The result of a step, given each rank's."""
+        """The result of a step, given the results of all ranks."""
         return results[0]
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class RankGroup:
 
 
 class _Together:
-    """A step of several ranks."""
+    """An in-flight step of several ranks."""
 
     def __init__(self, pending: Sequence[Begun], agree: Callable[[Sequence[StepResult]], StepResult]) -> None:
         self._pending = pending

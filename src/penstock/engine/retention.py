@@ -1,8 +1,8 @@
 """Cache retention requests: from the user's spans and breakpoints to spans of a request's positions.
 
-Said in two ways: as spans (`core/request.py::Span`), or as marks on messages, parts of their content, tools or a whole prompt,
-in Anthropic's shape: {"type": "ephemeral", "ttl": "5m"}. A mark means: all of the prompt up to here. What is then kept is
-decided by the cache.
+A request gives spans (`core/request.py::Span`), or marks on messages, parts of their content, tools or a whole prompt, in
+Anthropic's format: {"type": "ephemeral", "ttl": "5m"}. A mark covers the whole prompt up to its place. The cache decides what
+is then kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.core.request import MARKED_PRIORITY, PINNED, PROMPT, WHOLE, Span
 from penstock.text import Tokenizer
 
 DEFAULT_TTL = "5m"
-"""Anthropic's."""
+"""Anthropic's default time to live."""
 
 MAX_SECONDS = 7 * 86400.0
 """The longest time to live that a mark may ask for."""
@@ -42,7 +42,7 @@ class Breakpoint(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """A prompt as text, and what of it should stay."""
+    """A prompt as text, and the breakpoints up to which it should stay cached."""
 
     text: str
     marks: tuple[Breakpoint, ...] = ()
@@ -70,7 +70,7 @@ def read_mark(value: Any, param: str) -> tuple[int, float]:
 
 
 def check_spans(spans: Sequence[Span]) -> None:
-    """RequestError for a span that means nothing."""
+    """RequestError for an invalid span."""
     if len(spans) > MAX_SPANS:
         raise RequestError(f"{len(spans)} spans should be retained; at most {MAX_SPANS} are possible in one request",
                            param="retention", code="invalid_value")
@@ -87,7 +87,7 @@ def check_spans(spans: Sequence[Span]) -> None:
 
 
 def resolve_spans(spans: Sequence[Span], count: int, cut: int) -> list[Span]:
-    """Spans of a prompt that `cut` tokens were cut off at the front of and `count` are left, in the order of their ends."""
+    """The spans of a prompt that lost `cut` tokens at its front and has `count` tokens left, ordered by their ends."""
     settled = []
     for span in spans:
         upto = count if span.upto == PROMPT else span.upto if span.upto == WHOLE else span.upto - cut
@@ -103,7 +103,7 @@ def _check_priority(priority: Any, param: str) -> None:
 
 
 def spans_of(prompt: Marked, ids: Sequence[int], tokenizer: Tokenizer, add_special_tokens: bool) -> list[Span]:
-    """A text's marks as spans of its tokens. A token that reaches over a mark is left out, so at most a few less are kept."""
+    """Converts a text's marks to spans of its tokens. A token that extends over a mark is excluded from the span."""
     spans = []
     for mark in prompt.marks:
         before = tokenizer.encode(prompt.text[:mark.at], add_special_tokens)
@@ -114,7 +114,7 @@ def spans_of(prompt: Marked, ids: Sequence[int], tokenizer: Tokenizer, add_speci
 
 
 def _agreement(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How long a beginning two texts or lists have in common."""
+    """The length of the common prefix of two texts or lists."""
     least, most = 0, min(len(one), len(other))
     while least < most:
         middle = (least + most + 1) // 2
@@ -129,7 +129,7 @@ def _agreement(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class _Place(NamedTuple):
-    """A mark, where it stands, and the word that stands in for it while the conversation is written out."""
+    """A mark, its place, and the placeholder word that stands for it while the conversation is rendered."""
 
     name: str
     word: str
@@ -138,11 +138,11 @@ class _Place(NamedTuple):
 
 
 def written(render: Callable[[Messages, Tools], str], messages: Messages, tools: Tools) -> Marked:
-    """A conversation written out by `render`, with the marks (cache_control) that its messages, their parts and its tools have.
+    """Renders a conversation with `render`, and finds the marks (cache_control) of its messages, their parts and its tools.
 
-    The template must not see the marks, and where it puts things is its own affair. So the conversation is written out once as
-    it is and once with words at the marks that nobody else uses; a mark lies where its word turns up. RequestError for a mark
-    that is none, or whose place the template does not show.
+    The template must not see the marks, and it decides where contents appear. So the conversation is rendered once as it is and
+    once with a unique random word at each mark; a mark is where its word appears. RequestError for an invalid mark, or for one
+    whose place the template does not render.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         # `render` says what is wrong with it.
@@ -169,7 +169,7 @@ def written(render: Callable[[Messages, Tools], str], messages: Messages, tools:
             wanted.append(Breakpoint(_agreement(before, text), place.priority, place.seconds))
     for count, tool in enumerate(tools or (), 1):
         if tool.get("cache_control") is not None:
-            # The text up to the end of a tool is where two renderings, with and without a next tool, agree.
+            # The text up to the end of a tool is the common prefix of two renderings with different next tools.
             another = {**_bare(tool), "function": {**tool["function"], "name": "x" + secrets.token_hex(8)}}
             shown = render(plain, [*(clean_tools or ())[:count], another])
             mark = read_mark(tool["cache_control"], f"tools[{count - 1}].cache_control")
@@ -193,7 +193,7 @@ def _without(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_words(messages: Messages) -> tuple[list[Mapping[str, Any]], list[_Place]]:
-    """The messages with a word of its own at the end of everything that is marked, and what the words stand for."""
+    """The messages with a unique word at the end of each marked content, and the marks that the words stand for."""
     places: list[_Place] = []
 
     def word(mark: Any, name: str) -> str:
@@ -222,7 +222,7 @@ def _with_words(messages: Messages) -> tuple[list[Mapping[str, Any]], list[_Plac
 
 
 def _append(part: Any, word: str) -> Any:
-    """A part of a content with `word` at the end of its text, wherever it has that."""
+    """A content part with `word` appended to its text."""
     if isinstance(part, str):
         return part + word
     return {key: value + word if word and key != "type" and isinstance(value, str) else value

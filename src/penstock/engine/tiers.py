@@ -1,4 +1,4 @@
-"""Sets up what is behind the device: the bookkeeping of the engine's half, and what the worker's half needs to move pages."""
+"""Sets up the tiers behind the device: the engine's bookkeeping, and the stores and memory that the worker needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.stores.version import Version
 
 @dataclass(frozen=True)
 class Tiers:
-    """Both halves; nothing where there is nothing behind the device."""
+    """Both halves of the tiers; None where there are no tiers behind the device."""
 
     hierarchy: Hierarchy | None = None
     behind: Behind | None = None
@@ -33,15 +33,15 @@ class Tiers:
 
 
 def set_up(options: EngineOptions, config: EngineConfig, layout: CacheLayout, folder: Path, computation: str) -> Tiers:
-    """Opens the stores, once for each half. `folder` has the weights; `computation` is `Decoder.computation`. Raises
-    ConfigError for what cannot be had."""
+    """Opens the stores, once for each half. `folder` has the weights; `computation` is `Decoder.computation`. ConfigError if a
+    store can never be opened."""
     plan = plan_tiers(options, layout)
     if not plan.host_slabs:
         return Tiers()
     stored = options.cache_disk is not None or options.cache_remote is not None
     weights = sample(folder, options.load_format, options.seed) if stored else ""
     version = Version(options.model, config.dtype, weights, computation, layout)
-    # Only the disk's size is ours to bound.
+    # Only the disk store's size is bounded by the engine.
     bounds = {"disk": plan.disk_bytes}
     policy = Policy(through=options.cache_write == "through", always=options.cache_load == "always")
     with ExitStack() as undo:
@@ -56,14 +56,14 @@ def set_up(options: EngineOptions, config: EngineConfig, layout: CacheLayout, fo
 
 
 _SMALL_BYTES, _SMALL_SECONDS = 1 << 28, 0.5
-"""So few bytes of weights are hashed before an engine is ready, if it takes no longer than this."""
+"""Up to this many bytes of weights are hashed before the engine is ready, for at most this many seconds."""
 
 
 class Naming:
-    """Gives a cache the name of its weights as soon as that is known: their hash takes longer than a start should."""
+    """Computes the cache's identity of the weights in the background, because hashing takes longer than a start should."""
 
     def __init__(self, options: EngineOptions, folder: Path) -> None:
-        """Before the weights are loaded."""
+        """Must be created before the weights are loaded."""
         needed = options.cache_disk is not None or options.cache_remote is not None or bool(options.kv_events_config)
         self._weights = Fingerprint(folder, options.load_format, options.seed) if needed else None
         self._sample = "" if needed else sample(folder, options.load_format, options.seed)
@@ -71,12 +71,12 @@ class Naming:
 
     @property
     def pending(self) -> bool:
-        """Whether the name may still come."""
+        """True if the name is not known yet and may still become known."""
         return self._weights is not None
 
     def start(self, computation: str) -> str | None:
-        """After the weights are loaded; `computation` is `Decoder.computation`. The name, if it is known so soon. Where nothing
-        outside the process sees keys, it is made of a sample of the weights."""
+        """Call after the weights are loaded; `computation` is `Decoder.computation`. Returns the name if it is known already.
+        If nothing outside the process sees keys, the name is derived from a sample of the weights."""
         self._computation = computation
         if self._weights is None:
             return self._name(self._sample)
@@ -87,7 +87,7 @@ class Naming:
         return name
 
     def poll(self) -> str | None:
-        """The name, once: at the first call after it has become known."""
+        """The name, at the first call after it has become known; None at all other calls."""
         weights = self._weights
         if weights is None or (weights.value is None and not weights.failed):
             return None
@@ -98,6 +98,6 @@ class Naming:
         return blake2b(f"{self._computation} {weights}".encode(), digest_size=16).hexdigest()
 
     def close(self) -> None:
-        """Ends hashing."""
+        """Stops hashing."""
         if self._weights is not None:
             self._weights.close()
