@@ -1,7 +1,7 @@
-"""An engine for asyncio: text in, text out, many at once, the engine itself in a process of its own.
+"""The asyncio frontend: concurrent requests from text to text, with the engine in a separate process.
 
-It owns the frontend's half of every request: tokenization, detokenization, stop strings, the streams that consumers read, and
-the figures of what passed. Everything runs on one event loop; long work (`work.py`) and chat templates (`rendering.py`) do not.
+It owns the frontend's half of every request: tokenization, detokenization, stop strings, output streams, and statistics.
+Everything runs on one event loop, except long work (`work.py`) and chat templates (`rendering.py`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Track:
 class Stream:
     """Outputs of one or several requests as they arrive. Close it, or iterate it to its end.
 
-    `async for deltas in stream` gives all that has come since the last time, at least one delta. Raises RequestError when a
-    request was refused or failed, EngineDeadError when the engine died; the other requests of the stream are then aborted.
+    `async for deltas in stream` yields all deltas since the last iteration, at least one. Raises RequestError when a request was
+    refused or failed, EngineDeadError when the engine died; the other requests of the stream are then aborted.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -77,7 +77,7 @@ class Stream:
         return await self.next()
 
     async def next(self, seconds: float | None = None) -> list[Delta]:
-        """The same, but an empty list if nothing comes for so long. StopAsyncIteration after the end."""
+        """The next deltas, or an empty list if none arrives within `seconds`. StopAsyncIteration after the end."""
         while not self._deltas:
             if self._error is not None:
                 raise self._error
@@ -89,7 +89,7 @@ class Stream:
         return deltas
 
     async def admitted(self) -> None:
-        """Returns once the engine has taken all requests. Raises what reading would raise if it has not."""
+        """Returns once the engine has accepted all requests. Otherwise raises the error that reading would raise."""
         while not self._deltas:
             if self._error is not None:
                 raise self._error
@@ -114,7 +114,8 @@ class Stream:
             self._waiter.set_result(False)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Aborts what has not ended. A reader that waits gets `error`, or the end. May be called at any time, and again."""
+        """Aborts the open requests. A waiting reader gets `error`, or the end of the stream. May be called at any time, and
+        repeatedly."""
         self._llm.drop(self)
         if self._error is None:
             self._error = error
@@ -127,12 +128,12 @@ class Stream:
         self._wake()
 
     def confirm(self, request_id: str) -> None:
-        """The engine has taken one of the requests."""
+        """Called when the engine has accepted one of the requests."""
         self.unconfirmed.discard(request_id)
         self._wake()
 
     def end(self, request_id: str) -> None:
-        """One of the requests has ended."""
+        """Called when one of the requests has ended."""
         self.open.discard(request_id)
         self._wake()
 
@@ -174,10 +175,10 @@ class AsyncLLM:
         self._tracks: dict[str, Track] = {}
         self._tenant_tokens: Counter[str] = Counter()
         self._list_words = 0
-        """Words of device memory that the open requests' sampling parameters take."""
+        """The device memory used by the open requests' sampling parameters, in 4-byte words."""
         self._names = itertools.count()
         self._given: dict[str, str] = {}
-        """The ids that callers of `generate` chose, and the ones that the engine knows."""
+        """Request id chosen by the caller of `generate` -> the engine's request id."""
         self._progress = 0.0
         self._steps = -1
         self.work = Workers()
@@ -204,7 +205,7 @@ class AsyncLLM:
         self._watch = asyncio.create_task(self._watch_progress())
 
     async def shutdown(self, timeout: float = 10.0) -> None:
-        """Aborts what is open and ends the engine process."""
+        """Aborts the open requests and ends the engine process."""
         self.fail_open(EngineDeadError("the engine is shutting down"))
         if self._watch is not None:
             self._watch.cancel()
@@ -212,11 +213,11 @@ class AsyncLLM:
             self._renderers.close()
         await self._process.stop(timeout)
 
-    # -- how it is
+    # -- health
 
     @property
     def dead(self) -> str | None:
-        """Why the engine is gone, or None while it is not."""
+        """The reason why the engine is gone; None while it lives."""
         return self._process.dead
 
     @property
@@ -225,7 +226,7 @@ class AsyncLLM:
 
     @property
     def live(self) -> int:
-        """Requests that are open."""
+        """The number of open requests."""
         return len(self._tracks)
 
     @property
@@ -238,7 +239,7 @@ class AsyncLLM:
         return self._process.pid
 
     def unhealthy(self) -> str | None:
-        """Why requests cannot be served now: loading, dead, silent, or busy without progress; None if all is well."""
+        """The reason why requests cannot be served now (loading, dead, silent, or busy without progress); None if healthy."""
         if self.dead is not None:
             return f"the engine has stopped: {self.dead}"
         if self.info is None:
@@ -251,14 +252,14 @@ class AsyncLLM:
         return None
 
     async def _watch_progress(self) -> None:
-        """Fails all open requests once the engine is stuck, so that no client waits without end."""
+        """Fails all open requests once the engine is stuck, so that no client waits forever."""
         interval = min(1.0, self.stall_timeout / 4)
         seen = time.monotonic()
         while True:
             await asyncio.sleep(interval)
             now = time.monotonic()
             if now - seen > 5 * interval:
-                # This process itself was stopped, and may have messages that it has not read yet.
+                # This process itself was suspended and may have unread messages from the engine.
                 self._process.last_message = self._progress = now
             seen = now
             reason = self.unhealthy()
@@ -273,8 +274,8 @@ class AsyncLLM:
             raise EngineDeadError("the engine is not started")
 
     def _check_room(self, requests: Sequence[Request]) -> None:
-        """RequestError 503 if there are more requests than the engine runs and lets wait. A busy engine refuses them itself;
-        one that does not answer would be sent them without end."""
+        """RequestError 503 if there are more requests than the engine runs and queues. A busy engine refuses them itself; this
+        check bounds the requests sent to an engine that does not answer."""
         assert self.info is not None
         words = sum(map(_list_words, requests))
         if words > MAX_OPEN_LIST_WORDS:
@@ -294,12 +295,12 @@ class AsyncLLM:
     # -- requests
 
     def new_id(self) -> str:
-        """A name for a request, unlike any other of this frontend."""
+        """A new request id, unique in this frontend."""
         return f"r{next(self._names)}"
 
     async def render(self, conversation: Conversation, size: int) -> Marked:
-        """A conversation written out by the model's chat template, in a process of its own. `size` is about how many characters
-        it has. RequestError if there is no template, it refuses, or takes too long."""
+        """Renders a conversation with the model's chat template in a separate process. `size` is its approximate number of
+        characters. RequestError if there is no template, if it refuses, or if it takes too long."""
         renderers = self._renderers
         if renderers is None:
             raise RequestError("there is no tokenizer (skip_tokenizer_init), so no chat template; send token ids",
@@ -307,10 +308,10 @@ class AsyncLLM:
         return await self.work.run(size, lambda: renderers.render(conversation), always=True)
 
     def open(self, requests: Sequence[Request]) -> Stream:
-        """Submits requests whose outputs come in one stream. EngineDeadError if there is no engine, RequestError for a request
+        """Submits requests whose outputs share one stream. EngineDeadError if there is no engine, RequestError for a request
         that cannot be encoded; then none of them is open.
 
-        Their ids come from `new_id`, each used once: a late update of an aborted request must not reach another of its name.
+        Ids come from `new_id` and are used once, so that a late update of an aborted request cannot reach another request.
         """
         self._check_alive()
         self._check_room(requests)
@@ -330,7 +331,7 @@ class AsyncLLM:
                 self._process.tell("submit", request, request.id)
                 self._count_start(request)
         except BaseException:
-            # Close every account of these requests, whatever failed.
+            # Undo the bookkeeping of all these requests, whichever failed.
             stream.close()
             raise
         return stream
@@ -338,10 +339,10 @@ class AsyncLLM:
     async def generate(self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
                        priority: int = 0, cache_salt: str | None = None,
                        retention: Sequence[Span] = ()) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the request's whole output so far, each time there is more of it. Closing the generator aborts the request.
+        """Yields the request's whole output so far, each time it has grown. Closing the generator aborts the request.
 
-        Cached prompts are shared only with requests of equal `cache_salt`; `retention` says what should stay.
-        `request_id` is for `abort` and must not be in use; a RequestError says so.
+        Cached prompts are shared only with requests of equal `cache_salt`; `retention` gives the spans to keep cached.
+        `request_id` is for `abort`; RequestError if it is in use.
         """
         self._check_alive()
         name = self.new_id()
@@ -369,13 +370,13 @@ class AsyncLLM:
         self._process.abort([self._given.get(request_id, request_id)])
 
     async def reset_prefix_cache(self) -> bool:
-        """Has the engine forget what is cached, in every tier. EngineDeadError if there is no engine."""
+        """Empties the prefix cache, in every tier. EngineDeadError if there is no engine."""
         self._check_alive()
         done: bool = await self._process.ask("reset_prefix_cache")
         return done
 
     def drop(self, stream: Stream) -> None:
-        """Forgets a stream's open requests and has the engine abort them."""
+        """Forgets a stream's open requests and aborts them in the engine."""
         ids = list(stream.open)
         stream.open.clear()
         for name in ids:
@@ -386,7 +387,7 @@ class AsyncLLM:
             self._process.abort(ids)
 
     def _forget(self, name: str) -> Track:
-        """Closes a request's accounts."""
+        """Removes a request from the bookkeeping and returns its track."""
         track = self._tracks.pop(name)
         tenant = track.request.tenant
         self._tenant_tokens[tenant] -= len(track.request.prompt_ids)
@@ -396,7 +397,7 @@ class AsyncLLM:
         return track
 
     def tokens_in_flight(self, tenant: str) -> int:
-        """Tokens of the prompts of this tenant's open requests."""
+        """The number of prompt tokens of this tenant's open requests."""
         return self._tenant_tokens[tenant]
 
     def fail_open(self, error: PenstockError) -> None:
@@ -465,7 +466,7 @@ class AsyncLLM:
         if self.on_death:
             self.on_death(reason)
 
-    # -- figures
+    # -- statistics
 
     def _count_start(self, request: Request) -> None:
         figures, params = self.figures, request.params

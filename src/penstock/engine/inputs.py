@@ -1,6 +1,6 @@
-"""From a prompt and parameters to a request in tokens: encoding, checks, defaults, limits.
+"""Input processing: turns a prompt and parameters into a request in tokens (encoding, checks, defaults, limits).
 
-Runs in the frontend: a bad request is refused here, before the engine gets it.
+Runs in the frontend, so that a bad request is refused before it reaches the engine.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Inputs:
     def marked(self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None,
                tools: Sequence[Mapping[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
                **how: Any) -> Marked:
-        """The same with what the conversation's marks (cache_control) want kept. `how` is `ChatTemplate.render`'s."""
+        """`render` with the breakpoints of the conversation's cache_control marks. `how` is passed to `ChatTemplate.render`."""
         if self.template is None:
             raise RequestError("there is no tokenizer (skip_tokenizer_init), so no chat template; send token ids",
                                param="messages", code="no_tokenizer")
@@ -102,12 +102,12 @@ class Inputs:
         return written(lambda messages, tools: template.render(messages, tools, **how, **variables), messages, tools)
 
     def parser(self, prompt: str | None, tools: Sequence[Mapping[str, Any]] | None = None) -> Parser:
-        """Reads an answer to a prompt; without `tools` tool calls are plain text."""
+        """A parser for the answer to a prompt. Without `tools`, tool calls are plain text."""
         return Parser(self.choice.dialect, tools, prompt=prompt, calls=bool(tools))
 
     def forced(self, tools: Sequence[Mapping[str, Any]], parallel: bool) -> str:
-        """The grammar, for SamplingParams, of an answer that must call these tools in the model's dialect. RequestError if it
-        has none."""
+        """The grammar, for SamplingParams, of an answer that must call these tools in the model's dialect. RequestError if the
+        model has no known dialect."""
         dialect = self.choice.dialect
         if dialect.written is None or self.tokenizer is None:
             raise RequestError(f"a tool call cannot be forced: {self.choice.why}. Name the model's dialect with "
@@ -135,8 +135,8 @@ class Inputs:
         return {name: token for token in self.tokenizer.special_ids if (name := self.tokenizer.token_name(token))}
 
     def thinking(self, prompt: str, budget: int | None) -> dict[str, Any]:
-        """The parameters of an answer that begins with thinking, as the prompt's end shows. RequestError for a `budget` of
-        thinking tokens (None: none) that cannot be kept."""
+        """The sampling parameters of an answer that begins with thinking, as the prompt's end shows. RequestError for a
+        `budget` of thinking tokens (None: no limit) that cannot be enforced."""
         reasoning = self.choice.dialect.reasoning
         begun = opened(self.choice.dialect, prompt)
         if budget is not None and (reasoning is None or not begun) and not _closed(prompt, reasoning):
@@ -255,7 +255,8 @@ class Inputs:
         return params.replace(bad_words=None, bad_words_token_ids=sequences)
 
     def _constrained(self, params: SamplingParams) -> dict[str, Any]:
-        """The grammar that the answer must follow, if any. It ends with it, whatever `ignore_eos` says."""
+        """The parameters for the grammar that the answer must follow, if any. The answer ends with the grammar, even with
+        `ignore_eos`."""
         if params.structured_outputs is None and params.grammar is None:
             return {}
         if self.tokenizer is None:
@@ -286,7 +287,7 @@ class Inputs:
                                param="bad_words", code="invalid_value")
         newline = tokenizer.encode("\n", add_special_tokens=False)
         bare = [word.lstrip() or word for word in words]
-        # Vocabularies that begin a text with a space show only behind something else how they spell the word without.
+        # Vocabularies that prefix a text with a space show the spelling without a space only after other text.
         spellings = [text for word in bare for text in (word, " " + word, "\n" + word)]
         found: dict[tuple[int, ...], None] = {}
         for start in range(0, len(spellings), 3 * WORDS_AT_ONCE):
@@ -300,7 +301,7 @@ class Inputs:
 
 
 def _closed(prompt: str, reasoning: Reasoning | None) -> bool:
-    """Whether the prompt's end has closed thinking, so that there will be none."""
+    """True if the end of the prompt has closed the thinking section, so that the answer has none."""
     return reasoning is not None and prompt.rstrip().endswith(reasoning.end)
 
 
@@ -332,7 +333,7 @@ def _from_mapping(prompt: Mapping[str, Any], salt: str) -> tuple[str | Sequence[
 
 
 def _plain_ids(prompt: Any) -> list[int]:
-    """Token ids as a list of ints; arrays and tensors will do."""
+    """Token ids as a list of ints; accepts arrays and tensors."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, list | tuple | range) or not {*map(type, ids)} <= {int}:
         raise RequestError(f"a prompt must be a text, a list of token ids, or an object with prompt or prompt_token_ids; got "

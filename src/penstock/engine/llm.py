@@ -1,4 +1,4 @@
-"""The offline API: an engine in this process, prompts in, whole outputs back. `async_llm` is its twin for asyncio."""
+"""The offline API: runs the engine in this process and returns whole outputs. `async_llm` is the asyncio counterpart."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from penstock.text import Tokenizer
 
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
-"""For all prompts, or one each; None for the model's defaults."""
+"""One for all prompts, or one for each; None for the model's defaults."""
 Retention = Span | Sequence[Span] | Sequence[Sequence[Span] | None] | None
 """Spans for all prompts, or a list of them for each."""
 Bar = bool | Callable[..., Any]
-"""Whether to show a progress bar, or a class like tqdm."""
+"""True to show a progress bar, False for none, or a class like tqdm."""
 
 _A_TURN = 64
-"""Requests that are handed to the engine before a turn: as a rule more than a step has room for, and less work than a turn."""
+"""Requests submitted to the engine before each turn: usually more than a step has room for, and less work than a turn."""
 
 _SELDOM = 1000
-"""Collections of younger objects for one of all, while a batch runs: some millions of new objects that stay."""
+"""Collections of the middle generation per full garbage collection while a batch runs: some millions of surviving objects."""
 
 _FEW = 256
-"""Requests that may always run at once: fewer would leave a large device unused."""
+"""The number of requests that may always run at once; fewer would leave a large device idle."""
 
 
 class LLM:
@@ -71,7 +71,7 @@ class LLM:
         return self.engine.info
 
     def stats(self) -> EngineStats:
-        """The engine's current figures."""
+        """The engine's current statistics."""
         return self.engine.stats()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -81,11 +81,11 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses when it is given no parameters: the model's own defaults, from generation_config.json."""
+        """The parameters that `generate` uses by default: the model's own, from generation_config.json."""
         return self.inputs.default_params()
 
     def reset_prefix_cache(self) -> bool:
-        """From now on no request finds what earlier ones computed, in any tier. What runs is not disturbed."""
+        """Empties the prefix cache, in every tier. Running requests are not disturbed."""
         return self.engine.reset_prefix_cache()
 
     # -- work
@@ -126,7 +126,7 @@ class LLM:
                     conversation, chat_template=chat_template, tools=tools, add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message, documents=documents,
                     chat_template_kwargs=chat_template_kwargs))
-        # A template writes the special tokens itself.
+        # The template writes the special tokens itself.
         found = self._run(prompts, [prompt.text for prompt in prompts], sampling_params, use_tqdm, False, None, cache_salt,
                           retention, parsed=self._tokenizer is not None,
                           grammar=self.inputs.held(tools) if tools and self.inputs.holds(tools) else None)
@@ -194,7 +194,7 @@ class LLM:
         return results
 
     def _finish(self, requests: list[Request], results: dict[str, RequestOutput], meter: _Meter) -> None:
-        """Runs `requests` to their ends. If anything goes wrong, Ctrl-C included, the engine is left without them."""
+        """Runs `requests` to completion. On any exception, Ctrl-C included, they are aborted in the engine."""
         waiting, engine = deque(sorted(requests, key=self._place)), self.engine
         # So many at once that all could end with the longest. More would leave it to run almost alone in the end, and while
         # steps are small, each token costs many times as much.
@@ -225,17 +225,17 @@ class LLM:
             raise
 
     def _most(self, request: Request) -> int:
-        """Tokens that an answer may have. One that only the context limits may have as many as any."""
+        """The most tokens that an answer may have; the context length bounds requests without max_tokens."""
         most, longest = request.params.max_tokens or 0, self.info.max_model_len
         return longest if len(request.prompt_ids) + most >= longest else most
 
     def _place(self, request: Request) -> tuple[int, int]:
-        """Where in a batch a request stands: by priority, then by how much it may write, as the longest must not end last."""
+        """The sort key of a request in a batch: priority, then longest possible output first, so that it does not end last."""
         return request.priority, -self._most(request)
 
     def _submit(self, waiting: deque[Request], room: int) -> None:
-        """Hands some requests to the engine, but no more than `room` in all, nor more than its queue takes. The device works on
-        the first ones meanwhile."""
+        """Submits some requests to the engine, at most `room` in all and no more than its queue takes. Submission is
+        incremental, so that the device works on the first requests meanwhile."""
         for _ in range(min(_A_TURN, len(waiting), room - len(self._outputs))):
             request = waiting[0]
             request.arrival = time.time()
@@ -249,13 +249,13 @@ class LLM:
             waiting.popleft()
 
     def _drain(self) -> None:
-        """Lets the engine end what it was told to abort."""
+        """Runs the engine until the aborted requests have ended."""
         while self.engine.busy:
             self.engine.turn()
 
 
 class _Meter:
-    """The progress bar's figures: prompts done, tokens a second in and out."""
+    """The progress bar's statistics: finished prompts, and input and output tokens per second."""
 
     def __init__(self, bar: tqdm[Any]) -> None:
         self._bar = bar
@@ -263,7 +263,7 @@ class _Meter:
         self._read = self._written = 0
 
     def count(self, tokens: int, ended: list[RequestOutput]) -> None:
-        """After a turn that brought so many tokens, and the ends of these."""
+        """Updates the bar after a turn that produced `tokens` tokens and finished `ended`."""
         self._written += tokens
         for output in ended:
             self._read += len(output.prompt_token_ids)
@@ -277,9 +277,9 @@ class _Meter:
 
 @contextmanager
 def _interrupts_between_turns() -> Iterator[Callable[[], None]]:
-    """Inside, Ctrl-C does not break into a turn of the engine; the function that this gives raises it. Twice raises at once.
+    """Defers Ctrl-C to the points between engine turns: the yielded function raises it. A second Ctrl-C raises at once.
 
-    Only where Python's own handler would act: in the main thread, with nobody else's handler in place.
+    Active only in the main thread while Python's default SIGINT handler is installed.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or handler is not signal.default_int_handler:
@@ -305,11 +305,11 @@ def _interrupts_between_turns() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _old_objects_at_rest() -> Iterator[None]:
-    """Inside, the garbage collector seldom goes through old objects: for all that a large program has made that takes longer
-    than a step, and a batch makes enough to have it done again and again."""
+    """Makes full garbage collections rare inside the block: in a large program one takes longer than a step, and a batch
+    allocates enough objects to trigger many."""
     first, second, third = gc.get_threshold()
     if third >= _SELDOM:
-        # Somebody has seen to it already, and sets it back.
+        # Another caller has raised the threshold already, and restores it.
         yield
         return
     gc.set_threshold(first, second, _SELDOM)
@@ -321,7 +321,7 @@ def _old_objects_at_rest() -> Iterator[None]:
 
 @contextmanager
 def _naming(place: int, count: int, what: str) -> Iterator[None]:
-    """A RequestError from inside says which of several it is about."""
+    """Adds to a RequestError from inside which of several inputs it is about."""
     try:
         yield
     except RequestError as error:
@@ -340,7 +340,7 @@ def _shown(bar: tqdm[Any]) -> Callable[[int, int], None]:
 
 
 def _batch(prompts: Any) -> list[Any]:
-    """The prompts of a call, of which there may be only one."""
+    """The prompts of a call as a list; a single prompt becomes a list of one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     prompts = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)

@@ -1,6 +1,6 @@
-"""From the engine's updates to text and outputs: detokenization, stop strings, and vLLM's output objects.
+"""Output processing: turns engine updates into text and vLLM's output objects (detokenization, stop strings).
 
-Runs in the frontend; it knows neither asyncio nor HTTP. All work is incremental: the cost of an update is that of its new
+Runs in the frontend; knows neither asyncio nor HTTP. All work is incremental: an update costs time in proportion to its new
 tokens.
 """
 
@@ -66,7 +66,7 @@ class _Live:
 
 
 class Outputs:
-    """The requests in progress, and how far their text has come."""
+    """The requests in progress and the state of their text."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Without a tokenizer there is no text, and no stop string is found (Inputs refuses such requests)."""
@@ -270,7 +270,7 @@ class RequestOutput:
     num_cached_tokens: int
     """Prompt tokens that were not computed because the cache had them."""
     cached_by_tier: dict[str, int] = field(default_factory=dict)
-    """The same by where they were: device, host, disk, remote."""
+    """`num_cached_tokens` by tier: device, host, disk, remote."""
     tokenizer: Tokenizer | None = field(default=None, repr=False)
 
     @classmethod

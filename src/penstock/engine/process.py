@@ -1,7 +1,7 @@
-"""The engine in a process of its own: the child's main loop, the messages between the two, and the parent's handle.
+"""The engine in a separate process: the child's main loop, the messages between child and parent, and the parent's handle.
 
 Messages are msgpack by msgspec over two ZMQ ipc sockets; nothing is ever pickled. The child owns the engine in its main
-thread. The parent knows requests and updates, no text; `async_llm` turns them into words.
+thread. The parent handles requests and updates in tokens; `async_llm` turns them into text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ IDLE_MS = 500
 """Interval of an idle engine's heartbeat."""
 
 WRITING_MS = 10
-"""The same while cached pages are being written to stores, which needs a turn now and then."""
+"""The interval while cached pages are being written to stores, which needs occasional turns."""
 
 STATS_SECONDS = 0.1
 """The least time between two snapshots while busy."""
@@ -52,7 +52,7 @@ STATS_SECONDS = 0.1
 
 
 class Start(msgspec.Struct, array_like=True):
-    """The first thing the child is told, on its standard input."""
+    """The first message to the child, on its standard input."""
 
     address: str
     engine: str
@@ -70,7 +70,7 @@ flight and exit with status 0) are methods of the engine."""
 
 
 class Call(msgspec.Struct, array_like=True):
-    """One of CALLS. With a `key` it is answered: by Refused if it raises, by Answered if it returns something, else by
+    """A call of CALLS. With a `key` the child replies: Refused if it raises, Answered if it returns a value, else
     `EngineOutputs.admitted`."""
 
     name: str
@@ -83,7 +83,7 @@ class Call(msgspec.Struct, array_like=True):
 
 
 class Loading(msgspec.Struct, array_like=True, tag="loading"):
-    """Bytes of weights that are loaded, of how many."""
+    """Progress of loading: bytes of weights loaded, and in all."""
 
     done: int
     total: int
@@ -125,14 +125,14 @@ class EngineOutputs(msgspec.Struct, array_like=True, tag="outputs"):
     updates: list[Update]
     stats: EngineStats | None
     admitted: list[str] = []
-    """Keys of calls that returned nothing, as `submit` does: these requests are not refused any more."""
+    """Keys of calls that returned nothing, such as `submit`: these requests were accepted."""
 
 
 ToParent = Loading | Found | Ready | Failed | Refused | Answered | EngineOutputs
 
 
 class EngineLike(Protocol):
-    """The face of an engine that this file uses."""
+    """The interface of an engine that this file uses."""
 
     info: EngineInfo
 
@@ -168,14 +168,14 @@ class Loop:
             if self.inbox.poll(0 if busy else WRITING_MS if engine.writing else IDLE_MS):
                 self._take_in()
             elif worked and not busy and not engine.writing:
-                # Idle for a while for the first time since the last work.
+                # The first idle interval since the last work.
                 give_back_memory()
                 worked = False
             worked = worked or engine.busy
             updates = engine.turn() if engine.busy or engine.writing else []
             now = time.monotonic()
             idle = not engine.busy
-            # A snapshot at once when work ends, so that the figures of a resting engine are never stale.
+            # Send a snapshot as soon as work ends, so that the statistics of an idle engine are never stale.
             if now >= self._stats_due or (idle and busy):
                 self._stats_due = now + STATS_SECONDS
                 self.send(EngineOutputs(updates, engine.stats()))
@@ -192,11 +192,11 @@ class Loop:
             if self._answer(call):
                 admitted.append(call.key)
         if admitted:
-            # At once: a turn may take long, and clients wait for their answer's headers.
+            # Send at once: a turn may take long, and clients wait for the response headers.
             self.send(EngineOutputs([], None, admitted))
 
     def _answer(self, call: Call) -> bool:
-        """Makes a call. True if it has a key, was not refused and returned nothing: EngineOutputs answers it."""
+        """Executes a call. True if it has a key, was not refused and returned nothing, so EngineOutputs must confirm it."""
         if call.name == "shutdown":
             self._stopping = True
             return False
@@ -211,7 +211,7 @@ class Loop:
             self.send(Refused(call.key, error.message, error.param, error.code, error.status))
             return False
         except Exception as error:  # noqa: BLE001 (reported to the caller)
-            # It has not begun anything yet, so it is the fault of this call alone.
+            # Nothing has been started yet, so only this call fails.
             traceback.print_exc()
             self.send(Refused(call.key, f"the engine could not take the request: {error!r}", None, "internal_error", 500))
             return False
@@ -224,7 +224,7 @@ class Loop:
 
 
 def main() -> None:
-    """The child's whole life. Exit status: 0 after Shutdown, 1 if the engine could not start or broke."""
+    """The child's entry point. Exit status: 0 after shutdown, 1 if the engine could not start or failed."""
     # The parent decides when to stop; a terminal's Ctrl-C or a service manager's SIGTERM reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -296,7 +296,7 @@ def _failure(error: Exception) -> Failed:
 
 
 class EngineProcess:
-    """The parent's handle: starts the child, sends requests, and hands what comes back to callbacks, all on the event loop."""
+    """The parent's handle: starts the child, sends calls, and passes its messages to callbacks, all on the event loop."""
 
     def __init__(self, options: EngineOptions, *, on_outputs: Callable[[EngineOutputs], None],
                  on_refused: Callable[[Refused], None], on_death: Callable[[str], None],
@@ -310,7 +310,7 @@ class EngineProcess:
         self.last_message = 0.0
         """time.monotonic() of the last message from the child."""
         self.dead: str | None = None
-        """Why the engine is gone, once it is."""
+        """The reason why the engine is gone; None while it lives."""
         self._stopping = False
         self._found: asyncio.Future[Found] | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
@@ -362,14 +362,14 @@ class EngineProcess:
             raise
 
     def tell(self, name: str, argument: Any = None, key: str = "") -> None:
-        """Makes a call of CALLS, whose refusal, if it has a `key`, goes to `on_refused`. EngineDeadError if there is no engine,
-        RequestError for a number beyond 64 bits."""
+        """Sends a call of CALLS. If it has a `key`, its refusal is passed to `on_refused`. EngineDeadError if there is no
+        engine, RequestError for a number beyond 64 bits."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         if self._stopping:
             raise EngineDeadError("the engine is shutting down")
         try:
-            # The argument first: whatever cannot be encoded is found before anything is sent.
+            # Encode the argument first, so that an encoding error is found before anything is sent.
             message = self._encode(Call(name, key, msgspec.Raw(self._encode(argument))))
         except OverflowError:
             raise RequestError("a number in the request does not fit in 64 bits; send a smaller one",
@@ -381,8 +381,8 @@ class EngineProcess:
             raise EngineDeadError("the engine process has gone") from None
 
     async def ask(self, name: str, argument: Any = None) -> Any:
-        """Makes a call and waits for what it returns, in JSON's types. RequestError if it is refused, EngineDeadError if the
-        engine is gone, or goes meanwhile."""
+        """Sends a call and waits for its return value, in JSON's types. RequestError if it is refused, EngineDeadError if the
+        engine is gone or dies meanwhile."""
         key = f"#{next(self._numbers)}"
         done = self._asked[key] = asyncio.get_running_loop().create_future()
         try:
@@ -467,7 +467,7 @@ class EngineProcess:
             self.on_death(reason)
             return
         error = {"config": ConfigError, "model": ModelError}.get(kind, EngineDeadError)(reason)
-        # Whoever waits for the second may not have come to it yet.
+        # The caller may not have started to wait for the second future yet.
         waited_for = self._ready if self._found.done() else self._found
         waited_for.set_exception(error)
 
@@ -485,8 +485,8 @@ class EngineProcess:
 
 
 def own_folder() -> str:
-    """A new temporary folder that names this process. Removes those of processes that are gone: a killed process leaves its
-    folder behind."""
+    """Creates a temporary folder named after this process. Removes folders of dead processes, because a killed process leaves
+    its folder behind."""
     root = Path(tempfile.gettempdir())
     for folder in root.glob("penstock-*-*"):
         number = folder.name.split("-")[1]
@@ -503,7 +503,7 @@ def _resolve(future: asyncio.Future[Any] | None, value: Any) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a child process: it finds this very package, however the parent found it."""
+    """The environment of a child process, in which it imports the same package as the parent."""
     environment = dict(os.environ)
     root = str(Path(penstock.__file__).resolve().parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
@@ -519,7 +519,7 @@ def _ended(status: int) -> str:
 
 
 if __name__ == "__main__":
-    # By its real name, so that messages are the classes that everyone else imports.
+    # Import by its real name instead of __main__, so that message classes are identical to those of other modules.
     from penstock.engine import process
 
     process.main()

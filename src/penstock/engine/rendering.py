@@ -1,8 +1,7 @@
-"""Chat templates run in processes of their own: a template that loops or allocates ends its process, not the server.
+"""Runs chat templates in separate processes, so that a template that loops or allocates too much kills its process only.
 
-A template is a program by the model's authors. Each rendering has a deadline and its process a limit of memory; where
-one is passed the process is killed, and a new one starts with the next request. `Renderers` is the server's side, `main` the
-child's.
+A template is a program by the model's authors. Each rendering has a deadline, and each process a memory limit; a process that
+exceeds one is killed, and a new one starts with the next request. `Renderers` is the server's side, `main` the child's.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ ABANDONED_SECONDS = 0.5
 """Time for a cancelled rendering to finish before its process is killed."""
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl."""
+"""A constant of Linux's prctl."""
 
 _LENGTH = struct.Struct("<Q")
 
@@ -109,7 +108,7 @@ class Renderers:
                 child = self._start()
             reply = child.ask(job, self._setup.seconds)
         except BaseException:
-            # It may be in the middle of a rendering.
+            # The child may be in the middle of a rendering.
             if child is not None:
                 self._children.discard(child)
                 child.kill()
@@ -183,7 +182,7 @@ class _Child:
                 raise TimeoutError
 
     def end(self) -> None:
-        """Ends the process; whoever reads from it finds its end."""
+        """Kills the process; a thread that reads from it gets end-of-file."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -215,7 +214,7 @@ def _failure(status: int, seconds: float) -> RequestError:
 
 
 def main() -> None:
-    """The child's life: the templates, then one conversation after another, until its standard input ends."""
+    """The child's entry point: reads the templates, then renders one conversation after another until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -223,7 +222,7 @@ def main() -> None:
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
-        # It was killed before that.
+        # The parent was killed before prctl took effect.
         os._exit(0)
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     # Standard output goes to standard error: a library's print must not become part of a reply.
@@ -235,7 +234,7 @@ def main() -> None:
     decode = msgspec.msgpack.Decoder(Conversation).decode
     while True:
         data = _receive(source)
-        # Ends the process also if the server is no more, and inside of any library.
+        # The timer also ends the process if the server is gone, even inside a library.
         signal.setitimer(signal.ITIMER_REAL, setup.seconds)
         reply = msgspec.msgpack.encode(_answer(template, decode(data)))
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -266,7 +265,7 @@ def _receive(source: BinaryIO) -> bytes:
 
 
 def _virtual_bytes() -> int:
-    """Address space that this process has now."""
+    """The current size of this process's address space in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

@@ -1,7 +1,6 @@
-"""Threads for work that would block the event loop: few, short jobs before long ones, no work for clients that left.
+"""A small thread pool for work that would block the event loop. Short jobs go first, and jobs of disconnected clients stop.
 
-Jobs release the GIL where they can (tokenizers, pipes) and call `checkpoint` between pieces otherwise, where a cancelled job
-ends.
+Jobs release the GIL where they can (tokenizers, pipes); others call `checkpoint` between pieces, where a cancelled job ends.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ SIZE_PER_SECOND = 2 << 20
 """A job's size delays it by size / SIZE_PER_SECOND seconds: shorter jobs that arrive within that time overtake it."""
 
 THREADS = 3
-"""One for short jobs, two for all."""
+"""The number of threads: one for short jobs only, two for all jobs."""
 
 MOST_JOBS = 2048
 MOST_SIZE = 512 << 20
-"""Upper bounds of the queue: jobs, and their sizes together; more are refused."""
+"""Limits of the queue: the number of jobs, and their total size. Jobs beyond them are refused (backpressure)."""
 
 SWITCH_SECONDS = 0.0005
 """Switch interval of the GIL while workers run: how long the event loop waits for it at most."""
@@ -59,7 +58,7 @@ _current = threading.local()
 
 
 def abandoned() -> bool:
-    """Whether this thread runs a job that was cancelled."""
+    """True if this thread runs a job that was cancelled."""
     job: _Job | None = getattr(_current, "job", None)
     return job is not None and job.cancelled
 
@@ -83,11 +82,11 @@ class Workers:
         self._numbers = itertools.count()
         self._started = False
         self.waiting_size = 0
-        """Sizes of the jobs that wait."""
+        """The total size of the queued jobs."""
 
     async def run(self, size: int, work: Callable[[], Result], *, always: bool = False) -> Result:
-        """`work()`, on a thread unless it is small (`always`: also then). Cancelling the caller cancels the job. RequestError
-        503 if too much waits already."""
+        """Runs `work()`, on a thread unless it is small (with `always` also then). Cancelling the caller cancels the job.
+        RequestError 503 if the queue is full."""
         if size <= INLINE and not always:
             return work()
         job = _Job(size, work, asyncio.get_running_loop())
@@ -128,13 +127,13 @@ class Workers:
                 error = caught
             _current.job = None
             if job.size > SHORT:
-                # A tokenized text takes a hundred times its size.
+                # Tokenizing a text takes about a hundred times its size in memory.
                 give_back_memory()
             if not job.cancelled:
                 try:
                     job.loop.call_soon_threadsafe(_finish, job, result, error)
                 except RuntimeError:
-                    # The loop has been closed.
+                    # The event loop has been closed.
                     return
             del job, result, error
 
@@ -156,7 +155,7 @@ def give_back_memory() -> None:
 
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""glibc's; other C libraries have none."""
+"""glibc's malloc_trim; None with other C libraries."""
 
 
 def _finish(job: _Job, result: Any, error: BaseException | None) -> None:
