@@ -49,8 +49,8 @@ class Track:
 class Stream:
     """Outputs of one or several requests as they arrive. Close it, or iterate it to its end.
 
-    `async for deltas in stream` yields all deltas since the last iteration, at least one. Raises RequestError when a request was
-    refused or failed, EngineDeadError when the engine died; the other requests of the stream are then aborted.
+    `async for deltas in stream` yields all deltas since the last iteration, at least one. Raises RequestError when a request
+    was refused or failed, EngineDeadError when the engine died; the other requests of the stream are then aborted.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:

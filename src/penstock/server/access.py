@@ -45,7 +45,7 @@ class AccessLog:
 
 
 def _tokens(stream: Stream | None) -> str:
-    """What the request asked of the engine and got."""
+    """The log line's fields on tokens: the request's prompt, cached and generated tokens."""
     if stream is None:
         return ""
     cached = f" ({stream.cached_tokens} cached)" if stream.cached_tokens else ""

@@ -1,4 +1,4 @@
-"""The routes of those who run the server: is it alive, is it ready, how loaded, which version."""
+"""The operator's routes: health, readiness, load, metrics, version."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EventSource(TypedDict, total=False):
 class Admin:
     """GET /health, /ready, /ping, /metrics, /version, /load, /server_info, /kv_event_sources, POST /reset_prefix_cache.
 
-    The last alone asks the engine anything.
+    Only the last one sends a call to the engine.
     """
 
     def __init__(self, state: State) -> None:
@@ -83,7 +83,7 @@ class Admin:
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """200 when a request sent now would be taken."""
+        """200 if a request sent now would be accepted."""
         reason = self.state.not_ready()
         if reason:
             raise UnavailableError(reason, "not_ready")
@@ -122,7 +122,7 @@ class Admin:
             {"dp_rank": 0, "block_size": info.page_size, "model": info.cache_identity, **info.kv_events}])
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forgets everything that is cached, in every tier, for all tenants."""
+        """Empties the prefix cache, in every tier, for all tenants."""
         self._info()
         done = await self.state.llm.reset_prefix_cache()
         return json_response({"success": done})

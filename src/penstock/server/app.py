@@ -1,4 +1,4 @@
-"""The web application: which route is served by whom, and what surrounds every route."""
+"""The web application: maps routes to their handlers, and wraps them in middleware."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Application:
         self.state = State(llm, options)
         self.app = FastAPI(title="Penstock", version=penstock.__version__, openapi_url="/openapi.json", docs_url=None,
                            redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
-        # The first one shapes the errors of unknown paths.
+        # The first dialect shapes the errors of unknown paths.
         dialects: list[Dialect] = [OpenAI(self.state)]
         admin = Admin(self.state)
         routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes()]
@@ -53,7 +53,7 @@ class Application:
         self.app.add_route("/docs", lambda request: HTMLResponse(page), methods=["GET"])
         asgi: ASGIApp = Gate(self.app, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes, _report)
         if options.allowed_origins:
-            # Around the gate: a browser shows a page no refusal that lacks these headers.
+            # CORS wraps the gate, because a browser hides refusals without CORS headers from the page.
             asgi = CORSMiddleware(asgi, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"],
                                   expose_headers=["X-Request-Id", "X-Penstock-Ignored", "Retry-After"])
         if options.log_requests:

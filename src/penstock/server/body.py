@@ -76,8 +76,8 @@ class BodyReader:
             raise explain(error, self._explain_field) from None
 
     def _without_unknown(self, request: Request, kind: type[Body], data: bytes, error: Exception) -> Body:
-        """The body without the unknown fields that may be ignored, which the answer will name. RequestError if that does not
-        mend `error`."""
+        """The body without the unknown fields that may be ignored, which a response header will name. RequestError if `error`
+        has another cause."""
         ignored: list[str] = []
         while (found := _unknown_field(error)) is not None and len(ignored) < MAX_IGNORED:
             where, name = found

@@ -1,4 +1,4 @@
-"""The seam between the server and an API dialect (OpenAI's, Anthropic's, ...): its routes and the shape of its errors.
+"""The interface between the server and an API dialect (OpenAI's, Anthropic's, ...): its routes and the shape of its errors.
 
 The rest of `server/` knows no dialect. A dialect is a package beside `openai/` with one `Dialect`, listed in `app.py`.
 """
@@ -16,11 +16,11 @@ from penstock.core.errors import RequestError
 Handler = Callable[[Request], Awaitable[Response]]
 
 ErrorShape = Callable[[RequestError], Any]
-"""The JSON object by which a dialect tells a client of a refusal."""
+"""Builds a dialect's JSON object for a refused request."""
 
 
 class Route(NamedTuple):
-    """One route: how it is reached, who serves it, and what /openapi.json says about it."""
+    """One route: its method and path, its handler, and its description in /openapi.json."""
 
     method: str
     path: str
@@ -30,7 +30,7 @@ class Route(NamedTuple):
     body: type[Any] | None = None
     """The msgspec struct that its body is decoded into."""
     streams: bool = False
-    """It can answer with server-sent events."""
+    """True if it can answer with server-sent events."""
     parts: tuple[type[Any], ...] = ()
     """Structs that the body's schema refers to by name alone."""
     answer: Any = dict[str, Any]
@@ -47,7 +47,7 @@ class Dialect(Protocol):
 
 
 class ErrorShapes:
-    """Which dialect shapes the errors of a path: the one that has a route there, else the first."""
+    """Selects the dialect that shapes the errors of a path: the one with a route there, else the first."""
 
     def __init__(self, dialects: Sequence[Dialect]) -> None:
         self.default: ErrorShape = dialects[0].error_body

@@ -120,7 +120,7 @@ def _no_json(method: str, headers: dict[bytes, bytes]) -> RequestError | None:
 
 
 def _is_numeric(origin: str) -> bool:
-    """Whether an origin's host is localhost or an address."""
+    """True if an origin's host is localhost or a numeric address."""
     try:
         host = urlsplit(origin).hostname or ""
         return host == "localhost" or bool(ipaddress.ip_address(host))
@@ -134,5 +134,5 @@ def _key(headers: dict[bytes, bytes]) -> bytes:
 
 
 def _among(key: bytes, known: Iterable[bytes]) -> bool:
-    # All are compared, in constant time, so that nothing can be learnt from how long it takes.
+    # Compare with every key in constant time, so that the duration reveals nothing (timing attacks).
     return sum(hmac.compare_digest(key, one) for one in known) > 0

@@ -19,7 +19,7 @@ _PIECE = 64 << 10
 """Bytes that are scanned at a time: well below a millisecond, between which other threads run."""
 
 CHARACTERS_A_TOKEN = 16
-"""Characters of a text for each token of the context, from which on it is refused unseen: few texts have half as many."""
+"""A text with more characters per token of the context than this is refused untokenized; few texts have half as many."""
 
 LEAST_TEXT = 1 << 20
 """Characters that are tokenized however short the context is."""
@@ -30,7 +30,7 @@ _DROPPED = bytes(set(range(256)) - set(_KEPT))
 
 
 class Limits:
-    """One server's limits, and what is in flight under them."""
+    """One server's limits, and the bytes in flight that count against them."""
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
@@ -84,7 +84,7 @@ class Limits:
                                f"{longest:,} tokens (--max-text-characters)", param=param, code="context_length_exceeded")
 
     def check_tenant(self, in_flight: int, requests: Sequence[Request]) -> None:
-        """RequestError 429 if a tenant that has prompts of so many tokens in flight may not have these besides."""
+        """RequestError 429 if a tenant with `in_flight` prompt tokens would exceed its limit with these requests."""
         tokens = sum(len(request.prompt_ids) for request in requests)
         most = self.options.max_tenant_tokens
         # One request alone is always possible: its own size has other limits.
@@ -102,7 +102,7 @@ class Receiving:
         self.size = 0
 
     def add(self, count: int) -> None:
-        """So many bytes more have come. RequestError 413 if the body is too large, 503 if all bodies together are."""
+        """Counts `count` more received bytes. RequestError 413 if the body is too large, 503 if all bodies together are."""
         self.size += count
         self._limits.body_bytes += count
         options = self._limits.options

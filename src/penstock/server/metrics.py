@@ -1,6 +1,6 @@
 """/metrics: the frontend's counters and the engine's last snapshot, under vLLM's names where vLLM has them.
 
-The registry belongs to one app. Everything is collected when scraped; nothing is formatted on the way of a token.
+The registry belongs to one app. Everything is collected when scraped; nothing is formatted on the path of a token.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CONNECTIONS = {"accepted": "Connections taken in.",
 
 
 class EngineCollector(Collector):
-    """Renders an AsyncLLM's figures. Yields nothing until the engine is ready."""
+    """Renders an AsyncLLM's statistics. Yields nothing until the engine is ready."""
 
     def __init__(self, llm: AsyncLLM, model_name: str, connections: Callable[[], Counts]) -> None:
         self.llm = llm

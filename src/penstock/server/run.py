@@ -1,4 +1,4 @@
-"""A server from its first line of output to its exit status: listening, loading, serving, draining, stopping.
+"""The life cycle of a server process: listening, loading, serving, draining, stopping.
 
 Exit status 0 after a drain, 1 if the engine could not start or died, 2 on a second signal.
 """
@@ -44,7 +44,7 @@ ENGINE_SECONDS = 5.0
 
 
 class Listener(uvicorn.Server):
-    """uvicorn without its own reaction to signals: what they mean is decided here."""
+    """uvicorn without its own signal handlers; `ServerRun` handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""/openapi.json, made from the routes and the structs that really decode the bodies, so that it cannot say anything else."""
+"""/openapi.json, generated from the routes and the structs that decode the bodies, so that it always matches the code."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ class State:
         return self.names[0]
 
     def not_ready(self) -> str | None:
-        """Why no work is taken now, or None."""
+        """The reason why no requests are accepted now; None if they are."""
         if self.draining:
             return "the server is shutting down"
         return self.llm.unhealthy()
 
     def admit(self, model: str | None) -> str:
-        """The served name that a request means. RequestError 404 for another model, 503 while no work is taken."""
+        """The served name that a request refers to. RequestError 404 for another model, 503 while no requests are accepted."""
         if self.draining:
             raise UnavailableError("the server is shutting down", "shutting_down")
         if self.llm.dead is not None:

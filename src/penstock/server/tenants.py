@@ -1,8 +1,8 @@
 """Tenants of the cache, and the salts of their namespaces, derived from API keys.
 
-How long a prompt takes tells whether it was cached, so requests of different keys never share cached pages. The salt is a keyed
-hash made here, never a name that a client sends, so that no client can choose another's namespace. A request's own cache_salt
-divides its tenant's namespace further.
+The time to first token reveals whether a prompt was cached, so requests with different keys never share cached pages. The salt
+is a keyed hash made here, never a name sent by a client, so no client can choose another's namespace. A request's own
+cache_salt divides its tenant's namespace further.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def short_salt(salt: str) -> str:
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret in a file, which is made, readable for its owner alone, if it is not there. ConfigError if it is unfit."""
+    """Reads the secret from a file; creates it, readable by its owner only, if missing. ConfigError if it is unusable."""
     try:
         if not path.exists():
             _make(path)
@@ -81,7 +81,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Puts a new secret there, whole at once: another server may be starting on the same folder, and the first one wins."""
+    """Creates a new secret atomically: if several servers start on the same folder, the first one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -37,7 +37,7 @@ class _Refusal(jinja2.TemplateError):
 
 
 class _Generation(Extension):
-    """{% generation %}...{% endgeneration %} marks what the assistant says. Only training needs the marks."""
+    """{% generation %}...{% endgeneration %} marks the assistant's text. Only training needs the marks."""
 
     tags = {"generation"}
 
@@ -73,9 +73,9 @@ def _strftime_now(form: str) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Nothing that a template is given can be changed, but for a list's length: Kimi K2's template keeps a queue in one.
+    """An immutable sandbox, except that lists can grow and shrink, because Kimi K2's template keeps a queue in a list.
 
-    It does no harm: all that a template sees is a copy (`_plain`).
+    That is harmless, because templates get only copies (`_plain`).
     """
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -139,7 +139,7 @@ class ChatTemplate:
         return list(self.sources)
 
     def reads(self, variable: str) -> bool:
-        """Whether any of the templates contains this variable's name."""
+        """True if any of the templates contains this variable's name."""
         return any(variable in source for source in self.sources.values())
 
     def using(self, override: str) -> ChatTemplate:
@@ -246,12 +246,12 @@ class _Compiled:
         return "a-text" in shown and not any(sign in shown for sign in ("'type'", '"type"'))
 
     def _calls(self, as_object: bool, content: Any) -> bool:
-        """Whether a tool call's arguments are shown as JSON. Some templates show calls only beside a content of null."""
+        """True if a tool call's arguments are rendered as JSON. Some templates render calls only beside a content of null."""
         shown = [self._call(as_object, content, beside) for beside in (content, None)]
         return any("a-key" in text and "{'a-key'" not in text and '\\"a-key' not in text for text in shown)
 
     def _takes_null(self, content: Any, as_object: bool) -> bool:
-        """Whether a content of null beside tool calls is rendered, and not as the word None or null."""
+        """True if a message with tool calls and a content of null renders without the word None or null."""
         null, empty = self._call(as_object, content, None), self._call(as_object, content, "")
         return bool(null) and not any(word in null and word not in empty for word in ("None", "null"))
 
@@ -274,7 +274,7 @@ class _Compiled:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of JSON's types alone, so that nothing an object can do is in a template's reach. Else RequestError."""
+    """A copy in JSON's types only, so that a template cannot reach any object's methods. RequestError for other types."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -290,7 +290,7 @@ def _plain(value: Any, where: str) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _compiled(source: str) -> _Compiled:
-    """Requests may bring templates of their own, and bring the same one often."""
+    """Compiles a template; cached, because requests may send their own template, often the same one."""
     return _Compiled(source)
 
 

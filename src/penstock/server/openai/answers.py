@@ -56,7 +56,7 @@ class Growth:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.started = False
-        """Whether an event of this choice was sent."""
+        """True once an event of this choice was sent."""
 
 
 class Choices:
@@ -118,7 +118,7 @@ class Choices:
                      PromptDetails(self.cached_tokens, self.cached_by_tier))
 
     def chunk_usage(self) -> Usage | UnsetType | None:
-        """The `usage` of an event that is not the last: as it stands, null, or left out, as the request wants it."""
+        """The `usage` of an event before the last: the usage so far, null, or absent, as the request wants it."""
         if self.usage_always:
             return self.usage()
         return None if self.usage_at_end else UNSET

@@ -202,7 +202,7 @@ class Chat:
 
 
 def _named(body: ChatRequest) -> bool:
-    """Whether one tool is named, which is then called once."""
+    """True if tool_choice names one tool, which is then called once."""
     return isinstance(body.tool_choice, ToolChoice) and body.tool_choice.allowed_tools is None
 
 

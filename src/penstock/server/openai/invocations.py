@@ -23,7 +23,7 @@ class Invocations:
         self.bodies = bodies
 
     async def post(self, http: Request) -> Response:
-        """Answers as the route would to which the body belongs."""
+        """Answers like the chat or the completions route, depending on the body's fields."""
         body = await self.bodies.read(http, kind_of)
         if isinstance(body, ChatRequest):
             return await self.chat.answer(http, body)
@@ -31,7 +31,7 @@ class Invocations:
 
 
 def kind_of(fields: Container[str]) -> type[ChatRequest] | type[CompletionRequest]:
-    """Which request has these fields. RequestError if none has."""
+    """The kind of request that has these fields. RequestError if there is none."""
     if "messages" in fields:
         return ChatRequest
     if "prompt" in fields:

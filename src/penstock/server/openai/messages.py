@@ -24,10 +24,10 @@ _TAKEN = frozenset(inspect.signature(ChatTemplate.render).parameters)
 
 
 async def render(llm: AsyncLLM, body: Templated, trust_template: bool, size: int) -> Marked:
-    """The conversation written out by the model's template, with its marks; `size` is the body's. RequestError if there is no
-    template, or it refuses."""
+    """Renders the conversation with the model's template, with its cache_control marks; `size` is the body's. RequestError if
+    there is no template, or it refuses."""
     template = choose(llm.template, body.chat_template, trust_template)
-    # Of tools that tool_choice rules out the model is not told.
+    # Tools that tool_choice rules out are not shown to the model.
     tools = offered(body) or None
     opening = body.add_generation_prompt if body.add_generation_prompt is not None else not body.continue_final_message
     how = {"add_generation_prompt": opening, "documents": body.documents,

@@ -1,4 +1,4 @@
-"""From the prompts and parameters of a body to requests that the engine takes."""
+"""Turns the prompts and parameters of a body into engine requests."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
 
 
 def _effort(prompt: str | list[int] | Marked) -> int:
-    """Cost of preparing a prompt, in characters to tokenize. An id costs far less than a character, a request about as much as
-    a hundred, and up to each mark the text is tokenized once more."""
+    """The cost of preparing a prompt, in characters to tokenize. A token id costs far less than a character, a request about as
+    much as a hundred characters, and for each mark the text before it is tokenized once more."""
     if isinstance(prompt, Marked):
         return 100 + len(prompt.text) + sum(mark.at for mark in prompt.marks)
     return 100 + (len(prompt) if isinstance(prompt, str) else len(prompt) // 10)
 
 
 def _lists(params: SamplingParams) -> int:
-    """The same for the lists of the parameters. A bad word is tokenized in three spellings."""
+    """The cost of preparing the lists of the parameters, in characters. A bad word is tokenized in three spellings."""
     ids = (params.allowed_token_ids, params.stop_token_ids, params.logit_bias)
     return sum(len(found) for found in ids if found) + 3 * sum(100 + len(word) for word in params.bad_words or ())

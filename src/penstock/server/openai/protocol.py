@@ -154,7 +154,7 @@ class GenerationFields(StructureFields, kw_only=True, forbid_unknown_fields=True
     spaces_between_special_tokens: bool | None = None
     """Spaces are put only by tokenizers that transformers calls slow; here both values mean the same."""
 
-    # Only one value possible, or none.
+    # Fields with only one supported value, or none.
     kv_transfer_params: None = None
     ec_transfer_params: None = None
 
@@ -280,7 +280,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
         return [named.name] if named is not None else []
 
     def must(self) -> bool:
-        """Whether one of them must be called."""
+        """True if one of them must be called."""
         return self.allowed_tools is None or self.allowed_tools.mode == "required"
 
 
