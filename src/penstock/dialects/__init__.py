@@ -1,1 +1,1 @@
-"""How models write reasoning and tool calls: one machine, and a short description for each dialect."""
+"""Dialects of reasoning and tool calls: one parser, and a short description of each dialect."""

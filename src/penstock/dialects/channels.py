@@ -15,7 +15,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class Machine(Sink, Protocol):
-    """What this needs of the parser."""
+    """The parser's interface for channels."""
 
     reader: Reader
     malformed: bool

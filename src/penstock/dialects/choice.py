@@ -1,4 +1,4 @@
-"""Which dialect a model writes: by name, or found from its chat template."""
+"""Selects a model's dialect, by name or from its chat template."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Where reasoning stands in an answer. Several spellings of a marker are possible; the first is the one that is written."""
+    """The markers around reasoning in an answer. A marker may have several spellings; the first is the one written."""
 
     start: tuple[str, ...]
     end: tuple[str, ...]
@@ -56,7 +56,7 @@ class Tags:
     """A call is a name and tagged parameters, whose values are plain text typed by the tool's schema."""
 
     name: tuple[str, str]
-    """What stands before and after the name; after it, "" means the line's end or the next marker."""
+    """Text before and after the name. An empty text after it means the end of the line or the next marker."""
     key: tuple[str, str]
     value: tuple[str, str]
     end: str = ""
@@ -66,7 +66,7 @@ class Tags:
     typed: str = ""
     """Separates the key from a flag that says whether the value is a string, as DeepSeek V3.2 writes it."""
     untyped: str = "string"
-    """What a value without schema is: string, or json where it is valid JSON."""
+    """Type of a value without schema: string, or json if it is valid JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How calls are written, with {name}, {arguments}, {id} and {index} to be filled in."""
+    """Template of a call, with the placeholders {name}, {arguments}, {id} and {index}."""
 
     call: str
     head: str = ""
@@ -123,7 +123,7 @@ class Dialect:
     harmony: bool = False
     """Channels of gpt-oss instead of blocks."""
     parallel: bool = True
-    """It can write several calls in one answer."""
+    """Whether one answer can have several calls."""
     aliases: tuple[str, ...] = ()
     """Other names of its tool calls, those of vLLM's --tool-call-parser."""
     reasoning_names: tuple[str, ...] = ()
@@ -150,7 +150,7 @@ class Dialect:
         return tuple(dict.fromkeys(marker for marker in found if marker))
 
     def reasoning_by(self, reasoning: Reasoning | None, hidden: tuple[str, ...] = ()) -> Dialect:
-        """The same calls with another way of reasoning."""
+        """Returns a copy with other reasoning markers."""
         return replace(self, reasoning=reasoning, hidden=tuple(dict.fromkeys((*self.hidden, *hidden))))
 
 

@@ -19,7 +19,7 @@ _AFTER_NAME = " \t\r\n<[{("
 
 
 class Sink(Protocol):
-    """Where a call goes while it is read."""
+    """Receives the parts of a call while it is parsed."""
 
     def begin(self, name: str, call_id: str = "") -> None:
         """A call to this function begins. MalformedError if it cannot be one."""

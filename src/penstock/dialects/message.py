@@ -1,4 +1,4 @@
-"""What a parser says: events as an answer grows, and the message that they add up to."""
+"""A parser's output: events while an answer grows, and the message that they build."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Parser:
         self._call = None
 
     def fail(self) -> None:
-        """What began as a call is none."""
+        """Marks the answer as malformed and fails the open call, if there is one."""
         self.malformed = True
         if self._call is not None:
             self._events.append(CallFails(self._call))

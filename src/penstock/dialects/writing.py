@@ -55,7 +55,7 @@ def _quoted(value: Any, quote: str) -> str:
 
 
 def structure(dialect: Dialect, tools: Tools, parallel: bool) -> Node:
-    """What an answer that must call one of the tools looks like, all of it. AssertionError for a dialect that has no calls."""
+    """Returns the structure of a whole answer that must call one of the tools. AssertionError for a dialect without calls."""
     how = dialect.written
     assert how is not None, f"{dialect.name} writes no calls"
     return _calls(dialect, how, tools, parallel)

@@ -253,7 +253,7 @@ def _present(schema: Any, pointer: str) -> str:
 
 
 def _target(schema: Any, root: Any) -> list[tuple[Any, str]]:
-    """What a schema that is only a reference stands for."""
+    """Returns (target, reference) of a schema with a reference, unless the target is a reference itself; else nothing."""
     if not isinstance(schema, dict) or "$ref" not in schema:
         return []
     target = resolve_in(root, schema["$ref"])

@@ -36,7 +36,7 @@ def can_end(root: Any, resolve: Callable[[str], Any]) -> bool:
 
 
 def _groups(schema: dict[str, Any], resolve: Callable[[str], Any]) -> list[list[Any]]:
-    """Of each group one member at least must have a finite value, if the schema is to have one."""
+    """Returns groups of subschemas: the schema has a finite value only if one member of each group has one."""
     groups = [[part] for part in schema.get("allOf", ())]
     if "anyOf" in schema:
         groups.append(list(schema["anyOf"]))

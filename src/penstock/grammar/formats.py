@@ -88,5 +88,5 @@ KNOWN = tuple(sorted(_SCHEMAS))
 
 
 def schema_of(name: object) -> dict[str, Any] | None:
-    """What a value of the format must satisfy besides; None for a format that is not known."""
+    """Returns the schema that values of a format must also satisfy; None for an unknown format."""
     return _SCHEMAS.get(name) if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-"""Masks of the tokens that may follow, for the rows of a step together, and the tokens that must follow.
+"""Token masks for all constrained rows of a step, and tokens that the grammar forces.
 
 Each constrained sequence has a state beside the engine: how far its grammar is, whether it still thinks, and which tokens are
 forced. States are brought up to date when masks are asked for, which is when all earlier steps are known.
@@ -39,7 +39,7 @@ class MaskStats:
 
 
 class State:
-    """Where a sequence is in its grammar."""
+    """A sequence's state in its grammar."""
 
     __slots__ = ("at", "budget", "end", "forced", "matcher", "stops", "thinking")
 
@@ -209,7 +209,7 @@ def _only(words: Ints, token: int) -> None:
 
 
 def _end_of_thinking(state: State, segment: MaskedSegment) -> int | None:
-    """How many of the segment's drafts end the thinking, if they do."""
+    """Returns the number of the segment's drafts up to the end of the thinking, if they end it."""
     known, count = segment.sequence.tokens, len(state.end)
     tokens = [*known[len(known) - count + 1:], *segment.drafts]
     first = segment.sequence.prompt_len - len(known) + count
@@ -218,7 +218,7 @@ def _end_of_thinking(state: State, segment: MaskedSegment) -> int | None:
 
 
 def _hold_back(segment: MaskedSegment, state: State, bits: Ints, first: int) -> None:
-    """min_tokens: an answer that could end goes on, if it can."""
+    """Enforces min_tokens: an answer that could end continues if the grammar allows."""
     sequence = segment.sequence
     missing = sequence.request.params.min_tokens - (len(sequence.tokens) - sequence.prompt_len)
     for line in range(first, first + min(missing, 1 + len(segment.drafts))):

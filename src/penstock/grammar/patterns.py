@@ -15,7 +15,7 @@ _SURROGATES = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-
 
 
 def translate(pattern: str) -> str:
-    """The same set of strings in Rust's dialect."""
+    """Returns a pattern in Rust's dialect that matches the same strings."""
     pattern = _SURROGATES.sub(lambda found: _rust_escape(0x10000 + ((int(found[1], 16) - 0xD800) << 10)
                                                          + int(found[2], 16) - 0xDC00), pattern)
     out, at = [], 0

@@ -30,7 +30,7 @@ from penstock.grammar.patterns import translate
 MAX_CHARACTERS = 1_000_000
 """Length of a schema as compact JSON."""
 MAX_DEPTH = 64
-"""How deep objects and arrays of a schema may be nested."""
+"""Maximum nesting depth of a schema's objects and arrays."""
 MAX_BRANCHES = 64
 """Alternatives of a oneOf whose pairs are compared."""
 
@@ -77,7 +77,7 @@ def token(name: str) -> str:
 
 
 def resolve_in(root: Any, reference: str) -> Any:
-    """What a reference within the document names: "#", "#/a/b" or "#anchor". KeyError if there is no such thing."""
+    """Resolves a reference within the document: "#", "#/a/b" or "#anchor". KeyError if the target does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         raise KeyError(reference)
     fragment = reference[1:]
@@ -366,7 +366,8 @@ def _within(branch: Any, context: dict[str, Any]) -> Any:
 
 
 def _beyond(branch: Any, other: Any) -> Any:
-    """What `other` says that `branch` does not say in the same words: enough to exclude from `branch` what `other` allows."""
+    """Returns the part of `other` that `branch` does not imply by equal keywords; excluding it from `branch` excludes
+    `other`."""
     if not isinstance(branch, dict) or not isinstance(other, dict):
         return other
     return {key: value for key, value in other.items() if key not in _INDEPENDENT or branch.get(key, ...) != value}

@@ -1,4 +1,4 @@
-"""From the structure of an answer (`core/structure.py`) to a grammar: one Lark text for all of it."""
+"""Compiles the structure of an answer (`core/structure.py`) to one Lark grammar."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _cpu() -> DeviceFacts:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can be had without swapping, the cgroup's limit respected."""
+    """Returns the bytes of host memory available without swapping, within the cgroup's limit."""
     available = 0
     try:
         with open("/proc/meminfo") as file:

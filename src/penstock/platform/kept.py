@@ -25,7 +25,7 @@ class Kept:
         self._path = folder / f"{digest.hexdigest()}.json"
 
     def read(self) -> Any:
-        """What was written; None if nothing was."""
+        """Returns the stored value; None if there is none."""
         try:
             return json.loads(self._path.read_text())
         except (OSError, ValueError):
