@@ -74,7 +74,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """
 
     n: int = 1
-    """How many independent continuations. Each has its own seed, derived from `seed` and its index."""
+    """Number of independent continuations. Each has its own seed, derived from `seed` and its index."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of every token already generated. [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -105,7 +105,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     logprobs: int | None = None
     """Report the log probability of each chosen token and of this many most likely alternatives. [0, max_logprobs]."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt. [0, max_logprobs]."""
+    """Report log probabilities of the prompt's tokens, as `logprobs` does for generated ones. [0, max_logprobs]."""
     detokenize: bool = True
     """False leaves `text` empty."""
     skip_special_tokens: bool = True
@@ -133,7 +133,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     structured_outputs: StructuredOutputsParams | None = None
     """Constrains the answer."""
     grammar: str | None = None
-    """The same for the engine; the frontend makes it of `structured_outputs`, or of a dialect's structure."""
+    """The constraint as a grammar for the engine; the frontend derives it from `structured_outputs` or a dialect's
+    structure."""
     reasoning_end_ids: list[int] | None = None
     """The tokens that end the model's thinking; the answer that is constrained begins behind them. None: it begins at once."""
     max_thinking_tokens: int | None = None

@@ -62,7 +62,7 @@ def structure(dialect: Dialect, tools: Tools, parallel: bool) -> Node:
 
 
 def triggered(dialect: Dialect, tools: Tools, parallel: bool) -> Node | None:
-    """What an answer looks like that may call the tools: text, and calls behind it, to which a call that has begun is held.
+    """Returns the structure of an answer that may call the tools: text, then calls; a call once begun must be completed.
     None for a dialect whose calls cannot be told from text where they begin."""
     how = dialect.written
     begins = tuple(dict.fromkeys(block.begin for block in dialect.blocks))

@@ -44,9 +44,9 @@ _WRITERS = 2
 _WRITES = 8
 """Pages per task of a writer."""
 _IDLE_SECONDS = 0.005
-"""How long a step without segments waits for a load. New requests are delayed by as much."""
+"""Maximum wait of a step without segments for a load, in seconds. New requests are delayed by as much."""
 _CLOSE_SECONDS = 2.0
-"""How long `close` waits for a store that hangs."""
+"""Maximum wait of `close` for a hanging store, in seconds."""
 _HOST = -1
 """Stands for the host in place of a store's index."""
 
