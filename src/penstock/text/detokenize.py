@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 REPLACEMENT = "\ufffd"
 
 LONGEST_RUN = 32
-"""Bytes of a run of byte tokens that are held back at most; see `WholeRun`."""
+"""The most bytes of a run of byte tokens that are held back; see `WholeRun`."""
 
 PENDING = 3
 """The most bytes, and so tokens, of an incomplete UTF-8 character."""
@@ -58,7 +58,7 @@ class Pieces(dict[int, Piece], Generic[Piece]):
 
 
 class ByteLevel:
-    """For vocabularies whose every token is a string of bytes (GPT-2's kind of BPE)."""
+    """For byte-level BPE vocabularies (GPT-2's kind), in which every token is a byte string."""
 
     __slots__ = ("_decode", "_pieces")
 

@@ -23,8 +23,8 @@ merged in."""
 class SentencePieceVocabulary:
     """A tokenizer.model, with what the Hugging Face files beside it add: special tokens, and which ends are added.
 
-    As in transformers, special tokens are found in the text, and each stretch between them is encoded by itself; with
-    `legacy` (the default) each such stretch gets the space in front that otherwise only the text's beginning gets.
+    As in transformers, special tokens are recognised in the text, and each segment between them is encoded separately; with
+    `legacy` (the default) every segment gets the leading space that otherwise only the first one gets.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], named: Mapping[str, str], added: Mapping[int, str]) -> None:

@@ -1,7 +1,7 @@
 """Log probabilities in the shapes that clients know: OpenAI's for chat, its older one for completions, vLLM's for prompts.
 
-Each token's entry is encoded at once: a million of small dicts would be encoded in one go that nothing can interrupt, and
-until then the garbage collector would go through them.
+Each token's entry is encoded immediately. Otherwise a million small dicts would be encoded in one uninterruptible call, and the
+garbage collector would scan them until then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.text import Tokenizer
 encode = msgspec.json.Encoder().encode
 
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON cannot say; OpenAI's choice."""
+"""Represents minus infinity, which JSON cannot express; OpenAI's choice."""
 
 
 class Namer:
