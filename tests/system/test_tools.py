@@ -1,15 +1,20 @@
 """Tools over HTTP with canary: calls in OpenAI's shape, streamed and not, chosen by the model or forced."""
 
+import io
 import json
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from penstock.canary import calling
+from penstock.cli.main import main
 from tests.system.served import NAME, Served, served
 
 SHARE = 0.99
@@ -167,3 +172,46 @@ def test_constrain_tools_holds_every_call_and_names_dialects_that_cannot() -> No
         refused = server.post("/v1/chat/completions", messages=ASK, tools=[strict(CODES)])
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
         assert "llama3_json" in refused.json()["error"]["message"]
+
+
+class GetWeather(BaseModel):
+    """Current temperature in a city"""
+
+    city: str
+    days: int
+
+
+def test_the_sdks_helpers_parse_calls(client: openai.OpenAI) -> None:
+    tool = openai.pydantic_function_tool(GetWeather, name="get_weather")
+    how: Any = {"model": NAME, "messages": ASK, "tools": [tool], "temperature": 0, "max_tokens": 300}
+    [call] = client.chat.completions.parse(**how).choices[0].message.tool_calls or ()
+    found = call.function.parsed_arguments
+    assert isinstance(found, GetWeather) and found.city == "Lima"
+    with client.chat.completions.stream(**how) as stream:
+        events = list(stream)
+        [streamed] = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert streamed.function.parsed_arguments == found
+    pieces = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert len(pieces) > 1 and "".join(event.arguments_delta for event in pieces) == streamed.function.arguments
+    assert [event.name for event in events if event.type == "tool_calls.function.arguments.done"] == ["get_weather"]
+
+
+def test_generate_passes_tools_through(server: Served, tmp_path: Path) -> None:
+    body = {"messages": ASK, "tools": [WEATHER], "temperature": 0, "max_tokens": 100}
+    lines = [{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["generate", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--url", server.url, "--quiet"]) == 0
+    [answer] = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    [choice] = answer["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Lima"}'}
+
+
+def test_chat_shows_calls_and_asks_for_results(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps([WEATHER]))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{ASK[0]['content']}\n21 degrees\n"))
+    assert main(["chat", "--url", server.url, "--tools", str(tmp_path / "tools.json"), "--temperature", "0",
+                 "--max-tokens", "60"]) == 0
+    call, *answer = capsys.readouterr().out.splitlines()
+    assert call == 'get_weather({"city": "Lima"})' and any(answer)

@@ -12,17 +12,18 @@ import re
 import sys
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from penstock.cli.api import Api, LoopThread, add_target, complaint, open_api
+from penstock.cli.calls import Calls, read_tools
 from penstock.cli.model import model_or_canary
 from penstock.config.flags import add_flags, nearest
 from penstock.config.schema import option
-from penstock.core.errors import PenstockError
+from penstock.core.errors import ConfigError, PenstockError
 
 QUOTES = '"""'
 
@@ -66,12 +67,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", default="", help="a system prompt")
     parser.add_argument("--plain", action="store_true",
                         help="no conversation: the model continues each line (for models without a chat template)")
+    parser.add_argument("--tools", metavar="FILE", help="a JSON list of OpenAI's tools; calls are shown, and a line is read as "
+                                                        "each one's result, JSON or text")
     parser.add_argument("--stats", action="store_true", help="print tokens per second after each answer")
     add_flags(parser, ChatSampling)
 
 
 def run(args: argparse.Namespace) -> int:
     """Opens the model, then converses until the end of the input. 1 if input was piped and an answer failed."""
+    if args.tools and args.plain:
+        raise ConfigError("--tools needs a conversation; leave --plain out")
+    args.tools = read_tools(args.tools) if args.tools else []
     if not args.url:
         args.model = model_or_canary(args)
     with LoopThread() as loop, loop.entered(open_api(args)) as api:
@@ -109,6 +115,15 @@ class Figures:
         return f"({counts}, first after {wait:.0f} ms{rate})"
 
 
+@dataclass
+class Answer:
+    """One answer as it comes."""
+
+    figures: Figures
+    parts: list[str] = field(default_factory=list)
+    calls: Calls = field(default_factory=Calls)
+
+
 class Conversation:
     """The messages so far, and the loop that reads, asks and prints. The terminal belongs to the main thread, the network
     or the engine to `loop`'s, so that waiting for the user never stops the engine's heartbeat."""
@@ -119,7 +134,8 @@ class Conversation:
         self.show_stats: bool = args.stats
         self.plain: bool = args.plain
         self.sampling = {name: getattr(args, name) for name in ChatSampling.__dataclass_fields__ if hasattr(args, name)}
-        self.messages: list[dict[str, str]] = []
+        self.tools: list[dict[str, Any]] = args.tools
+        self.messages: list[dict[str, Any]] = []
         self.interactive = sys.stdin.isatty()
 
     def converse(self) -> int:
@@ -191,38 +207,71 @@ class Conversation:
         return True
 
     def ask(self, question: str) -> bool:
-        """Sends the conversation with `question` at its end and prints the answer as it comes.
+        """Sends the conversation with `question` at its end and prints the answer as it comes; calls of tools are answered by
+        the user, until the model makes none.
 
         False if it failed; the question is then forgotten.
         """
+        before = len(self.messages)
         self.messages.append({"role": "user", "content": question})
-        head = [{"role": "system", "content": self.system}] if self.system else []
-        asked = {"prompt": question} if self.plain else {"messages": head + self.messages}
-        body = {"model": self.api.model, **asked, "stream": True, "stream_options": {"include_usage": True}, **self.sampling}
-        figures = Figures(time.perf_counter())
-        parts: list[str] = []
         try:
-            self._wait(self.loop.submit(self._stream(body, parts, figures)))
-        except AnswerStoppedError:
-            print(" (stopped)", flush=True)
+            while (calls := self._answer(question)):
+                for call in calls:
+                    self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": self._result(call)})
         except NoTemplateError:
-            self.plain = True
             self.messages.clear()
+            if self.tools:
+                print("penstock: this model has no chat template, so that it cannot be told of --tools", file=sys.stderr)
+                return False
+            self.plain = True
             print("(this model has no chat template, so it continues each line by itself, as with --plain)", file=sys.stderr,
                   flush=True)
             return self.ask(question)
         except PenstockError as error:
-            self.messages.pop()
-            print(f"{chr(10) if parts else ''}penstock: {error}", file=sys.stderr, flush=True)
+            del self.messages[before:]
+            print(f"penstock: {error}", file=sys.stderr, flush=True)
             return False
-        else:
-            print(flush=True)
-        self.messages.append({"role": "assistant", "content": "".join(parts)})
-        if self.show_stats:
-            print(figures.line(), flush=True)
+        except (EOFError, KeyboardInterrupt) as end:
+            if isinstance(end, KeyboardInterrupt) and not self.interactive:
+                raise
+            del self.messages[before:]
+            print("\n(the question is forgotten, because its call has no result)", file=sys.stderr, flush=True)
+            return False
         return True
 
-    async def _stream(self, body: dict[str, Any], parts: list[str], figures: Figures) -> None:
+    def _result(self, call: dict[str, Any]) -> str:
+        """Shows a call and reads its result."""
+        print(f"{call['function']['name']}({call['function']['arguments']})", flush=True)
+        return input("result> " if self.interactive else "")
+
+    def _answer(self, question: str) -> list[dict[str, Any]]:
+        """Prints and keeps the next answer; its calls, which want results. PenstockError if it failed."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        asked = {"prompt": question} if self.plain else {"messages": head + self.messages}
+        body = {"model": self.api.model, **asked, "stream": True, "stream_options": {"include_usage": True}, **self.sampling}
+        if self.tools and not self.plain:
+            body["tools"] = self.tools
+        answer = Answer(Figures(time.perf_counter()))
+        calls: list[dict[str, Any]] = []
+        try:
+            self._wait(self.loop.submit(self._stream(body, answer)))
+        except AnswerStoppedError:
+            print(" (stopped)", flush=True)
+        except PenstockError:
+            if answer.parts:
+                print(file=sys.stderr)
+            raise
+        else:
+            calls = answer.calls.whole()
+            if answer.parts or not calls:
+                print(flush=True)
+        called = {"tool_calls": calls} if calls else {}
+        self.messages.append({"role": "assistant", "content": "".join(answer.parts), **called})
+        if self.show_stats:
+            print(answer.figures.line(), flush=True)
+        return calls
+
+    async def _stream(self, body: dict[str, Any], answer: Answer) -> None:
         """One answer: prints and collects its text. Raises PenstockError if the server refuses or breaks off."""
         path = "/v1/completions" if self.plain else "/v1/chat/completions"
         reply = await self.api.transport.send("POST", path, msgspec.json.encode(body))
@@ -235,22 +284,24 @@ class Conversation:
             async for event in reply.events():
                 if event.data == b"[DONE]":
                     break
-                self._take(json.loads(event.data), event.at, parts, figures)
+                self._take(json.loads(event.data), event.at, answer)
         finally:
             reply.close()
 
-    def _take(self, chunk: dict[str, Any], at: float, parts: list[str], figures: Figures) -> None:
+    def _take(self, chunk: dict[str, Any], at: float, answer: Answer) -> None:
+        figures = answer.figures
         if "error" in chunk:
             raise PenstockError(str(chunk["error"].get("message", chunk["error"])))
         if usage := chunk.get("usage"):
             figures.prompt_tokens, figures.tokens = usage["prompt_tokens"], usage["completion_tokens"]
         for choice in chunk.get("choices", ()):
             text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-            if text:
+            if answer.calls.add(choice.get("delta", {})) or text:
                 figures.first = figures.first or at
                 figures.ended = at
                 figures.chunks += 1
-                parts.append(text)
+            if text:
+                answer.parts.append(text)
                 sys.stdout.write(text)
                 sys.stdout.flush()
 
@@ -268,7 +319,7 @@ class Conversation:
         while self.messages:
             message = self.messages.pop()
             if message["role"] == "user":
-                return message["content"]
+                return str(message["content"])
         print("(there is nothing to forget)")
         return None
 

@@ -17,7 +17,8 @@ class FakeApi:
     """Echoes: the answer to a prompt is its words, one chunk each. `max_tokens` caps them.
 
     A prompt of "busy" answers 503 for the first two times, "broken" answers 400, "slow" waits between chunks, "drip" does so
-    for a hundred of them, "crash" breaks off, "mute" is one token without text, "endless" has neither text nor an end.
+    for a hundred of them, "crash" breaks off, "mute" is one token without text, "endless" has neither text nor an end,
+    "call" calls the first tool.
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,9 @@ class FakeApi:
         if words == ["drip"]:
             words = ["drip"] * 100
         text = " ".join(words)
+        if words[0] == "call" and body.get("tools"):
+            await self._call(send, body["tools"][0]["function"]["name"], usage)
+            return
         if not body.get("stream"):
             await asyncio.sleep(0.01)
             choice = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
@@ -100,6 +104,15 @@ class FakeApi:
             if word == "crash":
                 raise RuntimeError("the application fails in the middle of an answer, as asked")
         gone.cancel()
+        await self._event(send, {"id": "x-1", "choices": [], "usage": usage})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _call(self, send: Any, name: str, usage: dict[str, int]) -> None:
+        """A streamed tool call in pieces, with the arguments {"n": 1}."""
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for said in ({"index": 0, "id": "call_1", "type": "function", "function": {"name": name, "arguments": ""}},
+                     {"index": 0, "function": {"arguments": '{"n"'}}, {"index": 0, "function": {"arguments": ": 1}"}}):
+            await self._event(send, {"id": "x-1", "choices": [{"index": 0, "delta": {"tool_calls": [said]}}]})
         await self._event(send, {"id": "x-1", "choices": [], "usage": usage})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import select
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +79,40 @@ def test_questions_of_several_lines(typed: str, asked: list[str], monkeypatch: p
     app = FakeApi()
     chat(app, typed, "--plain", monkeypatch=monkeypatch)
     assert [body["prompt"] for body in app.bodies] == asked
+
+
+TOOLS = [{"type": "function", "function": {"name": "count"}}]
+
+
+def test_calls_are_shown_and_their_results_sent_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    app = FakeApi()
+    assert chat(app, "call it\n{\"found\": 3}\nbye\n", "--tools", str(tmp_path / "tools.json"), monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().out.splitlines() == ['count({"n": 1})', '{"found": 3}', "bye"]
+    assert all(body["tools"] == TOOLS for body in app.bodies)
+    assert app.bodies[1]["messages"] == [
+        {"role": "user", "content": "call it"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "count", "arguments": '{"n": 1}'}}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"found": 3}'}]
+    assert [message["role"] for message in app.bodies[2]["messages"]] == ["user", "assistant", "tool", "assistant", "user"]
+
+
+def test_a_call_without_a_result_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    assert chat(FakeApi(), "call it\n", "--tools", str(tmp_path / "tools.json"), monkeypatch=monkeypatch) == 1
+    assert "its call has no result" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "cannot read the tools"), ("{", "is not JSON"),
+                                               ("{}", "a JSON list of tools"), ("[]", "a JSON list of tools")])
+def test_tools_that_are_none(content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if content is not None:
+        (tmp_path / "tools.json").write_text(content)
+    assert main(["chat", "--url", "http://127.0.0.1:9", "--tools", str(tmp_path / "tools.json")]) != 0
+    assert said in capsys.readouterr().err
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
