@@ -215,3 +215,14 @@ def test_chat_shows_calls_and_asks_for_results(server: Served, tmp_path: Path, m
                  "--max-tokens", "60"]) == 0
     call, *answer = capsys.readouterr().out.splitlines()
     assert call == 'get_weather({"city": "Lima"})' and any(answer)
+
+
+def test_strict_tools_where_the_prompt_begins_the_thinking() -> None:
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if tools %}<tool_call>{% endif %}<think>"
+    body: dict[str, Any] = {"messages": ASK, "tools": [strict(CODES)], "temperature": 0, "max_tokens": 20}
+    with served("canary", "--max-model-len", "512", "--chat-template", template) as server:
+        assert server.post("/v1/chat/completions", **body).status_code == 200
+        for more, param in ({"max_thinking_tokens": 5}, "max_thinking_tokens"), ({"use_beam_search": True}, "tools"):
+            answer = server.post("/v1/chat/completions", **body, **more)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+            assert "cannot be honoured" in answer.json()["error"]["message"]

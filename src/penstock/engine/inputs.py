@@ -123,6 +123,10 @@ class Inputs:
         """The grammar of an answer that may call these tools: free text, and calls that fit their schemas once they have
         begun. RequestError for a dialect whose calls cannot be told from text."""
         node = triggered(self.choice.dialect, Tools(tools), parallel)
+        if self.choice.dialect.written is None:
+            raise RequestError(f"strict tools cannot be enforced: {self.choice.why}. Name the model's dialect with "
+                               "--tool-call-parser, or leave strict and format out", param="tools",
+                               code="unsupported_parameter")
         if node is None or self.tokenizer is None:
             raise RequestError(f"strict tools cannot be enforced with tool_choice auto: {_UNTRIGGERED} "
                                f"{self.choice.dialect.name} begins. Send tool_choice required or a tool's name, or leave "

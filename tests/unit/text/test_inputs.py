@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, Request
 from penstock.core.sampling import SamplingParams
+from penstock.dialects.choice import choose
 from penstock.engine.inputs import Inputs
 from penstock.text import ChatTemplate
 from tests.unit.text import real
@@ -161,3 +162,25 @@ def test_chat_templates_of_a_call() -> None:
     messages = [{"role": "user", "content": "Once"}]
     assert make().render(messages) == "<s>Once"
     assert make().render(messages, chat_template="[{{ messages[0].content }}]") == "[Once]"
+
+
+STRICT = [{"type": "function", "function": {"name": "look", "strict": True}}]
+
+
+def test_dialects_whose_calls_look_like_text_cannot_be_held() -> None:
+    tokenizer = real.load("models/stories260k")
+    bare = Inputs(tokenizer, None, info(), dialect=choose((), "llama3_json"))
+    with pytest.raises(RequestError, match=r"a call in the dialect llama3_json begins.* Send tool_choice required"):
+        bare.held(STRICT)
+    with pytest.raises(RequestError, match="no known way of writing tool calls"):
+        Inputs(tokenizer, None, info()).held(STRICT)
+    for name in ("llama3_json", "none"):
+        with pytest.raises(ConfigError, match="constrain_tools is auto, but"):
+            Inputs(tokenizer, None, info(), dialect=choose((), name), constrain_tools=True)
+
+
+def test_which_tools_are_held() -> None:
+    tokenizer, hermes = real.load("models/stories260k"), choose((), "hermes")
+    plain = [{"type": "function", "function": {"name": "look"}}]
+    asked, always = (Inputs(tokenizer, None, info(), dialect=hermes, constrain_tools=each) for each in (False, True))
+    assert asked.holds(STRICT) and not asked.holds(plain) and always.holds(plain) and not always.holds([])

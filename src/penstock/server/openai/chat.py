@@ -208,7 +208,7 @@ def _named(body: ChatRequest) -> bool:
 
 def in_terms_of_chat(error: RequestError, body: ChatRequest) -> RequestError:
     """Renames the engine's parameter in an error to the field of this endpoint (prompt -> messages)."""
-    names = {"prompt": "messages", "logprobs": "top_logprobs"}
+    names = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": "tools"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     name = names.get(error.param or "")
