@@ -186,7 +186,7 @@ class Built:
         count = min(64, int(self.counts[s]))
         table = self.tables[0, s:s + 1]
         if self.exact is None:
-            self.exact = AttentionOps.apply(self.q[end - count:end].float(), self.arena[:, 0], self.arena[:, 1], table,
+            self.exact = AttentionOps().apply(self.q[end - count:end].float(), self.arena[:, 0], self.arena[:, 1], table,
                                             torch.tensor([0, count]), self.context_there[s:s + 1], g.head_size ** -0.5,
                                             g.window, self.case.softcap)
         return float((found[end - count:end].float() - self.exact).norm() / self.exact.norm())

@@ -305,7 +305,7 @@ def test_an_engine_in_which_requests_share(monkeypatch: pytest.MonkeyPatch) -> N
         def apply(self, q: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
             # Prompts would take the interpreter minutes.
             decode = len(q) == len(rest[4])
-            return (super().apply if decode else AttentionOps.apply)(q, *rest, **named)
+            return (super().apply if decode else AttentionOps().apply)(q, *rest, **named)
 
     watched = registry.Implementation("attention", "watched", Watched(False), lambda facts, dtype: None, -9)
     monkeypatch.setitem(registry._TABLE["attention"], "watched", watched)

@@ -30,7 +30,7 @@ from penstock.layers.step import Step
 from tests.system.served import served
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
-README = ASSETS.parents[1] / "README.md"
+PAGE = ASSETS.parents[1] / "docs" / "canary.md"
 COUNT = 24
 """Prompts for each skill."""
 GATE = {**dict.fromkeys(SKILLS, 22), "count": 7}
@@ -118,9 +118,9 @@ def test_short_version_of_the_suite(llm: LLM) -> None:
     assert not low, low
 
 
-def test_the_readmes_exchange_is_what_canary_says(llm: LLM) -> None:
+def test_the_exchange_of_its_page_is_what_canary_says(llm: LLM) -> None:
     """The conversation shown there, turn by turn, and the tool call with the answer from its result."""
-    text = README.read_text()
+    text = PAGE.read_text()
     greedy = SamplingParams(temperature=0, max_tokens=100)
     turns = re.findall(r"^> (.+)\n(.+)$", text, re.MULTILINE)
     assert len(turns) >= 3
