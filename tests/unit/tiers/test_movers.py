@@ -224,8 +224,10 @@ def test_broken_pages_are_told_and_dropped(tmp_path: Path) -> None:
     flipped.write_bytes(data)
     disk.path(PageName(0, content(2, 0).key)).write_bytes(data[:700])
     again = Rig(tmp_path)
-    disk.path(PageName(0, content(3, 0).key)).unlink()
     for number in (1, 2, 3):
+        if number == 3:
+            # Not earlier: the tier lists its folder from time to time, and would not try a page that it knows to be gone.
+            disk.path(PageName(0, content(3, 0).key)).unlink()
         assert load(again, [content(0, 0), content(number, 1)]) is False
         assert again.tiers.find(0, [content(number, 0).key]) == [False]
     assert load(again, [content(0, 4)]) and again.holds(0, 4)

@@ -64,7 +64,7 @@ def test_no_byte_is_two_fields(states: list[StateSpec]) -> None:
 
 
 def test_a_snapshot_per_position_is_a_mistake() -> None:
-    with pytest.raises(AssertionError, match="once a page"):
+    with pytest.raises(AssertionError, match="must be per page"):
         StateSpec((Field("state", (4,), "float32"),), Snapshot())
-    with pytest.raises(AssertionError, match="told apart"):
+    with pytest.raises(AssertionError, match="must be unique"):
         StateSpec((Field("k", (4,), "float32"), Field("k", (4,), "float32")), Everything())
