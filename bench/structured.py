@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import platform
 import sys
 import time
@@ -18,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
-DATA = Path("/work/shared/data")
+DATA = Path(os.environ.get("PENSTOCK_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 
 
 class Matcher(Protocol):

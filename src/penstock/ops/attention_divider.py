@@ -64,10 +64,10 @@ class Divider:
         return work
 
     def _remember(self, work: Ints, context: Ints, segments: int, shared: SharedPrefixes | None) -> _Last | None:
-        left = self._steps_left(context, layout(self._geometry, segments, segments, self._invariant).narrow.shape.block_n)
+        launch = layout(self._geometry, segments, segments, self._invariant).narrow
+        left = self._steps_left(context, launch.shape.block_n)
         if left < _WORTH:
             return None
-        launch = layout(self._geometry, segments, segments, self._invariant).narrow
         items = work[launch.offset:launch.offset + launch.items * FIELDS].reshape(-1, FIELDS)
         active = np.flatnonzero(items[:, Item.QUERIES] > 0)
         if not len(active):
