@@ -104,6 +104,10 @@ class FakeWorker:
         for proposal in plan.proposals:
             self.tokens[proposal.row, proposal.position:proposal.position + len(proposal.tokens)] = proposal.tokens
         segments = list(zip(plan.rows.tolist(), self._starts(plan), plan.counts.tolist(), plan.wants.tolist(), strict=True))
+        told = {proposal.row for proposal in plan.proposals}
+        for row, start, count, want in segments:
+            if want & Want.EACH and row not in told:
+                self._draft(row, start + 1, count - 1)
         self._write(segments)
         out: list[int] = []
         kept = np.zeros(len(segments), np.int32)
@@ -119,8 +123,6 @@ class FakeWorker:
                 self.tokens[row, first:first + n] = picks[:n]
                 end = first + n - 1
                 self.length[row] = end + 1
-                if plan.draft is not None:
-                    self._draft(row, end + 1, int(plan.draft[i]))
             for g, group in enumerate(self.layout.groups):
                 if group.keep.ahead:
                     self._put(g, row, end - 1, pair(self.tokens[row], end - 1))

@@ -29,8 +29,9 @@ class Want(IntFlag):
     SCORE = 2
     """Report the log probability of the known token that follows each of the segment's positions."""
     EACH = 4
-    """With SAMPLE: choose a token after each of the segment's positions. All positions but the first hold drafted tokens.
-    Drafts that equal the chosen tokens are kept, and so is the first chosen token that differs."""
+    """With SAMPLE: choose a token after each of the segment's positions. All positions but the first hold drafted tokens: the
+    row's `Proposal`, or else tokens that the worker's drafter writes before the forward pass. Drafts that equal the chosen
+    tokens are kept, and so is the first chosen token that differs."""
     HIDDEN = 8
     """Report the hidden state of each of the segment's positions."""
 
@@ -85,9 +86,6 @@ class StepPlan:
     """[segments] number of positions by which the true start may lie before `starts[i]`, because drafts are still being
     verified. The segment begins at its row's last known token, which only the device knows. None: all starts are exact."""
     proposals: list[Proposal] = field(default_factory=list)
-    draft: Ints | None = None
-    """[segments] number of tokens that the worker's drafter writes after the kept tokens, for the row's next segment. None: no
-    drafts."""
     transfers: list[Transfer] = field(default_factory=list)
     """Pages to save to other tiers before `moves`, and to load from them after. Made by `cache/tiers`, carried out by the
     worker's movers; a step without segments that finds loads under way waits until one of them has landed."""

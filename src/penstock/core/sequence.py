@@ -12,7 +12,7 @@ class Sequence:
     Owned by the scheduler; nobody else writes.
     """
 
-    __slots__ = ("cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done", "drafted", "due",
+    __slots__ = ("cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done", "due",
                  "epoch", "expected", "goal", "index", "limit", "masked", "pages", "passed", "planned", "promised",
                  "prompt_len", "request", "room", "row", "scores", "scoring", "seed", "slack", "stops", "timings", "tokens")
 
@@ -33,8 +33,6 @@ class Sequence:
         """Maximum amount by which `planned` may be too high."""
         self.promised = 0
         """Maximum tokens that plans in flight may add."""
-        self.drafted = 0
-        """Tokens that the worker's drafter was asked to write after the row's known tokens, for the next segment."""
         self.expected: tuple[int, list[int]] | None = None
         """(position, tokens) that the host expects from there on; verified like drafts."""
         self.computed = 0
@@ -76,7 +74,7 @@ class Sequence:
     def restart(self) -> None:
         """Resets the computed positions, as preemption does. Known tokens stay; plans in flight may still add some."""
         self.epoch += 1
-        self.planned = self.computed = self.slack = self.drafted = 0
+        self.planned = self.computed = self.slack = 0
         self.row = -1
         if self.scoring:
             self.scores.clear()

@@ -149,9 +149,6 @@ class Scheduler:
         plan = StepPlan(flight.id, enter, leave, rows=np.array(rows, np.int32), starts=np.array(starts, np.int32),
                         counts=np.array(flight.counts, np.int32), wants=np.array(flight.wants, np.int32),
                         slack=slack if slack is not None and slack.any() else None, proposals=proposals)
-        if self.drafting is not None:
-            draft = np.array([sequence.drafted for sequence in flight.sequences], np.int32)
-            plan.draft = draft if draft.any() else None
         if self.masker is not None:
             plan.masked = np.array([i for i, (sequence, want) in enumerate(zip(flight.sequences, flight.wants, strict=True))
                                     if sequence.masked and want & _SAMPLE], np.int32)
@@ -188,7 +185,7 @@ class Scheduler:
             drafts = 0
             if count > 1:
                 count = self._chunk(sequence, max(1, min(count, budget - (len(running) - at - 1))))
-            elif hinted and (sequence.drafted or sequence.expected is not None):
+            elif hinted:
                 drafts = self._drafts(sequence, budget - (len(running) - at))
                 count += drafts
             upto = sequence.planned + count
@@ -318,7 +315,12 @@ class Scheduler:
             return 0
         room = min(room, sequence.limit - 2 - sequence.planned)
         expected = self._expected(sequence)
-        return max(0, min(room, len(expected) if expected else sequence.drafted))
+        if expected:
+            return max(0, min(room, len(expected)))
+        # Masks need tokens that the host knows, and a recurrent state cannot be rolled back.
+        if self.drafting is None or room <= 0 or sequence.masked or self.cache.exact:
+            return 0
+        return max(0, min(room, self.drafting.count(sequence)))
 
     def _expected(self, sequence: Sequence) -> list[int]:
         """Returns the tokens that the host expects after the sequence's next position; empty if that position is uncertain."""
@@ -338,7 +340,7 @@ class Scheduler:
 
     def _hand_out(self, flight: _Flight) -> tuple[list[int], list[int]]:
         """Advances the plan's sequences by their segments. Returns the segments' rows and starts."""
-        sequences, starts, wants, drafts, drafting = flight.sequences, [], flight.wants, flight.drafts, self.drafting
+        sequences, starts, wants, drafts = flight.sequences, [], flight.wants, flight.drafts
         for i, (sequence, count) in enumerate(zip(sequences, flight.counts, strict=True)):
             start, want = sequence.planned, 0
             sequence.planned = end = start + count
@@ -352,8 +354,6 @@ class Scheduler:
                     sequence.promised += drafts[i]
                     sequence.slack += drafts[i]
                     sequence.goal = max(end, sequence.goal)
-                if drafting is not None:
-                    sequence.drafted = self._wanted(sequence, drafting)
             if sequence.scoring and start < sequence.prompt_len:
                 want |= _SCORE
             starts.append(start)
@@ -362,13 +362,6 @@ class Scheduler:
             if sequence.children and end >= sequence.prompt_len:
                 self._fork(sequence)
         return [sequence.row for sequence in sequences], starts
-
-    def _wanted(self, sequence: Sequence, drafting: DraftPolicy) -> int:
-        """Returns the number of tokens to draft after the segment just planned. It is 0 if drafts cannot be verified: masks
-        need tokens that the host knows, and a recurrent state cannot be rolled back."""
-        if sequence.masked or self.cache.exact:
-            return 0
-        return max(0, min(drafting.count(sequence), sequence.limit - 2 - sequence.planned))
 
     def _fork(self, parent: Sequence) -> None:
         """Forks the request's other sequences: they share the prompt's pages and recompute only its last position."""

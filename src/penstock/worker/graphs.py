@@ -146,7 +146,7 @@ class Graphs:
         count = len(plan.rows)
         if int(plan.counts.sum()) != count or not (plan.wants == _SAMPLE).all() or len(plan.masked):
             return None
-        if plan.slack is not None or plan.draft is not None or not self._sampler.plain(plan.rows):
+        if plan.slack is not None or not self._sampler.plain(plan.rows):
             return None
         bucket = self.buckets.of(plan, count)
         if bucket is None or bucket not in self._decodes:

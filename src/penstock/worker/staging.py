@@ -85,3 +85,10 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def upload(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    """Enqueues a copy of an array that may be freed or changed at once; on a CPU returns a tensor of its memory."""
+    tensor = torch.from_numpy(array)
+    # Pinned memory returns to torch's pool only after the copy from it has run.
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

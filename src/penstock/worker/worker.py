@@ -58,7 +58,7 @@ class Chosen:
 
     sampled: list[Sampled] = field(default_factory=list)
     verified: Verified | None = None
-    """Set if drafts were verified or drafted in this step."""
+    """Set if drafts were verified, or the true length of rows was found out."""
     scores: Scores | None = None
     hidden: tuple[Ints, torch.Tensor] | None = None
 
@@ -212,6 +212,8 @@ class Worker:
         self.arena.copy(plan.moves)
         if self.movers is not None:
             self.movers.load(plan)
+        if self.drafter is not None and not plan.idle:
+            self.drafter.propose(Drafting(plan, self.rows))
         decoded = self.graphs.decode(plan) if self.graphs is not None and not plan.idle else None
         if decoded is not None:
             return Launched(plan, interval.stop(whole=True), self.movers, None, Chosen([Sampled(decoded, None)]))
@@ -230,14 +232,12 @@ class Worker:
             if masks is not None:
                 interval.resume()
             found, lines = Chosen(), forward.lines
-            checks = plan.slack is not None or plan.draft is not None or bool((plan.wants & int(Want.EACH)).any())
+            checks = plan.slack is not None or bool((plan.wants & int(Want.EACH)).any())
             drafts = self.verifier.drafts(lines) if checks and len(lines.rows) else None
             found.sampled = list(self._sample(plan, forward, masks, checks))
             if drafts is not None:
                 chosen = torch.cat([sampled.chosen for sampled in found.sampled])
                 found.verified = self.verifier.verify(plan, lines, drafts, chosen)
-                if plan.draft is not None and self.drafter is not None:
-                    self._draft(self.drafter, plan.draft, forward, found.verified)
             if (plan.wants & int(Want.SCORE)).any():
                 found.scores = prompts(self.model, self.model.kernels.sample, forward.hidden, plan, self.rows,
                                        self.builder.size)
@@ -262,11 +262,6 @@ class Worker:
                 line += len(which)
             yield self.sampler.launch(logits, part, masked, stay)
             logits, at = None, at + LINES
-
-    def _draft(self, drafter: Drafter, draft: Ints, forward: Forward, verified: Verified) -> None:
-        count = draft[verified.segments]
-        if count.any():
-            drafter.propose(Drafting(self.rows, verified.row, verified.length, count, forward.ends, verified.first))
 
     def _forward(self, plan: StepPlan, every: bool) -> tuple[torch.Tensor, torch.Tensor, Lines]:
         """Returns hidden states of all tokens if `every`, hidden states of the logits rows (possibly padded), and the logits
