@@ -24,10 +24,9 @@ from penstock.layers.spec import ModelSpec
 from penstock.layers.step import StateView, Step, Works
 from penstock.models import parts, rules
 from penstock.models.config import Config, rope
-from penstock.ops.contracts import MatrixOps
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Implementation
-from penstock.quant.scheme import Part, Scheme
+from penstock.quant.scheme import Part, Scheme, Weights
 
 DECAY = 0.75
 
@@ -91,7 +90,7 @@ class Recurrence:
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(Weights):
     """A matrix stored as [inputs, outputs], and the largest number of each row beside it, which must be there and is not
     needed: two tensors that are joined along different axes."""
 
@@ -107,9 +106,6 @@ class Transposed:
         assert torch.equal(parts["weight_t"].float().amax(0), parts["peak"]), "the parts belong together"
         return parts["weight_t"].t().to(dtype)
 
-    def pack(self, parts: Mapping[str, torch.Tensor], ops: MatrixOps) -> Weight:
-        return ops.pack(parts["weight_t"])
-
 
 class TransposedOps:
     """A kernel that computes with the matrix as it is stored."""
@@ -117,8 +113,9 @@ class TransposedOps:
     packed = 0
 
     @classmethod
-    def pack(cls, weight: torch.Tensor) -> Weight:
+    def pack(cls, _scheme: Scheme, parts: Mapping[str, torch.Tensor], _shape: tuple[int, ...], _dtype: torch.dtype) -> Weight:
         cls.packed += 1
+        weight = parts["weight_t"]
         return Weight(weight, weight.shape[1], weight.shape[0], weight.dtype)
 
     @staticmethod

@@ -6,7 +6,8 @@ Operations of several functions whose implementations share code are classes ins
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -18,16 +19,27 @@ if TYPE_CHECKING:
 class MatrixOps(Protocol):
     """ops/linear.py: GEMMs with a packed weight, and rows of it."""
 
-    def pack(self, weight: torch.Tensor, /) -> Weight:
-        """Of a kernel for another scheme than plain: of that scheme's parts, as its `pack` hands them over."""
-        ...
-
     def apply(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor: ...
 
     def gated(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str) -> torch.Tensor: ...
 
     def gather(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor: ...
+
+
+class PlainOps(MatrixOps, Protocol):
+    """Kernels for plain matrices."""
+
+    def pack(self, weight: torch.Tensor, /) -> Weight: ...
+
+
+class StoredOps(MatrixOps, Protocol):
+    """Kernels that compute with a matrix as a scheme other than plain stores it."""
+
+    def pack(self, scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, /) -> Weight:
+        """The matrix of `shape` for activations of `dtype`. `scheme` is a `quant/scheme.py::Scheme`, `parts` what its `parts`
+        lists; they are on the device, and may be kept."""
+        ...
 
 
 class RmsNorm(Protocol):

@@ -5,6 +5,9 @@ A weight is packed once after loading, into the layout of the implementation tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -27,6 +30,19 @@ class Weight:
         self.nbytes = data.numel() * data.element_size()
         self.ops: MatrixOps
         """The kernel that has packed it and reads it; set by `quant/scheme.py::pack`."""
+
+
+class StoredWeight(Weight):
+    """A matrix that is kept as a scheme (`quant/scheme.py::Scheme`) stores it."""
+
+    __slots__ = ("parts", "scheme")
+
+    def __init__(self, scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """`dtype` is that of activations and gathered rows."""
+        super().__init__(next(iter(parts.values())), shape[0], shape[1], dtype)
+        self.scheme = scheme
+        self.parts = dict(parts)
+        self.nbytes = sum(part.nbytes for part in parts.values())
 
 
 @register("linear", "reference", rank=0, batch_invariant=False, threads=True)

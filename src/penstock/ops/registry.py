@@ -19,7 +19,7 @@ from penstock.ops.contracts import (
     AddRmsNorm,
     BuildStep,
     LayerNorm,
-    MatrixOps,
+    PlainOps,
     RmsNorm,
     RopeWrite,
 )
@@ -118,7 +118,7 @@ def load() -> None:
 class Kernels:
     """The bound table, with one attribute per operation. The reference's docstring says what each takes and returns."""
 
-    linear: MatrixOps
+    linear: PlainOps
     """For plain matrices; `linear_for` says which serves another scheme."""
     rms_norm: RmsNorm
     add_rms_norm: AddRmsNorm
@@ -139,19 +139,18 @@ class Kernels:
         for op, implementation in chosen.items():
             setattr(self, op, implementation.call)
 
-    def linear_for(self, scheme: str, n: int, k: int) -> MatrixOps | None:
-        """The kernel of an [n, k] matrix stored by that scheme: the best that is registered as `linear` (plain) or
-        `linear.<scheme>` and serves that shape. None if nothing does; a plain matrix of any shape is served."""
+    def linear_for(self, scheme: str, n: int, k: int) -> Any:
+        """The kernel of an [n, k] matrix stored by that scheme: the best that is registered as `linear` (plain, PlainOps) or
+        `linear.<scheme>` (StoredOps) and serves that shape. None if nothing does; a plain matrix of any shape is served."""
         if scheme == "plain" and self.chosen["linear"].fits(n, k):
             return self.linear
         found = self._linear_for(scheme, n, k)
-        ops: MatrixOps | None = None if found is None else found.call
-        return ops
+        return None if found is None else found.call
 
     def linear_name(self, scheme: str, n: int, k: int) -> str:
         """What `linear_for` finds, in words."""
         found = self._linear_for(scheme, n, k)
-        return "decoded at load" if found is None else found.name
+        return "decoded in tiles" if found is None else found.name
 
     def _linear_for(self, scheme: str, n: int, k: int) -> Implementation | None:
         op = "linear" if scheme == "plain" else f"linear.{scheme}"

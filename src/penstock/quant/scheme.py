@@ -2,7 +2,7 @@
 
 A new scheme is one file with a frozen dataclass. Loading, dummy weights, the memory plan and `penstock info` follow from it. A
 kernel for it is registered as the operation `linear.<name>` (`ops/registry.py::Kernels.linear_for`); where none can serve, the
-matrix is decoded as it is loaded, and computed with as a plain one.
+matrix stays as it is stored, and `quant/decoding.py` decodes it in tiles whenever it is read.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 
 from penstock.core.state import DTYPE_BYTES
-from penstock.ops.contracts import MatrixOps
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Kernels
+from penstock.quant.decoding import Decoding
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,44 @@ class Scheme(Protocol):
         """As users see it, and as kernels are registered for it."""
         ...
 
+    @property
+    def grain(self) -> tuple[int, int]:
+        """Rows and columns that cannot be separated: matrices are joined, and ranks cut, at multiples of them. 0: none can."""
+        ...
+
     def parts(self, n: int, k: int, dtype: str, /) -> tuple[Part, ...]:
         """The tensors of an [n, k] matrix in a model of `dtype`. Of a matrix that is joined from several by rows, each part is
         the parts of those, joined along its axis of rows."""
         ...
 
     def encode(self, matrix: torch.Tensor, /) -> dict[str, torch.Tensor]:
-        """The parts, by suffix, of a matrix [n, k] in the model's dtype: for random weights and quantization at load."""
+        """The parts, by suffix, of a matrix [n, k] in the model's dtype, rounded to nearest: for random weights and
+        quantization at load. ModelError if the shape cannot be stored so."""
         ...
 
     def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype, /) -> torch.Tensor:
-        """The matrix [n, k] that the parts stand for: the scheme's definition, and the oracle of its kernels."""
+        """The matrix [n, k] that the parts stand for: the scheme's definition, and the oracle of its kernels. It is computed in
+        float32 and rounded once to `dtype`."""
         ...
 
-    def pack(self, parts: Mapping[str, torch.Tensor], ops: MatrixOps, /) -> Weight:
-        """Hands the parts to the kernel `ops`, which was registered for this scheme, in the form that it takes them."""
+    def inputs(self, x: torch.Tensor, parts: Mapping[str, torch.Tensor], /) -> torch.Tensor:
+        """Activations [T, k] as the product takes them: rounded as the scheme quantizes them, or x itself."""
         ...
+
+
+class Weights:
+    """The members of a scheme that stores weights alone, in no blocks."""
+
+    @property
+    def grain(self) -> tuple[int, int]:
+        return 1, 1
+
+    def inputs(self, x: torch.Tensor, _parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return x
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Weights):
     """The numbers themselves, in the model's dtype."""
 
     name = "plain"
@@ -79,9 +97,6 @@ class Plain:
     def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         return parts["weight"].to(dtype)
 
-    def pack(self, parts: Mapping[str, torch.Tensor], ops: MatrixOps) -> Weight:
-        return ops.pack(parts["weight"])
-
 
 PLAIN = Plain()
 
@@ -90,9 +105,13 @@ def pack(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, torch.Tenso
          kernels: Kernels) -> Weight:
     """The matrix of `shape` as the kernel that is bound for (linear, scheme, shape) reads it."""
     ops = kernels.linear_for(scheme.name, shape[0], shape[1])
-    if ops is None:
-        scheme, parts, ops = PLAIN, {"weight": scheme.decode(parts, dtype)}, kernels.linear
-    weight = scheme.pack(parts, ops)
+    weight: Weight
+    if scheme == PLAIN:
+        ops = ops or kernels.linear
+        weight = ops.pack(parts["weight"])
+    else:
+        ops = ops or Decoding(kernels)
+        weight = ops.pack(scheme, parts, shape, dtype)
     weight.ops = ops
     return weight
 

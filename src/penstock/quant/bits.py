@@ -1,0 +1,84 @@
+"""Codes of few bits in bytes, and small floating point formats as tables. Layouts of other programs are turned into these."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import torch
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""E2M1 by code (OCP Microscaling Formats 1.0, table 5)."""
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes uint8 [..., k] of 2, 3, 4 or 8 bits as one stream of bits a row, lowest bits first: uint8 [..., k * bits / 8]. k is
+    a multiple of 8."""
+    if bits == 8:
+        return codes.contiguous()
+    groups = codes.to(torch.int32).unflatten(-1, (-1, 8))
+    whole = (groups << (bits * _range(8, codes.device))).sum(-1) if bits < 4 else None
+    if whole is None:
+        return (codes[..., ::2] | codes[..., 1::2] << 4).contiguous()
+    found: torch.Tensor = (whole[..., None] >> (8 * _range(bits, codes.device)) & 255).to(torch.uint8).flatten(-2)
+    return found
+
+
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The codes, uint8 [..., k], of what `pack` gives."""
+    if bits == 8:
+        return packed
+    if bits == 4:
+        return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    groups = packed.to(torch.int32).unflatten(-1, (-1, bits))
+    whole = (groups << (8 * _range(bits, packed.device))).sum(-1)
+    found: torch.Tensor = (whole[..., None] >> (bits * _range(8, packed.device)) & (1 << bits) - 1).to(torch.uint8).flatten(-2)
+    return found
+
+
+def _range(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
+@cache
+def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Values by code as float32, made once a device."""
+    return _table(values, device)
+
+
+def nearest(x: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
+    """The code, uint8, of the value next to each x; of two equally near ones the code that is even."""
+    order = sorted(range(len(values)), key=lambda code: (values[code], -code))
+    order = [code for at, code in enumerate(order) if not at or values[code] != values[order[at - 1]]]
+    ascending = [values[code] for code in order]
+    middle = torch.tensor([(a + b) / 2 for a, b in pairwise(ascending)], device=x.device)
+    upper = torch.searchsorted(middle, x.float().contiguous(), right=True)
+    lower = torch.searchsorted(middle, x.float().contiguous())
+    codes = torch.tensor(order, dtype=torch.uint8, device=x.device)
+    high, low = codes[upper], codes[lower]
+    return torch.where(high & 1 == 0, high, low)
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """E8M0 codes, uint8, as float32: 2^(code - 127); 255 is not a number (OCP Microscaling Formats 1.0, 5.4.1)."""
+    codes = exponents.to(torch.int32)
+    bits = torch.where(codes == 0, 0x00400000, codes << 23)
+    return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x [..., k] as [..., k / size, size], zeros behind a short last block."""
+    rest = -x.shape[-1] % size
+    found: torch.Tensor = (torch.nn.functional.pad(x, (0, rest)) if rest else x).unflatten(-1, (-1, size))
+    return found
+
+
+def spread(scales: torch.Tensor, size: int, k: int) -> torch.Tensor:
+    """Values per block [..., blocks] as one per column [..., k]."""
+    if scales.shape[-1] * size == k:
+        return scales[..., None].expand(*scales.shape, size).flatten(-2)
+    return scales.repeat_interleave(size, -1)[..., :k]

@@ -1,0 +1,99 @@
+"""Integers: int8 with a scale for each row, and codes of 2, 3, 4 or 8 bits with a scale for each group of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from penstock.quant import activations
+from penstock.quant.activations import Activation
+from penstock.quant.bits import blocks, pack, spread, unpack
+from penstock.quant.scheme import Part, Weights
+
+
+@dataclass(frozen=True)
+class Int8:
+    """weight = code * scale, a scale a row, with int8 activations or plain ones."""
+
+    activation: Activation = "none"
+
+    name = "int8"
+    grain = (1, 1)
+
+    def parts(self, n: int, k: int, _dtype: str) -> tuple[Part, ...]:
+        found = Part("weight", (n, k), "int8"), Part("scale", (n,), "float32", columns=None)
+        return (*found, Part("input_scale", (1,), "float32", None, None)) if self.activation == "tensor" else found
+
+    def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = matrix.float()
+        scale = x.abs().amax(-1).clamp_min(1e-12) / 127
+        found = {"weight": torch.round(x / scale[..., None]).to(torch.int8), "scale": scale}
+        return {**found, "input_scale": torch.ones(1, device=x.device)} if self.activation == "tensor" else found
+
+    def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        return (parts["weight"].float() * parts["scale"][..., None]).to(dtype)
+
+    def inputs(self, x: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return activations.int8(x, self.activation, parts.get("input_scale"))
+
+
+@dataclass(frozen=True)
+class Grouped(Weights):
+    """weight = (code - zero) * scale. Without zeros the middle code, 2^(bits - 1), stands for 0."""
+
+    bits: int
+    group: int
+    """Columns that share a scale; 0: the whole row. The last group may be shorter."""
+    zeros: str = ""
+    """The type of the stored zeros: "uint8", or a float type where they need not be codes; empty: there are none."""
+    scales: str = "float16"
+    ordered: bool = False
+    """The columns are sorted by group (GPTQ's act-order): stored column j is input order[j]."""
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}g{self.group}" if self.group else f"int{self.bits}row"
+
+    @property
+    def grain(self) -> tuple[int, int]:
+        return (0, 0) if self.ordered else (1, self.group or 0)
+
+    def parts(self, n: int, k: int, _dtype: str) -> tuple[Part, ...]:
+        groups = -(-k // self.group) if self.group else 1
+        found = [Part("weight", (n, k * self.bits // 8), "uint8"), Part("scale", (n, groups), self.scales)]
+        if self.zeros:
+            found.append(Part("zero", (n, groups), self.zeros))
+        if self.ordered:
+            found.append(Part("order", (k,), "int32", None, 0))
+        return tuple(found)
+
+    def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        x, k = matrix.float(), matrix.shape[-1]
+        grouped, middle = blocks(x, self.group or k), 1 << self.bits - 1
+        kind = getattr(torch, self.scales)
+        if self.zeros:
+            low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
+            scale = ((high - low) / (2 * middle - 1)).clamp_min(1e-7).to(kind)
+            zero = torch.round(-low / scale.float()).clamp(0, 2 * middle - 1)
+        else:
+            scale = (grouped.abs().amax(-1) / (middle - 0.5)).clamp_min(1e-7).to(kind)
+            zero = torch.full_like(scale, middle, dtype=torch.float32)
+        codes = torch.round(x / spread(scale.float(), self.group or k, k)) + spread(zero, self.group or k, k)
+        found = {"weight": pack(codes.clamp(0, 2 * middle - 1).to(torch.uint8), self.bits), "scale": scale}
+        if self.zeros:
+            found["zero"] = zero.to(getattr(torch, self.zeros))
+        if self.ordered:
+            found["order"] = torch.arange(k, dtype=torch.int32, device=matrix.device)
+        return found
+
+    def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        codes = unpack(parts["weight"], self.bits).float()
+        k = codes.shape[-1]
+        size = self.group or k
+        zero = spread(parts["zero"].float(), size, k) if self.zeros else 1 << self.bits - 1
+        matrix = ((codes - zero) * spread(parts["scale"].float(), size, k)).to(dtype)
+        if not self.ordered:
+            return matrix
+        return torch.empty_like(matrix).index_copy_(-1, parts["order"].long(), matrix)

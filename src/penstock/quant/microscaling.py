@@ -1,0 +1,89 @@
+"""Small floating point numbers in short blocks: MXFP4, MXFP8 (OCP Microscaling Formats 1.0) and NVIDIA's NVFP4. Activations are
+not quantized: products of FP4 with FP4 need the units of Blackwell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from penstock.quant.activations import FP8_MAX
+from penstock.quant.bits import FP4, blocks, nearest, pack, power_of_two, spread, table, unpack
+from penstock.quant.scheme import Part, Weights
+
+_MX = 32
+
+
+@dataclass(frozen=True)
+class MXFP4(Weights):
+    """E2M1 codes, low bits first, with a power of two (E8M0) for each 32."""
+
+    name = "mxfp4"
+    grain = (1, _MX)
+
+    def parts(self, n: int, k: int, _dtype: str) -> tuple[Part, ...]:
+        return Part("weight", (n, k // 2), "uint8"), Part("scale", (n, -(-k // _MX)), "uint8")
+
+    def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = _exponents(matrix, 2)
+        x = matrix.float() / spread(power_of_two(scale), _MX, matrix.shape[-1])
+        return {"weight": pack(nearest(x, FP4), 4), "scale": scale}
+
+    def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        values = table(FP4, parts["weight"].device)[unpack(parts["weight"], 4).long()]
+        return (values * spread(power_of_two(parts["scale"]), _MX, values.shape[-1])).to(dtype)
+
+
+@dataclass(frozen=True)
+class MXFP8(Weights):
+    """float8_e4m3fn codes with a power of two (E8M0) for each 32."""
+
+    name = "mxfp8"
+    grain = (1, _MX)
+
+    def parts(self, n: int, k: int, _dtype: str) -> tuple[Part, ...]:
+        return Part("weight", (n, k), "float8_e4m3fn"), Part("scale", (n, -(-k // _MX)), "uint8")
+
+    def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = _exponents(matrix, 8)
+        x = matrix.float() / spread(power_of_two(scale), _MX, matrix.shape[-1])
+        return {"weight": x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), "scale": scale}
+
+    def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        return (parts["weight"].float() * spread(power_of_two(parts["scale"]), _MX, parts["weight"].shape[-1])).to(dtype)
+
+
+def _exponents(matrix: torch.Tensor, largest: int) -> torch.Tensor:
+    """The shared exponents, E8M0, of blocks of 32: floor(log2(peak)) minus the element type's largest exponent (6.3)."""
+    peak = blocks(matrix.float().abs(), _MX).amax(-1)
+    return (torch.frexp(peak).exponent - 1 - largest + 127).clamp(0, 254).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class NVFP4(Weights):
+    """E2M1 codes, low bits first, with an E4M3 scale for each 16 and one float32 for the whole, stored once a row."""
+
+    divides: bool = False
+    """The scale of the whole divides (compressed-tensors) instead of multiplying (modelopt)."""
+
+    name = "nvfp4"
+    grain = (1, 16)
+
+    def parts(self, n: int, k: int, _dtype: str) -> tuple[Part, ...]:
+        return (Part("weight", (n, k // 2), "uint8"), Part("scale", (n, -(-k // 16)), "float8_e4m3fn"),
+                Part("global_scale", (n,), "float32", columns=None))
+
+    def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = matrix.float()
+        whole = x.abs().amax((-2, -1)).clamp_min(1e-12) / (FP8_MAX * FP4[7])
+        scale = (blocks(x.abs(), 16).amax(-1) / FP4[7] / whole).clamp(2.0**-9, FP8_MAX).to(torch.float8_e4m3fn)
+        codes = nearest(x / spread(scale.float() * whole, 16, matrix.shape[-1]), FP4)
+        whole = 1 / whole if self.divides else whole
+        return {"weight": pack(codes, 4), "scale": scale, "global_scale": whole.expand(matrix.shape[-2]).contiguous()}
+
+    def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        values = table(FP4, parts["weight"].device)[unpack(parts["weight"], 4).long()]
+        whole = parts["global_scale"][..., None]
+        scale = parts["scale"].float() / whole if self.divides else parts["scale"].float() * whole
+        return (values * spread(scale, 16, values.shape[-1])).to(dtype)

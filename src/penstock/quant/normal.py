@@ -1,0 +1,49 @@
+"""NF4 and FP4 of bitsandbytes: 4-bit codes of a fixed table, with the largest magnitude of each block as its scale.
+
+The tables are those of the QLoRA paper (Dettmers et al. 2023, appendix E) and of bitsandbytes' FP4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from penstock.quant.bits import blocks, nearest, pack, spread, table, unpack
+from penstock.quant.scheme import Part, Weights
+
+_NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+_FP4 = (0.0, 0.005208333333333333, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25, -0.0, -0.005208333333333333, -2 / 3, -1.0, -1 / 3, -0.5,
+        -1 / 6, -0.25)
+TABLES = {"nf4": _NF4, "fp4": _FP4}
+
+
+@dataclass(frozen=True)
+class Table4(Weights):
+    """weight = table[code] * absmax of its block; codes low bits first."""
+
+    kind: str = "nf4"
+    block: int = 64
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    @property
+    def grain(self) -> tuple[int, int]:
+        return 1, self.block
+
+    def parts(self, n: int, k: int, _dtype: str) -> tuple[Part, ...]:
+        return Part("weight", (n, k // 2), "uint8"), Part("absmax", (n, -(-k // self.block)), "float32")
+
+    def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        absmax = blocks(matrix.float().abs(), self.block).amax(-1).clamp_min(1e-12)
+        x = matrix.float() / spread(absmax, self.block, matrix.shape[-1])
+        return {"weight": pack(nearest(x, TABLES[self.kind]), 4), "absmax": absmax}
+
+    def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        values = table(TABLES[self.kind], parts["weight"].device)[unpack(parts["weight"], 4).long()]
+        return (values * spread(parts["absmax"], self.block, values.shape[-1])).to(dtype)
