@@ -59,6 +59,7 @@ DIVISORS = {"short_factor": [1.0, 1.1, 1.2, 1.5, 1.7, 2.0, 2.1, 2.4], "long_fact
 LONGROPE = rope("longrope", partial_rotary_factor=1.0, **DIVISORS)
 GEMMA3_ROPES = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                                     "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}
+MOE = {"moe_intermediate_size": 28, "num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 0.5}
 
 CASES = [
@@ -82,6 +83,10 @@ CASES = [
     Case("qwen3-plain", "Qwen3", ODD),
     Case("qwen3-tied", "Qwen3", {**WIDE, **TIED, **BIASED}),
     Case("qwen3-window", "Qwen3", {**EVEN, "use_sliding_window": True, "sliding_window": 17, "max_window_layers": 2}),
+    Case("qwen3-moe-odd", "Qwen3Moe", {**ODD, **MOE}),
+    Case("qwen3-moe-top-1", "Qwen3Moe", {**WIDE, **TIED, **MOE, "num_experts_per_tok": 1, "norm_topk_prob": False}),
+    Case("qwen3-moe-mixed", "Qwen3Moe", {**EVEN, **MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "num_experts": 5,
+                                         "mlp_only_layers": [1]}),
     Case("gemma2-plain", "Gemma2", {**ODD, **TIED, "sliding_window": 16, "query_pre_attn_scalar": 10}),
     Case("gemma2-grouped", "Gemma2", {**WIDE, **BIASED, "sliding_window": 33, "attn_logit_softcapping": 5.0,
                                       "final_logit_softcapping": 8.0}),
@@ -118,7 +123,7 @@ CASES = [
 def make(case: Case, folder: Path) -> torch.nn.Module:
     """A model whose logits vary, saved to `folder` as float32 safetensors."""
     config = getattr(transformers, f"{case.kind}Config")(**case.config)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, case.model)(config).float().eval()
     randomise(model)

@@ -110,6 +110,18 @@ def rounded(folder: Path, place: Path, bits: int) -> Path:
 
 # -- tests
 
+MEMBERS = {"canary-moe": ("repeat", "add", "json", "retrieve", "recall")}
+"""Members of the family, and skills in which each is as good as canary."""
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_members_answer_as_recorded(name: str) -> None:
+    recorded = json.loads((trained(name) / "scores.json").read_text())["scores"]
+    with LLM(str(trained(name)), **OPTIONS) as member:
+        found = {skill: score(member, skill, COUNT).right for skill in MEMBERS[name]}
+    assert all(right >= COUNT * recorded[skill] - 1.5 for skill, right in found.items()), (found, recorded)
+
+
 def test_short_version_of_the_suite(llm: LLM) -> None:
     """Each skill at least as good as when it was shipped, less what a few prompts may tip."""
     found = {skill: score(llm, skill, COUNT) for skill in SKILLS}

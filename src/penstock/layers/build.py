@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.layers.rope import RopeSpec
+from penstock.ops.experts import Stack
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Kernels
 
@@ -21,6 +22,11 @@ class Values(dict[str, Weight | torch.Tensor]):
     def matrix(self, path: str) -> Weight:
         found = self[path]
         assert isinstance(found, Weight), path
+        return found
+
+    def stack(self, path: str) -> Stack:
+        found = self[path]
+        assert isinstance(found, Stack), path
         return found
 
     def tensor(self, path: str) -> torch.Tensor:

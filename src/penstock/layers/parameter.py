@@ -50,6 +50,12 @@ class Parameter:
     split: Split = Split.WHOLE
     unit: int = 1
     """Rows or columns that stay together on one rank, where there are no pieces to say so."""
+    stack: int = 0
+    """Of the experts' matrices of a layer: so many, of equal shape, joined by rows. 0: it is a single matrix."""
+    live: int = 0
+    """Elements of a token's result that a step holds, where that is not the number of rows."""
+    dtype: str | None = None
+    """A plain tensor's type, if it is not the model's."""
 
     @property
     def size(self) -> int:
@@ -69,7 +75,7 @@ class Parameter:
     def nbytes(self, dtype: str) -> int:
         """Bytes as stored, in a model of `dtype`."""
         if self.scheme is None:
-            return self.size * DTYPE_BYTES[dtype]
+            return self.size * DTYPE_BYTES[self.dtype or dtype]
         return sum(part.nbytes for part in self.parts(dtype))
 
     def share(self, rank: int, ranks: int) -> list[tuple[int, int]]:

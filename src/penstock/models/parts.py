@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from penstock.core.errors import ModelError
 from penstock.layers.attention import AttentionSpec, QueryKeyNorm
 from penstock.layers.block import BlockSpec, BranchSpec
 from penstock.layers.embedding import EmbeddingSpec, HeadSpec
+from penstock.layers.experts import ExpertsSpec
+from penstock.layers.mixer import MixerSpec
 from penstock.layers.mlp import MLPSpec
 from penstock.layers.norm import NormSpec, RMSNormSpec
 from penstock.layers.rope import NoScaling, RopeSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models.config import ACTIVATIONS, Config
+from penstock.ops.experts import Glu
+from penstock.ops.routing import Routing
 
 
 def head_size(config: Config) -> int:
@@ -44,7 +49,31 @@ def gated_mlp(config: Config, *, activation: str = "hidden_act", bias: bool = Fa
                    bias=bias)
 
 
-def pre_norm_block(attention: AttentionSpec, mlp: MLPSpec, norm: NormSpec, scale: float = 1.0) -> BlockSpec:
+def experts(config: Config, routing: Routing, *, inner: str = "moe_intermediate_size", shared_inner: int = 0,
+            shared_gate: bool = False, activation: str = "hidden_act") -> ExpertsSpec:
+    """Experts of the width under the key `inner`, without biases."""
+    if routing.picks > routing.experts:
+        raise ModelError(f"config.json asks for {routing.picks} experts for each token; there are {routing.experts}")
+    return ExpertsSpec(config.integer("hidden_size"), config.integer(inner), routing,
+                       Glu(config.choice(activation, ACTIVATIONS)), shared_inner=shared_inner, shared_gate=shared_gate)
+
+
+def expert_count(config: Config) -> int:
+    """Under the name that the family's config has for it."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return config.integer(next((name for name in names if name in config.values), names[0]))
+
+
+def sparse_layers(config: Config) -> list[bool]:
+    """Which layers are mixtures: every `decoder_sparse_step`-th that is not in `mlp_only_layers`."""
+    layers, every = config.integer("num_hidden_layers"), config.integer("decoder_sparse_step", 1)
+    dense = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise config.wrong("mlp_only_layers", "a list of layers' numbers")
+    return [(i + 1) % every == 0 and i not in dense for i in range(layers)]
+
+
+def pre_norm_block(attention: AttentionSpec, mlp: MixerSpec, norm: NormSpec, scale: float = 1.0) -> BlockSpec:
     """Llama's block: each branch normalises its input."""
     return BlockSpec(((BranchSpec(attention, pre=norm, scale=scale),), (BranchSpec(mlp, pre=norm, scale=scale),)))
 

@@ -56,7 +56,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType]:
             return table[name].ARCHITECTURES[0], table[name]
         what = f"model_type {name!r} (and no architecture)" if name else "neither architectures nor model_type"
     if any(config.get(key) for key in _EXPERTS):
-        raise ModelError(f"config.json names {what}, a mixture-of-experts model, which Penstock does not run yet; it runs "
+        raise ModelError(f"config.json names {what}, a mixture-of-experts model, which Penstock does not know; it knows "
                          f"{', '.join(sorted(table))}")
     nearest = difflib.get_close_matches(name, table, 1, 0.0)
     raise ModelError(f"config.json names {what}, which Penstock does not know. The nearest that it knows is "

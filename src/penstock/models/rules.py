@@ -1,7 +1,7 @@
 """The mapping from checkpoint names to parameters, as data: a family lists rules, and this module applies them.
 
-In a pattern `#` is a layer's number, `*` one name between dots, `**` any rest, and `[text]` is optional and means nothing.
-The first rule that matches a name decides.
+In a pattern `#` is a layer's number, `@` an expert's, `*` one name between dots, `**` any rest, and `[text]` is optional and
+means nothing. The first rule that matches a name decides.
 """
 
 from __future__ import annotations
@@ -30,27 +30,40 @@ class Rule:
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         text = re.escape(self.source).replace(r"\[", "(?:").replace(r"\]", ")?").replace(r"\*\*", ".+")
-        return re.compile(text.replace(r"\#", "(?P<layer>[0-9]+)").replace(r"\*", "(?P<name>[^.]+)"))
+        return re.compile(_with_groups(text))
 
     def match(self, name: str) -> str | None:
         """The target of a checkpoint's name ("" if it is ignored), or None if the rule does not match."""
         found = self._pattern.fullmatch(name)
         if found is None:
             return None
-        groups = found.groupdict()
-        return (self.target or "").replace("#", groups.get("layer") or "#").replace("*", groups.get("name") or "*")
+        return _filled(self.target or "", found)
 
     def name_of(self, target: str) -> str | None:
         """The usual checkpoint name of a parameter, or None if the rule has another target."""
         if self.target is None:
             return None
-        pattern = re.escape(self.target).replace(r"\#", "(?P<layer>[0-9]+)").replace(r"\*", "(?P<name>[^.]+)")
-        found = re.fullmatch(pattern, target)
-        if found is None:
-            return None
-        groups = found.groupdict()
-        plain = re.sub(r"\[[^]]*\]", "", self.source)
-        return plain.replace("#", groups.get("layer") or "#").replace("*", groups.get("name") or "*")
+        found = re.fullmatch(_with_groups(re.escape(self.target)), target)
+        return None if found is None else _filled(re.sub(r"\[[^]]*\]", "", self.source), found)
+
+
+_WILD = {"#": ("layer", "[0-9]+"), "@": ("expert", "[0-9]+"), "*": ("name", "[^.]+")}
+"""The wild cards: the group that each is in a regular expression, and its text."""
+
+
+def _with_groups(escaped: str) -> str:
+    """An escaped pattern as a regular expression."""
+    for card, (group, text) in _WILD.items():
+        escaped = escaped.replace(re.escape(card), f"(?P<{group}>{text})")
+    return escaped
+
+
+def _filled(pattern: str, found: re.Match[str]) -> str:
+    """A pattern with what its wild cards stood for."""
+    groups = found.groupdict()
+    for card, (group, _) in _WILD.items():
+        pattern = pattern.replace(card, groups.get(group) or card)
+    return pattern
 
 
 def transposed(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
@@ -62,6 +75,16 @@ def interleaved(tensor: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
     """Reorders rows from (head, query/key/value), as GPT-NeoX stores them, to all queries, all keys, all values."""
     heads = spec.attentions[0].heads
     return tensor.view(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+
+
+def stacked(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
+    """For the experts of a layer stored as one tensor [E, outputs, inputs]: they are joined by rows."""
+    return tensor.flatten(0, 1)
+
+
+def stacked_transposed(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
+    """The same stored as [E, inputs, outputs]."""
+    return tensor.transpose(1, 2).flatten(0, 1)
 
 
 EMBEDDING = (
@@ -103,3 +126,18 @@ SANDWICH_NORMS = (
     Rule("model.layers.#.post_feedforward_layernorm.weight", "blocks.#.mlp.post.weight"),
 )
 """Gemma's: a norm before and after each branch."""
+
+EXPERTS = (
+    Rule("model.layers.#.mlp.gate.weight", "blocks.#.mlp.router.weight"),
+    Rule("model.layers.#.mlp.gate.e_score_correction_bias", "blocks.#.mlp.correction"),
+    Rule("model.layers.#.mlp.experts.@.gate_proj.*", "blocks.#.mlp.experts.@.gate.*"),
+    Rule("model.layers.#.mlp.experts.@.up_proj.*", "blocks.#.mlp.experts.@.up.*"),
+    Rule("model.layers.#.mlp.experts.@.down_proj.*", "blocks.#.mlp.experts.@.down.*"),
+    Rule("model.layers.#.mlp.experts.gate_up_proj", "blocks.#.mlp.experts.gate_up.weight", stacked),
+    Rule("model.layers.#.mlp.experts.down_proj", "blocks.#.mlp.experts.down.weight", stacked),
+    Rule("model.layers.#.mlp.shared_expert[s].gate_proj.*", "blocks.#.mlp.shared.gate.*"),
+    Rule("model.layers.#.mlp.shared_expert[s].up_proj.*", "blocks.#.mlp.shared.up.*"),
+    Rule("model.layers.#.mlp.shared_expert[s].down_proj.*", "blocks.#.mlp.shared.down.*"),
+    Rule("model.layers.#.mlp.shared_expert_gate.weight", "blocks.#.mlp.shared_gate.weight"),
+)
+"""Router, experts (one by one, or a layer's as one tensor) and shared experts, as Qwen and DeepSeek name them."""

@@ -68,7 +68,7 @@ def stored(parameter: Parameter, dtype: str, rows: int | None = None) -> tuple[P
     if parameter.scheme is not None:
         return parameter.parts(dtype, rows)
     shape = parameter.shape if rows is None else (rows, *parameter.shape[1:])
-    return (Part("", shape, dtype),)
+    return (Part("", shape, parameter.dtype or dtype),)
 
 
 def _places(spec: ModelSpec, dtype: str) -> dict[str, _Place]:
@@ -311,7 +311,8 @@ def _place(parts: dict[str, torch.Tensor], parameter: Parameter, dtype: torch.dt
            kernels: Kernels) -> Weight | torch.Tensor:
     """A parameter as layers take it, given its stored tensors."""
     parts = {suffix: whole.to(device) for suffix, whole in parts.items()}
-    return parts[""] if parameter.scheme is None else pack(parameter.scheme, parameter.shape, parts, dtype, kernels)
+    return parts[""] if parameter.scheme is None else pack(parameter.scheme, parameter.shape, parts, dtype, kernels,
+                                                           parameter.stack)
 
 
 _RANDOM = 1_000_003
@@ -338,7 +339,8 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
             whole = bench.take(parameter.shape, dtype) if host else torch.empty(parameter.shape, dtype=dtype, device=device)
             _repeat(scaled[columns].roll(-(zlib.crc32(parameter.name.encode()) % _RANDOM)), whole.view(-1))
         else:
-            whole = torch.full(parameter.shape, parameter.rest, dtype=dtype, device=device)
+            whole = torch.full(parameter.shape, parameter.rest, dtype=getattr(torch, parameter.dtype or str(dtype)[6:]),
+                               device=device)
         parts = {"": whole} if parameter.scheme is None else parameter.scheme.encode(whole)
         values[parameter.name] = _place(parts, parameter, dtype, device, kernels)
         del whole, parts

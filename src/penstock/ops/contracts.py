@@ -13,6 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from penstock.ops.linear import Weight
+    from penstock.ops.routing import Routing
     from penstock.ops.step import StepTensors
 
 
@@ -68,6 +69,13 @@ class RopeWrite(Protocol):
                  k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None,
                  sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
                  eps: float = 1e-6, offset: float = 0.0) -> torch.Tensor: ...
+
+
+class Route(Protocol):
+    """ops/routing.py."""
+
+    def __call__(self, logits: torch.Tensor, correction: torch.Tensor | None,
+                 routing: Routing) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class BuildStep(Protocol):

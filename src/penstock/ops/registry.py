@@ -22,11 +22,13 @@ from penstock.ops.contracts import (
     PlainOps,
     RmsNorm,
     RopeWrite,
+    Route,
 )
 from penstock.platform.facts import DeviceFacts
 
 if TYPE_CHECKING:
     from penstock.ops.attention import AttentionOps
+    from penstock.ops.experts import ExpertsOps
     from penstock.ops.sample import SampleOps
 
 Supports = Callable[[DeviceFacts, torch.dtype], str | None]
@@ -71,8 +73,9 @@ class Implementation:
 
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
-_MODULES = ("linear", "norm", "rope", "attention", "attention_triton", "activation", "step", "sample", "sample_triton",
-            "linear_triton", "linear_invariant", "norm_triton", "rope_triton", "activation_triton", "step_triton", "cpu")
+_MODULES = ("linear", "routing", "experts", "norm", "rope", "attention", "attention_triton", "activation", "step", "sample",
+            "sample_triton", "linear_triton", "linear_invariant", "norm_triton", "rope_triton",
+            "activation_triton", "step_triton", "cpu")
 """Modules whose import registers implementations; a new provider is one more name."""
 
 
@@ -124,6 +127,9 @@ class Kernels:
     add_rms_norm: AddRmsNorm
     layer_norm: LayerNorm
     rope_write: RopeWrite
+    route: Route
+    experts: ExpertsOps
+    """For stacks of plain matrices; `experts_for` says which serves another scheme."""
     attention: AttentionOps
     build_step: BuildStep
     gated: Activation
@@ -155,6 +161,12 @@ class Kernels:
     def _linear_for(self, scheme: str, n: int, k: int) -> Implementation | None:
         op = "linear" if scheme == "plain" else f"linear.{scheme}"
         return next((one for one in self.able.get(op, []) if one.fits(n, k)), None)
+
+    def experts_for(self, scheme: str) -> ExpertsOps | None:
+        """The kernel of stacks stored by that scheme, registered as `experts` (plain) or `experts.<scheme>`, or None."""
+        found = self.able.get("experts" if scheme == "plain" else f"experts.{scheme}", [])
+        ops: ExpertsOps | None = found[0].call if found else None
+        return ops
 
     def uncapturable(self) -> list[str]:
         """The operations of a model's forward pass that no CUDA graph can hold. Sampling may run beside a graph."""

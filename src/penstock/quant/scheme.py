@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from penstock.core.state import DTYPE_BYTES
+from penstock.ops.experts import LOOSE, Loose, Stack
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Kernels
 from penstock.quant.decoding import Decoding
@@ -102,8 +103,11 @@ PLAIN = Plain()
 
 
 def pack(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor], dtype: torch.dtype,
-         kernels: Kernels) -> Weight:
-    """The matrix of `shape` as the kernel that is bound for (linear, scheme, shape) reads it."""
+         kernels: Kernels, stack: int = 0) -> Weight:
+    """The matrix of `shape` as the kernel that is bound for (linear, scheme, shape) reads it; with `stack`, so many matrices
+    joined by rows as the operation `experts` reads them."""
+    if stack:
+        return _pack_stack(scheme, stack, shape, parts, dtype, kernels)
     ops = kernels.linear_for(scheme.name, shape[0], shape[1])
     weight: Weight
     if scheme == PLAIN:
@@ -116,8 +120,34 @@ def pack(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, torch.Tenso
     return weight
 
 
-def empty(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Weight:
+def _pack_stack(scheme: Scheme, stack: int, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor], dtype: torch.dtype,
+                kernels: Kernels) -> Stack:
+    """On a CPU, matrix by matrix as the scheme's own kernel reads them; elsewhere decoded."""
+    n, k = shape[0] // stack, shape[1]
+    if scheme == PLAIN:
+        return kernels.experts.pack(parts["weight"].view(stack, n, k))
+    each = [{part.suffix: _slice(parts[part.suffix], part, stack, i) for part in scheme.parts(shape[0], k, str(dtype)[6:])}
+            for i in range(stack)]
+    device = next(iter(parts.values())).device
+    if device.type == "cpu":
+        return Loose([pack(scheme, (n, k), one, dtype, kernels) for one in each], dtype, LOOSE)
+    whole = torch.empty(stack, n, k, dtype=dtype, device=device)
+    for matrix, one in zip(whole, each, strict=True):
+        matrix.copy_(scheme.decode(one, dtype))
+    return kernels.experts.pack(whole)
+
+
+def _slice(tensor: torch.Tensor, part: Part, stack: int, i: int) -> torch.Tensor:
+    """One matrix's share of a part of a stack."""
+    if part.rows is None:
+        return tensor
+    count = tensor.shape[part.rows] // stack
+    return tensor.narrow(part.rows, i * count, count)
+
+
+def empty(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: Kernels,
+          stack: int = 0) -> Weight:
     """The same without its numbers: for a rehearsal on meta tensors."""
     parts = {part.suffix: torch.empty(part.shape, dtype=getattr(torch, part.dtype), device=device)
              for part in scheme.parts(shape[0], shape[1], str(dtype).removeprefix("torch."))}
-    return pack(scheme, shape, parts, dtype, kernels)
+    return pack(scheme, shape, parts, dtype, kernels, stack)

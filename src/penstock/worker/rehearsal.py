@@ -110,8 +110,11 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
     short = dataclasses.replace(spec, blocks=tuple(block for block, _ in kinds.values()))
     values = Values()
     for parameter in short.parameters():
-        values[parameter.name] = torch.empty(parameter.shape, dtype=dtype, device=_META) if parameter.scheme is None else empty(
-            parameter.scheme, parameter.shape, dtype, _META, kernels)
+        if parameter.scheme is None:
+            plain = getattr(torch, parameter.dtype or name)
+            values[parameter.name] = torch.empty(parameter.shape, dtype=plain, device=_META)
+        else:
+            values[parameter.name] = empty(parameter.scheme, parameter.shape, dtype, _META, kernels, parameter.stack)
     model = Decoder(short, values, kernels, dtype=dtype, device=_META, max_model_len=max_model_len)
     model.attach([view for _, mine in kinds.values() for view in mine])
     return model, len(none.groups)

@@ -1,0 +1,148 @@
+"""A mixture of experts: a router, many small feed-forward networks of which each token takes a few, and perhaps a shared one.
+
+A mixer without a state. How tokens are routed is data (`ops/routing.py::Routing`); the arithmetic is the operation `experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.core.state import StateSpec
+from penstock.layers.build import Build
+from penstock.layers.linear import Linear, LinearSpec
+from penstock.layers.mlp import MLP, MLPSpec
+from penstock.layers.parameter import Parameter, Piece, Split
+from penstock.layers.step import StateView, Step, Works
+from penstock.ops.experts import Glu
+from penstock.ops.linear import Weight
+from penstock.ops.routing import Routing
+from penstock.quant.scheme import PLAIN
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """The weighted sum of a token's picked experts, plus the shared expert."""
+
+    width: int
+    inner: int
+    """Of one expert."""
+    routing: Routing
+    glu: Glu = Glu()
+    bias: bool = False
+    """Experts have biases."""
+    router_bias: bool = False
+    shared_inner: int = 0
+    """Of the network that every token takes; 0: there is none."""
+    shared_gate: bool = False
+    """The shared network's result is multiplied by the sigmoid of one more logit (Qwen2-MoE)."""
+    shared_bias: bool = False
+    inward: bool = False
+    """Weights multiply the experts' inputs, not their results (Llama 4)."""
+
+    name = "mlp"
+
+    @property
+    def router(self) -> LinearSpec:
+        return LinearSpec(self.width, (Piece("router", self.routing.experts),), self.router_bias)
+
+    @property
+    def shared(self) -> MLPSpec | None:
+        if not self.shared_inner:
+            return None
+        return MLPSpec(self.width, self.shared_inner, self.glu.kind, bias=self.shared_bias)
+
+    @property
+    def gate(self) -> LinearSpec:
+        return LinearSpec(self.width, (Piece("shared_gate", 1),))
+
+    def parameters(self, path: str) -> Iterator[Parameter]:
+        yield from self.router.parameters(f"{path}.router")
+        if self.routing.corrected:
+            yield Parameter(f"{path}.correction", (self.routing.experts,), dtype="float32")
+        yield from self._stacks(f"{path}.experts")
+        if self.shared is not None:
+            yield from self.shared.parameters(f"{path}.shared")
+        if self.shared_gate:
+            yield from self.gate.parameters(f"{path}.shared_gate")
+
+    def _stacks(self, path: str) -> Iterator[Parameter]:
+        """gate_up [E * 2 F, W] and down [E * W, F]: an expert's matrices behind the previous expert's."""
+        count, inner, picks = self.routing.experts, self.inner, self.routing.picks
+        halves = tuple(Piece(f"{path}.{e}.{half}.weight", inner) for e in range(count) for half in ("gate", "up"))
+        yield Parameter(f"{path}.gate_up.weight", (count * 2 * inner, self.width), PLAIN, halves, split=Split.ROWS, stack=count,
+                        live=picks * 3 * inner)
+        if self.bias:
+            yield Parameter(f"{path}.gate_up.bias", (count, 2 * inner))
+        downs = tuple(Piece(f"{path}.{e}.down.weight", self.width) for e in range(count))
+        yield Parameter(f"{path}.down.weight", (count * self.width, inner), PLAIN, downs, split=Split.COLUMNS, stack=count,
+                        live=picks * 2 * self.width)
+        if self.bias:
+            yield Parameter(f"{path}.down.bias", (count, self.width))
+
+    def states(self, _dtype: str) -> tuple[StateSpec, ...]:
+        return ()
+
+    def build(self, path: str, build: Build) -> Experts:
+        return Experts(self, path, build)
+
+
+class Router(Linear):
+    """x [T, W] -> logits [T, E] in float32, whatever x's dtype: near scores decide which experts run."""
+
+    def __init__(self, spec: LinearSpec, path: str, build: Build) -> None:
+        super().__init__(spec, path, build)
+        self._apply = self._widened
+        self.shape = (*self.shape, "float32")
+
+    def _widened(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None,
+                 out_dtype: torch.dtype | None = torch.float32) -> torch.Tensor:
+        return weight.ops.apply(x, weight, bias, out_dtype)
+
+
+class Experts:
+    """x [T, W] -> [T, W]."""
+
+    looks_around = False
+
+    def __init__(self, spec: ExpertsSpec, path: str, build: Build) -> None:
+        self.spec = spec
+        self.router = Router(spec.router, f"{path}.router", build)
+        values = build.values
+        self.correction = values.tensor(f"{path}.correction") if spec.routing.corrected else None
+        self.up, self.down = (values.stack(f"{path}.experts.{name}.weight") for name in ("gate_up", "down"))
+        self.up_bias, self.down_bias = (values.tensor(f"{path}.experts.{name}.bias") if spec.bias else None
+                                        for name in ("gate_up", "down"))
+        self.shared = None if spec.shared is None else MLP(spec.shared, f"{path}.shared", build)
+        self.shared_gate = Linear(spec.gate, f"{path}.shared_gate", build) if spec.shared_gate else None
+        self._route = build.kernels.route
+        self._reduce = build.reduce
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        shared = () if self.shared is None else self.shared.linears
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        return self.router, *shared, *gate
+
+    def attach(self, views: Sequence[StateView], works: Works) -> None:
+        """It has no states."""
+
+    def detach(self) -> None:
+        """It has no states."""
+
+    def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
+        if ends is not None:
+            x = x.index_select(0, ends)
+        spec = self.spec
+        picks, weights = self._route(self.router(x, step), self.correction, spec.routing)
+        out = self.up.grouped.apply(x, picks, weights, self.up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward)
+        if self._reduce is not None:
+            out = self._reduce(out)
+        if self.shared is None:
+            return out
+        shared = self.shared(x, step)
+        return out + (shared if self.shared_gate is None else self.shared_gate(x, step).sigmoid() * shared)
+
+

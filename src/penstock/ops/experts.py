@@ -1,0 +1,109 @@
+"""The operation `experts`: each token's picked feed-forward networks, weighted and summed; the plain PyTorch reference.
+
+The matrices of all experts of a layer are one `Stack`, packed once after loading by the implementation that will read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from penstock.ops.activation import ACTIVATIONS
+from penstock.ops.linear import Weight
+from penstock.ops.registry import register
+
+
+@dataclass(frozen=True)
+class Glu:
+    """kind(alpha * g) / alpha * (u + shift) of the two halves g and u of a projection, both limited first: g from above, u from
+    both sides. With its defaults, SwiGLU. gpt-oss: silu, alpha 1.702, limit 7, shift 1."""
+
+    kind: str = "silu"
+    alpha: float = 1.0
+    limit: float = 0.0
+    """0: unlimited."""
+    shift: float = 0.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, 2 F] -> [T, F]."""
+        gate, up = x.chunk(2, -1)
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        gate = ACTIVATIONS[self.kind](gate) if self.alpha == 1.0 else ACTIVATIONS[self.kind](self.alpha * gate) / self.alpha
+        return gate * (up + self.shift if self.shift else up)
+
+
+class Stack(Weight):
+    """`count` packed [n, k] matrices. The layout of `data` is private to the implementation, `grouped`, that packed it."""
+
+    __slots__ = ("count", "grouped")
+
+    def __init__(self, data: torch.Tensor, count: int, n: int, k: int, dtype: torch.dtype, grouped: ExpertsOps) -> None:
+        super().__init__(data, n, k, dtype)
+        self.count = count
+        self.grouped = grouped
+
+
+class Loose(Stack):
+    """A stack of matrices that were packed one by one, by a kernel of the operation `linear`."""
+
+    __slots__ = ("each",)
+
+    def __init__(self, each: Sequence[Weight], dtype: torch.dtype, grouped: ExpertsOps) -> None:
+        super().__init__(torch.empty(0), len(each), each[0].n, each[0].k, dtype, grouped)
+        self.each = each
+        self.nbytes = sum(one.nbytes for one in each)
+
+
+class ExpertsOps:
+    """The reference. An implementation has these two functions."""
+
+    def pack(self, matrices: torch.Tensor) -> Stack:
+        """Packs [E, n, k] matrices of f32, f16 or bf16 into the layout that `apply` reads."""
+        count, n, k = matrices.shape
+        return Stack(matrices.contiguous(), count, n, k, matrices.dtype, self)
+
+    def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
+              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
+              inward: bool = False) -> torch.Tensor:
+        """The sum over a token's picks e of weight * (down_e glu(up_e x + up_bias_e) + down_bias_e), [T, W] in x's dtype.
+
+        x [T, W]; picks [T, K] int32, where -1 is nobody; weights [T, K] float32; up: stack of [2 F, W], gates first;
+        down: stack of [W, F]; biases [E, 2 F] and [E, W]. With `inward` (Llama 4) weights multiply the experts' inputs instead.
+        Products accumulate in float32, inner results have x's dtype, picks are summed in float32 in their order. An
+        implementation that is registered as batch_invariant gives a token the same bits in any company.
+        """
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        shares = total.new_zeros(*picks.shape, x.shape[1])
+        for expert in picks.unique().tolist():
+            if expert < 0:
+                continue
+            token, place = (picks == expert).nonzero(as_tuple=True)
+            weight = weights[token, place, None]
+            taken = (x[token] * weight).to(x.dtype) if inward else x[token]
+            inner = glu(self._product(taken, up, expert, None if up_bias is None else up_bias[expert]))
+            result = self._product(inner, down, expert, None if down_bias is None else down_bias[expert]).float()
+            shares[token, place] = result if inward else result * weight
+        for place in range(picks.shape[1]):
+            total += shares[:, place]
+        return total.to(x.dtype)
+
+    def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, stack.data[expert], bias)
+
+
+class LooseExperts(ExpertsOps):
+    """One product after another by the operation `linear`: any scheme that has a kernel there, only picked experts are read."""
+
+    def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+        assert isinstance(stack, Loose)
+        weight = stack.each[expert]
+        return weight.ops.apply(x, weight, bias)
+
+
+LOOSE = LooseExperts()
+
+register("experts", "reference", rank=0, capturable=False, batch_invariant=False, threads=True)(ExpertsOps())
