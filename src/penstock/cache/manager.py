@@ -99,7 +99,7 @@ class Cache:
     def must_wait(self, sequence: Sequence) -> bool:
         """True if a sequence without pages should not start yet: another sequence is computing the same prefix, or pages of
         its prefix are being loaded."""
-        if not self.sharing or sequence.scoring or sequence.pages or len(sequence.tokens) <= self.layout.page:
+        if not self.sharing or sequence.computes_all or sequence.pages or len(sequence.tokens) <= self.layout.page:
             return False
         if self._follows(sequence):
             return True
@@ -131,13 +131,13 @@ class Cache:
     def match(self, sequence: Sequence, reuse: Reuse = Reuse.TOKENS) -> int:
         """Finds the longest cached prefix of a sequence without pages, takes its pages for the sequence, returns its length.
 
-        The last known token is never matched, because its logits are needed. A sequence that wants prompt logprobs matches
-        nothing. A fork has pages already and continues where it is planned.
+        The last known token is never matched, because its logits are needed. A sequence of which all positions must be
+        computed matches nothing. A fork has pages already and continues where it is planned.
         """
         if sequence.pages:
             return sequence.planned
         state, page = self._begin(sequence, reuse), self.layout.page
-        if not self.sharing or sequence.scoring or reuse is Reuse.NOTHING:
+        if not self.sharing or sequence.computes_all or reuse is Reuse.NOTHING:
             return 0
         found = self.lookup.find(self._root(sequence), packed(sequence, len(sequence.tokens)), len(sequence.tokens) - 1)
         n = found.reach

@@ -6,6 +6,8 @@ from penstock.checkpoint.config import read_config
 from penstock.checkpoint.generation import eos_ids, read_generation_config
 from penstock.checkpoint.hub import resolve_folder
 from penstock.checkpoint.identity import Fingerprint, sample
+from penstock.checkpoint.pooler import Pooler, read_pooler
 from penstock.checkpoint.tensors import dtype_of
 
-__all__ = ["Fingerprint", "dtype_of", "eos_ids", "read_config", "read_generation_config", "resolve_folder", "sample"]
+__all__ = ["Fingerprint", "Pooler", "dtype_of", "eos_ids", "read_config", "read_generation_config", "read_pooler",
+           "resolve_folder", "sample"]

@@ -49,6 +49,12 @@ class EngineOptions:
     override_generation_config: dict[str, Any] = option({}, "default sampling parameters that win over generation_config.json: "
                                                         "temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens",
                                                         group=MODEL)
+    pooling: str = option("auto", "how embeddings are made from hidden states: the last token's, their mean, the first token's "
+                                  "(cls), or auto: as the folder's 1_Pooling says, else last",
+                          ("auto", "last", "mean", "cls"), group=MODEL)
+    reranker: str = option("auto", "how pairs of texts are scored by a language model: by the prompt and the answers yes and "
+                                   "no of qwen3's rerankers; auto: so if the model is named like one; none: by embeddings",
+                           ("auto", "none", "qwen3"), group=MODEL)
     max_logprobs: int = option(20, "the most alternatives that logprobs may ask for; -1 for the most that is possible",
                                group=MODEL, least=-1)
     trust_remote_code: bool = option(False, "accepted for scripts made for vLLM; changes nothing, because code that comes with "

@@ -34,6 +34,12 @@ class Want(IntFlag):
     tokens are kept, and so is the first chosen token that differs."""
     HIDDEN = 8
     """Report the hidden state of each of the segment's positions."""
+    LAST = 16
+    """With HIDDEN: of the last position only."""
+    SUM = 32
+    """With HIDDEN: only their sum, in float32."""
+    LABELS = 64
+    """Report the head's logits after the last position: of the row's `Enter.labels`, or all."""
 
 
 class Enter(NamedTuple):
@@ -46,6 +52,8 @@ class Enter(NamedTuple):
     seed: int
     banned_until: list[int]
     """Tokens that cannot be chosen before `params.min_tokens`: end-of-sequence and stop tokens."""
+    labels: list[int] = []
+    """The logits that Want.LABELS reports, by their index in the head; empty for all."""
 
 
 class Proposal(NamedTuple):
@@ -122,10 +130,10 @@ class Logprobs:
 
 @dataclass(slots=True)
 class Hidden:
-    """Hidden states after the last norm, of all positions of the segments that want them, segment after segment."""
+    """Hidden states after the last norm of the positions that the segments want, or sums of them. A segment's are in order."""
 
     segments: Ints
-    """[N] the segment of each position."""
+    """[N] the segment of each line."""
     values: npt.NDArray[np.float32]
     """[N, width]"""
 
@@ -142,6 +150,8 @@ class StepResult:
     logprobs: Logprobs | None = None
     scores: Logprobs | None = None
     hidden: Hidden | None = None
+    labels: list[tuple[int, npt.NDArray[np.float32]]] = field(default_factory=list)
+    """(segment, logits) of each segment with Want.LABELS."""
     seconds: float = 0.0
     """Duration of the step."""
     kernel_seconds: float = 0.0

@@ -22,6 +22,10 @@ class Survey:
     """The model's size."""
     dtype: str
     """The checkpoint's own."""
+    task: str = "generate"
+    """generate, embed or classify."""
+    labels: tuple[str, ...] = ()
+    """Names of a classifier's labels."""
 
 
 @dataclass(frozen=True)

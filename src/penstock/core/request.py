@@ -49,6 +49,20 @@ class Medium(msgspec.Struct, array_like=True, frozen=True):
     how they were prepared for the model, not of a name or an address."""
 
 
+class Pool(msgspec.Struct, array_like=True, frozen=True):
+    """What is made of a prompt's hidden states, by a request that generates nothing."""
+
+    kind: str
+    """last | mean | cls (the first position's) | all (each position's) | labels (the head's logits after the last position)."""
+    labels: list[int] = []
+    """With labels: which logits, by their index in the head; empty for all."""
+
+    @property
+    def from_end(self) -> bool:
+        """Whether only the last position's hidden state matters, so that cached positions need not be computed again."""
+        return self.kind in ("last", "labels")
+
+
 class Request(msgspec.Struct, array_like=True):
     """A checked request, in tokens. The engine knows no text."""
 
@@ -80,6 +94,8 @@ class Request(msgspec.Struct, array_like=True):
     """Another prompt of the same batch was submitted before: they are refused together or not at all if too many wait."""
     shown: list[int] = []
     """Special tokens that appear in the text although others are skipped: the markers by which an answer is parsed."""
+    pool: Pool | None = None
+    """Pool the prompt's hidden states instead of generating tokens."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -126,6 +142,8 @@ class Update(msgspec.Struct, array_like=True, gc=False):
     """With finish_reason error: the HTTP status that fits. 400 if the request itself is at fault."""
     cached_by_tier: dict[str, int] | None = None
     """`cached_tokens` by the tier that had them: device, host, disk, remote. Tiers without any may be left out."""
+    pooled: bytes | None = None
+    """The result of a request with `pool`, on its only update: float32 numbers, for `all` one vector after another."""
 
 
 class TierStats(msgspec.Struct, array_like=True):
@@ -243,5 +261,9 @@ class EngineInfo(msgspec.Struct):
     weights are being hashed."""
     kv_events: dict[str, Any] | None = None
     """Endpoints of the cache's events, as in `GET /kv_event_sources`; None if they are not published."""
+    task: str = "generate"
+    """generate, or, for a checkpoint without a language model's head: embed or classify."""
+    labels: list[str] = []
+    """Names of a classifier's labels."""
     notes: list[str] = []
     """Sentences about decisions that the user may not expect."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.core.request import Request, Timings, TokenLogprobs
+
+Floats = npt.NDArray[np.float32]
 
 
 class Sequence:
@@ -13,7 +18,7 @@ class Sequence:
     """
 
     __slots__ = ("cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done", "due",
-                 "epoch", "expected", "goal", "index", "limit", "masked", "pages", "passed", "planned", "promised",
+                 "epoch", "expected", "goal", "index", "limit", "masked", "pages", "passed", "planned", "pooled", "promised",
                  "prompt_len", "request", "room", "row", "scores", "scoring", "seed", "slack", "stops", "timings", "tokens")
 
     def __init__(self, request: Request, index: int, seed: int, limit: int) -> None:
@@ -53,6 +58,8 @@ class Sequence:
         self.scoring = index == 0 and request.params.prompt_logprobs is not None
         """Whether prompt log probabilities are still to be delivered."""
         self.scores: list[TokenLogprobs] = []
+        self.pooled: list[Floats] = []
+        """What `request.pool` has collected so far: [lines, width] of each segment."""
         self.masked = False
         """Whether its tokens are chosen under a mask."""
         self.constraint: object = None
@@ -71,11 +78,17 @@ class Sequence:
     def known(self) -> int:
         return len(self.tokens)
 
+    @property
+    def computes_all(self) -> bool:
+        """Whether every position must be computed, although the cache may have some."""
+        return self.scoring or (self.request.pool is not None and not self.request.pool.from_end)
+
     def restart(self) -> None:
         """Resets the computed positions, as preemption does. Known tokens stay; plans in flight may still add some."""
         self.epoch += 1
         self.planned = self.computed = self.slack = 0
         self.row = -1
+        self.pooled = []
         if self.scoring:
             self.scores.clear()
 

@@ -91,7 +91,8 @@ class Engine:
             step_bytes=plan.step_bytes, kv_bytes=plan.layout.nbytes, graph_bytes=plan.graph_bytes, graphs=prepared.graphs,
             graph_seconds=prepared.graph_seconds, compiled=loaded.compiled, compile_seconds=loaded.compile_seconds,
             prefix_caching=cache.sharing, cache_identity=cache.model or "",
-            kv_events=self.events.describe() if self.events is not None else None, kernels=loaded.kernels, notes=notes)
+            kv_events=self.events.describe() if self.events is not None else None, kernels=loaded.kernels,
+            task=survey.task, labels=list(survey.labels), notes=notes)
 
     def submit(self, request: Request) -> None:
         """Queues a request. RequestError if its parameters are invalid, if it can never run, or if the queue is full."""

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from penstock.checkpoint import Pooler
 from penstock.core.errors import ConfigError, RequestError
-from penstock.core.request import EngineInfo, Request, Span
+from penstock.core.request import EngineInfo, Pool, Request, Span
 from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
 from penstock.dialects.choice import Choice, choose
 from penstock.dialects.description import Reasoning
@@ -59,12 +60,15 @@ class Inputs:
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, info: EngineInfo,
                  generation_config: Mapping[str, Any] | None = None, eos_ids: Iterable[int] = (),
                  seed: int | None = None, max_logprobs: int = MAX_LOGPROBS, dialect: Choice | None = None,
-                 constrain_tools: bool = False) -> None:
+                 constrain_tools: bool = False, pooler: Pooler | None = None, reranker: str = "none") -> None:
         """`generation_config` holds the model's defaults, empty if they are not wanted. `eos_ids` are what the model's files
         name; without any, the generation_config's and the tokenizer's. `seed` makes the drawn seeds repeatable.
         `max_logprobs` bounds the alternatives that a request may ask for. `dialect` is how the model writes reasoning and tool
         calls, by default what its template shows. `constrain_tools`: calls that the model makes by itself are held to their
-        schemas; ConfigError where its dialect makes that impossible."""
+        schemas; ConfigError where its dialect makes that impossible. `pooler` is how the model embeds, `reranker`
+        whose prompts it scores pairs with, "none" if it does not."""
+        self.pooler = pooler or Pooler()
+        self.reranker = reranker
         self.tokenizer = tokenizer
         self.template = template
         self.info = info
@@ -161,6 +165,9 @@ class Inputs:
         tokens of the prompt's end (vLLM's truncate_prompt_tokens), -1 as many as fit; marks and spans are of the whole prompt.
         The answer to a request that is `parsed` shows the markers of the model's dialect.
         """
+        if self.info.task != "generate":
+            raise RequestError(f"this model cannot generate: its checkpoint has no language model's head, only what is needed "
+                               f"to {self.info.task}", param="model", code="unsupported_parameter")
         params = _checked(params if params is not None else self.default_params())
         if isinstance(prompt, Mapping):
             prompt, salt = _from_mapping(prompt, salt)
@@ -174,6 +181,18 @@ class Inputs:
         params = self._with_defaults(params, len(kept))
         return Request(name, kept, params, list(self.eos_ids), time.time(), priority, salt, tenant,
                        resolve_spans(retain, len(kept), len(ids) - len(kept)), shown=self._shown if parsed else [])
+
+    def pooling(self, name: str, prompt: str | Sequence[int], pool: Pool, *, add_special_tokens: bool = True, priority: int = 0,
+                salt: str = "", tenant: str = "", keep_last: int | None = None) -> Request:
+        """A request that pools a prompt's hidden states. RequestError as for `request`, whose arguments these are."""
+        checkpoint()
+        params = SamplingParams(max_tokens=1, detokenize=False, seed=0)
+        ids = self._ids(prompt, add_special_tokens, keep_last is not None)
+        kept = ids if keep_last is None else self._last(ids, keep_last, params)
+        if len(kept) >= self.info.max_model_len:
+            raise RequestError(f"a text has {len(kept)} tokens; at most {self.info.max_model_len - 1} are possible; shorten "
+                               "it, or send truncate_prompt_tokens", param="input", code="context_length_exceeded")
+        return Request(name, kept, params, arrival=time.time(), priority=priority, salt=salt, tenant=tenant, pool=pool)
 
     def _ids(self, prompt: str | Sequence[int], add_special_tokens: bool, whole: bool) -> list[int]:
         """The prompt's tokens. Unless the `whole` is wanted, a text that cannot fit is refused before all is tokenized."""

@@ -17,15 +17,30 @@ from tqdm import tqdm
 from penstock import canary
 from penstock.config.options import engine_options
 from penstock.core.errors import ConfigError, RequestError
-from penstock.core.request import EngineInfo, EngineStats, Request, Span
+from penstock.core.request import EngineInfo, EngineStats, Pool, Request, Span
 from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.engine.engine import Engine
 from penstock.engine.inputs import Prompt
 from penstock.engine.loading import find, inputs_of, load_text
 from penstock.engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Outputs, RequestOutput
+from penstock.engine.pooling import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    Scorer,
+    ScoringOutput,
+    Text,
+    class_pool,
+    embedding,
+    embedding_pool,
+    paired,
+    probabilities,
+)
 from penstock.text import Tokenizer
 
 Message = Mapping[str, Any]
+Output = RequestOutput | PoolingRequestOutput
 Params = SamplingParams | Sequence[SamplingParams] | None
 """One for all prompts, or one for each; None for the model's defaults."""
 Retention = Span | Sequence[Span] | Sequence[Sequence[Span] | None] | None
@@ -159,6 +174,59 @@ class LLM:
         return BeamSearchSequence(tokens, one.logprobs or [], one.cumulative_logprob or 0.0, text, one.finish_reason,
                                   one.stop_reason)
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True, *, dimensions: int | None = None,
+              normalize: bool | None = None, truncate_prompt_tokens: int | None = None) -> list[PoolingRequestOutput]:
+        """The embedding of each text (or list of token ids) as the model's folder pools, `outputs.embedding`."""
+        found = self._pool([Text(prompt) for prompt in _batch(prompts)], embedding_pool(self.inputs), use_tqdm,
+                           truncate_prompt_tokens)
+        scaled = self.inputs.pooler.normalize if normalize is None else normalize
+        for one in found:
+            one.outputs = EmbeddingOutput(embedding(one.vector, scaled, dimensions).tolist())
+        return found
+
+    def encode(self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True, *, pooling: str = "all",
+               truncate_prompt_tokens: int | None = None) -> list[PoolingRequestOutput]:
+        """Hidden states after the last norm as they are, `outputs.data`: of all tokens, or by another pooling (last, mean,
+        cls)."""
+        if pooling not in ("all", "last", "mean", "cls"):
+            raise RequestError(f"pooling is {pooling!r}; possible are all, last, mean and cls", param="pooling",
+                               code="invalid_value")
+        found = self._pool([Text(prompt) for prompt in _batch(prompts)], Pool(pooling), use_tqdm, truncate_prompt_tokens)
+        for one in found:
+            one.outputs = PoolingOutput(one.vector)
+        return found
+
+    def classify(self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True) -> list[PoolingRequestOutput]:
+        """The probabilities of a classifier's labels, `outputs.probs`."""
+        found = self._pool([Text(prompt) for prompt in _batch(prompts)], class_pool(self.inputs), use_tqdm, None)
+        for one in found:
+            one.outputs = ClassificationOutput(probabilities(one.vector).tolist())
+        return found
+
+    def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str], use_tqdm: Bar = True, *,
+              instruction: str | None = None) -> list[PoolingRequestOutput]:
+        """How well each of the second texts fits the first one, or its counterpart, `outputs.score`: by a reranker, or by the
+        cosine of embeddings."""
+        pairs, scorer = paired(text_1, text_2, ("text_1", "text_2")), Scorer(self.inputs)
+        found = self._pool(scorer.texts(pairs, instruction), scorer.pool, use_tqdm, None)
+        scores = scorer.scores(pairs, [one.vector for one in found])
+        return [PoolingRequestOutput(str(place), [], ScoringOutput(score), True) for place, score in enumerate(scores)]
+
+    def _pool(self, texts: Sequence[Text], pool: Pool, use_tqdm: Bar, keep_last: int | None) -> list[PoolingRequestOutput]:
+        """Runs pooling requests to completion. RequestError if one fails."""
+        requests = []
+        for place, text in enumerate(texts):
+            with _naming(place, len(texts), "prompt"):
+                requests.append(self.inputs.pooling(str(self._count), text.prompt, pool, keep_last=keep_last,
+                                                    add_special_tokens=text.add_special_tokens))
+            self._count += 1
+        results = {request.id: PoolingRequestOutput.empty(request) for request in requests}
+        self._with_bar(requests, results, use_tqdm)
+        failed = next((one.error for one in results.values() if one.error), None)
+        if failed:
+            raise RequestError(f"a prompt could not be pooled: {failed}", code="generation_failed", status=500)
+        return list(results.values())
+
     def close(self) -> None:
         """Stops the engine. The LLM cannot be used afterwards."""
         self.engine.close()
@@ -188,12 +256,15 @@ class LLM:
                                                     priority=order or 0, salt=salt or "", retain=retain, parsed=parsed))
             self._count += 1
         results = [RequestOutput.empty(request, text, self._tokenizer) for request, text in zip(requests, texts, strict=True)]
-        bar_of = use_tqdm if callable(use_tqdm) else tqdm
-        with bar_of(total=len(requests), desc="prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            self._finish(requests, {output.request_id: output for output in results}, _Meter(bar))
+        self._with_bar(requests, {output.request_id: output for output in results}, use_tqdm)
         return results
 
-    def _finish(self, requests: list[Request], results: dict[str, RequestOutput], meter: _Meter) -> None:
+    def _with_bar(self, requests: list[Request], results: Mapping[str, Output], use_tqdm: Bar) -> None:
+        bar_of = use_tqdm if callable(use_tqdm) else tqdm
+        with bar_of(total=len(requests), desc="prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
+            self._finish(requests, results, _Meter(bar))
+
+    def _finish(self, requests: list[Request], results: Mapping[str, Output], meter: _Meter) -> None:
         """Runs `requests` to completion. On any exception, Ctrl-C included, they are aborted in the engine."""
         waiting, engine = deque(sorted(requests, key=self._place)), self.engine
         # So many at once that all could end with the longest. More would leave it to run almost alone in the end, and while
@@ -262,7 +333,7 @@ class _Meter:
         self._start = self._shown = time.perf_counter()
         self._read = self._written = 0
 
-    def count(self, tokens: int, ended: list[RequestOutput]) -> None:
+    def count(self, tokens: int, ended: Sequence[Output]) -> None:
         """Updates the bar after a turn that produced `tokens` tokens and finished `ended`."""
         self._written += tokens
         for output in ended:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.checkpoint import eos_ids, read_config, read_generation_config, resolve_folder
+from penstock.checkpoint import Pooler, eos_ids, read_config, read_generation_config, read_pooler, resolve_folder
 from penstock.config.options import generation_defaults
 from penstock.config.schema import EngineOptions
 from penstock.core.request import EngineInfo
@@ -26,6 +26,9 @@ class Found(msgspec.Struct, array_like=True, tag="found"):
     generation_config: dict[str, Any]
     """Empty if the options do not want its defaults."""
     eos_ids: list[int]
+    pooler: Pooler = Pooler()
+    reranker: str = "none"
+    """Whose prompts score pairs of texts."""
 
 
 def find(options: EngineOptions) -> Found:
@@ -36,7 +39,18 @@ def find(options: EngineOptions) -> Found:
     defaults = {**(defaults if options.generation_config == "auto" else {}),
                 **generation_defaults(options.override_generation_config)}
     return Found(str(folder), str(tokenizer_folder), defaults,
-                 eos_ids(folder, read_config(folder)))
+                 eos_ids(folder, read_config(folder)), _pooler(folder, options), _reranker(options))
+
+
+def _pooler(folder: Path, options: EngineOptions) -> Pooler:
+    found = read_pooler(folder)
+    return found if options.pooling == "auto" else Pooler(options.pooling, found.normalize)
+
+
+def _reranker(options: EngineOptions) -> str:
+    if options.reranker != "auto":
+        return options.reranker
+    return "qwen3" if "qwen3-reranker" in options.model.lower() else "none"
 
 
 def load_text(found: Found, options: EngineOptions) -> tuple[Tokenizer | None, ChatTemplate | None]:
@@ -53,4 +67,4 @@ def inputs_of(found: Found, tokenizer: Tokenizer | None, template: ChatTemplate 
     most = MOST_LOGPROBS if options.max_logprobs == -1 else min(options.max_logprobs, MOST_LOGPROBS)
     dialect = choose(template.sources if template is not None else (), options.tool_call_parser, options.reasoning_parser)
     return Inputs(tokenizer, template, info, found.generation_config, found.eos_ids, options.seed, most, dialect,
-                  options.constrain_tools == "auto")
+                  options.constrain_tools == "auto", found.pooler, found.reranker)

@@ -37,6 +37,8 @@ class Delta(msgspec.Struct, gc=False):
     cached_tokens: int = 0
     timings: Timings | None = None
     cached_by_tier: dict[str, int] | None = None
+    pooled: bytes | None = None
+    """Update.pooled"""
 
 
 class _Open:
@@ -127,7 +129,7 @@ class Outputs:
         ids = update.token_ids
         delta = Delta(update.request_id, update.index, "", ids, update.finish_reason, update.stop_reason, update.logprobs,
                       update.prompt_logprobs, update.error, update.status, update.cached_tokens, update.timings,
-                      update.cached_by_tier)
+                      update.cached_by_tier, update.pooled)
         if ids and not sequence.count:
             sequence.first_token = time.time()
         if sequence.detokenizer is None:

@@ -34,6 +34,10 @@ class ModelSpec:
     schemes: tuple[tuple[str, Scheme], ...] = ()
     """How matrices are stored whose path (as "blocks.0.mlp.down") fits a pattern with * and ?; the first that fits decides.
     Others are plain."""
+    labels: tuple[str, ...] = ()
+    """Names of the labels of a classifier, whose head has one row for each."""
+    task: str = "generate"
+    """generate, or, where the checkpoint has no language model's head: embed or classify."""
 
     def states(self, dtype: str) -> list[StateSpec]:
         """Those of all mixers, in the order in which they run; `dtype` is the model's, a torch name."""
@@ -54,7 +58,7 @@ class ModelSpec:
         for i, block in enumerate(self.blocks):
             yield from block.parameters(f"blocks.{i}")
         yield from self.norm.parameters("norm", self.width)
-        yield from self.head.parameters(self.vocab_size, self.width)
+        yield from self.head.parameters(len(self.labels) or self.vocab_size, self.width)
 
     def _stored(self, parameter: Parameter) -> Parameter:
         scheme = next((scheme for pattern, scheme in self.schemes if fnmatchcase(parameter.stem, pattern)), parameter.scheme)

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from penstock.core.errors import ModelError
+from penstock.layers.embedding import HeadSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import families
 from penstock.models.config import Config
@@ -47,8 +48,9 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType]:
     named = config.get("architectures")
     if named:
         name, table = str(named[0] if isinstance(named, list) else named), known.architectures
-        if name in table:
-            return name, table[name]
+        base, _ = _task(name)
+        if name in table or base in table:
+            return name, table.get(name) or table[base]
         what = f"architecture {name!r}"
     else:
         name, table = str(config.get("model_type") or ""), known.model_types
@@ -74,4 +76,27 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
         raise ModelError(f"config.json: quantization_config is {str(config['quantization_config'])[:200]}; possible are "
                          "weights in float32, float16 and bfloat16: take the model's unquantized folder")
     spec: ModelSpec = family.spec(Config(config, getattr(family, "DEFAULTS", None)))
-    return dataclasses.replace(spec, architecture=architecture)
+    spec = dataclasses.replace(spec, architecture=architecture)
+    _, task = _task(architecture)
+    if task == "embed":
+        # There is no head; the embedding's matrix stands in, and no token is chosen with it.
+        return dataclasses.replace(spec, task=task, head=HeadSpec(tied=True))
+    if task == "classify":
+        return dataclasses.replace(spec, task=task, head=HeadSpec(tied=False), labels=_labels(config))
+    return spec
+
+
+def _task(architecture: str) -> tuple[str, str]:
+    """(the architecture with a language model's head, the task): a backbone alone embeds, one with a head of labels
+    classifies."""
+    for suffix, task in (("ForSequenceClassification", "classify"), ("TextModel", "embed"), ("Model", "embed")):
+        if architecture.endswith(suffix):
+            return architecture.removesuffix(suffix) + "ForCausalLM", task
+    return architecture, "generate"
+
+
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of a classifier's labels, in the order of the head's rows."""
+    names = config.get("id2label") or {}
+    count = len(names) or int(config.get("num_labels", 2))
+    return tuple(str(names.get(str(place), f"LABEL_{place}")) for place in range(count))

@@ -91,6 +91,7 @@ EMBEDDING = (
     Rule("model.embed_tokens.weight", "embedding.weight"),
     Rule("model.norm.weight", "norm.weight"),
     Rule("lm_head.weight", "head.weight"),
+    Rule("score.weight", "head.weight"),
 )
 """Embedding, last norm and head of a Llama-like model."""
 

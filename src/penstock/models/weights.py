@@ -96,7 +96,9 @@ def assign(spec: ModelSpec, rules: Sequence[Rule], tensors: dict[str, Stored],
     sources: dict[str, list[Source]] = {parameter.name: [] for parameter in spec.parameters()}
     unused, wrong = [], []
     for name, tensor in tensors.items():
-        rule, target = next(((rule, target) for rule in rules if (target := rule.match(name)) is not None), (None, None))
+        # A checkpoint of a bare backbone leaves out the prefix.
+        rule, target = next(((rule, target) for full in (name, f"model.{name}") for rule in rules
+                             if (target := rule.match(full)) is not None), (None, None))
         if target == "" or (target == "head.weight" and spec.head.tied):
             continue
         if rule is None or target not in places:

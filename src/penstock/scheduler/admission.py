@@ -57,7 +57,7 @@ class Admission:
         if prompt >= self.longest:
             raise RequestError(f"the prompt has {prompt} tokens; with one token of output the most is {self.longest - 1}",
                                param="prompt", code="context_length_exceeded")
-        limit = prompt + (request.params.max_tokens or self.longest - prompt)
+        limit = prompt + (1 if request.pool is not None else request.params.max_tokens or self.longest - prompt)
         if limit > self.longest:
             raise RequestError(f"the prompt has {prompt} tokens and max_tokens is {request.params.max_tokens}; at most "
                                f"{self.longest} fit together, so max_tokens can be {self.longest - prompt}",

@@ -20,7 +20,8 @@ from penstock.core.errors import RequestError
 from penstock.core.masking import MaskedSegment, Masker
 from penstock.core.plan import NOT_FINITE, Enter, Logprobs, Proposal, StepPlan, StepResult, Want
 from penstock.core.request import EngineStats, Request, TokenLogprobs, Update
-from penstock.core.sequence import Sequence
+from penstock.core.sequence import Floats, Sequence
+from penstock.scheduler import pooling
 from penstock.scheduler.admission import Admission, Limits
 from penstock.scheduler.drafting import DraftPolicy
 from penstock.scheduler.pace import Pace
@@ -294,7 +295,9 @@ class Scheduler:
         params = sequence.request.params
         # For constrained sequences the mask enforces min_tokens, because it knows whether the answer can continue.
         banned = sorted(sequence.stops) if params.min_tokens and not sequence.masked else []
-        self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned))
+        labels = sequence.request.pool.labels if sequence.request.pool is not None else []
+        self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned,
+                                 labels))
         if not sequence.timings.first_scheduled:
             sequence.timings.first_scheduled = now
             # Count a prompt once: the request's other sequences are forked from the first.
@@ -344,7 +347,9 @@ class Scheduler:
         for i, (sequence, count) in enumerate(zip(sequences, flight.counts, strict=True)):
             start, want = sequence.planned, 0
             sequence.planned = end = start + count
-            if end >= sequence.goal:
+            if sequence.request.pool is not None:
+                want = pooling.want(sequence.request.pool, start, end, sequence.prompt_len)
+            elif end >= sequence.goal:
                 want = _SAMPLE
                 if end < sequence.limit - 1:
                     sequence.goal = end + 1
@@ -410,6 +415,7 @@ class Scheduler:
         assert flight.id == result.id, (flight.id, result.id)
         logprobs = _lines_by_segment(result.logprobs, flight.sequences, "logprobs")
         scores = _lines_by_segment(result.scores, flight.sequences, "prompt_logprobs")
+        vectors = pooling.lines(result)
         commit, lost, drafts = self.cache.commit, flight.lost, flight.drafts
         segments = zip(flight.sequences, flight.counts, flight.wants, _tokens_by_segment(result), strict=True)
         for i, (sequence, count, want, own) in enumerate(segments):
@@ -424,6 +430,8 @@ class Scheduler:
                     commit(sequence)
                 if want & _SCORE:
                     sequence.scores += scores.get(i, ())
+                if sequence.request.pool is not None:
+                    self._take_vectors(sequence, vectors.get(i), now)
             if want & _SAMPLE:
                 sequence.promised -= 1
                 self._take_token(sequence, own, logprobs.get(i), now)
@@ -435,6 +443,21 @@ class Scheduler:
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds
         self.stats.kernel_seconds += result.kernel_seconds
+
+    def _take_vectors(self, sequence: Sequence, lines: Floats | None, now: float) -> None:
+        """Processes what a segment of a pooled prompt reports; ends the sequence with the last one."""
+        if lines is not None:
+            sequence.pooled.append(lines)
+        if sequence.computed < sequence.prompt_len:
+            return
+        update = Update(sequence.request.id, 0, [], finish_reason="stop", cached_tokens=sequence.cached,
+                        cached_by_tier=sequence.cached_by_tier)
+        found = pooling.pooled(sequence)
+        if found is None:
+            update.finish_reason, update.error = "error", "the model gave hidden states that are not finite for this prompt"
+        else:
+            update.pooled = found.astype("<f4").tobytes()
+        self._finish(sequence, update, now)
 
     def _take_drafts(self, sequence: Sequence, drafts: int, own: list[int], gone: bool) -> int:
         """Processes verified drafts. `own`, the kept tokens, is truncated at the end of the sequence; all but the last become

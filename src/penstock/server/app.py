@@ -22,6 +22,7 @@ from penstock.server.errors import on_client_gone, on_http_exception, on_request
 from penstock.server.gate import OPEN_ROUTES, Gate
 from penstock.server.openai.dialect import OpenAI
 from penstock.server.paths import Paths
+from penstock.server.pooling.dialect import Pooling
 from penstock.server.schema import openapi
 from penstock.server.state import State
 
@@ -34,7 +35,7 @@ class Application:
         self.app = FastAPI(title="Penstock", version=penstock.__version__, openapi_url="/openapi.json", docs_url=None,
                            redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
         # The first dialect shapes the errors of unknown paths.
-        dialects: list[Dialect] = [OpenAI(self.state)]
+        dialects: list[Dialect] = [OpenAI(self.state), Pooling(self.state)]
         admin = Admin(self.state)
         routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes()]
         # Plain routes: the bodies are decoded by msgspec, so FastAPI's own machinery has nothing to do.

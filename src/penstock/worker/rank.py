@@ -59,7 +59,7 @@ class Rank:
         self._checkpoint = read_config(self._folder)
         spec = self._spec = models.describe(self._checkpoint)
         return Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.max_positions, spec.size,
-                      dtype_of(self._folder, self._checkpoint))
+                      dtype_of(self._folder, self._checkpoint), spec.task, spec.labels)
 
     def check(self, config: EngineConfig) -> None:
         """Binds kernels and checks memory before anything is loaded. ConfigError if it does not suffice."""

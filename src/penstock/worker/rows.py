@@ -36,11 +36,14 @@ class Rows:
         self._known = Staging(torch.int32, device)
         self._edits = Staging(torch.int32, device)
         self.parameters = Parameters(max_num_seqs, device)
+        self.labels: dict[int, list[int]] = {}
+        """The logits that pooled rows report, as `Enter.labels`."""
 
     def apply(self, plan: StepPlan) -> None:
         """Applies the row part of a plan: rows leave and enter, drafts are written, block tables are edited."""
         self.parameters.leave(plan.leave)
         self.parameters.enter(plan.enter)
+        self.labels.update((enter.row, enter.labels) for enter in plan.enter)
         self._take_tokens(plan.enter)
         for row, position, tokens in plan.proposals:
             self.tokens[row, position:position + len(tokens)] = torch.tensor(tokens, dtype=torch.int32, device=self.device)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.core.layout import CacheLayout
-from penstock.core.plan import Hidden, Ints, Logprobs, Masks, StepPlan, StepResult, Want
+from penstock.core.plan import Logprobs, Masks, StepPlan, StepResult, Want
 from penstock.layers.decoder import Decoder
 from penstock.stores.behind import Behind
 from penstock.worker.arena import Arena
@@ -19,15 +19,15 @@ from penstock.worker.clock import Clock, Interval
 from penstock.worker.drafting import Drafter, Drafting
 from penstock.worker.graphs import Graphs
 from penstock.worker.movers import Movers
+from penstock.worker.pooling import REPORTS, Reports
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LINES, LineMasks, Lines, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
 from penstock.worker.sizes import fitted_sizes
-from penstock.worker.staging import to_host
 from penstock.worker.step import StepBuilder, picks_of
 from penstock.worker.verify import Verified, Verifier
 
-_ALL = int(Want.SCORE | Want.HIDDEN)
+_ALL = int(Want.SCORE) | REPORTS
 """Flags of `Want` that need the hidden states of all tokens."""
 _ALIKE = 8192
 """Number of tokens above which cuBLAS picks no other kernels."""
@@ -60,7 +60,7 @@ class Chosen:
     verified: Verified | None = None
     """Set if drafts were verified, or the true length of rows was found out."""
     scores: Scores | None = None
-    hidden: tuple[Ints, torch.Tensor] | None = None
+    reports: Reports | None = None
 
 
 class Launched:
@@ -119,8 +119,8 @@ class Launched:
                 result.logprobs = Logprobs(*(getattr(scored, one.name)[held] for one in fields(scored)))
         if chosen.scores is not None:
             result.scores = chosen.scores.logprobs()
-        if chosen.hidden is not None:
-            result.hidden = Hidden(chosen.hidden[0], chosen.hidden[1].numpy())
+        if chosen.reports is not None:
+            result.hidden, result.labels = chosen.reports.hidden, chosen.reports.labels
         return result
 
 
@@ -241,10 +241,8 @@ class Worker:
             if (plan.wants & int(Want.SCORE)).any():
                 found.scores = prompts(self.model, self.model.kernels.sample, forward.hidden, plan, self.rows,
                                        self.builder.size)
-            if (plan.wants & int(Want.HIDDEN)).any():
-                of = np.repeat(np.arange(len(plan.rows), dtype=np.int32), plan.counts)
-                at = np.flatnonzero(plan.wants[of] & int(Want.HIDDEN))
-                found.hidden = of[at], to_host(forward.hidden[torch.from_numpy(at).to(forward.hidden.device)].float())
+            if (plan.wants & REPORTS).any():
+                found.reports = Reports(self.model, forward.hidden, plan, self.rows)
             interval.stop()
         return found
 

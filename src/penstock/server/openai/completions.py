@@ -217,8 +217,8 @@ def check(body: CompletionRequest) -> None:
                            code="invalid_value")
 
 
-def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """`prompt` as a list of texts and lists of ids. RequestError for an empty list, or one that mixes kinds."""
+def split_prompts(prompt: str | list[Any], name: str = "prompt") -> list[str | list[int]]:
+    """The field `name` as a list of texts and lists of ids. RequestError for an empty list, or one that mixes kinds."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(entry) for entry in prompt}
@@ -226,9 +226,9 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
         return [prompt]
     if len(kinds) != 1:
         what = "an empty list" if not prompt else "a mixture of texts, ids and lists"
-        raise RequestError(f"prompt is {what}; possible are a text, a list of texts, a list of token ids, a list of such lists",
-                           param="prompt", code="invalid_value")
+        raise RequestError(f"{name} is {what}; possible are a text, a list of texts, a list of token ids, a list of such lists",
+                           param=name, code="invalid_value")
     if len(prompt) > MAX_PROMPTS:
-        raise RequestError(f"prompt is a list of {len(prompt)}; at most {MAX_PROMPTS} prompts are possible in one request",
-                           param="prompt", code="invalid_value")
+        raise RequestError(f"{name} is a list of {len(prompt)}; at most {MAX_PROMPTS} are possible in one request",
+                           param=name, code="invalid_value")
     return list(prompt)

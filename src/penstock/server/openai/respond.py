@@ -6,6 +6,7 @@ The content is built by an `Answer`. This file owns the life cycle: when the cli
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -60,27 +61,45 @@ class Answer(Protocol):
         ...
 
 
+async def gather(request: Request, stream: Stream, add: Callable[[list[Delta]], None]) -> None:
+    """Reads a stream to its end. When the client goes away its requests are aborted, and ClientDisconnect is raised."""
+    request.scope["stream"] = stream  # the access log tells its tokens
+    watch = asyncio.create_task(_close_when_gone(request.receive, stream))
+    try:
+        async for deltas in stream:
+            add(deltas)
+    finally:
+        watch.cancel()
+        stream.close()
+
+
 async def respond(request: Request, stream: Stream, answer: Answer, streaming: bool) -> Response:
     """The response to `request`. A streamed one starts once the engine has admitted the request; until then errors have a
     status of their own."""
-    watch = asyncio.create_task(_close_when_gone(request.receive, stream))
-    request.scope["stream"] = stream  # the access log tells its tokens
-    try:
-        if streaming:
+    if streaming:
+        watch = asyncio.create_task(_close_when_gone(request.receive, stream))
+        request.scope["stream"] = stream
+        try:
             await stream.admitted()
             return EventStream(stream, answer, watch)
-        size = 0
-        async for deltas in stream:
-            answer.add(deltas)
-            size += _size(deltas)
-        watch.cancel()
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+        except BaseException:
+            watch.cancel()
+            stream.close()
+            raise
+    size = 0
+
+    def add(deltas: list[Delta]) -> None:
+        nonlocal size
+        answer.add(deltas)
+        size += _size(deltas)
+
+    try:
+        await gather(request, stream, add)
         return Response(await stream.work.run(size, lambda: encode(answer.whole())), media_type="application/json")
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)
-    except BaseException:
-        watch.cancel()
-        stream.close()
-        raise
 
 
 def _size(deltas: list[Delta]) -> int:

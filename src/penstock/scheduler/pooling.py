@@ -1,0 +1,45 @@
+"""Requests that pool hidden states: what their segments report, and the vector that comes of it. They choose no tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.core.plan import Hidden, StepResult, Want
+from penstock.core.request import Pool
+from penstock.core.sequence import Floats, Sequence
+
+_WANTS = {"all": Want.HIDDEN, "mean": Want.HIDDEN | Want.SUM, "last": Want.HIDDEN | Want.LAST, "labels": Want.LABELS}
+
+
+def want(pool: Pool, start: int, end: int, prompt_len: int) -> int:
+    """The outputs of a segment [start, end) of a prompt that is pooled."""
+    if pool.kind == "cls":
+        return int(Want.HIDDEN if start == 0 else Want.NOTHING)
+    if pool.from_end and end < prompt_len:
+        return int(Want.NOTHING)
+    return int(_WANTS[pool.kind])
+
+
+def lines(result: StepResult) -> dict[int, Floats]:
+    """The reported vectors of each segment, [lines, width]."""
+    found = _by_segment(result.hidden) if result.hidden is not None else {}
+    return {**found, **{segment: logits[None] for segment, logits in result.labels}}
+
+
+def _by_segment(hidden: Hidden) -> dict[int, Floats]:
+    segments, firsts = np.unique(hidden.segments, return_index=True)
+    order = np.argsort(firsts)
+    parts = np.split(hidden.values, np.sort(firsts)[1:])
+    return {int(segments[place]): part for place, part in zip(order, parts, strict=True)}
+
+
+def pooled(sequence: Sequence) -> Floats | None:
+    """The result of a sequence whose prompt is computed: [width], for `all` [prompt, width]. None if it is not finite."""
+    pool = sequence.request.pool
+    assert pool is not None
+    found = np.concatenate(sequence.pooled)
+    if pool.kind == "mean":
+        found = found.sum(0) / np.float32(sequence.prompt_len)
+    elif pool.kind != "all":
+        found = found[0]
+    return found if np.isfinite(found).all() else None

@@ -1,0 +1,207 @@
+"""The pooling routes: OpenAI's /v1/embeddings, vLLM's /pooling, /classify and /score, Cohere's and Jina's /rerank.
+
+Bodies go through the same limits and the same engine as all others; errors have OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core.errors import RequestError
+from penstock.core.request import Pool
+from penstock.core.sampling import SamplingParams
+from penstock.engine.pooling import (
+    Floats,
+    Scorer,
+    Text,
+    class_pool,
+    embedding,
+    embedding_pool,
+    paired,
+    probabilities,
+    vectors_of,
+)
+from penstock.server.body import BodyReader
+from penstock.server.dialect import Route
+from penstock.server.openai.completions import split_prompts
+from penstock.server.openai.errors import error_body, explain_field
+from penstock.server.openai.harmless import IGNORED
+from penstock.server.openai.respond import gather
+from penstock.server.pooling import protocol as p
+from penstock.server.state import State
+
+
+class Run:
+    """One request's texts through the engine: a vector for each, and the usage."""
+
+    def __init__(self, http: Request, model: str, vectors: list[Floats], tokens: int) -> None:
+        self.id: str = http.scope["request_id"]
+        self.model = model
+        self.vectors = vectors
+        self.usage = p.PoolUsage(tokens, tokens)
+        self.created = int(time.time())
+
+
+class Pooling:
+    """The dialect over one server's state."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.bodies = BodyReader(state.limits, state.llm.work, explain_field, IGNORED, state.options.unknown_fields == "warn")
+
+    def routes(self) -> Sequence[Route]:
+        def both(path: str, handler: Any, about: str, body: type[Any], answer: type[Any],
+                 prefixes: Sequence[str] = ("", "/v1")) -> list[Route]:
+            return [Route("POST", prefix + path, handler, about, body, answer=answer) for prefix in prefixes]
+
+        return (
+            *both("/embeddings", self.embeddings, "Turn texts into vectors", p.EmbeddingRequest, p.Embeddings, ("/v1",)),
+            *both("/pooling", self.pooling, "Hidden states of texts, pooled or by token", p.PoolingRequest, p.PoolingAnswer),
+            *both("/classify", self.classify, "Probabilities of a classifier's labels", p.ClassifyRequest, p.Classes),
+            *both("/score", self.score, "Score pairs of texts", p.ScoreRequest, p.Scores),
+            *both("/rerank", self.rerank, "Order documents by how well they fit a query", p.RerankRequest, p.Ranking,
+                  ("", "/v1", "/v2")),
+        )
+
+    def error_body(self, error: RequestError) -> Any:
+        return error_body(error)
+
+    # -- the endpoints
+
+    async def embeddings(self, http: Request) -> Response:
+        """Embeddings as numbers or base64."""
+        body = await self.bodies.read(http, p.EmbeddingRequest)
+        model, scale = self.state.admit(body.model), self._scale(body)
+        run = await self._run(http, model, body, _texts(body.input, body.add_special_tokens), embedding_pool(self._inputs))
+        return await self._answer(run, lambda: p.Embeddings(f"embd-{run.id}", run.created, model, [
+            p.Embedding(place, written) for place, written in enumerate(_written(run.vectors, scale, body))], run.usage))
+
+    async def pooling(self, http: Request) -> Response:
+        """Hidden states: of each text, of its tokens, or a classifier's logits."""
+        body = await self.bodies.read(http, p.PoolingRequest)
+        model, scale = self.state.admit(body.model), self._scale(body)
+        task = body.task or ("classify" if self._inputs.info.task == "classify" else "embed")
+        if task in ("classify", "score"):
+            pool, scale = class_pool(self._inputs), probabilities
+        elif task == "embed":
+            pool = embedding_pool(self._inputs)
+        else:
+            # vLLM scales the vectors of tokens too, unless told otherwise.
+            pool, normal = Pool("all"), body.normalize is not False
+            scale = _scaling(normal, body.dimensions)
+        run = await self._run(http, model, body, _texts(body.input, body.add_special_tokens), pool)
+        return await self._answer(run, lambda: p.PoolingAnswer(f"pool-{run.id}", run.created, model, [
+            p.Pooled(place, written) for place, written in enumerate(_written(run.vectors, scale, body))], run.usage))
+
+    async def classify(self, http: Request) -> Response:
+        """The most probable label of each text, and all probabilities."""
+        body = await self.bodies.read(http, p.ClassifyRequest)
+        model = self.state.admit(body.model)
+        run = await self._run(http, model, body, _texts(body.input, body.add_special_tokens), class_pool(self._inputs))
+        names = self._inputs.info.labels
+
+        def line(place: int, logits: Floats) -> p.Class:
+            shown = logits if body.use_activation is False else probabilities(logits)
+            return p.Class(place, names[int(logits.argmax())], shown.tolist(), len(logits))
+
+        return await self._answer(run, lambda: p.Classes(f"classify-{run.id}", run.created, model, [
+            line(place, logits) for place, logits in enumerate(run.vectors)], run.usage))
+
+    async def score(self, http: Request) -> Response:
+        """A score for each pair, in their order."""
+        body = await self.bodies.read(http, p.ScoreRequest)
+        model = self.state.admit(body.model)
+        one, two = body.text_1 or body.queries, body.text_2 or body.documents
+        if one is None or two is None:
+            missing = "text_1" if one is None else "text_2"
+            raise RequestError(f"Missing required parameter: '{missing}'", param=missing, code="missing_required_parameter")
+        scores, run = await self._scores(http, model, body, paired(one, two, ("text_1", "text_2")), body.instruction)
+        return await self._answer(run, lambda: p.Scores(f"score-{run.id}", run.created, model, [
+            p.Score(place, score) for place, score in enumerate(scores)], run.usage))
+
+    async def rerank(self, http: Request) -> Response:
+        """The documents with the best first."""
+        body = await self.bodies.read(http, p.RerankRequest)
+        model = self.state.admit(body.model)
+        documents = [one if isinstance(one, str) else one.text for one in body.documents]
+        scores, run = await self._scores(http, model, body, [(body.query, document) for document in documents],
+                                         body.instruction)
+        order = sorted(range(len(scores)), key=lambda place: -scores[place])[:body.top_n or None]
+
+        def line(place: int) -> p.Ranked:
+            shown = msgspec.UNSET if body.return_documents is False else p.Document(text=documents[place])
+            return p.Ranked(place, scores[place], shown)
+
+        return await self._answer(run, lambda: p.Ranking(f"rerank-{run.id}", model, [line(place) for place in order],
+                                                         run.usage))
+
+    # -- how
+
+    @property
+    def _inputs(self) -> Any:
+        return self.state.llm.inputs
+
+    def _scale(self, body: p.EmbeddingRequest) -> Callable[[Floats], Floats]:
+        normal = self._inputs.pooler.normalize if body.normalize is None else body.normalize
+        return _scaling(normal, body.dimensions)
+
+    async def _scores(self, http: Request, model: str, body: p.PoolingFields, pairs: list[tuple[str, str]],
+                      instruction: str | None) -> tuple[list[float], Run]:
+        scorer = Scorer(self._inputs)
+        size = sum(len(one) + len(two) for one, two in pairs)
+        self.state.limits.check_text(max(len(one) + len(two) for one, two in pairs), self._inputs.info.max_model_len)
+        texts = await self.state.llm.work.run(size, lambda: scorer.texts(pairs, instruction))
+        run = await self._run(http, model, body, texts, scorer.pool)
+        return scorer.scores(pairs, run.vectors), run
+
+    async def _run(self, http: Request, model: str, body: p.PoolingFields, texts: Sequence[Text], pool: Pool) -> Run:
+        """Pools texts under the limits of every request. RequestError naming the limit or the field at fault."""
+        state, inputs = self.state, self._inputs
+        state.limits.work(len(texts), SamplingParams())
+        for text in texts:
+            if isinstance(text.prompt, str):
+                state.limits.check_text(len(text.prompt), inputs.info.max_model_len, "input")
+        priority = state.priority(body.priority, http.scope["admin"])
+        tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
+
+        def prepare() -> list[Any]:
+            return [inputs.pooling(state.llm.new_id(), text.prompt, pool, add_special_tokens=text.add_special_tokens,
+                                   priority=priority, salt=salt, tenant=tenant, keep_last=body.truncate_prompt_tokens)
+                    for text in texts]
+
+        requests = await state.llm.work.run(sum(100 + len(text.prompt) for text in texts), prepare)
+        state.limits.check_tenant(state.llm.tokens_in_flight(tenant), requests)
+        for request in requests[1:]:
+            request.follows = True
+        found: dict[str, bytes] = {}
+        await gather(http, state.llm.open(requests),
+                     lambda deltas: found.update((delta.request_id, delta.pooled or b"") for delta in deltas))
+        vectors = [vectors_of(found[request.id], pool, len(request.prompt_ids)) for request in requests]
+        return Run(http, model, vectors, sum(len(request.prompt_ids) for request in requests))
+
+    async def _answer(self, run: Run, make: Callable[[], Any]) -> Response:
+        numbers = sum(vector.size for vector in run.vectors)
+        content = await self.state.llm.work.run(numbers // 4, lambda: msgspec.json.encode(make()))
+        return Response(content, media_type="application/json")
+
+
+def _texts(given: Any, special: bool | None) -> list[Text]:
+    return [Text(prompt, special is not False) for prompt in split_prompts(given, "input")]
+
+
+def _scaling(normal: bool, dimensions: int | None) -> Callable[[Floats], Floats]:
+    return lambda vector: embedding(vector, normal, dimensions)
+
+
+def _written(vectors: Sequence[Floats], scale: Callable[[Floats], Floats], body: p.EmbeddingRequest) -> list[Any]:
+    scaled = [scale(vector) for vector in vectors]
+    if body.encoding_format == "base64":
+        return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in scaled]
+    return [vector.tolist() for vector in scaled]

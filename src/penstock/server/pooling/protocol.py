@@ -1,0 +1,169 @@
+"""The bodies and answers of the pooling routes as msgspec structs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from penstock.server.openai.protocol import MAX_ENTRIES, Count, Name, TokenId
+
+Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_ENTRIES)]
+Input = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+"""A text, token ids, or a list of either."""
+
+
+class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of all these routes."""
+
+    model: Name | None = None
+    """A served name; absent means the one model that is served."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    """Keep only this many of a text's last tokens; -1 keeps as many as fit."""
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """Lower is served first."""
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    user: Name | None = None
+    """Accepted; changes nothing."""
+
+
+class EmbeddingRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings."""
+
+    input: Input
+    encoding_format: Literal["float", "base64"] = "float"
+    """base64: of the little-endian float32 numbers."""
+    dimensions: Count | None = None
+    """Only the first numbers of each embedding, scaled to length 1 again."""
+    normalize: bool | None = None
+    """Whether embeddings are scaled to length 1; by default as the model's folder says."""
+    add_special_tokens: bool | None = None
+
+
+class PoolingRequest(EmbeddingRequest, kw_only=True, forbid_unknown_fields=True):
+    """POST /pooling."""
+
+    task: Literal["embed", "token_embed", "classify", "encode", "score"] | None = None
+    """token_embed and encode give a vector for each token."""
+
+
+class ClassifyRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /classify."""
+
+    input: Input
+    use_activation: bool | None = None
+    """false gives the logits instead of probabilities."""
+    add_special_tokens: bool | None = None
+
+
+class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /score: one text with each, or each with its counterpart."""
+
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    """Another name of text_1."""
+    documents: str | Texts | None = None
+    """Another name of text_2."""
+    instruction: str | None = None
+    """What a reranker is told about the task."""
+
+
+class Document(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    text: str
+
+
+class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /rerank, in Cohere's and Jina's form."""
+
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_ENTRIES)]
+    top_n: Annotated[int, Meta(ge=0)] | None = None
+    """Only so many of the best; by default, and with 0, all."""
+    return_documents: bool | None = None
+    """false leaves the documents' texts out."""
+    max_tokens_per_doc: None = None
+    """Cohere's; documents are not cut, so that it is refused: use truncate_prompt_tokens."""
+    instruction: str | None = None
+
+
+class PoolUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+class Embedding(msgspec.Struct):
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class Embeddings(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: PoolUsage
+    object: str = "list"
+
+
+class Pooled(msgspec.Struct):
+    index: int
+    data: list[float | list[float]] | str
+    object: str = "pooling"
+
+
+class PoolingAnswer(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Pooled]
+    usage: PoolUsage
+    object: str = "list"
+
+
+class Class(msgspec.Struct):
+    index: int
+    label: str
+    """The most probable one."""
+    probs: list[float]
+    num_classes: int
+
+
+class Classes(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Class]
+    usage: PoolUsage
+    object: str = "list"
+
+
+class Score(msgspec.Struct):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class Scores(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: PoolUsage
+    object: str = "list"
+
+
+class Ranked(msgspec.Struct):
+    index: int
+    relevance_score: float
+    document: Document | UnsetType = UNSET
+
+
+class Ranking(msgspec.Struct):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: PoolUsage

@@ -1,0 +1,69 @@
+"""Hidden states and label logits that a step reports, and their copies to the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.core.plan import Hidden, Ints, StepPlan, Want
+from penstock.layers.decoder import Decoder
+from penstock.worker.rows import Rows
+from penstock.worker.sampler import LINES
+from penstock.worker.staging import to_host
+
+Places = npt.NDArray[np.integer[Any]]
+
+REPORTS = int(Want.HIDDEN | Want.LABELS)
+
+
+class Reports:
+    """What the segments of a step report. The properties are valid once the device has computed them."""
+
+    def __init__(self, model: Decoder, hidden: torch.Tensor, plan: StepPlan, rows: Rows) -> None:
+        """`hidden`: those of all tokens of the step, [T, width]."""
+        firsts = np.cumsum(plan.counts) - plan.counts
+        states, last, total = ((plan.wants & int(want)) > 0 for want in (Want.HIDDEN, Want.LAST, Want.SUM))
+        segments, parts = list[Ints](), list[torch.Tensor]()
+
+        def report(of: Places, values: torch.Tensor) -> None:
+            segments.append(of.astype(np.int32))
+            parts.append(to_host(values.float()))
+
+        def at(places: Places) -> torch.Tensor:
+            return hidden.index_select(0, torch.from_numpy(places.astype(np.int64)).to(hidden.device))
+
+        if (each := states & ~last & ~total).any():
+            of = np.repeat(np.arange(len(plan.rows)), plan.counts)
+            places = np.flatnonzero(each[of])
+            report(of[places], at(places))
+        if (states & last).any():
+            of = np.flatnonzero(states & last)
+            report(of, at(firsts[of] + plan.counts[of] - 1))
+        if (states & total).any():
+            # One sum for each segment: its order does not depend on the other segments.
+            of = np.flatnonzero(states & total)
+            report(of, torch.stack([hidden[first:first + count].sum(0, dtype=torch.float32) for first, count in zip(
+                firsts[of].tolist(), plan.counts[of].tolist(), strict=True)]))
+        self._segments, self._parts = segments, parts
+        self._labels: list[tuple[int, torch.Tensor]] = []
+        asked = np.flatnonzero(plan.wants & int(Want.LABELS))
+        for start in range(0, len(asked), LINES):
+            some = asked[start:start + LINES]
+            logits = model.head(at(firsts[some] + plan.counts[some] - 1))
+            for segment, line in zip(some.tolist(), logits, strict=True):
+                wanted = rows.labels[int(plan.rows[segment])]
+                self._labels.append((segment, to_host(line[wanted] if wanted else line)))
+
+    @property
+    def hidden(self) -> Hidden | None:
+        if not self._parts:
+            return None
+        values = [part.numpy() for part in self._parts]
+        return Hidden(np.concatenate(self._segments), np.concatenate(values))
+
+    @property
+    def labels(self) -> list[tuple[int, npt.NDArray[np.float32]]]:
+        return [(segment, np.array(line.numpy())) for segment, line in self._labels]

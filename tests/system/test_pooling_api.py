@@ -1,0 +1,104 @@
+"""The pooling routes on a trained model, with OpenAI's client and by plain HTTP."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+
+import numpy as np
+import openai
+import pytest
+
+from tests.data import MODELS, need
+from tests.system.served import NAME, Served, error_of, served
+
+TEXTS = ["Once upon a time, there was a little girl.", "The sea is blue.", "Lily saw a cat."]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(need(MODELS / "stories260k"), "--max-model-len", "128") as server:
+        yield server
+
+
+def vectors(server: Served, **body: object) -> np.ndarray:
+    answer = server.post("/v1/embeddings", **body)
+    assert answer.status_code == 200, answer.text
+    return np.array([one["embedding"] for one in answer.json()["data"]], np.float32)
+
+
+def test_openai_client(server: Served) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    # The client asks for base64 unless told otherwise.
+    packed = client.embeddings.create(model=NAME, input=TEXTS)
+    plain = client.embeddings.create(model=NAME, input=TEXTS, encoding_format="float")
+    assert [one.index for one in packed.data] == [0, 1, 2] and packed.object == "list" and packed.model == NAME
+    for one, two in zip(packed.data, plain.data, strict=True):
+        np.testing.assert_allclose(one.embedding, two.embedding, atol=1e-6)
+        np.testing.assert_allclose(np.linalg.norm(one.embedding), 1, atol=1e-5)
+    assert packed.usage.prompt_tokens == packed.usage.total_tokens > 20
+    short = client.embeddings.create(model=NAME, input=TEXTS[0], dimensions=16).data[0].embedding
+    wanted = np.array(plain.data[0].embedding[:16])
+    np.testing.assert_allclose(short, wanted / np.linalg.norm(wanted), atol=1e-5)
+    with pytest.raises(openai.BadRequestError, match="embeddings have 64"):
+        client.embeddings.create(model=NAME, input="A", dimensions=65)
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="other", input="A")
+
+
+def test_texts_and_ids_are_the_same(server: Served) -> None:
+    ids = [server.post("/tokenize", prompt=text).json()["tokens"] for text in TEXTS]
+    wanted = vectors(server, input=TEXTS)
+    np.testing.assert_allclose(vectors(server, input=ids), wanted, atol=1e-5)
+    np.testing.assert_allclose(vectors(server, input=ids[1])[0], wanted[1], atol=1e-5)
+    np.testing.assert_allclose(vectors(server, input=TEXTS[2])[0], wanted[2], atol=1e-5)
+    [raw] = server.post("/v1/embeddings", input=TEXTS[0], encoding_format="base64").json()["data"]
+    np.testing.assert_allclose(np.frombuffer(base64.b64decode(raw["embedding"]), "<f4"), wanted[0], atol=1e-5)
+
+
+def test_pooling(server: Served) -> None:
+    tokens = server.post("/tokenize", prompt=TEXTS[1]).json()["count"]
+    [each] = server.post("/pooling", input=TEXTS[1], task="token_embed", normalize=False).json()["data"]
+    assert each["object"] == "pooling" and np.array(each["data"]).shape == (tokens, 64)
+    [last] = server.post("/v1/pooling", input=TEXTS[1]).json()["data"]
+    there = np.array(each["data"])[-1]
+    np.testing.assert_allclose(last["data"], there / np.linalg.norm(there), atol=1e-5)
+    assert "no head of labels" in error_of(server.post("/classify", input="A"))["message"]
+
+
+def test_scores(server: Served) -> None:
+    unit = vectors(server, input=TEXTS)
+    answer = server.post("/score", text_1=TEXTS[0], text_2=TEXTS).json()
+    assert [one["object"] for one in answer["data"]] == ["score"] * 3
+    np.testing.assert_allclose([one["score"] for one in answer["data"]], unit @ unit[0], atol=1e-5)
+    same = server.post("/v1/score", queries=TEXTS, documents=TEXTS).json()["data"]
+    np.testing.assert_allclose([one["score"] for one in same], 1, atol=1e-5)
+    assert error_of(server.post("/score", text_1=TEXTS[:2], text_2=TEXTS))["param"] == "text_1"
+    assert error_of(server.post("/score", text_1="A"))["param"] == "text_2"
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_rerank(server: Served, path: str) -> None:
+    unit = vectors(server, input=TEXTS)
+    scores = unit @ unit[1]
+    order = np.argsort(-scores).tolist()
+    found = server.post(path, model=NAME, query=TEXTS[1], documents=[TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]).json()
+    assert [one["index"] for one in found["results"]] == order and order[0] == 1
+    np.testing.assert_allclose([one["relevance_score"] for one in found["results"]], scores[order], atol=1e-5)
+    assert found["results"][0]["document"] == {"text": TEXTS[1]} and found["usage"]["total_tokens"] > 0
+    best = server.post(path, query=TEXTS[1], documents=TEXTS, top_n=1, return_documents=False).json()["results"]
+    assert len(best) == 1 and best[0]["index"] == 1 and "document" not in best[0]
+
+
+def test_refusals(server: Served) -> None:
+    long = "once upon a time " * 100
+    assert error_of(server.post("/v1/embeddings", input=long))["code"] == "context_length_exceeded"
+    cut = vectors(server, input=long, truncate_prompt_tokens=20)
+    ids = server.post("/tokenize", prompt=long).json()["tokens"][-20:]
+    np.testing.assert_allclose(cut[0], vectors(server, input=ids)[0], atol=1e-5)
+    assert error_of(server.post("/v1/embeddings", input=[]))["param"] == "input"
+    assert error_of(server.post("/v1/embeddings", input=["a", 1]))["param"] == "input"
+    assert error_of(server.post("/v1/embeddings", input=[10**6]))["code"] == "invalid_value"
+    assert error_of(server.post("/v1/embeddings", input="a", encoding_format="int8"))["param"] == "encoding_format"
+    assert error_of(server.post("/v1/embeddings", input="a", colour="red"))["code"] == "unknown_parameter"
+    assert server.settle()["penstock:requests_live"] == 0
