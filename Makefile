@@ -1,7 +1,7 @@
 # Penstock's commands. Each sets up what it needs first; once that is done it costs nothing.
 #
 #   make serve [MODEL=<folder or hub id>] [ARGS="--port 8001 ..."]      without MODEL: canary, the small model that comes with it
-#   make test  [ARGS="tests/unit -x"]         without the tests marked exhaustive
+#   make test  [ARGS="tests/unit -x"]         without the tests marked exhaustive; a process for each core (ARGS="-n 0": one)
 #   make test-all [ARGS=...]                  with them
 #   make lint, make mutants, make bench       style and types; do the tests find known faults; the standing measurements
 #
@@ -13,6 +13,8 @@ export TORCH
 BIN := $(VENV)/bin
 SERVING := $(VENV)/.ready-to-serve
 DEVELOPING := $(VENV)/.ready-to-develop
+# Files are not divided, because their tests share servers and models.
+PARALLEL := -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve hostile test test-all mutants lint bench clean
@@ -26,10 +28,10 @@ serve: $(SERVING)
 	exec $(BIN)/penstock serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 test: $(DEVELOPING)
-	$(BIN)/python -m pytest -m "not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive" $(ARGS)
 
 test-all: $(DEVELOPING)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 # Ten minutes of hostile clients beside a well-behaved one, then 50 signals under 64 streams; prints what it measured.
 hostile: $(DEVELOPING)

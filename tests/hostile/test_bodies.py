@@ -71,6 +71,7 @@ def send(server: Served, path: str, body: bytes) -> httpx.Response:
     return server.http.post(path, content=body, headers={"Content-Type": "application/json"})
 
 
+@pytest.mark.serial
 def test_generated_bodies(server: Served) -> None:
     """Each list and string of the schema at its limit, one above, and much more; here up to 60 kB."""
     document = server.http.get("/openapi.json").json()
@@ -112,6 +113,7 @@ def nested(depth: int) -> Any:
     return found
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_bodies(server: Served, name: str) -> None:
     path, body, status = KNOWN[name]
@@ -143,6 +145,7 @@ def test_large_numbers_are_bad_requests(server: Served) -> None:
     server.settle()
 
 
+@pytest.mark.serial
 def test_sent_and_hung_up(server: Served) -> None:
     """Twenty long requests are sent and given up; a short one behind them does not wait for their work."""
     body = json.dumps({"prompt": "many words " * 90_000, "return_token_strs": True}).encode()

@@ -71,6 +71,7 @@ def test_headers_are_bounded(server: Served) -> None:
     assert server.resident() < memory + (16 << 20)
 
 
+@pytest.mark.serial
 def test_each_phase_ends(server: Served) -> None:
     """Silence, half a head that drips, half a body: each is closed after its time; 408 says which flag."""
     def drip(connection: socket.socket) -> None:

@@ -87,6 +87,7 @@ async def send_and_give_up(server: Served, count: int, seed: int) -> None:
         await asyncio.gather(*(one(client) for _ in range(count)))
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_noticed(fake: Served, stream: bool) -> None:
     """The engine stops working for it within 50 ms or so; here within 250, beside whatever else this machine does."""
@@ -152,6 +153,7 @@ def test_a_full_queue(fake: Served) -> None:
     assert fake.complete(prompt=[1], max_tokens=2)
 
 
+@pytest.mark.serial
 def test_headers_come_when_a_request_is_admitted(fake: Served) -> None:
     """Before the first token, so that a client knows that it is served and nobody on the way times out."""
     for path, body in (("/v1/completions", {"prompt": [LATE]}), ("/v1/completions", {"prompt": [[LATE], [LATE]], "n": 2})):

@@ -75,6 +75,7 @@ def test_the_measure() -> None:
     assert auc([1, 2], [3, 4]) == 1.0 and auc([3, 4], [1, 2]) == 0.0 and auc([1, 1], [1, 1]) == 0.5
 
 
+@pytest.mark.serial
 def test_without_isolation_the_attack_works() -> None:
     """Else the other test could not fail."""
     with served(need(MODELS / "stories260k"), *KEYS, "--cache-isolation", "none") as server:
@@ -84,6 +85,7 @@ def test_without_isolation_the_attack_works() -> None:
         assert attack.reuse(10) > 0.95
 
 
+@pytest.mark.serial
 @pytest.mark.slow
 def test_with_isolation_nothing_is_learnt() -> None:
     with served(need(MODELS / "stories260k"), *KEYS) as server:

@@ -276,6 +276,7 @@ def test_a_drain_has_an_end() -> None:
         assert "shutting_down" in lines[-2]
 
 
+@pytest.mark.serial
 def test_a_second_signal_ends_at_once() -> None:
     with served(need(STORIES), engine=FAKE) as server:
         engine = server.engine_pid

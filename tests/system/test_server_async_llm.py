@@ -90,6 +90,7 @@ def test_generate() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.serial
 def test_long_texts_do_not_stop_the_loop() -> None:
     """While a text of a megabyte is tokenized, the loop goes on."""
 

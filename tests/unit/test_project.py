@@ -41,6 +41,7 @@ def test_the_order_of_imports_is_kept() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("command", [["-c", "import penstock"], ["-m", "penstock", "--help"],
                                      ["-m", "penstock", "serve", "--help"]])
 def test_starting_costs_nothing(command: list[str]) -> None:

@@ -7,6 +7,7 @@ Owns the compiler command, the cache of built libraries and the prototypes of th
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -15,7 +16,9 @@ import shlex
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -109,8 +112,8 @@ def build(isa: InstructionSet) -> Path:
 
 
 def compiled(name: str, sources: Path, extra: tuple[str, ...] = ()) -> Path:
-    """Path of the library made of the C++ files of a folder, with `extra` options for the compiler. Safe to run in several
-    processes at once: each compiles aside, the last rename stands. BuildError if it cannot be built."""
+    """Path of the library made of the C++ files of a folder, with `extra` options for the compiler. In several processes at
+    once, the first compiles and the others wait for it. BuildError if it cannot be built."""
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     options = (*_FLAGS, *extra, *shlex.split(os.environ.get("CXXFLAGS", "")))
     files = sorted(sources.glob("*.cpp"))
@@ -121,8 +124,30 @@ def compiled(name: str, sources: Path, extra: tuple[str, ...] = ()) -> Path:
     target = folder / f"{name}-{key.hexdigest()[:24]}.so"
     if target.exists():
         return target
-    log.info("compiling %s (once; kept in %s)", name, folder)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
+    with _locked(folder):
+        if not target.exists():
+            log.info("compiling %s (once; kept in %s)", name, folder)
+            _compile(compiler, options, files, target)
+    return target
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock. Where its file system has no locks, several processes compile the same, which is only slower."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked process may have it open as well
+        os.close(descriptor)
+
+
+def _compile(compiler: list[str], options: tuple[str, ...], files: list[Path], target: Path) -> None:
+    """Makes `target` of the files. It appears whole, by a rename."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
         objects = [Path(work) / (file.stem + ".o") for file in files]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(lambda pair: _run([*compiler, *options, "-c", str(pair[0]), "-o", str(pair[1])]),
@@ -130,7 +155,6 @@ def compiled(name: str, sources: Path, extra: tuple[str, ...] = ()) -> Path:
         made = Path(work) / target.name
         _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made)])
         made.replace(target)
-    return target
 
 
 @cache

@@ -95,6 +95,7 @@ def test_files_that_change_meanwhile_have_no_identity(tmp_path: Path, caplog: py
     assert gone.failed
 
 
+@pytest.mark.serial
 def test_nobody_waits_for_it(tmp_path: Path) -> None:
     """Creating and starting take no longer for more bytes; random weights are known by their seed at once."""
     write(tmp_path, bytes(200 << 20))

@@ -298,6 +298,7 @@ class Slow:
         self._store.write(name, parts)
 
 
+@pytest.mark.serial
 def test_a_slow_disk_delays_nobody_else(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.tiers.offer([rig.fill(i, i) for i in range(2)], leaving=False)
@@ -329,6 +330,7 @@ def test_a_slow_disk_delays_nobody_else(tmp_path: Path) -> None:
     slow.close()
 
 
+@pytest.mark.serial
 def test_who_ends_does_not_wait_for_all_that_is_to_be_written(tmp_path: Path) -> None:
     rig = Rig(tmp_path, slabs=240, wrap=lambda store: Slow(store, 0.05))  # type: ignore[arg-type, return-value]
     for number in range(60):
