@@ -16,6 +16,7 @@ from penstock.engine.async_llm import AsyncLLM
 from penstock.observe.log import LOG
 from penstock.server.access import AccessLog
 from penstock.server.admin import Admin
+from penstock.server.anthropic.dialect import Anthropic
 from penstock.server.dialect import Dialect, ErrorShapes
 from penstock.server.docs import docs_page
 from penstock.server.errors import on_client_gone, on_http_exception, on_request_error
@@ -35,7 +36,7 @@ class Application:
         self.app = FastAPI(title="Penstock", version=penstock.__version__, openapi_url="/openapi.json", docs_url=None,
                            redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
         # The first dialect shapes the errors of unknown paths.
-        dialects: list[Dialect] = [OpenAI(self.state), Pooling(self.state)]
+        dialects: list[Dialect] = [OpenAI(self.state), Pooling(self.state), Anthropic(self.state)]
         admin = Admin(self.state)
         routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes()]
         # Plain routes: the bodies are decoded by msgspec, so FastAPI's own machinery has nothing to do.

@@ -100,7 +100,8 @@ class Gate:
 
     def _refusal(self, key: bytes, path: str) -> RequestError | None:
         if self.keys and not _among(key, self.keys):
-            return RequestError("a valid key is needed: send Authorization: Bearer KEY", code="invalid_api_key", status=401)
+            return RequestError("a valid key is needed: send Authorization: Bearer KEY, or x-api-key: KEY",
+                                code="invalid_api_key", status=401)
         if path not in ADMIN_ROUTES or len(self.keys) < 2 or _among(key, self.admin_keys):
             return None
         need = "send one of its --admin-api-key" if self.admin_keys else "start the server with --admin-api-key"
@@ -129,8 +130,9 @@ def _is_numeric(origin: str) -> bool:
 
 
 def _key(headers: dict[bytes, bytes]) -> bytes:
+    """The request's key, by HTTP's header or, as Anthropic's clients send it, by x-api-key."""
     kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if kind.lower() == b"bearer" else b""
+    return key.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
 def _among(key: bytes, known: Iterable[bytes]) -> bool:

@@ -11,7 +11,7 @@ from penstock.core.errors import RequestError
 from penstock.engine.async_llm import Stream
 from penstock.engine.outputs import Delta
 from penstock.engine.work import Workers
-from penstock.server.openai import respond
+from penstock.server import respond
 
 
 class FakeLLM:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -24,9 +24,9 @@ from penstock.server.openai.messages import choose, ignored, render
 from penstock.server.openai.prepare import prepare
 from penstock.server.openai.protocol import ChatRequest, ToolChoice
 from penstock.server.openai.reading import AnswerMessage, ChunkDelta, Flags, Reading, forced, offered, strict
-from penstock.server.openai.respond import event, respond
 from penstock.server.openai.sampling import check_stream, sampling_params
 from penstock.server.openai.structured import structure_of
+from penstock.server.respond import event, respond
 from penstock.server.state import State
 
 
@@ -153,6 +153,22 @@ class ChatAnswer:
         return answer
 
 
+class Prepared(NamedTuple):
+    """A conversation that is ready for the engine."""
+
+    model: str
+    """The served name by which it was asked."""
+    request: EngineRequest
+    prompt: str
+    """The prompt's text, as the template wrote it."""
+    tools: list[dict[str, Any]]
+    """Those that the model may call."""
+
+    def parser(self, state: State) -> Parser:
+        """A parser for an answer."""
+        return state.llm.inputs.parser(self.prompt, self.tools)
+
+
 class Chat:
     """The endpoint."""
 
@@ -166,39 +182,44 @@ class Chat:
 
     async def answer(self, http: Request, body: ChatRequest) -> Response:
         """Answers a request whose body was read."""
-        state = self.state
-        model = state.admit(body.model)
-        check(body)
-        prompt = await render(state.llm, body, state.options.trust_request_chat_template, http.scope["body_bytes"])
-        note_ignored(http, ignored(choose(state.llm.template, body.chat_template, True), body))
-        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = sampling_params(body, state.llm.inputs.defaults, limit, logprobs)
-        tools = offered(body)
-        budget = body.max_thinking_tokens if body.max_thinking_tokens is not None else body.thinking_token_budget
-        must, inputs = forced(body), state.llm.inputs
-        held = not must and params.structured_outputs is None and (
-            strict(body, tools) or (inputs.constrain_tools and bool(tools)))
-        if budget is not None or params.structured_outputs is not None or must:
-            params = params.replace(**inputs.thinking(prompt.text, budget))
-        if held and params.reasoning_end_ids:
-            raise RequestError("max_thinking_tokens cannot be honoured beside calls that are constrained once they have begun "
-                               "(strict tools, --constrain-tools); leave it out, or send tool_choice required",
-                               param="max_thinking_tokens", code="unsupported_parameter")
-        if must or held:
-            grammar = await state.llm.work.run(len(prompt.text), lambda: (inputs.forced if must else inputs.held)(
-                tools, body.parallel_tool_calls is not False and not _named(body)))
-            params = params.replace(grammar=grammar)
-        try:
-            # A template writes its own special tokens.
-            [request] = await prepare(state, http, [prompt], params, body, add_special_tokens=bool(body.add_special_tokens),
-                                      parsed=True)
-        except RequestError as error:
-            raise in_terms_of_chat(error, body) from None
-        answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", model, request, body,
-                            namer(state, body), lambda: state.llm.inputs.parser(prompt.text, tools),
-                            fingerprint(state.llm.info))
-        return await respond(http, state.llm.open([request]), answer, bool(body.stream))
+        state, ready = self.state, await prepared(self.state, http, body)
+        answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", ready.model, ready.request, body,
+                            namer(state, body), lambda: ready.parser(state), fingerprint(state.llm.info))
+        return await respond(http, state.llm.open([ready.request]), answer, bool(body.stream))
+
+
+async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
+    """Renders and checks a conversation, for every dialect that has conversations. RequestError for what cannot be
+    honoured."""
+    model = state.admit(body.model)
+    check(body)
+    prompt = await render(state.llm, body, state.options.trust_request_chat_template, http.scope["body_bytes"])
+    note_ignored(http, ignored(choose(state.llm.template, body.chat_template, True), body))
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(body, state.llm.inputs.defaults, limit, logprobs)
+    tools = offered(body)
+    budget = body.max_thinking_tokens if body.max_thinking_tokens is not None else body.thinking_token_budget
+    must, inputs = forced(body), state.llm.inputs
+    held = not must and params.structured_outputs is None and (
+        strict(body, tools) or (inputs.constrain_tools and bool(tools)))
+    if budget is not None or params.structured_outputs is not None or must:
+        params = params.replace(**inputs.thinking(prompt.text, budget))
+    if held and params.reasoning_end_ids:
+        raise RequestError("max_thinking_tokens cannot be honoured beside calls that are constrained once they have begun "
+                           "(strict tools, --constrain-tools); leave it out, or send tool_choice required",
+                           param="max_thinking_tokens", code="unsupported_parameter")
+    if must or held:
+        grammar = await state.llm.work.run(len(prompt.text), lambda: (inputs.forced if must else inputs.held)(
+            tools, body.parallel_tool_calls is not False and not _named(body)))
+        params = params.replace(grammar=grammar)
+    try:
+        # A template writes its own special tokens.
+        [request] = await prepare(state, http, [prompt], params, body, add_special_tokens=bool(body.add_special_tokens),
+                                  parsed=True)
+    except RequestError as error:
+        raise in_terms_of_chat(error, body) from None
+    return Prepared(model, request, prompt.text, tools)
 
 
 def _named(body: ChatRequest) -> bool:

@@ -20,8 +20,8 @@ from penstock.server.openai.echo import Echo, Offsets, echo
 from penstock.server.openai.logprobs import Namer, completion_logprobs, namer, prompt_entries
 from penstock.server.openai.prepare import prepare
 from penstock.server.openai.protocol import CompletionRequest
-from penstock.server.openai.respond import event, respond
 from penstock.server.openai.sampling import check_stream, sampling_params
+from penstock.server.respond import event, respond
 from penstock.server.state import State
 from penstock.text import Tokenizer
 

@@ -33,8 +33,8 @@ from penstock.server.dialect import Route
 from penstock.server.openai.completions import split_prompts
 from penstock.server.openai.errors import error_body, explain_field
 from penstock.server.openai.harmless import IGNORED
-from penstock.server.openai.respond import gather
 from penstock.server.pooling import protocol as p
+from penstock.server.respond import gather
 from penstock.server.state import State
 
 

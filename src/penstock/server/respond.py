@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -41,6 +41,21 @@ def event(value: Any) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
+class Wire(NamedTuple):
+    """How a dialect's stream is written, besides its events."""
+
+    media_type: str = "text/event-stream"
+    keep_alive: bytes = KEEP_ALIVE
+    """Sent while no event is due."""
+    done: bytes = DONE
+    """Ends the stream."""
+    failed: Callable[[Any], bytes] = event
+    """The event of an error's body."""
+
+
+SSE = Wire()
+
+
 class Answer(Protocol):
     """Builds the content of one response, streamed or not."""
 
@@ -49,7 +64,7 @@ class Answer(Protocol):
         ...
 
     def last_events(self) -> bytes:
-        """Events after the last delta, without [DONE]."""
+        """Events after the last delta, without the stream's end."""
         ...
 
     def add(self, deltas: list[Delta]) -> None:
@@ -73,7 +88,7 @@ async def gather(request: Request, stream: Stream, add: Callable[[list[Delta]], 
         stream.close()
 
 
-async def respond(request: Request, stream: Stream, answer: Answer, streaming: bool) -> Response:
+async def respond(request: Request, stream: Stream, answer: Answer, streaming: bool, wire: Wire = SSE) -> Response:
     """The response to `request`. A streamed one starts once the engine has admitted the request; until then errors have a
     status of their own."""
     if streaming:
@@ -81,7 +96,7 @@ async def respond(request: Request, stream: Stream, answer: Answer, streaming: b
         request.scope["stream"] = stream
         try:
             await stream.admitted()
-            return EventStream(stream, answer, watch)
+            return EventStream(stream, answer, watch, wire)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except BaseException:
@@ -121,14 +136,13 @@ async def _close_when_gone(receive: Receive, stream: Stream) -> None:
 class EventStream(Response):
     """Server-sent events. Everything that is ready goes out in one write; a slow reader gets fewer, larger events."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, stream: Stream, answer: Answer, watch: asyncio.Task[None]) -> None:
-        super().__init__(headers=SSE_HEADERS)
+    def __init__(self, stream: Stream, answer: Answer, watch: asyncio.Task[None], wire: Wire = SSE) -> None:
+        super().__init__(headers=SSE_HEADERS, media_type=wire.media_type)
         del self.headers["content-length"]
         self._stream = stream
         self._answer = answer
         self._watch = watch
+        self._wire = wire
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -138,9 +152,9 @@ class EventStream(Response):
             except ClientDisconnect:
                 return
             except (RequestError, EngineDeadError) as error:
-                body = event(scope["error_shape"](as_request_error(error)))
+                body = self._wire.failed(scope["error_shape"](as_request_error(error)))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await send({"type": "http.response.body", "body": self._wire.done, "more_body": False})
         finally:
             self._watch.cancel()
             self._stream.close()
@@ -152,7 +166,7 @@ class EventStream(Response):
                 deltas = await self._stream.next(KEEP_ALIVE_SECONDS)
             except StopAsyncIteration:
                 break
-            body = await self._events(deltas) if deltas else KEEP_ALIVE
+            body = await self._events(deltas) if deltas else self._wire.keep_alive
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         body = answer.last_events()

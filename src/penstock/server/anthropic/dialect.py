@@ -1,0 +1,223 @@
+"""Anthropic's API as a dialect: /v1/messages, whole and as events, /v1/messages/count_tokens, and the shape of its errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core.errors import RequestError
+from penstock.core.request import Request as EngineRequest
+from penstock.engine.outputs import Delta
+from penstock.server.answer import json_response
+from penstock.server.anthropic import protocol as a
+from penstock.server.anthropic.convert import chat_request
+from penstock.server.blocks import Block, Blocks, Change
+from penstock.server.body import BodyReader
+from penstock.server.dialect import Route
+from penstock.server.ignored import note_ignored
+from penstock.server.openai.chat import prepared
+from penstock.server.openai.messages import render
+from penstock.server.openai.protocol import ChatRequest
+from penstock.server.respond import Wire, respond
+from penstock.server.state import State
+
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+         408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+"""Anthropic's error types by HTTP status."""
+
+_ENDS = {"length": "max_tokens", "stop": "end_turn", "abort": "end_turn"}
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """One server-sent event, named by its type."""
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), msgspec.json.encode(value))
+
+
+WIRE = Wire(keep_alive=named_event({"type": "ping"}), done=b"", failed=named_event)
+
+
+class Anthropic:
+    """The dialect over one server's state."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.bodies = BodyReader(state.limits, state.llm.work, _explain_field, lenient=state.options.unknown_fields == "warn")
+
+    def routes(self) -> Sequence[Route]:
+        return (
+            Route("POST", "/v1/messages", self.post, "Answer a conversation, in Anthropic's form", a.MessagesRequest, True,
+                  answer=a.Answer),
+            Route("POST", "/v1/messages/count_tokens", self.count, "Count the tokens of a conversation", a.CountRequest,
+                  answer=a.Counted),
+        )
+
+    def error_body(self, error: RequestError) -> Any:
+        kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+    async def post(self, http: Request) -> Response:
+        """Answers one conversation."""
+        body = await self.bodies.read(http, a.MessagesRequest)
+        self.state.admit(body.model)
+        chat = self._chat(http, body)
+        thinking = body.thinking
+        if thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
+            ready = await self._budgeted(http, chat, thinking.budget_tokens)
+        else:
+            ready = await prepared(self.state, http, chat)
+        answer = MessageAnswer(f"msg_{http.scope['request_id']}", ready.model, ready.request,
+                               Blocks(ready.parser(self.state), chat.parallel_tool_calls is False),
+                               thinking is None or (thinking.type != "disabled" and thinking.display != "omitted"))
+        return await respond(http, self.state.llm.open([ready.request]), answer, bool(body.stream), WIRE)
+
+    async def _budgeted(self, http: Request, chat: ChatRequest, budget: int) -> Any:
+        """A request whose thinking has a limit, where that can be enforced; the answer's headers say where it cannot."""
+        try:
+            return await prepared(self.state, http, msgspec.structs.replace(chat, max_thinking_tokens=budget))
+        except RequestError as error:
+            if error.param != "max_thinking_tokens":
+                raise
+        note_ignored(http, ["thinking.budget_tokens"])
+        return await prepared(self.state, http, chat)
+
+    async def count(self, http: Request) -> Response:
+        """The number of tokens that the prompt of a conversation has."""
+        body, state = await self.bodies.read(http, a.CountRequest), self.state
+        state.admit(body.model)
+        chat = self._chat(http, body)
+        text = (await render(state.llm, chat, False, http.scope["body_bytes"])).text
+        tokenizer, info = state.llm.tokenizer, state.llm.info
+        assert tokenizer is not None and info is not None, "there was a template"
+        state.limits.check_text(len(text), info.max_model_len)
+        found = await state.llm.work.run(len(text), lambda: len(tokenizer.encode(text, False)))
+        return json_response(a.Counted(found))
+
+    def _chat(self, http: Request, body: a.PromptFields) -> ChatRequest:
+        for name in ("metadata", "service_tier"):
+            if getattr(body, name, None) is not None:
+                note_ignored(http, [name])
+        try:
+            return chat_request(body)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"the request has no meaning here: {error}", code="invalid_value") from None
+
+
+class MessageAnswer:
+    """Builds the answer to one request from deltas."""
+
+    def __init__(self, answer_id: str, model: str, request: EngineRequest, blocks: Blocks, thinking: bool) -> None:
+        """`thinking`: whether thinking is shown."""
+        self.id = answer_id
+        self.model = model
+        self.request = request
+        self.blocks = blocks
+        self.thinking = thinking
+        self.output_tokens = 0
+        self.cached = 0
+        self.end: Delta | None = None
+        self._started = False
+        self._places: dict[int, int] = {}
+        """Index of each shown block in the answer."""
+
+    # -- streamed
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        parts: list[bytes] = []
+        for delta in deltas:
+            changes = self._take(delta)
+            if not self._started:
+                self._started = True
+                start = a.Answer(self.id, self.model, [], None, None, self._usage(0))
+                parts.append(named_event({"type": "message_start", "message": msgspec.to_builtins(start)}))
+            parts += [named_event(found) for change in changes for found in self._change(change)]
+        return b"".join(parts)
+
+    def _change(self, change: Change) -> Iterable[dict[str, Any]]:
+        block = change.block
+        if block.kind == "reasoning" and not self.thinking:
+            return
+        if change.what == "begin":
+            index = self._places[block.index] = len(self._places)
+            empty = msgspec.to_builtins(_shown(Block(0, block.kind, block.id, block.name)))
+            yield {"type": "content_block_start", "index": index, "content_block": empty}
+            return
+        index = self._places[block.index]
+        if change.what == "add":
+            kind, field = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
+                           "call": ("input_json_delta", "partial_json")}[block.kind]
+            yield {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: change.text}}
+            return
+        if block.kind == "reasoning":
+            yield {"type": "content_block_delta", "index": index, "delta": {"type": "signature_delta", "signature": ""}}
+        yield {"type": "content_block_stop", "index": index}
+
+    def last_events(self) -> bytes:
+        reason, sequence = self._stop()
+        return named_event({"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": sequence},
+                            "usage": msgspec.to_builtins(self._usage(self.output_tokens))}) + \
+            named_event({"type": "message_stop"})
+
+    # -- whole
+
+    def add(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self._take(delta)
+
+    def whole(self) -> a.Answer:
+        shown = [_shown(block) for block in self.blocks.all
+                 if not block.failed and (block.kind != "reasoning" or self.thinking)]
+        return a.Answer(self.id, self.model, shown, *self._stop(), self._usage(self.output_tokens))
+
+    # -- both
+
+    def _take(self, delta: Delta) -> list[Change]:
+        self.output_tokens += len(delta.token_ids)
+        self.cached = delta.cached_tokens or self.cached
+        if delta.finish_reason is not None:
+            self.end = delta
+        return self.blocks.push(delta.text, delta.finish_reason is not None)
+
+    def _stop(self) -> tuple[str | None, str | None]:
+        """(stop_reason, stop_sequence)"""
+        end = self.end
+        if end is None:
+            return None, None
+        if end.finish_reason == "stop" and self.blocks.calls:
+            return "tool_use", None
+        if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
+            return "stop_sequence", end.stop_reason
+        return _ENDS.get(end.finish_reason or "", "end_turn"), None
+
+    def _usage(self, output_tokens: int) -> a.Usage:
+        marked = max((span.upto for span in self.request.retain), default=0)
+        prompt = len(self.request.prompt_ids)
+        created = max(0, min(marked, prompt) - self.cached)
+        return a.Usage(prompt - self.cached - created, output_tokens, created, self.cached)
+
+
+def _shown(block: Block) -> a.AnswerBlock:
+    if block.kind == "text":
+        return a.AnswerBlock("text", text=block.text)
+    if block.kind == "reasoning":
+        return a.AnswerBlock("thinking", thinking=block.text, signature="")
+    return a.AnswerBlock("tool_use", id=block.id, name=block.name, input=_object(block.text))
+
+
+def _object(arguments: str) -> Any:
+    try:
+        return json.loads(arguments) if arguments else {}
+    except ValueError:
+        # Cut off by the answer's end.
+        return {}
+
+
+def _explain_field(where: str, text: str) -> RequestError | str:
+    field = where.partition(".")[0].partition("[")[0]
+    if field in a.WHY_REFUSED:
+        return RequestError(f"{field} cannot be honoured: {a.WHY_REFUSED[field]}", param=field, code="unsupported_parameter")
+    return text

@@ -1,0 +1,101 @@
+"""An answer as a row of blocks, one after another: reasoning, text and calls, as the APIs beside OpenAI's chat show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from penstock.dialects.message import Arguments, CallBegins, CallEnds, CallFails, Content, Event, ReasoningText
+from penstock.dialects.parser import Parser
+
+Kind = Literal["text", "reasoning", "call"]
+
+
+@dataclass(slots=True)
+class Block:
+    """One block, as far as it has come."""
+
+    index: int
+    kind: Kind
+    id: str = ""
+    name: str = ""
+    text: str = ""
+    """For a call its arguments, as JSON text."""
+    failed: bool = False
+    """A call that turned out malformed: it is none, and its text follows as text."""
+
+
+class Change(NamedTuple):
+    """What happens to a block: it begins, grows by `text`, or ends."""
+
+    what: Literal["begin", "add", "end"]
+    block: Block
+    text: str = ""
+
+
+class Blocks:
+    """The blocks of one answer, read by its parser."""
+
+    def __init__(self, parser: Parser, one_call: bool = False) -> None:
+        """`one_call`: calls after the first are left out."""
+        self.all: list[Block] = []
+        self._parser = parser
+        self._one_call = one_call
+        self._open: Block | None = None
+        self._calls: dict[int, Block] = {}
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.all if block.kind == "call" and not block.failed]
+
+    def push(self, text: str, ended: bool) -> list[Change]:
+        """What this text makes certain. With `ended` the answer is over, and so is its last block."""
+        events = self._parser.push(text)
+        if ended:
+            events = [*events, *self._parser.finish()]
+        changes: list[Change] = []
+        for event in events:
+            self._take(event, changes)
+        if ended:
+            self._close(changes)
+        return changes
+
+    def _take(self, event: Event, changes: list[Change]) -> None:
+        match event:
+            case Content(text):
+                self._grow("text", text, changes)
+            case ReasoningText(text):
+                self._grow("reasoning", text, changes)
+            case CallBegins(number, call_id, name) if not (self._one_call and self.calls):
+                self._close(changes)
+                self._calls[number] = self._begin(Block(len(self.all), "call", call_id, name), changes)
+            case Arguments(number, text) if number in self._calls and text:
+                self._calls[number].text += text
+                changes.append(Change("add", self._calls[number], text))
+            case CallEnds(number) if self._calls.get(number) is self._open:
+                self._close(changes)
+            case CallFails(number) if number in self._calls:
+                self._calls[number].failed = True
+                if self._calls.pop(number) is self._open:
+                    self._close(changes)
+
+    def _grow(self, kind: Kind, text: str, changes: list[Change]) -> None:
+        if not text:
+            return
+        if self._open is None or self._open.kind != kind:
+            self._close(changes)
+            self._begin(Block(len(self.all), kind), changes)
+        assert self._open is not None
+        self._open.text += text
+        changes.append(Change("add", self._open, text))
+
+    def _begin(self, block: Block, changes: list[Change]) -> Block:
+        self.all.append(block)
+        self._open = block
+        changes.append(Change("begin", block))
+        return block
+
+    def _close(self, changes: list[Change]) -> None:
+        if self._open is not None:
+            changes.append(Change("end", self._open))
+            self._open = None
