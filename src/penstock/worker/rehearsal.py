@@ -19,6 +19,7 @@ from penstock.layers.spec import ModelSpec
 from penstock.layers.step import GroupStep, StateView, Step
 from penstock.ops.attention import AttentionOps, Span
 from penstock.ops.compile import Job, recording
+from penstock.ops.experts import ExpertsOps
 from penstock.ops.gpu import Chip
 from penstock.ops.registry import Kernels
 from penstock.ops.sample import WIDTH
@@ -63,6 +64,13 @@ class _Silent(AttentionOps):
         return torch.empty_like(q)
 
 
+class _SilentExperts(ExpertsOps):
+    """The same for mixtures of experts."""
+
+    def apply(self, x: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
+        return torch.empty_like(x)
+
+
 def _silent(q: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
     return torch.empty_like(q)
 
@@ -72,6 +80,8 @@ def _without_values(kernels: Kernels) -> Kernels:
     kernels = copy.copy(kernels)
     if not kernels.chosen["attention"].capturable:
         kernels.attention = _Silent()
+    if not kernels.chosen["experts"].capturable:
+        kernels.experts = _SilentExperts()
     if not kernels.chosen["rope_write"].capturable:
         kernels.rope_write = _silent
     return kernels

@@ -1,0 +1,337 @@
+"""The Triton kernels of mixtures of experts. `ops/experts_triton.py` decides which serve, and launches them.
+
+A pick is a place in the flattened picks [T * K]: number a is the (a % K)-th of token a // K. A stack is [E, n, k], contiguous;
+where it is gated, n = 2 F rows, gates first. Inner results are kept by pick or, where picks are sorted, by place in the order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.ops.activation_kernel import activate
+
+
+@triton.jit
+def _gate(x, z, dtype: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr):
+    """ops/experts.py::Glu of gates x and ups z. Sums are rounded to `dtype` first, so that fused and separate results agree."""
+    x = x.to(dtype).to(tl.float32)
+    z = z.to(dtype).to(tl.float32)
+    if limit > 0:
+        x = tl.minimum(x, limit)
+        z = tl.minimum(tl.maximum(z, -limit), limit)
+    if alpha != 1.0:
+        x = activate(x * alpha, kind) / alpha
+    else:
+        x = activate(x, kind)
+    return x * (z + shift)
+
+
+@triton.jit
+def picked(x, weight, bias, out, picks, scales, n, k, stride, count: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr,
+           stages: tl.constexpr, even: tl.constexpr, ahead: tl.constexpr, gated: tl.constexpr, kind: tl.constexpr,
+           alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr):
+    """GEMV for each pick, without tensor cores. Grid: (blocks of `wide` outputs, picks).
+
+    Gated: x is the tokens' [T, k], out [T * K, n] by pick. Else x is [T * K, k] by pick, and out is x's product times scales.
+    The first `ahead` blocks of the weight are loaded before the wait for the kernel that writes x; the picks are older.
+    """
+    pick = tl.program_id(1)
+    if linked and gated:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(picks + pick)
+    rows = tl.program_id(0) * wide + tl.arange(0, wide)
+    columns = tl.arange(0, deep)
+    kept = tl.minimum(rows, n - 1)
+    parts: tl.constexpr = 2 if gated else 1
+    base = tl.maximum(expert, 0).to(tl.int64) * n * parts
+    at = weight + (base + kept)[:, None] * k + columns[None, :]
+    beside = at + tl.cast(n, tl.int64) * k
+    first = ()
+    for i in tl.static_range(ahead):
+        first = first + (tl.load(at + i * deep),)  # noqa: RUF005 (Triton has no starred expressions)
+    if linked and not gated:
+        gdc_wait()
+        gdc_launch_dependents()
+    if expert < 0:
+        return
+    row = (pick // count if gated else pick).to(tl.int64)
+    scale = tl.load(scales + pick)
+    v = x + row * stride + columns
+    total = tl.zeros((wide, deep), tl.float32)
+    other = tl.zeros((wide, deep), tl.float32)
+    for i in tl.static_range(ahead):
+        total += first[i].to(tl.float32) * tl.load(v + i * deep).to(tl.float32)[None, :]
+    for start in tl.range(ahead * deep, k, deep, num_stages=stages):
+        if even:
+            a = tl.load(v + start)
+            w = tl.load(at + start)
+            if gated:
+                u = tl.load(beside + start)
+        else:
+            mask = start + columns < k
+            a = tl.load(v + start, mask=mask, other=0.0)
+            w = tl.load(at + start, mask=mask[None, :], other=0.0)
+            if gated:
+                u = tl.load(beside + start, mask=mask[None, :], other=0.0)
+        if inward and gated:
+            a = (a.to(tl.float32) * scale).to(x.dtype.element_ty)
+        total += w.to(tl.float32) * a.to(tl.float32)[None, :]
+        if gated:
+            other += u.to(tl.float32) * a.to(tl.float32)[None, :]
+    y = tl.sum(total, 1)
+    if bias is not None:
+        y += tl.load(bias + base + kept).to(tl.float32)
+    if gated:
+        z = tl.sum(other, 1)
+        if bias is not None:
+            z += tl.load(bias + base + n + kept).to(tl.float32)
+        y = _gate(y, z, out.dtype.element_ty, kind, alpha, limit, shift)
+    elif not inward:
+        y = y * scale
+    tl.store(out + pick.to(tl.int64) * n + rows, y.to(out.dtype.element_ty), mask=rows < n)
+
+
+@triton.jit
+def add_up(results, picks, out, width: tl.constexpr, count: tl.constexpr, block: tl.constexpr, linked: tl.constexpr):
+    """out [T, width]: the sum in float32 of a token's results [T * K, width], in the order of its picks, without nobody's."""
+    if linked:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    total = tl.zeros((block,), tl.float32)
+    for i in tl.static_range(count):
+        there = tl.load(picks + token * count + i) >= 0
+        total += tl.load(results + (token * count + i) * width + column, mask=inside & there, other=0.0).to(tl.float32)
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+# -- sorting: `order` [T * K] has the picks of expert 0, then those of 1, ...; starts [E + 1] says where each expert's begin.
+# Tile t holds `tall` places of tile_expert[t] from tile_place[t] on; -1 behind the last tile.
+
+
+@triton.jit
+def _plan(counts, expert, starts, tile_expert, tile_place, tiles, experts: tl.constexpr, tall: tl.constexpr,
+          chunk: tl.constexpr):
+    """Writes the starts and the tiles of experts with `counts`."""
+    ends = tl.cumsum(counts, 0)
+    begins = ends - counts
+    last = tl.cumsum(tl.cdiv(counts, tall), 0)
+    first = last - tl.cdiv(counts, tall)
+    tl.store(starts + 1 + expert, ends, mask=expert < experts)
+    tl.store(starts + expert, begins, mask=expert == 0)
+    for at in range(0, tiles, chunk):
+        tile = at + tl.arange(0, chunk)
+        mine = (tile[:, None] >= first[None, :]) & (tile[:, None] < last[None, :])
+        owner = tl.sum(tl.where(mine, expert[None, :] + 1, 0), 1) - 1
+        place = tl.sum(tl.where(mine, begins[None, :] + (tile[:, None] - first[None, :]) * tall, 0), 1)
+        tl.store(tile_expert + tile, owner, mask=tile < tiles)
+        tl.store(tile_place + tile, place, mask=tile < tiles)
+
+
+@triton.jit(do_not_specialize=("total", "tiles"))
+def arrange(picks, order, starts, tile_expert, tile_place, total, tiles, experts: tl.constexpr, slots: tl.constexpr,
+            block: tl.constexpr, tall: tl.constexpr, chunk: tl.constexpr, linked: tl.constexpr):
+    """Sorts up to `block` picks in one launch: program e finds its own picks; program 0 plans the tiles."""
+    if linked:
+        gdc_wait()
+        gdc_launch_dependents()
+    mine = tl.program_id(0)
+    number = tl.arange(0, block)
+    pick = tl.load(picks + number, mask=number < total, other=-1)
+    match = pick == mine
+    before = tl.sum(((pick >= 0) & (pick < mine)).to(tl.int32), 0)
+    rank = tl.cumsum(match.to(tl.int32), 0)
+    tl.store(order + before + rank - 1, number, mask=match)
+    if mine == 0:
+        counts = tl.histogram(tl.where(pick < 0, 0, pick), slots, mask=pick >= 0)
+        _plan(counts, tl.arange(0, slots), starts, tile_expert, tile_place, tiles, experts, tall, chunk)
+
+
+@triton.jit(do_not_specialize=("total",))
+def tally(picks, counts, total, slots: tl.constexpr, block: tl.constexpr):
+    """Adds the number of picks of each expert to counts [slots]."""
+    number = tl.program_id(0) * block + tl.arange(0, block)
+    pick = tl.load(picks + number, mask=number < total, other=-1)
+    found = tl.histogram(tl.where(pick < 0, 0, pick), slots, mask=pick >= 0)
+    tl.atomic_add(counts + tl.arange(0, slots), found, mask=found > 0)
+
+
+@triton.jit(do_not_specialize=("tiles",))
+def plan(counts, cursor, starts, tile_expert, tile_place, tiles, experts: tl.constexpr, slots: tl.constexpr,
+         tall: tl.constexpr, chunk: tl.constexpr):
+    """Starts, tiles, and where `place` begins for each expert."""
+    expert = tl.arange(0, slots)
+    count = tl.load(counts + expert)
+    tl.store(cursor + expert, tl.cumsum(count, 0) - count)
+    _plan(count, expert, starts, tile_expert, tile_place, tiles, experts, tall, chunk)
+
+
+@triton.jit(do_not_specialize=("total",))
+def place(picks, cursor, order, total, block: tl.constexpr):
+    """Fills the order. Which places an expert's picks get among themselves changes no result."""
+    number = tl.program_id(0) * block + tl.arange(0, block)
+    pick = tl.load(picks + number, mask=number < total, other=-1)
+    at = tl.atomic_add(cursor + tl.maximum(pick, 0), 1, mask=pick >= 0)
+    tl.store(order + at, number, mask=pick >= 0)
+
+
+# -- grouped GEMMs
+
+
+@triton.jit
+def _dot(x, w, total, swap: tl.constexpr):
+    if swap:
+        total = tl.dot(w, x.T, total, input_precision="ieee")
+    else:
+        total = tl.dot(x, w.T, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _leave(total, other, bias, out, base, n, rn, to, within, scale, swap: tl.constexpr, gated: tl.constexpr,
+           kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr):
+    """The epilogue of a tile: bias, activation or scale, and the rows `to` of out."""
+    kept = tl.minimum(rn, n - 1)
+    y = total.T if swap else total
+    if bias is not None:
+        y += tl.load(bias + base + kept).to(tl.float32)[None, :]
+    if gated:
+        z = other.T if swap else other
+        if bias is not None:
+            z += tl.load(bias + base + n + kept).to(tl.float32)[None, :]
+        y = _gate(y, z, out.dtype.element_ty, kind, alpha, limit, shift)
+    elif not inward:
+        y = y * scale[:, None]
+    tl.store(out + to.to(tl.int64)[:, None] * n + rn[None, :], y.to(out.dtype.element_ty),
+             mask=within[:, None] & (rn < n)[None, :])
+
+
+@triton.jit
+def _tile(x, weight, bias, out, scales, expert, places, pick, within, column, n, k, stride, count: tl.constexpr,
+          tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr,
+          gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
+          inward: tl.constexpr):
+    """`tall` picks of one expert times `wide` of its outputs (of each half, if gated)."""
+    rn, rk = column * wide + tl.arange(0, wide), tl.arange(0, deep)
+    parts: tl.constexpr = 2 if gated else 1
+    base = expert.to(tl.int64) * n * parts
+    w = weight + (base + tl.minimum(rn, n - 1))[:, None] * k + rk[None, :]
+    beside = tl.cast(n, tl.int64) * k
+    row = pick // count if gated else places
+    v = x + row.to(tl.int64)[:, None] * stride + rk[None, :]
+    scale = tl.load(scales + pick, mask=within, other=0.0)
+    height: tl.constexpr = wide if swap else tall
+    width: tl.constexpr = tall if swap else wide
+    total = tl.zeros((height, width), tl.float32)
+    other = tl.zeros((height, width), tl.float32)
+    for start in range(0, k, deep):
+        if even:
+            a = tl.load(v + start, mask=within[:, None], other=0.0)
+            b = tl.load(w + start)
+            if gated:
+                c = tl.load(w + beside + start)
+        else:
+            mask = (start + rk < k)[None, :]
+            a = tl.load(v + start, mask=within[:, None] & mask, other=0.0)
+            b = tl.load(w + start, mask=mask, other=0.0)
+            if gated:
+                c = tl.load(w + beside + start, mask=mask, other=0.0)
+        if inward and gated:
+            a = (a.to(tl.float32) * scale[:, None]).to(x.dtype.element_ty)
+        total = _dot(a, b, total, swap)
+        if gated:
+            other = _dot(a, c, other, swap)
+    to = places if gated else pick
+    _leave(total, other, bias, out, base, n, rn, to, within, scale, swap, gated, kind, alpha, limit, shift, inward)
+
+
+@triton.jit(do_not_specialize=("total",))
+def direct(x, weight, bias, out, picks, scales, total, n, k, stride, count: tl.constexpr, block: tl.constexpr,
+           tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr,
+           gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
+           inward: tl.constexpr, linked: tl.constexpr):
+    """The grouped GEMM of up to `block` picks that nobody sorted. Grid: (blocks of outputs, E); a program finds its expert's.
+
+    Rows of x and out are as in `picked`.
+    """
+    if linked:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.program_id(1)
+    number = tl.arange(0, block)
+    match = tl.load(picks + number, mask=number < total, other=-1) == expert
+    rank = tl.cumsum(match.to(tl.int32), 0)
+    mine = tl.sum(match.to(tl.int32), 0)
+    for first in range(0, mine, tall):
+        slot = first + tl.arange(0, tall)
+        hit = match[None, :] & (rank[None, :] == slot[:, None] + 1)
+        pick = tl.sum(tl.where(hit, number[None, :], 0), 1)
+        _tile(x, weight, bias, out, scales, expert, pick, pick, slot < mine, tl.program_id(0), n, k, stride, count, tall,
+              wide, deep, even, swap, gated, kind, alpha, limit, shift, inward)
+
+
+@triton.jit
+def tiles(x, weight, bias, out, order, starts, tile_expert, tile_place, scales, n, k, stride, count: tl.constexpr,
+          tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr,
+          gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
+          inward: tl.constexpr, linked: tl.constexpr):
+    """The grouped GEMM of sorted picks. Grid: (blocks of outputs, tiles). Gated: out is by place; else x is, out by pick."""
+    if linked:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(tile_expert + tl.program_id(1))
+    if expert < 0:
+        return
+    places = tl.load(tile_place + tl.program_id(1)) + tl.arange(0, tall)
+    within = places < tl.load(starts + expert + 1)
+    pick = tl.load(order + places, mask=within, other=0)
+    _tile(x, weight, bias, out, scales, expert, places, pick, within, tl.program_id(0), n, k, stride, count, tall, wide,
+          deep, even, swap, gated, kind, alpha, limit, shift, inward)
+
+
+@triton.jit(do_not_specialize=("limit_tiles",))
+def panels(x, weight, bias, out, order, starts, tile_expert, tile_place, scales, limit_tiles, n, k, stride,
+           count: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, group: tl.constexpr,
+           even: tl.constexpr, gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr,
+           shift: tl.constexpr, inward: tl.constexpr):
+    """As `tiles`, for many rows: persistent programs, and TMA for the weight, whose descriptor is [E * parts, n, k] with blocks
+    [parts, wide, deep]. Gated, both halves are one operand, so that a tile has `wide` outputs from 2 * wide rows."""
+    across = tl.cdiv(n, wide)
+    parts: tl.constexpr = 2 if gated else 1
+    rk = tl.arange(0, deep)
+    for i in tl.range(tl.program_id(0), tl.cdiv(limit_tiles, group) * group * across, tl.num_programs(0)):
+        band = i // (group * across)
+        tile = band * group + i % (group * across) % group
+        column = i % (group * across) // group
+        expert = -1
+        if tile < limit_tiles:
+            expert = tl.load(tile_expert + tile)
+        if expert >= 0:
+            places = tl.load(tile_place + tile) + tl.arange(0, tall)
+            within = places < tl.load(starts + expert + 1)
+            pick = tl.load(order + places, mask=within, other=0)
+            scale = tl.load(scales + pick, mask=within, other=0.0)
+            row = pick // count if gated else places
+            v = x + row.to(tl.int64)[:, None] * stride + rk[None, :]
+            sums = tl.zeros((tall, wide * parts), tl.float32)
+            for start in range(0, k, deep):
+                w = tl.reshape(weight.load([expert * parts, column * wide, start]), (parts * wide, deep))
+                if even:
+                    a = tl.load(v + start, mask=within[:, None], other=0.0)
+                else:  # what TMA fills with zeros is not to meet NaN
+                    a = tl.load(v + start, mask=within[:, None] & (start + rk < k)[None, :], other=0.0)
+                sums = tl.dot(a, w.T, sums)
+            base = expert.to(tl.int64) * n * parts
+            rn = column * wide + tl.arange(0, wide)
+            if gated:
+                first, second = tl.split(tl.permute(tl.reshape(sums, (tall, 2, wide)), (0, 2, 1)))
+                _leave(first, second, bias, out, base, n, rn, places, within, scale, False, True, kind, alpha, limit,
+                       shift, inward)
+            else:
+                _leave(sums, sums, bias, out, base, n, rn, pick, within, scale, False, False, kind, alpha, limit, shift,
+                       inward)

@@ -1,0 +1,201 @@
+"""Mixtures of experts on NVIDIA GPUs: grouped GEMMs over picks that are sorted on the device.
+
+No tensor is read on the host and all sizes follow from the number of tokens, so a CUDA graph can hold every launch. `choose`
+alone decides which kernel and tile serve; its constants come from the measurements of bench/gpu_experts.py. The kernels are in
+ops/experts_kernels.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.ops import gpu
+from penstock.ops.experts import ExpertsOps, Glu, Stack
+from penstock.ops.registry import register
+
+
+class Tile(NamedTuple):
+    """How a grouped GEMM is tiled: a program computes `tall` picks of one expert times `wide` outputs over k in blocks of
+    `deep`."""
+
+    tall: int
+    """1 selects the matrix-vector kernel, one pick after another."""
+    wide: int
+    deep: int
+    warps: int = 4
+    stages: int = 4
+    swap: bool = False
+    """Compute the transposed tile: the weight is the tensor core's operand of 64 rows, the picks the narrow one."""
+    boxed: bool = False
+    """Persistent programs, to which TMA brings the weight."""
+    ahead: int = 0
+    """Of the matrix-vector kernel: blocks of the down projection loaded before the wait for the kernel before."""
+    group: int = 1
+    """Of persistent programs: tiles of picks that are computed together."""
+
+
+class Plan(NamedTuple):
+    """The tiles of both products, and whether picks are sorted first. Both products have the same `tall` then."""
+
+    up: Tile
+    down: Tile
+    sort: bool
+
+
+_ONE_BY_ONE = 4
+"""The most tokens of which each reads its experts for itself: few experts are shared, and L2 has them."""
+_UNSORTED = 512
+"""The most picks of which each program finds its expert's own."""
+_ARRANGED = 4096
+"""The most picks that one launch sorts."""
+
+
+def choose(tokens: int, picks: int, experts: int, invariant: bool = False, boxes: bool = True) -> Plan:
+    """The kernels for `tokens` tokens with `picks` of `experts` each. `boxes`: whether TMA may be used."""
+    if tokens <= _ONE_BY_ONE and not invariant:
+        return Plan(Tile(1, 8, 512, stages=3), Tile(1, 16, 256, stages=3, ahead=2), False)
+    total = tokens * picks
+    each = total // experts
+    if total <= _UNSORTED and each <= 16:
+        tile = Tile(16, 64, 128, stages=4, swap=True)
+        return Plan(tile._replace(stages=3), tile, False)
+    if each <= 16:
+        tile = Tile(16, 64, 128, stages=3, swap=True)
+    elif each <= 48:
+        tile = Tile(32, 64, 128, stages=3, swap=True)
+    elif each <= 96 or not boxes:
+        tile = Tile(64, 128, 64, warps=8, stages=3)
+    else:
+        tile = Tile(128, 128, 64, warps=8, stages=3, boxed=True, group=8)
+        return Plan(tile, tile._replace(wide=256), True)
+    return Plan(tile, tile, True)
+
+
+class _Sorted(NamedTuple):
+    order: torch.Tensor
+    starts: torch.Tensor
+    tile_expert: torch.Tensor
+    tile_place: torch.Tensor
+
+
+def _sort(picks: torch.Tensor, experts: int, tall: int) -> _Sorted:
+    """The picks by expert, and the tiles of `tall` of them."""
+    from penstock.ops import experts_kernels as kernels  # Triton: heavy, and not everywhere
+
+    total, slots = picks.numel(), max(16, gpu.covering(experts))
+    count = total // tall + min(experts, total)
+    sizes = (total, experts + 1, count, count)
+    order, starts, tile_expert, tile_place = picks.new_empty(sum(sizes)).split(sizes)
+    chunk = 4096 // slots if slots <= 256 else 16
+    if total <= _ARRANGED:
+        linked = gpu.linked(picks.device)
+        block = gpu.covering(max(total, 128))
+        kernels.arrange[(experts,)](picks, order, starts, tile_expert, tile_place, total, count, experts=experts, slots=slots,
+                                    block=block, tall=tall, chunk=chunk, linked=linked, num_warps=4 if block <= 1024 else 8,
+                                    launch_pdl=linked)
+        return _Sorted(order, starts, tile_expert, tile_place)
+    counts = picks.new_zeros(slots)
+    cursor, block = torch.empty_like(counts), 1024
+    programs = (-(-total // block),)
+    kernels.tally[programs](picks, counts, total, slots=slots, block=block)
+    kernels.plan[(1,)](counts, cursor, starts, tile_expert, tile_place, count, experts=experts, slots=slots, tall=tall,
+                       chunk=chunk)
+    kernels.place[programs](picks, cursor, order, total, block=block)
+    return _Sorted(order, starts, tile_expert, tile_place)
+
+
+def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | None, picks: torch.Tensor, scales: torch.Tensor,
+             found: _Sorted | None, out: torch.Tensor, glu: Glu | None, inward: bool) -> None:
+    """Launches one grouped GEMM: gated with a `glu`, weighted without."""
+    from penstock.ops import experts_kernels as kernels
+
+    total, count = picks.numel(), picks.shape[1]
+    gated, k, experts = glu is not None, stack.k, stack.count
+    n = stack.n // 2 if gated else stack.n
+    kind = glu or Glu()
+    shared: dict[str, Any] = {
+        "count": count, "deep": tile.deep, "wide": tile.wide, "gated": gated, "kind": kind.kind, "alpha": kind.alpha,
+        "limit": kind.limit, "shift": kind.shift, "inward": inward, "num_warps": tile.warps}
+    columns, even = -(-n // tile.wide), k % tile.deep == 0
+    if tile.boxed:
+        assert found is not None
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        parts = 2 if gated else 1
+        box = TensorDescriptor.from_tensor(stack.data.view(experts * parts, n, k), [parts, tile.wide, tile.deep])
+        limit = len(found.tile_expert)
+        kernels.panels[(min(limit * columns, gpu.multiprocessors(x.device)),)](
+            x, box, bias, out, *found, scales, limit, n, k, x.stride(0), tall=tile.tall, group=tile.group,
+            num_stages=tile.stages, even=even, **shared)
+        return
+    rows = (tile.tall + tile.wide * (2 if gated else 1)) * tile.deep * x.element_size()
+    linked = gpu.linked(x.device) and total <= 4096
+    shared |= {"even": even, "linked": linked, "launch_pdl": linked,
+               "num_stages": max(1, min(tile.stages, gpu.shared_bytes(x.device) // rows))}
+    if tile.tall == 1:
+        ahead = min(tile.ahead, k // tile.deep) if not gated else 0
+        kernels.picked[(columns, total)](x, stack.data, bias, out, picks, scales, n, k, x.stride(0), ahead=ahead,
+                                         stages=shared["num_stages"], **shared)
+        return
+    shared |= {"tall": tile.tall, "swap": tile.swap}
+    if found is None:
+        kernels.direct[(columns, experts)](x, stack.data, bias, out, picks, scales, total, n, k, x.stride(0),
+                                           block=gpu.covering(max(total, 16)), **shared)
+    else:
+        kernels.tiles[(columns, len(found.tile_expert))](x, stack.data, bias, out, *found, scales, n, k, x.stride(0), **shared)
+
+
+def launch(plan: Plan, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
+           up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False) -> torch.Tensor:
+    """The operation by a plan's kernels."""
+    from penstock.ops import experts_kernels as kernels
+
+    tokens, count = picks.shape
+    width, total = x.shape[1], picks.numel()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if tokens == 0:
+        return out
+    found = _sort(picks, up.count, plan.up.tall) if plan.sort else None
+    inner = torch.empty(total, down.k, dtype=x.dtype, device=x.device)
+    results = torch.empty(total, width, dtype=x.dtype, device=x.device)
+    _product(plan.up, x, up, up_bias, picks, weights, found, inner, glu, inward)
+    _product(plan.down, inner, down, down_bias, picks, weights, found, results, None, inward)
+    block = min(1024, gpu.covering(width))
+    linked = gpu.linked(x.device) and total <= 4096
+    kernels.add_up[(tokens, -(-width // block))](results, picks, out, width=width, count=count, block=block, linked=linked,
+                                                 num_warps=4, launch_pdl=linked)
+    return out
+
+
+class TritonExperts(ExpertsOps):
+    """The order of a product's summation may depend on the number of tokens."""
+
+    invariant = False
+
+    def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
+              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
+              inward: bool = False) -> torch.Tensor:
+        boxes = (gpu.capability(x.device) >= (9, 0) and x.dtype != torch.float32 and not inward
+                 and up.k % 8 == 0 and down.k % 8 == 0)
+        plan = choose(len(x), picks.shape[1], up.count, self.invariant, boxes)
+        if x.dtype == torch.float32:
+            plan = plan._replace(up=_exact(plan.up), down=_exact(plan.down))
+        return launch(plan, x, picks, weights, up, down, glu, up_bias, down_bias, inward)
+
+
+def _exact(tile: Tile) -> Tile:
+    """The tile for float32, which has no exact tensor core instruction: small, so that it fits registers."""
+    return tile if tile.tall == 1 else Tile(min(tile.tall, 32), 32, 32, stages=2)
+
+
+class InvariantExperts(TritonExperts):
+    """Every tile sums k in order in one float32 accumulator with the tensor core instruction of 64 weight or pick rows, so that
+    a token's bits do not depend on the tile (as in ops/linear_invariant.py)."""
+
+    invariant = True
+
+
+register("experts", "triton", rank=10, supports=gpu.supports, batch_invariant=False)(TritonExperts())
+register("experts", "triton-invariant", rank=5, supports=gpu.supports)(InvariantExperts())

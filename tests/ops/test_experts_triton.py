@@ -1,0 +1,118 @@
+"""Triton's mixtures of experts against float64: every kernel, odd sizes; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.ops.experts import Glu
+from penstock.ops.experts_triton import InvariantExperts, Plan, Tile, TritonExperts, _sort, choose, launch
+from penstock.ops.routing import Routing
+from penstock.ops.routing_triton import route
+from tests.ops.interpreter import DEVICE, DTYPES
+from tests.ops.kernels import close, random
+from tests.ops.test_experts import GLUS, Case, inputs, plain
+from tests.ops.test_routing import EXPERTS, KINDS, reference
+
+OPS = TritonExperts()
+PLANS = {
+    "one by one": Plan(Tile(1, 8, 64, stages=2), Tile(1, 4, 16, stages=2, ahead=1), False),
+    "unsorted": Plan(Tile(16, 32, 32, stages=2, swap=True), Tile(16, 16, 64, stages=2), False),
+    "sorted": Plan(Tile(16, 32, 32, stages=2, swap=True), Tile(16, 64, 32, stages=2), True),
+    "tall": Plan(Tile(64, 32, 64, stages=2), Tile(64, 32, 32, stages=2), True),
+}
+BOXED = Plan(Tile(64, 32, 32, stages=2, boxed=True, group=2), Tile(64, 64, 32, stages=2, boxed=True, group=4), True)
+SIZES = [Case(3, 7, 3, 64, 48), Case(23, 5, 2, 72, 40), Case(40, 9, 1, 96, 64)]
+
+
+def found(plan: Plan, case: Case, dtype: torch.dtype, biased: bool = False, glu: Glu = GLUS["swiglu"],
+          inward: bool = False, nobody: bool = False) -> None:
+    held = inputs(case, dtype, biased)
+    if nobody:
+        held["picks"][::2, 0] = -1  # type: ignore[index]
+    there = {name: None if tensor is None else tensor.to(DEVICE) for name, tensor in held.items()}
+    up, down = OPS.pack(there.pop("up")), OPS.pack(there.pop("down"))  # type: ignore[arg-type]
+    got = launch(plan, up=up, down=down, glu=glu, inward=inward, **there)  # type: ignore[arg-type]
+    close(got.cpu(), plain(**held, glu=glu, inward=inward), 1.0, factor=8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_sum(plan: Plan, dtype: torch.dtype) -> None:
+    for case in SIZES[:2] if plan.up.tall == 1 else SIZES:
+        found(plan, case, dtype)
+
+
+@pytest.mark.parametrize("plan", [*PLANS.values(), BOXED], ids=[*PLANS, "boxed"])
+def test_biases_activations_and_nobody(plan: Plan) -> None:
+    for glu in GLUS.values():
+        found(plan, SIZES[1], torch.float16, True, glu, nobody=True)
+    if not plan.up.boxed:
+        found(plan, SIZES[1], torch.float16, True, inward=True)
+
+
+def test_boxed_sum() -> None:
+    for dtype in DTYPES[1:]:
+        for case in (*SIZES, Case(150, 3, 2, 136, 72)):
+            found(BOXED, case, dtype)
+
+
+@pytest.mark.parametrize("total", [1, 40, 700, 5000])
+def test_sorting(total: int) -> None:
+    """Both ways of sorting, with picks of nobody and experts without picks."""
+    for experts, tall in ((5, 16), (60, 64), (1, 16)):
+        generator = torch.Generator().manual_seed(total)
+        picks = torch.randint(-1, max(1, experts - 2), (total, 1), generator=generator).int().to(DEVICE)
+        order, starts, owner, place = (tensor.cpu() for tensor in _sort(picks, experts, tall))
+        seen, tiles = picks.flatten().cpu(), list[tuple[int, int]]()
+        for expert in range(experts):
+            mine = order[starts[expert]:starts[expert + 1]]
+            assert sorted(mine.tolist()) == (seen == expert).nonzero().flatten().tolist()
+            tiles += [(expert, int(starts[expert]) + at) for at in range(0, len(mine), tall)]
+        assert list(zip(owner.tolist(), place.tolist(), strict=True))[:len(tiles)] == tiles
+        assert (owner[len(tiles):] == -1).all()
+
+
+@pytest.mark.parametrize("routing", KINDS.values(), ids=KINDS)
+def test_routing(routing: Routing) -> None:
+    logits = random(50, routing.experts, seed=1) * 2
+    correction = random(routing.experts, seed=2) * 0.2 if routing.corrected else None
+    picks, weights = route(logits.to(DEVICE), None if correction is None else correction.to(DEVICE), routing)
+    wanted, scaled = reference(logits, correction, routing)
+    assert torch.equal(picks.cpu(), wanted)
+    torch.testing.assert_close(weights.cpu(), scaled, atol=1e-6, rtol=1e-5)
+
+
+def test_even_groups_and_ties() -> None:
+    """As DeepSeek V3 has them, by the kernel; of equal scores the lowest index is picked."""
+    routing = Routing(32, 4, "sigmoid", True, 2.5, True, 8, 3)
+    logits, correction = random(30, 32, seed=1), random(32, seed=2) * 0.2
+    picks, weights = route(logits.to(DEVICE), correction.to(DEVICE), routing)
+    wanted, scaled = reference(logits, correction, routing)
+    assert torch.equal(picks.cpu(), wanted)
+    torch.testing.assert_close(weights.cpu(), scaled, atol=1e-6, rtol=1e-5)
+    picks, _ = route(torch.zeros(2, EXPERTS, device=DEVICE), None, Routing(EXPERTS, 3))
+    assert picks.tolist() == [[0, 1, 2]] * 2
+
+
+def test_every_size_has_a_plan_whose_tiles_fit_together() -> None:
+    for tokens in (1, 3, 4, 5, 32, 64, 65, 128, 200, 256, 500, 2048, 8192):
+        for picks, experts in ((8, 128), (6, 64), (1, 16), (2, 8), (4, 32)):
+            plan = choose(tokens, picks, experts)
+            assert not plan.sort or plan.up.tall == plan.down.tall
+            assert plan.sort or plan.up.tall == 1 or tokens * picks <= 512
+            assert choose(tokens, picks, experts, invariant=True).up.tall > 1
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="real sizes need a GPU")
+def test_a_token_among_thousands() -> None:
+    """Batch-invariant: equal bits over every plan that `choose` knows, at a real shape."""
+    ops, case = InvariantExperts(), Case(4096, 64, 6, 2048, 1408)
+    held = inputs(case, torch.bfloat16)
+    there = {name: tensor.to(DEVICE) for name, tensor in held.items() if tensor is not None}
+    up, down = ops.pack(there.pop("up")), ops.pack(there.pop("down"))
+    whole = ops.apply(**there, up=up, down=down, glu=Glu())
+    for count in (1, 2, 5, 16, 40, 100, 300, 700, 1500, 3000):
+        for begin in (0, 4096 - count):
+            part = {name: tensor[begin:begin + count] for name, tensor in there.items()}
+            assert torch.equal(ops.apply(**part, up=up, down=down, glu=Glu()), whole[begin:begin + count]), (count, begin)
