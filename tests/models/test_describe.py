@@ -142,7 +142,7 @@ def test_old_and_new_names_of_rope_scalings_agree(scaling: Any, expected: Any, p
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1000}}, ["alpha", "'linear'"]),
     ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 64}}, ["short_factor", "64"]),
     ({"rope_scaling": "linear"}, ["rope_scaling is 'linear'", "object"]),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq", "bfloat16"]),
+    ({"quantization_config": {"quant_method": "vptq", "bits": 4}}, ["quantization_config", "vptq", "gptq"]),
     ({"num_key_value_heads": 5}, ["num_key_value_heads is 5", "32"]),
     ({"hidden_size": 4095}, ["hidden_size is 4095", "num_attention_heads (32)"]),
     ({"num_hidden_layers": "32"}, ["num_hidden_layers is '32'", "whole number"]),

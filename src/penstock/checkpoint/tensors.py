@@ -20,7 +20,7 @@ from penstock.core.errors import ModelError
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The types that a plain weight may be stored in, and their torch names."""
 TORCH_NAMES = {**DTYPES, "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn",
-               "F8_E5M2": "float8_e5m2"}
+               "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 """All types that a scheme may store."""
 
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -40,6 +40,8 @@ class Stored:
     shape: tuple[int, ...]
     start: int
     end: int
+    made: bool = False
+    """It is computed from other tensors when it is read; `start` and `end` say its size only."""
 
     @property
     def nbytes(self) -> int:

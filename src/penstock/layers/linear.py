@@ -14,6 +14,8 @@ import torch
 from penstock.layers.build import Build
 from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.step import Adapted
+from penstock.ops.joined import Joined
+from penstock.ops.linear import Weight
 from penstock.quant.scheme import PLAIN
 
 
@@ -45,16 +47,25 @@ class LinearSpec:
                             split=split, unit=self.unit if self.split is Split.COLUMNS else self.outputs[0].unit)
 
 
+def matrix(spec: LinearSpec, path: str, build: Build) -> Weight:
+    """A projection's matrix, or its pieces as one where each is stored in its own way."""
+    if f"{path}.weight" in build.values:
+        return build.values.matrix(f"{path}.weight")
+    parent = path.rpartition(".")[0]
+    return Joined([build.values.matrix(f"{parent}.{piece.name}.weight") for piece in spec.outputs], build.kernels.gated)
+
+
 class Linear:
     """x [T, K] -> [T, N] in x's dtype."""
 
     def __init__(self, spec: LinearSpec, path: str, build: Build) -> None:
         self.path = path
-        self.weight = build.values.matrix(f"{path}.weight")
+        self.weight = matrix(spec, path, build)
         self.bias = build.values.tensor(f"{path}.bias") if spec.bias else None
         self._apply = self.weight.ops.apply
         self._reduce = build.reduce if spec.split is Split.COLUMNS else None
-        self.shape: tuple[object, ...] = (type(self.weight.ops), self.weight.n, self.weight.k, self.bias is None)
+        members = self.weight.members if isinstance(self.weight, Joined) else (self.weight,)
+        self.shape: tuple[object, ...] = (*(type(one.ops) for one in members), self.weight.n, self.weight.k, self.bias is None)
         """Equal for projections that launch the same kernels for the same rows."""
 
     def __call__(self, x: torch.Tensor, step: Adapted) -> torch.Tensor:

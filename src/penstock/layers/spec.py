@@ -6,10 +6,13 @@ Its parts are described beside the layers that they build: `attention.py`, `mlp.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from fnmatch import fnmatchcase
 
+from penstock.core.errors import ModelError
 from penstock.core.state import StateSpec
 from penstock.layers.attention import AttentionSpec
 from penstock.layers.block import BlockSpec
@@ -32,8 +35,8 @@ class ModelSpec:
     head: HeadSpec
     embedding: EmbeddingSpec = EmbeddingSpec()
     schemes: tuple[tuple[str, Scheme], ...] = ()
-    """How matrices are stored whose path (as "blocks.0.mlp.down") fits a pattern with * and ?; the first that fits decides.
-    Others are plain."""
+    """How matrices are stored whose path (as "blocks.0.mlp.down"), or the path of a piece ("blocks.0.mlp.gate"), fits a pattern
+    with * and ?; the first that fits decides. Others are plain."""
     labels: tuple[str, ...] = ()
     """Names of the labels of a classifier, whose head has one row for each."""
     task: str = "generate"
@@ -49,9 +52,14 @@ class ModelSpec:
         return [mixer for block in self.blocks for mixer in block.mixers if isinstance(mixer, AttentionSpec)]
 
     def parameters(self) -> Iterator[Parameter]:
-        """Every parameter, in the order of their use."""
-        for parameter in self._parameters():
-            yield self._stored(parameter) if self.schemes and parameter.scheme is not None else parameter
+        """Every parameter, in the order of their use. A joined matrix whose pieces are stored in different ways is one
+        parameter for each piece."""
+        return iter(self._all)
+
+    @cached_property
+    def _all(self) -> tuple[Parameter, ...]:
+        return tuple(one for parameter in self._parameters()
+                     for one in (self._stored(parameter) if self.schemes and parameter.scheme is not None else (parameter,)))
 
     def _parameters(self) -> Iterator[Parameter]:
         yield from self.embedding.parameters(self.vocab_size, self.width)
@@ -60,9 +68,38 @@ class ModelSpec:
         yield from self.norm.parameters("norm", self.width)
         yield from self.head.parameters(len(self.labels) or self.vocab_size, self.width)
 
-    def _stored(self, parameter: Parameter) -> Parameter:
-        scheme = next((scheme for pattern, scheme in self.schemes if fnmatchcase(parameter.stem, pattern)), parameter.scheme)
-        return dataclasses.replace(parameter, scheme=scheme)
+    def _stored(self, parameter: Parameter) -> Iterator[Parameter]:
+        found = [self._scheme(piece.name.removesuffix(".weight"), parameter) for piece in parameter.pieces]
+        scheme = found[0] if found else self._scheme(parameter.stem, parameter)
+        grain = scheme.grain[0]
+        # The parts of the whole are those of the pieces joined only if no block reaches over a border.
+        if all(one == scheme for one in found) and all(grain and piece.rows % grain == 0 for piece in parameter.pieces):
+            yield dataclasses.replace(parameter, scheme=scheme)
+            return
+        if parameter.stack:
+            names = ", ".join(sorted({one.name for one in found}))
+            raise ModelError(f"{parameter.stem}: the experts of a layer have to be stored alike, in whole blocks of rows; "
+                             f"they are {names}")
+        for piece, scheme in zip(parameter.pieces, found, strict=True):
+            yield dataclasses.replace(parameter, name=piece.name, shape=(piece.rows, parameter.shape[1]), scheme=scheme,
+                                      pieces=(), unit=piece.unit)
+
+    def _scheme(self, stem: str, parameter: Parameter) -> Scheme:
+        assert parameter.scheme is not None
+        return next((scheme for pattern, scheme in self.schemes
+                     if fnmatchcase(stem, pattern) or fnmatchcase(parameter.stem, pattern)), parameter.scheme)
+
+    def with_blocks(self, numbers: Sequence[int]) -> ModelSpec:
+        """The model of these blocks alone, numbered from 0 on. Their matrices are stored as before."""
+        schemes: list[tuple[str, Scheme]] = []
+        for pattern, scheme in self.schemes:
+            layer = re.match(r"blocks\.([0-9]+)\.", pattern)
+            if layer is None:
+                schemes.append((pattern, scheme))
+            else:
+                schemes += [(f"blocks.{new}.{pattern[layer.end():]}", scheme) for new, old in enumerate(numbers)
+                            if old == int(layer[1])]
+        return dataclasses.replace(self, blocks=tuple(self.blocks[number] for number in numbers), schemes=tuple(schemes))
 
     @property
     def size(self) -> int:

@@ -15,8 +15,7 @@ from penstock.core.errors import ModelError
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.models import weights
-from penstock.models.mapped import Checkpoint
-from penstock.models.registry import describe, family_of, registry
+from penstock.models.registry import checkpoint_of, describe, family_of, registry
 from penstock.models.weights import Progress
 from penstock.ops.registry import Kernels
 
@@ -41,6 +40,7 @@ def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, dev
     else:
         assert folder is not None, "only dummy weights need no folder"
         _, family = family_of(config)
-        values = weights.stream(spec, family.RULES, Checkpoint(Path(folder)), dtype=dtype, device=device,
+        checkpoint = checkpoint_of(Path(folder), config, spec, str(dtype).removeprefix("torch."), device)
+        values = weights.stream(spec, family.RULES, checkpoint, dtype=dtype, device=device,
                                 kernels=kernels, progress=progress)
     return Decoder(spec, values, kernels, dtype=dtype, device=device, max_model_len=max_model_len)

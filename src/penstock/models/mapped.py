@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.tensors import TORCH_NAMES, read_headers
+from penstock.checkpoint.tensors import TORCH_NAMES, Stored, read_headers
 
 
 class Checkpoint:
@@ -20,13 +20,14 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors = read_headers(folder)
+        self._files = {stored.file for stored in self.tensors.values()}
         self._maps: dict[Path, mmap.mmap] = {}
 
     @contextmanager
     def mapped(self) -> Iterator[None]:
         """Maps the files during the context. Tensors from `read` must be released before its end."""
         try:
-            for path in {stored.file for stored in self.tensors.values()}:
+            for path in self._files:
                 with path.open("rb") as file:
                     # torch warns of memory that is not writable, so the mapping is private; nothing writes to it.
                     self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -38,7 +39,10 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor as stored, without a copy: the system reads its pages from the file on access."""
-        stored = self.tensors[name]
+        return self.view(self.tensors[name])
+
+    def view(self, stored: Stored) -> torch.Tensor:
+        """The tensor that lies at a place of a mapped file."""
         dtype = stored_dtype(stored.dtype)
         if stored.nbytes == 0:
             return torch.empty(stored.shape, dtype=dtype)
@@ -47,7 +51,11 @@ class Checkpoint:
 
     def drop(self, name: str) -> None:
         """Releases the memory pages of a tensor that was read; they can be read from the file again."""
-        stored, page = self.tensors[name], mmap.PAGESIZE
+        self.release(self.tensors[name])
+
+    def release(self, stored: Stored) -> None:
+        """The same for a place of a mapped file."""
+        page = mmap.PAGESIZE
         start = stored.start // page * page
         length = min(-(-stored.end // page) * page, os.path.getsize(stored.file)) - start
         if length > 0 and hasattr(mmap, "MADV_DONTNEED"):

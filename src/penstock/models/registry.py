@@ -9,14 +9,20 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from penstock.core.errors import ModelError
 from penstock.layers.embedding import HeadSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import families
 from penstock.models.config import Config
+from penstock.models.mapped import Checkpoint
+from penstock.models.translated import Translated, with_schemes
+from penstock.quant import dialects
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,11 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 def describe(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config (as `read_config` gives it) describes; ModelError if Penstock cannot run it as described."""
     architecture, family = family_of(config)
-    if config.get("quantization_config"):
-        raise ModelError(f"config.json: quantization_config is {str(config['quantization_config'])[:200]}; possible are "
-                         "weights in float32, float16 and bfloat16: take the model's unquantized folder")
     spec: ModelSpec = family.spec(Config(config, getattr(family, "DEFAULTS", None)))
     spec = dataclasses.replace(spec, architecture=architecture)
+    given = config.get("quantization_config")
+    if given:
+        spec = with_schemes(spec, family.RULES, dialects.reader(given))
     _, task = _task(architecture)
     if task == "embed":
         # There is no head; the embedding's matrix stands in, and no token is chosen with it.
@@ -100,3 +106,12 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     names = config.get("id2label") or {}
     count = len(names) or int(config.get("num_labels", 2))
     return tuple(str(names.get(str(place), f"LABEL_{place}")) for place in range(count))
+
+
+def checkpoint_of(folder: Path, config: Mapping[str, Any], spec: ModelSpec, dtype: str,
+                  device: torch.device | None = None) -> Checkpoint:
+    """A folder's tensors as the loader takes them, whatever their dialect. ModelError for those that do not fit."""
+    given = config.get("quantization_config")
+    if not given:
+        return Checkpoint(folder)
+    return Translated(folder, spec, family_of(config)[1].RULES, dialects.reader(given), dtype, device)

@@ -96,29 +96,42 @@ def assign(spec: ModelSpec, rules: Sequence[Rule], tensors: dict[str, Stored],
     sources: dict[str, list[Source]] = {parameter.name: [] for parameter in spec.parameters()}
     unused, wrong = [], []
     for name, tensor in tensors.items():
-        # A checkpoint of a bare backbone leaves out the prefix.
-        rule, target = next(((rule, target) for full in (name, f"model.{name}") for rule in rules
-                             if (target := rule.match(full)) is not None), (None, None))
-        if target == "" or (target == "head.weight" and spec.head.tied):
+        rule, target = _matched(rules, name)
+        if target == "" or (target is not None and target.startswith("head.") and target != "head.bias" and spec.head.tied):
             continue
         if rule is None or target not in places:
             unused.append(f"{name} {list(tensor.shape)}")
             continue
         place = places[target]
-        problem = _misfit(tensor, place.part, place.parameter.scheme, rule.change, spec)
+        change = None if tensor.made else rule.change
+        problem = _misfit(tensor, place.part, place.parameter.scheme, change, spec)
         if problem:
             wrong.append(f"{name} {problem}")
         axis = place.part.rows
         count = place.part.shape[axis] if axis is not None else 0
         sources[place.parameter.name].append(
-            Source(name, place.part.suffix, place.row, place.rows, axis, place.first, count, rule.change))
+            Source(name, place.part.suffix, place.row, place.rows, axis, place.first, count, change))
     missing, doubled = _coverage(spec, rules, sources, dtype)
     problems = [f"{title} ({len(names)}):\n  " + "\n  ".join(sorted(names)) for title, names in (
         ("missing", missing), ("unused", unused), ("of the wrong shape or type", wrong), ("doubled", doubled)) if names]
     if problems:
         raise ModelError("the checkpoint's tensors do not fit its config. Tensors\n" + "\n".join(problems)
-                         + "\nEither config.json belongs to another model, or the checkpoint is incomplete or quantized.")
+                         + "\nEither config.json belongs to another model, or the checkpoint is incomplete, or it is quantized "
+                         "and does not say so.")
     return sources
+
+
+def _matched(rules: Sequence[Rule], name: str) -> tuple[Rule | None, str | None]:
+    """The rule for a tensor and its target. The parts of a matrix follow the rule of its weight."""
+    stem, _, suffix = name.rpartition(".")
+    # A checkpoint of a bare backbone leaves out the prefix.
+    for asked, ending in ((name, ""), (f"model.{name}", ""), (f"{stem}.weight", suffix), (f"model.{stem}.weight", suffix)):
+        for rule in rules:
+            target = rule.match(asked)
+            if target is not None:
+                fits = not ending or not target or target.endswith(".weight")
+                return (rule, target if not ending or not target else f"{target[:-6]}{ending}") if fits else (None, None)
+    return None, None
 
 
 def _misfit(tensor: Stored, part: Part, scheme: Scheme | None, change: Change | None, spec: ModelSpec) -> str | None:
@@ -236,13 +249,18 @@ def _to_device(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Ch
             waiting -= raw.nbytes
         progress.add(checkpoint.tensors[source.name])
 
-    with opened(device) as transfer:
+    with opened(device) as transfer, checkpoint.mapped():
         for parameter, _ in _order(spec):
             mine = wholes[parameter.name] = {suffix: torch.empty(shape, dtype=kind, device=device) for suffix, (shape, kind)
                                              in _wholes(parameter, sources, dtype).items()}
             for source in sources[parameter.name]:
                 tensor = checkpoint.tensors[source.name]
                 raw = rows = _rows(mine[source.part], source)
+                if tensor.made:
+                    rows.copy_(checkpoint.read(source.name))
+                    checkpoint.drop(source.name)
+                    progress.add(tensor)
+                    continue
                 if source.change is not None or stored_dtype(tensor.dtype) != raw.dtype or not raw.is_contiguous():
                     raw = torch.empty(tensor.shape, dtype=stored_dtype(tensor.dtype), device=device)
                     waiting += raw.nbytes

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,8 +56,8 @@ def working_bytes(model: Decoder, tokens: int, rows: int, max_model_len: int, pa
 def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
     """Returns an upper bound of a step's memory in bytes: the largest live set of a layer (residual, normed input, merged
     projections, their result) and the sampler's float32 copies of the logits."""
-    inside = (parameter for parameter in spec.parameters() if parameter.name.startswith("blocks."))
-    widest = max(parameter.live or parameter.shape[0] for parameter in inside)
+    joined = replace(spec, schemes=()).parameters()
+    widest = max(parameter.live or parameter.shape[0] for parameter in joined if parameter.name.startswith("blocks."))
     layer = tokens * (4 * spec.width + 2 * widest) * dtype.itemsize
     return layer + min(rows, LINES) * spec.vocab_size * 4 * 6 + LIST_BYTES
 

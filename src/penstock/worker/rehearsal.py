@@ -7,12 +7,10 @@ It runs the same code as real steps, so the kernels that it records (`ops/compil
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import torch
 
 from penstock.core.layout import lay_out
-from penstock.layers.block import BlockSpec
 from penstock.layers.build import Values
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
@@ -104,20 +102,24 @@ def _examples(least: int, most: int) -> list[int]:
 def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len: int, page: int) -> tuple[Decoder, int]:
     """Returns the model on meta tensors with one block of each kind, and its number of cache groups.
 
-    Blocks are of one kind if their specs and the alignment of their cache fields are equal.
+    Blocks are of one kind if their specs, how their matrices are stored and the alignment of their cache fields are equal.
     """
     name = str(dtype).removeprefix("torch.")
     states = spec.states(name)
     none = lay_out(states, page, 0)
     views = Arena(lay_out(states, page, 4 * none.slab_bytes), _META).views(states)
-    kinds: dict[tuple[object, ...], tuple[BlockSpec, list[StateView]]] = {}
+    stored: dict[str, list[object]] = {}
+    for parameter in spec.parameters():
+        layer, _, rest = parameter.name.removeprefix("blocks.").partition(".")
+        stored.setdefault(layer, []).append((rest, parameter.scheme))
+    kinds: dict[tuple[object, ...], tuple[int, list[StateView]]] = {}
     at = 0
-    for block in spec.blocks:
+    for number, block in enumerate(spec.blocks):
         mine = views[at:at + sum(len(mixer.states(name)) for mixer in block.mixers)]
         at += len(mine)
         places = [(view.group, *(field.data_ptr() % 16 for field in view.fields.values())) for view in mine]
-        kinds.setdefault((block, *places), (block, mine))
-    short = dataclasses.replace(spec, blocks=tuple(block for block, _ in kinds.values()))
+        kinds.setdefault((block, *stored[str(number)], *places), (number, mine))
+    short = spec.with_blocks([number for number, _ in kinds.values()])
     values = Values()
     for parameter in short.parameters():
         if parameter.scheme is None:

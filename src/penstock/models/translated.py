@@ -1,0 +1,192 @@
+"""A checkpoint in any dialect, shown to the loader as if it held the parts of schemes: names, shapes and types are checked
+before data is read, and a module's tensors are converted when the first of its parts is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from penstock.checkpoint.tensors import TORCH_NAMES, Stored
+from penstock.core.errors import ModelError
+from penstock.layers.parameter import Parameter, Piece
+from penstock.layers.spec import ModelSpec
+from penstock.models.mapped import Checkpoint
+from penstock.models.rules import Change, Rule
+from penstock.quant.form import Form, Reader
+from penstock.quant.scheme import Scheme
+
+_CODES = {torch_name: code for code, torch_name in TORCH_NAMES.items()}
+_CACHE_SCALES = re.compile(r".*\.(k_scale|v_scale|q_scale|prob_output_scale|kv_cache_scale)")
+"""Scales of keys and values for a cache in FP8; a cache that is not needs none."""
+
+
+def _modules(spec: ModelSpec, rules: Sequence[Rule]) -> Iterator[tuple[str, Parameter | Piece, int]]:
+    """Every matrix that checkpoints store on its own: its module's usual name, itself, and its columns."""
+
+    def usual(name: str) -> str | None:
+        return next((found for rule in rules if (found := rule.name_of(name)) is not None), None)
+
+    for parameter in spec.parameters():
+        if parameter.scheme is None:
+            continue
+        pieces: list[Parameter | Piece] = [piece for piece in parameter.pieces if usual(piece.name) is not None]
+        for one in pieces or [parameter]:
+            name = usual(one.name)
+            if name is not None:
+                yield name.removesuffix(".weight"), one, parameter.shape[1]
+
+
+def _rows(one: Parameter | Piece) -> int:
+    return one.rows if isinstance(one, Piece) else one.shape[0]
+
+
+def with_schemes(spec: ModelSpec, rules: Sequence[Rule], reader: Reader) -> ModelSpec:
+    """The model with its matrices stored as the reader says. One pattern stands for all layers that agree."""
+    found: dict[str, dict[str, Scheme | None]] = {}
+    for module, one, k in _modules(dataclasses.replace(spec, schemes=()), rules):
+        form = reader.form(module, _rows(one), k)
+        stem = one.name.removesuffix(".weight")
+        general = re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", stem)
+        found.setdefault(general, {})[stem] = form.scheme if form is not None else None
+    schemes: list[tuple[str, Scheme]] = []
+    for general, stems in found.items():
+        kinds = set(stems.values())
+        if len(kinds) == 1:
+            schemes += [(general, scheme) for scheme in kinds if scheme is not None]
+        else:
+            schemes += [(stem, scheme) for stem, scheme in stems.items() if scheme is not None]
+    return dataclasses.replace(spec, schemes=tuple(schemes))
+
+
+class _Module(NamedTuple):
+    form: Form
+    raw: dict[str, Stored]
+    """The given tensors by suffix."""
+    change: Change | None
+    n: int
+    k: int
+
+
+class Translated(Checkpoint):
+    """A checkpoint whose modules are stored as a reader says. `tensors` are what the loader sees."""
+
+    def __init__(self, folder: Path, spec: ModelSpec, rules: Sequence[Rule], reader: Reader, dtype: str,
+                 device: torch.device | None = None) -> None:
+        """Conversions run on `device`, or on the CPU. ModelError lists tensors that do not fit what the config says."""
+        super().__init__(folder)
+        self._spec, self._device = spec, device
+        self._raw = self.tensors
+        self._made: dict[str, tuple[str, str]] = {}
+        self._cached: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        self._modules, self.tensors = self._sorted(rules, reader)
+        wrong = [problem for name, module in self._modules.items() for problem in _misfits(name, module, spec)]
+        if wrong:
+            raise ModelError(f"{folder}: tensors do not fit quantization_config in config.json:\n  "
+                             + "\n  ".join(sorted(wrong)))
+        for name, module in self._modules.items():
+            for part in module.form.scheme.parts(module.n, module.k, dtype):
+                shown = f"{name}.{part.suffix}"
+                same = module.form.same.get(part.suffix)
+                if same is not None:
+                    self.tensors[shown] = dataclasses.replace(module.raw[same], name=shown)
+                else:
+                    first = next(iter(module.raw.values()))
+                    self._made[shown] = name, part.suffix
+                    self.tensors[shown] = Stored(shown, first.file, _CODES[part.dtype], part.shape, 0, part.nbytes, made=True)
+
+    def _sorted(self, rules: Sequence[Rule], reader: Reader) -> tuple[dict[str, _Module], dict[str, Stored]]:
+        """(modules that a form describes, all other tensors)."""
+        shapes = {}
+        for parameter in dataclasses.replace(self._spec, schemes=()).parameters():
+            if parameter.scheme is not None:
+                ones: list[Parameter | Piece] = [parameter, *parameter.pieces]
+                for one in ones:
+                    shapes[one.name] = _rows(one), parameter.shape[1]
+        modules: dict[str, _Module] = {}
+        others: dict[str, Stored] = {}
+        forms: dict[str, tuple[Form, Change | None, int, int] | None] = {}
+        endings = sorted((suffix if suffix.startswith("_") else f".{suffix}" for suffix in reader.suffixes), key=len,
+                         reverse=True)
+        for name, stored in self._raw.items():
+            if _CACHE_SCALES.fullmatch(name):
+                continue
+            ending = next((ending for ending in endings if name.endswith(ending)), None)
+            stem = name[:-len(ending)] if ending else name
+            if ending is not None and stem not in forms:
+                forms[stem] = _form_of(stem, rules, reader, shapes)
+            found = forms.get(stem) if ending is not None else None
+            if ending is None or found is None:
+                others[name] = stored
+                continue
+            form, change, n, k = found
+            module = modules.setdefault(stem, _Module(form, {}, change, n, k))
+            module.raw[ending.removeprefix(".")] = stored
+        return modules, others
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            return super().read(name)
+        owner, suffix = self._made[name]
+        if self._cached[0] != owner:
+            module = self._modules[owner]
+            raw = {given: self.view(stored).to(self._device) for given, stored in module.raw.items()}
+            if module.change is not None:
+                raw = {given: module.change(tensor, self._spec) for given, tensor in raw.items()}
+            try:
+                self._cached = owner, module.form.parts(raw)
+            except ModelError as error:
+                raise ModelError(f"{self.folder}: {owner}: {error}") from None
+        return self._cached[1][suffix]
+
+    def drop(self, name: str) -> None:
+        if name not in self._made:
+            super().drop(name)
+            return
+        owner, suffix = self._made[name]
+        parts = self._cached[1] if self._cached[0] == owner else {}
+        parts.pop(suffix, None)
+        if not parts:
+            for stored in self._modules[owner].raw.values():
+                self.release(stored)
+
+
+def _form_of(module: str, rules: Sequence[Rule], reader: Reader,
+             shapes: dict[str, tuple[int, int]]) -> tuple[Form, Change | None, int, int] | None:
+    for name in (f"{module}.weight", module):
+        for rule in rules:
+            target = rule.match(name)
+            if target is not None:
+                if target not in shapes:
+                    return None
+                form = reader.form(module, *shapes[target])
+                return None if form is None else (form, rule.change, *shapes[target])
+    return None
+
+
+def _misfits(name: str, module: _Module, spec: ModelSpec) -> Iterator[str]:
+    """Why a module's tensors are not what its form takes."""
+    form, raw = module.form, module.raw
+    if module.change is not None and not form.plain:
+        yield f"{name} has to be rearranged for this family, which can be done with plain matrices, not with {form.scheme.name}"
+        return
+    known = {given.suffix: given for given in form.given}
+    for suffix, given in known.items():
+        if suffix not in raw:
+            if not given.optional:
+                yield f"{name}.{suffix} is missing; {form.scheme.name} needs it"
+            continue
+        kind, shape = TORCH_NAMES.get(raw[suffix].dtype, raw[suffix].dtype), raw[suffix].shape
+        if module.change is not None:
+            shape = tuple(module.change(torch.empty(shape, device="meta"), spec).shape)
+        if kind not in given.dtypes:
+            yield f"{name}.{suffix} is {kind}; possible are {', '.join(given.dtypes)}"
+        if given.shapes and shape not in given.shapes:
+            yield f"{name}.{suffix} is {list(shape)}; the config asks for {' or '.join(str(list(one)) for one in given.shapes)}"
+    for suffix in raw.keys() - known.keys():
+        yield f"{name}.{suffix} is there; {form.scheme.name} has no such tensor"

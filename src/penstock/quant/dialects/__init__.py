@@ -1,0 +1,40 @@
+"""Readers of `quantization_config`, one file for each program that writes checkpoints. A file is found by being here: `METHODS`
+are its values of `quant_method`, `reader(config)` gives its Reader or a ModelError that names what is not known.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from penstock.core.errors import ModelError
+from penstock.quant.form import Reader
+
+
+@cache
+def dialects() -> dict[str, ModuleType]:
+    """Modules of this package by the methods that they read."""
+    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    return {method: module for module in modules for method in module.METHODS}
+
+
+def reader(config: Mapping[str, Any]) -> Reader:
+    """The reader of a config's `quantization_config`; ModelError if it is not known."""
+    method = str(config.get("quant_method") or _unnamed(config)).lower()
+    known = dialects()
+    if method not in known:
+        raise ModelError(f"quantization_config: quant_method is {method or None!r}; possible are {', '.join(sorted(known))}. "
+                         "Take a folder of another format, or the model's unquantized folder")
+    found: Reader = known[method].reader(config)
+    return found
+
+
+def _unnamed(config: Mapping[str, Any]) -> str:
+    """The method of a config that does not name it."""
+    if config.get("load_in_4bit") or config.get("load_in_8bit"):
+        return "bitsandbytes"
+    return "modelopt" if "quant_algo" in config or "quantization" in config else ""

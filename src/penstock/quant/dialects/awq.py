@@ -1,0 +1,58 @@
+"""AWQ as AutoAWQ's "gemm" version writes it: int32 words along the outputs, their nibbles interleaved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from penstock.quant.bits import pack, unpack
+from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
+from penstock.quant.integer import Grouped
+
+METHODS = ("awq",)
+
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Of eight neighbours, the nibble that holds each."""
+
+
+def _unpacked(words: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, n / 8] as codes [n, rows]."""
+    nibbles = unpack(words.contiguous().view(torch.uint8), 4).unflatten(-1, (-1, 8))
+    found: torch.Tensor = nibbles[..., list(_PLACES)].flatten(-2).t().contiguous()
+    return found
+
+
+def form(n: int, k: int, group: int, zeros: bool) -> Form:
+    """`group` 0 is the whole row."""
+    groups = -(-k // group) if group else 1
+
+    def parts(raw: Tensors) -> dict[str, torch.Tensor]:
+        found = {"weight": pack(_unpacked(raw["qweight"]), 4), "scale": raw["scales"].to(torch.float16).t().contiguous()}
+        return {**found, "zero": _unpacked(raw["qzeros"])} if zeros else found
+
+    return Form(Grouped(4, group, "uint8" if zeros else ""),
+                (Given("qweight", ("int32",), ((k, n // 8),)), Given("scales", FLOATS, ((groups, n),)),
+                 Given("qzeros", ("int32",), ((groups, n // 8),), optional=not zeros)), parts)
+
+
+class _AWQ:
+    suffixes = ("qweight", "qzeros", "scales")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        setting(config, "bits" if "bits" in config else "w_bit", (4,))
+        setting(config, "version", ("gemm", "GEMM"), "gemm")
+        group = int(config.get("group_size") or config.get("q_group_size") or -1)
+        self._group = 0 if group == -1 else group
+        self._zeros = bool(config.get("zero_point", True))
+        self._plain = config.get("modules_to_not_convert") or []
+
+    def form(self, module: str, n: int, k: int) -> Form | None:
+        if outside_linears(module) or named(module, self._plain):
+            return None
+        return form(n, k, self._group, self._zeros)
+
+
+def reader(config: Mapping[str, Any]) -> Reader:
+    return _AWQ(config)

@@ -1,0 +1,75 @@
+"""bitsandbytes as transformers writes it: NF4 and FP4 in blocks, whose scales may be quantized themselves, and LLM.int8."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from penstock.core.errors import ModelError
+from penstock.quant.bits import pack, unpack
+from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
+from penstock.quant.integer import Int8
+from penstock.quant.normal import TABLES, Table4
+from penstock.quant.scheme import PLAIN
+
+METHODS = ("bitsandbytes",)
+
+_BLOCK = 64
+"""Numbers that share a scale; transformers offers no other."""
+
+
+def _four(n: int, k: int, kind: str, nested: bool) -> Form:
+    blocks, state = -(-n * k // _BLOCK), f"weight.quant_state.bitsandbytes__{kind}"
+
+    def parts(raw: Tensors) -> dict[str, torch.Tensor]:
+        said = json.loads(bytes(raw[state].cpu().tolist()))
+        if said["quant_type"] != kind or said["blocksize"] != _BLOCK or list(said["shape"]) != [n, k]:
+            raise ModelError(f"its quant_state is {said}; possible are {kind}, blocks of {_BLOCK} and shape [{n}, {k}]")
+        absmax = raw["weight.absmax"]
+        if nested:
+            scales = raw["weight.nested_absmax"].repeat_interleave(int(said["nested_blocksize"]))[:blocks]
+            absmax = raw["weight.nested_quant_map"][absmax.long()] * scales + said["nested_offset"]
+        # Of two codes in a byte the first is in the high bits.
+        codes = unpack(raw["weight"].view(torch.uint8).flatten(), 4).view(-1, 2).flip(-1).flatten()
+        if k % _BLOCK == 0:
+            return {"weight": pack(codes.view(n, k), 4), "absmax": absmax.float().view(n, k // _BLOCK)}
+        # Blocks that reach over the ends of rows: decoded as it is loaded.
+        values = torch.tensor(TABLES[kind], device=codes.device)[codes.long()]
+        return {"weight": (values * absmax.float().repeat_interleave(_BLOCK)[:n * k]).view(n, k)}
+
+    return Form(Table4(kind, _BLOCK) if k % _BLOCK == 0 else PLAIN, (
+        Given("weight", ("uint8",), ((n * k // 2, 1),)),
+        Given("weight.absmax", ("uint8",) if nested else ("float32",), ((blocks,),)),
+        Given("weight.quant_map", ("float32",), ((16,),)),
+        Given("weight.nested_absmax", ("float32",), optional=not nested),
+        Given("weight.nested_quant_map", ("float32",), ((256,),), optional=not nested), Given(state, ("uint8",))), parts)
+
+
+def _eight(n: int, k: int) -> Form:
+    return Form(Int8(), (Given("weight", ("int8",), ((n, k),)), Given("SCB", FLOATS, ((n,),)),
+                         Given("weight_format", ("uint8",), optional=True)),
+                lambda raw: {"scale": raw["SCB"].float() / 127}, {"weight": "weight"})
+
+
+class _BitsAndBytes:
+    suffixes = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map",
+                "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB", "weight_format")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._eight = bool(config.get("load_in_8bit"))
+        self._kind = setting(config, "bnb_4bit_quant_type", tuple(TABLES), "fp4")
+        self._nested = bool(config.get("bnb_4bit_use_double_quant"))
+        setting(config, "bnb_4bit_quant_storage", ("uint8", "torch.uint8"), "uint8")
+        self._plain = ["lm_head"] if config.get("llm_int8_skip_modules") is None else config["llm_int8_skip_modules"]
+
+    def form(self, module: str, n: int, k: int) -> Form | None:
+        if outside_linears(module) or named(module, self._plain):
+            return None
+        return _eight(n, k) if self._eight else _four(n, k, self._kind, self._nested)
+
+
+def reader(config: Mapping[str, Any]) -> Reader:
+    return _BitsAndBytes(config)

@@ -1,0 +1,169 @@
+"""compressed-tensors, which llm-compressor writes: groups of modules, each with its own format.
+
+`kv_cache_scheme` is the business of the cache's codec; its scales are left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from penstock.core.errors import ModelError
+from penstock.quant.activations import Activation
+from penstock.quant.bits import pack
+from penstock.quant.dialects.fp8 import by_blocks, by_rows
+from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, named, outside_linears, setting, single, whole
+from penstock.quant.integer import Grouped, Int8
+from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
+
+METHODS = ("compressed-tensors", "compressed_tensors")
+
+_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
+            "mxfp4-pack-quantized", "mxfp8-quantized")
+
+
+def _words(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """int32 words along the last axis, 32 // bits codes in each, as `count` codes."""
+    shifts = torch.arange(32 // bits, dtype=torch.int32, device=packed.device) * bits
+    codes = packed[..., None] >> shifts & (1 << bits) - 1
+    return codes.flatten(-2)[..., :count].to(torch.uint8)
+
+
+def _packed(n: int, k: int, bits: int, group: int, symmetric: bool, ordered: bool) -> Form:
+    """Codes in int32 words along the inputs; the middle code stands for 0."""
+    groups, each = -(-k // group) if group else 1, 32 // bits
+    middle = 1 << bits - 1
+
+    def parts(raw: Tensors) -> dict[str, torch.Tensor]:
+        codes = _words(raw["weight_packed"], bits, k)
+        found = {"scale": raw["weight_scale"].contiguous().view(n, groups)}
+        if not symmetric:
+            found["zero"] = _words(raw["weight_zero_point"].t().contiguous(), bits, n).t().contiguous()
+        if ordered and "weight_g_idx" in raw and bool((raw["weight_g_idx"] >= 0).all()):
+            order = raw["weight_g_idx"].long().argsort(stable=True)
+            codes, found["order"] = codes[:, order], order.int()
+        elif ordered:
+            found["order"] = torch.arange(k, dtype=torch.int32, device=codes.device)
+        return {"weight": pack(codes, bits), **found}
+
+    if k % 8 or middle > 128:
+        raise ModelError(f"a matrix [{n}, {k}] cannot be stored in codes of {bits} bits")
+    return Form(Grouped(bits, group, "" if symmetric else "uint8", "bfloat16", ordered),
+                (Given("weight_packed", ("int32",), ((n, -(-k // each)),)),
+                 Given("weight_scale", FLOATS, ((n, groups), (n,)) if groups == 1 else ((n, groups),)),
+                 Given("weight_zero_point", ("int32",), ((-(-n // each), groups),), optional=symmetric),
+                 Given("weight_g_idx", ("int32",), ((k,),), optional=True),
+                 Given("weight_shape", ("int64", "int32"), ((2,),), optional=True)), parts)
+
+
+def int8_rows(n: int, k: int, activation: Activation) -> Form:
+    """int8 codes with a scale for the tensor or for each row. Zero points are zero, for they are symmetric."""
+    return Form(Int8(activation), (
+        Given("weight", ("int8",), ((n, k),)), whole("weight_scale", n),
+        whole("input_scale", 1, optional=activation != "tensor"),
+        *(Given(f"{name}_zero_point", ("int8", "int32"), optional=True) for name in ("weight", "input"))),
+        lambda raw: {"scale": by_row(raw["weight_scale"], n),
+                     **({"input_scale": single(raw["input_scale"])} if activation == "tensor" else {})},
+        {"weight": "weight"})
+
+
+def _integers(n: int, k: int, strategy: str, group: int, activation: Activation) -> Form:
+    """int8 codes as they are: a scale for each row, or for each group."""
+    if strategy != "group":
+        return int8_rows(n, k, activation)
+    return Form(Grouped(8, group, scales="bfloat16"), (
+        Given("weight", ("int8",), ((n, k),)), Given("weight_scale", FLOATS, ((n, -(-k // group)),)),
+        Given("weight_zero_point", ("int8",), optional=True)),
+        lambda raw: {"weight": (raw["weight"].int() + 128).to(torch.uint8), "scale": raw["weight_scale"].contiguous()})
+
+
+def _nvfp4(n: int, k: int) -> Form:
+    return Form(NVFP4(divides=True), (
+        Given("weight_packed", ("uint8",), ((n, k // 2),)), Given("weight_scale", ("float8_e4m3fn",), ((n, k // 16),)),
+        whole("weight_global_scale", 1), whole("input_global_scale", 1, optional=True)),
+        lambda raw: {"global_scale": by_row(raw["weight_global_scale"], n)},
+        {"weight": "weight_packed", "scale": "weight_scale"})
+
+
+def _mxfp(n: int, k: int, bits: int) -> Form:
+    name = "weight_packed" if bits == 4 else "weight"
+    given = Given(name, ("uint8",) if bits == 4 else ("float8_e4m3fn",), ((n, k * bits // 8),))
+    return Form(MXFP4() if bits == 4 else MXFP8(), (given, Given("weight_scale", ("uint8", "float8_e8m0fnu"), ((n, k // 32),))),
+                lambda raw: {"scale": raw["weight_scale"].view(torch.uint8)}, {"weight": name})
+
+
+class _CompressedTensors:
+    suffixes = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape",
+                "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale", "output_scale")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._format = setting(config, "format", (*_FORMATS, "mixed-precision"), "dense")
+        self._ignored = config.get("ignore") or []
+        self._groups = [group for group in (config.get("config_groups") or {}).values() if group.get("weights")]
+        if config.get("sparsity_config"):
+            kind = config["sparsity_config"].get("format")
+            if kind not in (None, "dense"):
+                raise ModelError(f"quantization_config: sparsity_config's format is {kind!r}; possible is 'dense'")
+        if config.get("transform_config"):
+            raise ModelError("quantization_config: transform_config (rotations of activations) is not supported; take a "
+                             "checkpoint without transforms")
+
+    def form(self, module: str, n: int, k: int) -> Form | None:
+        if named(module, self._ignored):
+            return None
+        for group in self._groups:
+            if named(module, [target for target in group["targets"] if target != "Linear"]):
+                return self._of(group, n, k)
+        if "embed" in module.rpartition(".")[2]:
+            return None
+        linear = next((group for group in self._groups if "Linear" in group["targets"]), None)
+        if linear is None or (outside_linears(module) and not module.endswith("lm_head")):
+            return None
+        return self._of(linear, n, k)
+
+    def _of(self, group: Mapping[str, Any], n: int, k: int) -> Form | None:
+        weights, kind = group["weights"], group.get("format") or self._format
+        bits = setting(weights, "num_bits", (2, 3, 4, 8), 8)
+        floating = setting(weights, "type", ("int", "float"), "int") == "float"
+        strategy = setting(weights, "strategy", ("tensor", "channel", "group", "block", "tensor_group"), "tensor")
+        size, symmetric = int(weights.get("group_size") or 0), bool(weights.get("symmetric", True))
+        size = 0 if strategy == "channel" else size
+        if kind == "dense":
+            return None
+        if kind == "nvfp4-pack-quantized" or (floating and strategy == "tensor_group"):
+            return _nvfp4(n, k)
+        if floating and strategy == "group" and size == 32:
+            return _mxfp(n, k, bits)
+        if floating and bits == 8:
+            activation = _activation(group.get("input_activations"))
+            if strategy == "block":
+                block = weights.get("block_structure") or (128, 128)
+                block = [int(size) for size in block.split("x")] if isinstance(block, str) else block
+                return by_blocks(n, k, (int(block[0]), int(block[1])), activation, "weight_scale")
+            if strategy in ("tensor", "channel"):
+                return by_rows(n, k, activation)
+        elif not floating and kind == "pack-quantized" and strategy in ("group", "channel"):
+            return _packed(n, k, bits, size, symmetric, ordered=weights.get("actorder") in ("group", True))
+        elif not floating and bits == 8 and symmetric and strategy in ("tensor", "channel", "group"):
+            return _integers(n, k, strategy, size, _activation(group.get("input_activations")))
+        raise ModelError(f"quantization_config: format {kind!r} with weights of {bits} bits, type {weights.get('type')!r}, "
+                         f"strategy {strategy!r}, symmetric {symmetric} is not known; formats are {', '.join(_FORMATS)}")
+
+
+def _activation(given: Mapping[str, Any] | None) -> Activation:
+    if given is None:
+        return "none"
+    if not given.get("symmetric", True):
+        raise ModelError("quantization_config: input_activations with symmetric false are not supported; possible is true")
+    strategy = setting(given, "strategy", ("token", "tensor", "group"), "tensor")
+    if strategy == "group":
+        setting(given, "group_size", (128,))
+        return "group"
+    # Dynamic scales for whole tensors would make a token's answer depend on its batch: each token has its own.
+    return "token" if given.get("dynamic", False) or strategy == "token" else "tensor"
+
+
+def reader(config: Mapping[str, Any]) -> Reader:
+    return _CompressedTensors(config)

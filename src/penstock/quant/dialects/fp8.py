@@ -1,0 +1,58 @@
+"""FP8 as DeepSeek, Qwen and transformers write it (blocks, `weight_scale_inv`), and as AutoFP8 does (`weight_scale`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core.errors import ModelError
+from penstock.quant.activations import Activation
+from penstock.quant.form import FLOATS, Form, Given, Reader, by_row, named, outside_linears, setting, single, whole
+from penstock.quant.fp8 import FP8
+
+METHODS = ("fp8", "fbgemm_fp8")
+
+
+def by_rows(n: int, k: int, activation: Activation, scale: str = "weight_scale") -> Form:
+    """A scale for the tensor or for each row."""
+    given = [Given("weight", ("float8_e4m3fn",), ((n, k),)), whole(scale, n)]
+    # A given scale of activations is of use only if they are quantized by it.
+    given.append(whole("input_scale", 1, optional=activation != "tensor"))
+    return Form(FP8(activation), tuple(given), lambda raw: {
+        "scale": by_row(raw[scale], n), **({"input_scale": single(raw["input_scale"])} if activation == "tensor" else {})},
+        {"weight": "weight"})
+
+
+def by_blocks(n: int, k: int, block: tuple[int, int], activation: Activation, scale: str = "weight_scale_inv") -> Form:
+    """A scale for each block, which multiplies, whatever its name says."""
+    shape = -(-n // block[0]), -(-k // block[1])
+    return Form(FP8(activation, block), (Given("weight", ("float8_e4m3fn",), ((n, k),)), Given(scale, FLOATS, (shape,))),
+                lambda raw: {"scale": raw[scale].float()}, {"weight": "weight"})
+
+
+class _FP8:
+    suffixes = ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale", "input_scale_ub")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        block = config.get("weight_block_size")
+        if block is not None and (not isinstance(block, list) or len(block) != 2):
+            raise ModelError(f"quantization_config: weight_block_size is {block!r}; possible is a list of rows and columns")
+        self._block = None if block is None else (int(block[0]), int(block[1]))
+        self._scheme = setting(config, "activation_scheme", ("dynamic", "static"), "dynamic")
+        setting(config, "fmt", ("e4m3",), "e4m3")
+        self._plain = [*(config.get("modules_to_not_convert") or []), *(config.get("ignored_layers") or [])]
+
+    def form(self, module: str, n: int, k: int) -> Form | None:
+        if outside_linears(module) or named(module, self._plain):
+            return None
+        if self._block is not None:
+            if self._scheme == "static":
+                raise ModelError("quantization_config: activation_scheme is 'static' with weight_block_size; possible is "
+                                 "'dynamic'")
+            # Activations are quantized in groups of 128 columns, as DeepSeek's kernels take them.
+            return by_blocks(n, k, self._block, "group" if self._block[1] == 128 else "token")
+        return by_rows(n, k, "tensor" if self._scheme == "static" else "token")
+
+
+def reader(config: Mapping[str, Any]) -> Reader:
+    return _FP8(config)

@@ -1,0 +1,56 @@
+"""NVIDIA's modelopt: FP8 and NVFP4, one for all modules or by a list of them (MIXED_PRECISION)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core.errors import ModelError
+from penstock.quant.dialects.fp8 import by_blocks, by_rows
+from penstock.quant.form import Form, Given, Reader, by_row, named, outside_linears, setting, whole
+from penstock.quant.microscaling import NVFP4
+
+METHODS = ("modelopt", "modelopt_fp4")
+
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+
+
+def nvfp4(n: int, k: int) -> Form:
+    """The scale of the whole multiplies."""
+    return Form(NVFP4(), (
+        Given("weight", ("uint8",), ((n, k // 2),)), Given("weight_scale", ("float8_e4m3fn",), ((n, k // 16),)),
+        whole("weight_scale_2", 1), whole("input_scale", 1, optional=True)),
+        lambda raw: {"global_scale": by_row(raw["weight_scale_2"], n)}, {"weight": "weight", "scale": "weight_scale"})
+
+
+class _ModelOpt:
+    suffixes = ("weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        config = config.get("quantization", config)
+        self._algorithm = setting(config, "quant_algo", _ALGORITHMS)
+        self._plain = [*(config.get("exclude_modules") or []), *(config.get("ignore") or [])]
+        self._layers: Mapping[str, Any] = config.get("quantized_layers") or {}
+
+    def form(self, module: str, n: int, k: int) -> Form | None:
+        algorithm = self._algorithm
+        if algorithm == "MIXED_PRECISION":
+            found = next((layer for name, layer in self._layers.items() if named(module, [name])), None)
+            if found is None:
+                return None
+            algorithm = setting(found, "quant_algo", _ALGORITHMS[:-1])
+        elif named(module, self._plain) or (outside_linears(module) and not module.endswith("lm_head")):
+            return None
+        if algorithm == "FP8":
+            return by_rows(n, k, "tensor")
+        if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+            return by_rows(n, k, "token")
+        if algorithm == "FP8_PB_WO":
+            return by_blocks(n, k, (128, 128), "none", "weight_scale")
+        if k % 16:
+            raise ModelError(f"{module} has rows of {k} columns, which NVFP4's blocks of 16 do not fill")
+        return nvfp4(n, k)
+
+
+def reader(config: Mapping[str, Any]) -> Reader:
+    return _ModelOpt(config)

@@ -1,0 +1,29 @@
+"""MXFP4 as gpt-oss has it: the experts' matrices of a layer, stacked, as `NAME_blocks` and `NAME_scales`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.quant.form import Form, Given, Reader, named
+from penstock.quant.microscaling import MXFP4
+
+METHODS = ("mxfp4",)
+
+
+class _MXFP4:
+    suffixes = ("_blocks", "_scales")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._plain = config.get("modules_to_not_convert") or []
+
+    def form(self, module: str, n: int, k: int) -> Form | None:
+        """n counts the rows of all experts."""
+        if ".experts." not in f"{module}." or named(module, self._plain):
+            return None
+        return Form(MXFP4(), (Given("_blocks", ("uint8",)), Given("_scales", ("uint8",))),
+                    lambda raw: {"weight": raw["_blocks"].reshape(n, k // 2), "scale": raw["_scales"].reshape(n, k // 32)})
+
+
+def reader(config: Mapping[str, Any]) -> Reader:
+    return _MXFP4(config)

@@ -1,0 +1,103 @@
+"""How one matrix lies in a checkpoint: the tensors that other programs write for it, and how they become a scheme's parts.
+
+The readers of `dialects/` choose a form for each module of a checkpoint by its `quantization_config`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from penstock.core.errors import ModelError
+from penstock.quant.scheme import Scheme
+
+Tensors = Mapping[str, torch.Tensor]
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor of a checkpoint. Of several shapes each is possible; none: any."""
+
+    suffix: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """A matrix [n, k] as a checkpoint has it."""
+
+    scheme: Scheme
+    given: tuple[Given, ...]
+    """All tensors of the matrix. Others of the module (its bias) are taken as they are."""
+    parts: Callable[[Tensors], dict[str, torch.Tensor]]
+    """From the given tensors, by suffix, to the scheme's parts that are not among `same`. It may be called on any device."""
+    same: Mapping[str, str] = field(default_factory=dict)
+    """Parts whose bytes are those of a given tensor, and its suffix."""
+    plain: bool = False
+    """The given tensor is a plain matrix, which a family may rearrange first."""
+
+
+class Reader(Protocol):
+    """What a `quantization_config` says of each module."""
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """What the names of tensors may end in behind a module's."""
+        ...
+
+    def form(self, module: str, n: int, k: int, /) -> Form | None:
+        """How the matrix [n, k] of a module is stored, by its name in the checkpoint; None: plain. ModelError: not known."""
+        ...
+
+
+def whole(suffix: str, n: int, *, optional: bool = False) -> Given:
+    """A scale of a whole tensor, or of each of n rows."""
+    return Given(suffix, FLOATS, ((), (1,), (1, 1), (n,), (n, 1)), optional)
+
+
+def by_row(scale: torch.Tensor, n: int) -> torch.Tensor:
+    """A scale of a whole tensor or of its rows, once for each of n rows."""
+    return scale.float().reshape(-1).expand(n).contiguous()
+
+
+def single(scale: torch.Tensor) -> torch.Tensor:
+    """A scale of activations, float32 [1]."""
+    return scale.float().reshape(-1)[:1]
+
+
+def named(module: str, patterns: Iterable[Any]) -> bool:
+    """Whether a list of modules has this one: itself, a part of its path, a pattern with *, or re:EXPRESSION."""
+    for pattern in map(str, patterns):
+        if pattern.startswith("re:"):
+            if re.match(pattern[3:], module):
+                return True
+        elif "*" in pattern or "?" in pattern:
+            if fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, pattern + ".*"):
+                return True
+        elif f".{pattern}." in f".{module}.":
+            return True
+    return False
+
+
+def outside_linears(module: str) -> bool:
+    """Modules that stay plain where a dialect does not name them: embeddings, the head and routers."""
+    last = module.rpartition(".")[2]
+    return last in ("lm_head", "embed_out", "gate", "router", "shared_expert_gate") or "embed" in last or last in ("wte", "wpe")
+
+
+def setting(config: Mapping[str, Any], name: str, possible: Iterable[Any], default: Any = None) -> Any:
+    """A value that must be one of a few. ModelError names it."""
+    value = config.get(name)
+    value = default if value is None else value
+    possible = list(possible)
+    if value not in possible:
+        raise ModelError(f"quantization_config: {name} is {value!r}; possible are {', '.join(map(repr, possible))}")
+    return value

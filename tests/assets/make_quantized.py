@@ -1,0 +1,147 @@
+"""Makes tests/assets/quantized: one tiny Llama, quantized by the packages that people use. Not run by tests.
+
+    pip install compressed-tensors bitsandbytes accelerate
+    python tests/assets/make_quantized.py OUT
+
+Beside each model, expected.json has the SHA-256 of every matrix as the package itself dequantizes it, and transformers' greedy
+tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+CONFIG = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96, "max_position_embeddings": 256, "eos_token_id": 2,
+          "bos_token_id": 1, "tie_word_embeddings": False}
+PROMPT = [1, 17, 40, 3, 77, 21]
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(11)
+    made = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, parameter.shape[1]**-0.5 * 1.5)
+    return made.to(torch.bfloat16).eval()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def expect(folder: Path, package: str, matrices: dict[str, torch.Tensor], plain: Any) -> None:
+    """`plain` is a model that computes with the dequantized matrices."""
+    with torch.no_grad():
+        ids = plain.float().generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None)[0]
+    found = {"package": package, "version": importlib.metadata.version(package), "prompt": PROMPT,
+             "greedy": ids[len(PROMPT):].tolist(),
+             "matrices": {name: [str(tensor.dtype).removeprefix("torch."), digest(tensor)]
+                          for name, tensor in matrices.items()}}
+    (folder / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
+    for name in ("generation_config.json",):
+        (folder / name).unlink(missing_ok=True)
+
+
+def linears(made: Any) -> dict[str, torch.Tensor]:
+    return {f"{name}.weight": part.weight.data for name, part in made.named_modules()
+            if isinstance(part, torch.nn.Linear) and not name.endswith("lm_head")}
+
+
+def compressed(out: Path) -> None:
+    from compressed_tensors.compressors.model_compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    def weights(**values: Any) -> dict[str, Any]:
+        return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", **values}
+
+    token = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    kinds = {
+        "ct-fp8-channel": ("float-quantized", weights(type="float"), token),
+        "ct-fp8-tensor": ("naive-quantized", weights(type="float", strategy="tensor"), None),
+        "ct-fp8-block": ("float-quantized", weights(type="float", strategy="block", block_structure=[128, 128]), None),
+        "ct-int8": ("int-quantized", weights(), {**token, "type": "int"}),
+        "ct-int4-group": ("pack-quantized", weights(num_bits=4, strategy="group", group_size=64), None),
+        "ct-int4-zeros": ("pack-quantized", weights(num_bits=4, strategy="group", group_size=32, symmetric=False), None),
+        "ct-nvfp4": ("nvfp4-pack-quantized", weights(num_bits=4, type="float", strategy="tensor_group", group_size=16), None),
+    }
+    for name, (form, given, inputs) in kinds.items():
+        made, folder = model(), out / name
+        groups = {"group_0": {"targets": ["Linear"], "weights": given, "input_activations": inputs, "format": form}}
+        config = QuantizationConfig(config_groups=groups, ignore=["lm_head"], format=form, quantization_status="frozen")
+        apply_quantization_config(made, config)
+        for part in made.modules():
+            if isinstance(part, torch.nn.Linear) and hasattr(part, "weight_scale"):
+                fill(part, calculate_qparams, generate_gparam)
+        made.save_pretrained(folder)
+        compressor = ModelCompressor.from_pretrained_model(made)
+        compressor.compress_model(made)
+        made.save_pretrained(folder)
+        compressor.update_config(folder)
+        compressor.decompress_model(made)
+        expect(folder, "compressed-tensors", linears(made), plain_of(made))
+
+
+def fill(part: Any, calculate_qparams: Any, generate_gparam: Any) -> None:
+    """Scales by the largest magnitude, for the package leaves observers to llm-compressor."""
+    args, weight = part.quantization_scheme.weights, part.weight.data.float()
+    shape = part.weight_scale.shape
+    if args.strategy == "block":
+        grouped = weight.unflatten(0, (shape[0], -1)).unflatten(2, (shape[1], -1)).transpose(1, 2).flatten(2)
+    elif len(shape) == 2 and shape[1] > 1:
+        grouped = weight.unflatten(1, (shape[1], -1))
+    else:
+        grouped = weight.unflatten(1, (1, -1)) if shape[0] > 1 else weight.view(1, 1, -1)
+    low, high, more = grouped.amin(-1), grouped.amax(-1), {}
+    if hasattr(part, "weight_global_scale"):
+        part.weight_global_scale.data.copy_(generate_gparam(weight.min(), weight.max()))
+        more = {"global_scale": part.weight_global_scale.data}
+    scale, zero = calculate_qparams(low, high, args, **more)
+    part.weight_scale.data.copy_(scale.view(shape))
+    if hasattr(part, "weight_zero_point"):
+        part.weight_zero_point.data.copy_(zero.view(shape))
+
+
+def plain_of(made: Any) -> Any:
+    """The same weights in a model that quantizes nothing."""
+    found = LlamaForCausalLM(LlamaConfig(**CONFIG)).to(torch.bfloat16)
+    found.load_state_dict({name: tensor for name, tensor in made.state_dict().items() if name in found.state_dict()})
+    return found.eval()
+
+
+def bitsandbytes(out: Path) -> None:
+    from bitsandbytes.functional import dequantize_4bit
+
+    model().save_pretrained(out / "plain")
+    kinds = {"bnb-nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+             "bnb-nf4-nested": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+             "bnb-fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}}
+    for name, given in kinds.items():
+        config = BitsAndBytesConfig(**given, bnb_4bit_compute_dtype=torch.bfloat16)
+        made = AutoModelForCausalLM.from_pretrained(out / "plain", quantization_config=config, dtype=torch.bfloat16,
+                                                    device_map="cpu")
+        made.save_pretrained(out / name)
+        matrices = {}
+        for at, part in made.named_modules():
+            if isinstance(part, torch.nn.Linear) and hasattr(part.weight, "quant_state"):
+                matrices[f"{at}.weight"] = dequantize_4bit(part.weight.data, part.weight.quant_state)
+        plain = model()
+        plain.load_state_dict({**plain.state_dict(), **matrices})
+        expect(out / name, "bitsandbytes", matrices, plain)
+
+
+if __name__ == "__main__":
+    OUT = Path(sys.argv[1])
+    OUT.mkdir(parents=True, exist_ok=True)
+    for make in (compressed, bitsandbytes):
+        make(OUT)

@@ -1,0 +1,279 @@
+"""Checkpoints that the field's own packages have quantized (tests/assets/make_quantized.py), and formats whose packages
+do not install here, written by the formula. Matrices equal the package's to the bit, and greedy tokens are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock import LLM, SamplingParams
+from penstock.checkpoint import read_config
+from penstock.cli.info import as_text, survey
+from penstock.config.schema import EngineOptions
+from penstock.core.errors import ModelError
+from penstock.models import describe
+from penstock.models.registry import checkpoint_of
+from penstock.models.translated import Translated
+
+ASSETS = Path(__file__).parent.parent / "assets" / "quantized"
+FOLDERS = sorted(path.name for path in ASSETS.iterdir())
+
+
+def matrices(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Every quantized matrix of a checkpoint, decoded."""
+    config = read_config(folder)
+    checkpoint = checkpoint_of(folder, config, describe(config), "float32")
+    assert isinstance(checkpoint, Translated)
+    found = {}
+    with checkpoint.mapped():
+        for name, module in checkpoint._modules.items():
+            scheme = module.form.scheme
+            parts = {part.suffix: checkpoint.read(f"{name}.{part.suffix}").clone()
+                     for part in scheme.parts(module.n, module.k, "float32")}
+            for part in scheme.parts(module.n, module.k, "float32"):
+                assert parts[part.suffix].shape == part.shape
+                if part.dtype not in ("float16", "bfloat16"):
+                    assert str(parts[part.suffix].dtype) == f"torch.{part.dtype}"
+            found[f"{name}.weight"] = scheme.decode(parts, dtype)
+    return found
+
+
+def greedy(folder: Path, prompt: list[int], count: int, **options: Any) -> list[int]:
+    asked = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    with LLM(str(folder), skip_tokenizer_init=True, max_model_len=128, device="cpu", dtype="float32", **options) as llm:
+        [output] = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_matrices_are_what_the_package_dequantizes(name: str) -> None:
+    expected = json.loads((ASSETS / name / "expected.json").read_text())
+    found = matrices(ASSETS / name, torch.bfloat16)
+    digests = {at: ["bfloat16", hashlib.sha256(matrix.view(torch.uint8).numpy().tobytes()).hexdigest()]
+               for at, matrix in found.items()}
+    assert digests == expected["matrices"] and len(digests) == 7
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_greedy_tokens_are_transformers(name: str) -> None:
+    """Where activations are quantized too, the first tokens suffice: transformers' model here does not quantize them."""
+    expected = json.loads((ASSETS / name / "expected.json").read_text())
+    count = 4 if name in ("ct-int8", "ct-fp8-channel") else len(expected["greedy"])
+    assert greedy(ASSETS / name, expected["prompt"], count) == expected["greedy"][:count]
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96,
+         "max_position_embeddings": 256, "eos_token_id": 2, "tie_word_embeddings": False, "dtype": "float16"}
+NAMES = {f"model.layers.{layer}.{part}": shape for layer in range(2) for part, shape in (
+    ("self_attn.q_proj", (128, 128)), ("self_attn.k_proj", (64, 128)), ("self_attn.v_proj", (64, 128)),
+    ("self_attn.o_proj", (128, 128)), ("mlp.gate_proj", (256, 128)), ("mlp.up_proj", (256, 128)),
+    ("mlp.down_proj", (128, 256)))}
+
+Writer = Callable[[str, tuple[int, int], np.random.Generator], tuple[dict[str, torch.Tensor], np.ndarray]]
+"""Tensors of a module by suffix, and its matrix, as the format's documentation computes it, one number after another."""
+
+
+def gptq(bits: int, group: int, older: bool, ordered: bool, symmetric: bool) -> Writer:
+    def write(_name: str, shape: tuple[int, int], random: np.random.Generator) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+        n, k = shape
+        group_size = group if group > 0 else k
+        codes = random.integers(0, 1 << bits, (k, n))
+        zeros = np.full((k // group_size, n), 1 << bits - 1)
+        if not symmetric:
+            zeros = random.integers(1, 1 << bits, zeros.shape)
+        scales = (random.uniform(0.2, 0.5, zeros.shape) / (1 << bits)).astype(np.float16)
+        groups = np.arange(k) // group_size
+        groups = random.permutation(groups) if ordered else groups
+
+        def words(values: np.ndarray) -> np.ndarray:
+            """Values along axis 0 as one stream of bits a column, in words of 32."""
+            packed = np.zeros((len(values) * bits // 32, values.shape[1]), dtype=np.uint32)
+            for at, row in enumerate(values):
+                for bit in range(bits):
+                    place = at * bits + bit
+                    packed[place // 32] |= ((row.astype(np.uint32) >> bit) & 1) << (place % 32)
+            return packed.view(np.int32)
+
+        tensors = {"qweight": words(codes), "qzeros": words((zeros - older).T).T.copy(), "scales": scales,
+                   "g_idx": groups.astype(np.int32)}
+        matrix = (scales[groups].astype(np.float32) * (codes - zeros[groups]).astype(np.float32)).T
+        return {suffix: torch.from_numpy(tensor) for suffix, tensor in tensors.items()}, matrix
+    return write
+
+
+def awq(_name: str, shape: tuple[int, int], random: np.random.Generator) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    n, k = shape
+    codes, zeros = random.integers(0, 16, (k, n)), random.integers(0, 16, (k // 64, n))
+    scales = random.uniform(0.01, 0.03, zeros.shape).astype(np.float16)
+
+    def words(values: np.ndarray) -> np.ndarray:
+        packed = np.zeros((len(values), n // 8), dtype=np.uint32)
+        for i, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            packed |= values[:, column::8].astype(np.uint32) << (4 * i)
+        return packed.view(np.int32)
+
+    tensors = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
+    matrix = ((codes - zeros.repeat(64, 0)) * scales.repeat(64, 0).astype(np.float32)).T.astype(np.float32)
+    return {suffix: torch.from_numpy(tensor) for suffix, tensor in tensors.items()}, matrix
+
+
+def fp8(scale: str, per: str, given: dict[str, torch.Tensor] | None = None) -> Writer:
+    def write(_name: str, shape: tuple[int, int], random: np.random.Generator) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+        n, k = shape
+        codes = torch.from_numpy(random.standard_normal(shape)).mul(20).to(torch.float8_e4m3fn)
+        sizes = {"tensor": (), "row": (n, 1), "block": (-(-n // 128), k // 128)}[per]
+        scales = torch.from_numpy(random.uniform(1e-3, 3e-3, sizes).astype(np.float32)) if sizes else torch.tensor(2e-3)
+        spread = scales.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1) if per == "block" else scales
+        return {"weight": codes, scale: scales, **(given or {})}, (codes.float() * spread).numpy()
+    return write
+
+
+def fp4(suffix: str, block: int) -> Writer:
+    """modelopt's NVFP4 (blocks of 16) and Quark's MXFP4 (32)."""
+    def write(_name: str, shape: tuple[int, int], random: np.random.Generator) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+        n, k = shape
+        values = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+        codes = random.integers(0, 16, shape)
+        packed = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+        if block == 16:
+            scales = torch.from_numpy(random.uniform(20, 400, (n, k // 16)).astype(np.float32)).to(torch.float8_e4m3fn)
+            whole = np.float32(1.5e-4)
+            spread = scales.float().numpy() * whole
+            more = {"weight_scale_2": torch.tensor(whole), "input_scale": torch.tensor(1.0)}
+        else:
+            scales = torch.from_numpy(random.integers(118, 124, (n, k // 32)).astype(np.uint8))
+            spread, more = np.exp2(scales.numpy().astype(np.float32) - 127), {}
+        return {"weight": torch.from_numpy(packed), suffix: scales, **more}, values[codes] * spread.repeat(block, 1)
+    return write
+
+
+QUARK_FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+FORMULAS: dict[str, tuple[dict[str, Any], Writer]] = {
+    "gptq-4": ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False}, gptq(4, 64, True, False, False)),
+    "gptq-4-act-order": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": True},
+                         gptq(4, 32, True, True, True)),
+    "gptq-3-v2": ({"quant_method": "gptq", "bits": 3, "group_size": 32, "checkpoint_format": "gptq_v2", "sym": False},
+                  gptq(3, 32, False, False, False)),
+    "gptq-2": ({"quant_method": "gptq", "bits": 2, "group_size": 128, "sym": True}, gptq(2, 128, True, False, True)),
+    "gptq-8-whole": ({"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": True, "sym": False},
+                     gptq(8, -1, True, False, False)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, awq),
+    "fp8-block": ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+                  fp8("weight_scale_inv", "block")),
+    "fp8-static": ({"quant_method": "fp8", "activation_scheme": "static"},
+                   fp8("weight_scale", "tensor", {"input_scale": torch.tensor(0.05)})),
+    "modelopt-fp8": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+                     fp8("weight_scale", "tensor", {"input_scale": torch.tensor(0.05)})),
+    "modelopt-nvfp4": ({"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}, fp4("weight_scale", 16)),
+    "quark-fp8": ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}},
+                  fp8("weight_scale", "row")),
+    "quark-mxfp4": ({"quant_method": "quark", "global_quant_config": {"weight": QUARK_FP4}}, fp4("weight_scale", 32)),
+}
+
+
+def written(folder: Path, given: dict[str, Any], write: Writer, **changes: Any) -> dict[str, np.ndarray]:
+    """A Llama's folder in a format; its matrices as the formula has them."""
+    random, tensors, found = np.random.default_rng(5), {}, {}
+    for name, shape in NAMES.items():
+        parts, found[f"{name}.weight"] = write(name, shape, random)
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in parts.items()}
+        if "self_attn.k" in name:
+            tensors[f"{name}.k_scale"] = torch.tensor(0.1)
+    for name, shape in (("model.embed_tokens", (96, 128)), ("lm_head", (96, 128))):
+        tensors[f"{name}.weight"] = torch.from_numpy(random.standard_normal(shape) * 0.1).half()
+    norms = ["model.norm", *(f"model.layers.{layer}.{kind}_layernorm" for layer in range(2)
+                             for kind in ("input", "post_attention"))]
+    tensors |= {f"{name}.weight": torch.ones(128).half() for name in norms}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": given, **changes}))
+    save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()},
+              folder / "model.safetensors")
+    return found
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_matrices_are_what_the_formula_gives(name: str, tmp_path: Path) -> None:
+    expected = written(tmp_path, *FORMULAS[name])
+    found = matrices(tmp_path, torch.float32)
+    assert found.keys() == expected.keys()
+    for at, matrix in found.items():
+        assert np.array_equal(matrix.numpy(), expected[at]), at
+    plain = {name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()
+             if any(part in name for part in ("norm", "lm_head", "embed"))}
+    other = tmp_path / "plain"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(LLAMA))
+    save_file({**plain, **{at: torch.from_numpy(np.ascontiguousarray(matrix)).float() for at, matrix in expected.items()}},
+              other / "model.safetensors")
+    count = 3 if name.startswith(("fp8", "modelopt-fp8")) else 24
+    assert greedy(tmp_path, [5, 9, 2, 80], count) == greedy(other, [5, 9, 2, 80], count)
+
+
+def test_info_shows_schemes_and_kernels(tmp_path: Path) -> None:
+    written(tmp_path, *FORMULAS["gptq-4"])
+    found = survey(EngineOptions(model=str(tmp_path), device="cpu", max_model_len=128))
+    schemes = {one["scheme"]: one for one in found["weights"]}
+    assert schemes["int4g64"]["matrices"] == 8 and schemes["plain"]["matrices"] == 2 and "int4g64" in as_text(found)
+    assert schemes["int4g64"]["bytes"] == sum(n * (k // 2 + k // 64 * 3) for n, k in NAMES.values())
+
+
+def test_mixed_schemes_in_one_projection(tmp_path: Path) -> None:
+    """q is plain and k and v are quantized: each has its own kernel."""
+    given, write = FORMULAS["gptq-4"]
+    expected = written(tmp_path, {**given, "dynamic": {"-:.*layers.1.self_attn.q_proj": {}}}, write)
+    tensors = load_file(tmp_path / "model.safetensors")
+    at = "model.layers.1.self_attn.q_proj"
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(at)}
+    whole = tmp_path / "whole"
+    written(whole, given, write)
+    tensors[f"{at}.weight"] = torch.from_numpy(expected[f"{at}.weight"]).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert greedy(tmp_path, [5, 9, 2, 80], 24) == greedy(whole, [5, 9, 2, 80], 24)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    given, write = FORMULAS["gptq-4"]
+    written(tmp_path, given, write)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.scales"]
+    tensors["model.layers.1.mlp.down_proj.qweight"] = tensors["model.layers.1.mlp.down_proj.qweight"][:-1].contiguous()
+    tensors["model.layers.1.self_attn.o_proj.qzeros"] = tensors["model.layers.1.self_attn.o_proj.qzeros"].float()
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = read_config(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        checkpoint_of(tmp_path, config, describe(config), "float32")
+    text = str(caught.value)
+    assert "model.layers.0.mlp.up_proj.scales is missing; int4g64 needs it" in text
+    assert "model.layers.1.mlp.down_proj.qweight is [31, 128]; the config asks for [32, 128]" in text
+    assert "model.layers.1.self_attn.o_proj.qzeros is float32; possible are int32" in text
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"quant_method": "newest"}, "quant_method is 'newest'; possible are awq"),
+    ({"quant_method": "gptq", "bits": 5}, "bits is 5; possible are 2, 3, 4, 8"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'; possible are 'gemm'"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; possible are 'FP8'"),
+    ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format is 'marlin-24'; possible are 'dense'"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type is 'af4'"),
+    ({"quant_method": "fp8", "activation_scheme": "sometimes"}, "activation_scheme is 'sometimes'; possible are 'dynamic'"),
+])
+def test_unknown_settings_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match="quantization_config: ") as caught:
+        describe({**LLAMA, "quantization_config": given})
+    assert said in str(caught.value)
+
+
+def test_zeros_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
+    given, write = FORMULAS["gptq-4"]
+    written(tmp_path, {**given, "sym": True}, write)
+    with pytest.raises(ModelError, match=r"model\.layers\..*: quantization_config: sym is true, but zeros differ"):
+        greedy(tmp_path, [5], 1)
