@@ -9,8 +9,8 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from penstock.core.errors import ModelError
 from penstock.core.state import StateSpec

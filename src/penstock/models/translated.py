@@ -158,7 +158,8 @@ class Translated(Checkpoint):
 
 def _form_of(module: str, rules: Sequence[Rule], reader: Reader,
              shapes: dict[str, tuple[int, int]]) -> tuple[Form, Change | None, int, int] | None:
-    for name in (f"{module}.weight", module):
+    # A checkpoint of a bare backbone leaves out the prefix.
+    for name in (f"{module}.weight", module, f"model.{module}.weight"):
         for rule in rules:
             target = rule.match(name)
             if target is not None:
