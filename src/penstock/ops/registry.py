@@ -74,8 +74,8 @@ class Implementation:
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
 _MODULES = ("linear", "routing", "experts", "norm", "rope", "attention", "attention_triton", "activation", "step", "sample",
-            "sample_triton", "linear_triton", "linear_invariant", "routing_triton", "experts_triton", "norm_triton",
-            "rope_triton", "activation_triton", "step_triton", "cpu")
+            "sample_triton", "linear_triton", "linear_invariant", "coded_triton", "routing_triton", "experts_triton",
+            "norm_triton", "rope_triton", "activation_triton", "step_triton", "cpu")
 """Modules whose import registers implementations; a new provider is one more name."""
 
 

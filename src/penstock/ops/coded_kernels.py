@@ -1,0 +1,361 @@
+"""The Triton kernels for quantized matrices. `ops/coded_triton.py` packs the matrices, decides which kernel serves a shape, and
+launches it.
+
+Imported late: Triton is not on every machine, and takes 0.3 s where it is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.ops.linear_kernels import _add_up, _gate, _leave, _place
+
+
+@triton.jit
+def _quarters(code, kind: tl.constexpr, dtype: tl.constexpr, fast: tl.constexpr):
+    """The bits of float numbers for the four 4-bit codes of 16, the lowest first, as `dtype`.
+
+    int4: 128 + code (bfloat16) or 1024 + code (float16), whose last bit stands for one: fewer instructions than a conversion.
+    e2m1: the number itself times 2^-126 or 2^-14, as its exponent keeps its bias. Other types: plain arithmetic.
+    """
+    wide: tl.constexpr = dtype == tl.bfloat16
+    if fast and kind == "int4":
+        if wide:
+            a, b, c, d = tl.inline_asm_elementwise(
+                "{ .reg .b32 t; lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA; shr.b32 t, $4, 4; "
+                "lop3.b32 $1, t, 0x000F000F, 0x43004300, 0xEA; shr.b32 t, $4, 8; lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA; "
+                "shr.b32 t, $4, 12; lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA; }", "=r,=r,=r,=r,r", [code],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                "{ .reg .b32 t; lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA; shr.b32 t, $4, 4; "
+                "lop3.b32 $1, t, 0x000F000F, 0x64006400, 0xEA; shr.b32 t, $4, 8; lop3.b32 $2, t, 0x000F000F, 0x64006400, 0xEA; "
+                "shr.b32 t, $4, 12; lop3.b32 $3, t, 0x000F000F, 0x64006400, 0xEA; }", "=r,=r,=r,=r,r", [code],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2)
+    elif fast and wide:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ .reg .b32 s, m; shl.b32 s, $4, 12; shl.b32 m, $4, 6; and.b32 m, m, 0x01C001C0; "
+            "lop3.b32 $0, s, 0x80008000, m, 0xEA; shl.b32 s, $4, 8; shl.b32 m, $4, 2; and.b32 m, m, 0x01C001C0; "
+            "lop3.b32 $1, s, 0x80008000, m, 0xEA; shl.b32 s, $4, 4; shr.b32 m, $4, 2; and.b32 m, m, 0x01C001C0; "
+            "lop3.b32 $2, s, 0x80008000, m, 0xEA; shr.b32 m, $4, 6; and.b32 m, m, 0x01C001C0; "
+            "lop3.b32 $3, $4, 0x80008000, m, 0xEA; }", "=r,=r,=r,=r,r", [code],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+    else:
+        a, b = _bits(code & 15, kind, dtype), _bits((code >> 4) & 15, kind, dtype)
+        c, d = _bits((code >> 8) & 15, kind, dtype), _bits(code >> 12, kind, dtype)
+    return a, b, c, d
+
+
+@triton.jit
+def _bits(code, kind: tl.constexpr, dtype: tl.constexpr):
+    """One code as `_quarters` gives it."""
+    if kind == "int4":
+        if dtype == tl.float32:
+            found = code.to(tl.float32)
+        else:
+            found = (code | (0x4300 if dtype == tl.bfloat16 else 0x6400)).to(dtype, bitcast=True)
+    elif dtype == tl.float32:
+        found = (((code & 8).to(tl.uint32) << 28) | ((code & 7).to(tl.uint32) << 22)).to(tl.float32, bitcast=True)
+    else:
+        found = (((code & 8) << 12) | ((code & 7) << (6 if dtype == tl.bfloat16 else 9))).to(tl.uint16).to(dtype, bitcast=True)
+    return found
+
+
+@triton.jit
+def _numbers(bits, zero, kind: tl.constexpr, dtype: tl.constexpr):
+    """The numbers that the bits of `_quarters` stand for, less `zero` if they are integers: exact."""
+    if kind == "int4":
+        base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
+        found = bits - (zero + base).to(dtype)
+    else:
+        found = bits * tl.full((1, 1), 2.0**14 if dtype == tl.float16 else 2.0**126, dtype)
+    return found
+
+
+@triton.jit
+def _lower(word, half: tl.constexpr):
+    """The lower of the two numbers of a word of scales, which are float16 (`half`) or bfloat16, as float32."""
+    if half:
+        found = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        found = (word << 16).to(tl.float32, bitcast=True)
+    return found
+
+
+@triton.jit
+def _upper(word, half: tl.constexpr):
+    if half:
+        found = ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        found = (word & -65536).to(tl.float32, bitcast=True)
+    return found
+
+
+@triton.jit
+def _either(word, place, odd: tl.constexpr):
+    """A word that two units share, with the scale of unit `place` below, where a step has only one of them (`odd`)."""
+    return tl.where(place % 2 == 1, word >> 16, word) if odd else word
+
+
+@triton.jit
+def _times(w, x, total, swap: tl.constexpr):
+    """total + x @ w.T, or its transpose. float32 operands are multiplied in float32, not tf32."""
+    if swap:
+        total = tl.dot(w, x.T, total, input_precision="ieee", out_dtype=total.dtype)
+    else:
+        total = tl.dot(x, w.T, total, input_precision="ieee", out_dtype=total.dtype)
+    return total
+
+
+@triton.jit
+def _beside(row, swap: tl.constexpr):
+    """A number of each row of the weight, beside sums."""
+    return row[:, None] if swap else row[None, :]
+
+
+@triton.jit
+def _unit(total, code, x, words, xs, table, second: tl.constexpr, kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr,
+          scales: tl.constexpr, grouped: tl.constexpr, swap: tl.constexpr, fast: tl.constexpr):
+    """Adds the product of a unit of columns to the sums. x: its columns, by quarters where the codes have 4 bits.
+
+    `words` has the unit's scales, of which that of a `second` unit is in the upper half; `xs` x's scales, if it has one a unit.
+    """
+    dtype: tl.constexpr = x[0].dtype
+    four: tl.constexpr = len(x) == 4
+    pieces: tl.constexpr = len(x) // scales
+    if four and kind != "table4":
+        found = _quarters(code, kind, dtype, fast)
+    for g in tl.static_range(scales):
+        part = total if form == "row" else tl.zeros_like(total)
+        word = words[g // 2 if form == "halves" else g]
+        zero = tl.full((1, 1), 0.0 if form == "shifts" or not four else 8.0, tl.float32)
+        if form == "zeros":
+            zero = _upper(word, half)[:, None]
+        for i in tl.static_range(g * pieces, (g + 1) * pieces):
+            if kind == "plain":
+                w = code
+            elif kind == "table4":
+                w = tl.load(table + ((code >> (4 * i)) & 15)).to(dtype)
+            elif four:
+                w = _numbers(found[i], zero, kind, dtype)
+            else:
+                w = (code.to(tl.float32) - zero).to(dtype)
+            part = _times(w, x[i], part, swap)
+        if form == "row":
+            total = part
+        else:
+            if form == "float":
+                factor = word.to(tl.float32, bitcast=True)
+            elif second or (form == "halves" and g % 2 == 1):
+                factor = _upper(word, half)
+            else:
+                factor = _lower(word, half)
+            if grouped:
+                part = part * (xs[None, :] if swap else xs[:, None])
+            total += part * _beside(factor, swap)
+            if form == "shifts":
+                whole = tl.sum(x[g * pieces].to(tl.float32), 1)
+                for i in tl.static_range(g * pieces + 1, (g + 1) * pieces):
+                    whole += tl.sum(x[i].to(tl.float32), 1)
+                total += _beside(_upper(word, half), swap) * (whole[None, :] if swap else whole[:, None])
+    return total
+
+
+@triton.jit(do_not_specialize=("rows", "stride"))
+def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows, n, k, stride, padded, spread,
+            tall: tl.constexpr, wide: tl.constexpr, unit: tl.constexpr, count: tl.constexpr, split: tl.constexpr,
+            joined: tl.constexpr, swap: tl.constexpr, even: tl.constexpr, align: tl.constexpr, group: tl.constexpr,
+            kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, scales: tl.constexpr, scaled: tl.constexpr,
+            four: tl.constexpr, gate: tl.constexpr, linked: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr):
+    """out [rows, n] = x [rows, k] times the coded matrix, transposed; with a `gate` the matrix is [2 n, k] and out =
+    gate(first half) * second half. n, with a gate, is a multiple of 64.
+
+    The forms of codes, words, gains and table are those of ops/coded_forms.py::CodedWeight; `spread` is the number of rows that
+    words have, `scales` the scales of a unit and row. xs: float32, one a row of x (scaled "token") or [padded / unit, rows]
+    ("group"). Split-K, tickets and `joined` are as in ops/linear_kernels.py::tiles. A loop's step is `count` units.
+    """
+    tile = tl.program_id(0)
+    row, column = _place(tile, tl.cdiv(rows, tall), tl.cdiv(n, wide), group)
+    rm, rn = row * tall + tl.arange(0, tall), column * wide + tl.arange(0, wide)
+    kept = tl.minimum(rn, n - 1)
+    size: tl.constexpr = unit // 4 if four else unit
+    pieces: tl.constexpr = unit // size
+    per: tl.constexpr = 2 if form == "pairs" else 1
+    odd: tl.constexpr = form == "pairs" and count == 1
+    lines: tl.constexpr = scales // 2 if form == "halves" else scales
+    deep: tl.constexpr = unit * count
+    rk = tl.arange(0, size)
+    share = tl.cdiv(padded, 256 * split) * 256 if split > 1 else padded
+    begin = tl.program_id(1) * share
+    end = padded if joined else tl.minimum(begin + share, padded)
+    if four:
+        at = codes + (rn // 64).to(tl.int64)[:, None] * (padded * 16) + (rn % 64 * size)[:, None] + rk[None, :]
+        beside = tl.cast(n, tl.int64) * (padded // 4)
+        step: tl.constexpr = 64 * size
+    else:
+        at = codes + kept.to(tl.int64)[:, None] * padded + rk[None, :]
+        beside = tl.cast(n, tl.int64) * padded
+        step: tl.constexpr = unit
+    if linked:
+        gdc_wait()
+        gdc_launch_dependents()
+    v = x + rm.to(tl.int64)[:, None] * (stride.to(tl.int64) * align) + rk[None, :]
+    within = (rm < rows)[:, None]
+    height: tl.constexpr = wide if swap else tall
+    width: tl.constexpr = tall if swap else wide
+    sums: tl.constexpr = tl.int32 if kind == "plain" and x.dtype.element_ty == tl.int8 else tl.float32
+    total = tl.zeros((height, width), sums)
+    if gate is not None:
+        other = tl.zeros((height, width), sums)
+    if joined:
+        whole = tl.zeros((height, width), sums)
+    # The number of stages is said here too: else loads that no product uses, as of scales, are waited for in every step.
+    for start in tl.range(begin, end, deep, num_stages=stages):
+        for u in tl.static_range(count):
+            here = start + u * unit
+            place = here // unit
+            a = ()
+            for i in tl.static_range(pieces):
+                if even:
+                    a = a + (tl.load(v + here + i * size, mask=within, other=0.0),)  # noqa: RUF005
+                else:
+                    inside = within & (here + i * size + rk < k)[None, :]
+                    a = a + (tl.load(v + here + i * size, mask=inside, other=0.0),)  # noqa: RUF005
+            factor = rm
+            if scaled == "group":
+                factor = tl.load(xs + place.to(tl.int64) * rows + rm, mask=rm < rows, other=0.0)
+            if form == "row":
+                word = (kept,)
+                other_word = word
+            elif u % per == 0:
+                line = words + (place // per * lines).to(tl.int64) * spread + kept
+                word = ()
+                other_word = ()
+                for i in tl.static_range(lines):
+                    word = word + (_either(tl.load(line + i * spread), place, odd),)  # noqa: RUF005
+                    if gate is not None:
+                        other_word = other_word + (_either(tl.load(line + i * spread + n), place, odd),)  # noqa: RUF005
+            code = tl.load(at + place.to(tl.int64) * step)
+            total = _unit(total, code, a, word, factor, table, u % per == 1, kind, form, half, scales, scaled == "group", swap,
+                          fast)
+            if gate is not None:
+                code = tl.load(at + beside + place.to(tl.int64) * step)
+                other = _unit(other, code, a, other_word, factor, table, u % per == 1, kind, form, half, scales,
+                              scaled == "group", swap, fast)
+        if joined and (start + deep) % share == 0:
+            whole += total
+            total = tl.zeros((height, width), sums)
+    if joined:
+        total = whole + total
+    last = True
+    if split > 1 and not joined:
+        parts: tl.constexpr = 1 if gate is None else 2
+        _leave(total, partial, tile, tl.program_id(1) * parts, split, parts, height, width)
+        if gate is not None:
+            _leave(other, partial, tile, tl.program_id(1) * parts + 1, split, parts, height, width)
+        tl.debug_barrier()
+        last = tl.atomic_add(tickets + tile, 1, sem="acq_rel") == split - 1
+        if last:
+            tl.store(tickets + tile, 0)
+            total = _add_up(partial, tile, 0, split, parts, height, width)
+            if gate is not None:
+                other = _add_up(partial, tile, 1, split, parts, height, width)
+    if last:
+        y = (total.T if swap else total).to(tl.float32)
+        if scaled == "token":
+            each = tl.load(xs + rm, mask=rm < rows, other=0.0)
+            y *= each[:, None]
+        if gains is not None:
+            y *= tl.load(gains + kept)[None, :]
+        if bias is not None:
+            y += tl.load(bias + kept).to(tl.float32)[None, :]
+        if gate is not None:
+            z = (other.T if swap else other).to(tl.float32)
+            if scaled == "token":
+                z *= each[:, None]
+            if gains is not None:
+                z *= tl.load(gains + n + kept)[None, :]
+            if bias is not None:
+                z += tl.load(bias + n + kept).to(tl.float32)[None, :]
+            y = _gate(y, z, out.dtype.element_ty, gate)
+        tl.store(out + rm.to(tl.int64)[:, None] * n + rn[None, :], y.to(out.dtype.element_ty), mask=within & (rn < n)[None, :])
+
+
+@triton.jit
+def decode(codes, words, gains, table, out, n, k, padded, spread, unit: tl.constexpr, kind: tl.constexpr, form: tl.constexpr,
+           half: tl.constexpr, scales: tl.constexpr, four: tl.constexpr):
+    """out [n, k] = the matrix's numbers, rounded once. A program takes the columns of one scale, 64 rows of them."""
+    rn, place, g = tl.program_id(0) * 64 + tl.arange(0, 64), tl.program_id(1) // scales, tl.program_id(1) % scales
+    kept = tl.minimum(rn, n - 1)
+    size: tl.constexpr = unit // 4 if four else unit
+    pieces: tl.constexpr = (4 if four else 1) // scales
+    gain = tl.full((64,), 1.0, tl.float32)
+    if gains is not None:
+        gain = tl.load(gains + kept)
+    zero, shift = tl.full((64,), 8.0 if kind == "int4" else 0.0, tl.float32), tl.zeros_like(gain)
+    if form != "row":
+        if form == "pairs" or form == "halves":
+            line = (place * scales + g) // 2
+        else:
+            line = place * scales + g
+        word = tl.load(words + line.to(tl.int64) * spread + kept)
+        if form == "float":
+            gain *= word.to(tl.float32, bitcast=True)
+        elif form == "pairs" or form == "halves":
+            gain *= tl.where((place * scales + g) % 2 == 1, _upper(word, half), _lower(word, half))
+        else:
+            gain *= _lower(word, half)
+            if form == "zeros":
+                zero = _upper(word, half)
+            else:
+                zero, shift = tl.zeros_like(gain), _upper(word, half)
+    rk = tl.arange(0, size)
+    if four:
+        at = codes + (rn // 64).to(tl.int64)[:, None] * (padded * 16) + (rn % 64 * size)[:, None] + place * 64 * size
+    else:
+        at = codes + kept.to(tl.int64)[:, None] * padded + place * unit
+    code = tl.load(at + rk[None, :])
+    for i in tl.static_range(pieces):
+        if four:
+            one = (code >> (4 * (g * pieces + i))) & 15
+            if kind == "table4":
+                number = tl.load(table + one)
+            elif kind == "e2m1":
+                number = _numbers(_bits(one, kind, tl.float32), 0.0, kind, tl.float32)
+            else:
+                number = one.to(tl.float32)
+        else:
+            number = code.to(tl.float32)
+        number = (number - zero[:, None]) * gain[:, None] + shift[:, None]
+        column = place * unit + (g * pieces + i) * size + rk
+        tl.store(out + rn.to(tl.int64)[:, None] * k + column[None, :], number.to(out.dtype.element_ty),
+                 mask=(rn < n)[:, None] & (column < k)[None, :])
+
+
+@triton.jit(do_not_specialize=("stride",))
+def quantize(x, codes, scales, fixed, stride, k, block: tl.constexpr, span: tl.constexpr, align: tl.constexpr,
+             most: tl.constexpr, linked: tl.constexpr):
+    """codes [rows, k] = x / scale, rounded and saturated; the scale is the largest magnitude of a program's columns / `most`,
+    `fixed` if it is given, and 1 where all is zero. A program takes `span` columns of a row; scales: [programs of a row, rows].
+    """
+    if linked:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * span + tl.arange(0, block)
+    inside = (tl.arange(0, block) < span) & (column < k)
+    v = tl.load(x + row * (stride.to(tl.int64) * align) + column, mask=inside, other=0.0).to(tl.float32)
+    if fixed is None:
+        scale = tl.max(tl.abs(v), 0) / most
+        scale = tl.where(scale > 0, scale, 1.0)
+    else:
+        scale = tl.load(fixed)
+    tl.store(scales + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + row, scale)
+    least: tl.constexpr = -128.0 if codes.dtype.element_ty == tl.int8 else -most
+    y = tl.minimum(tl.maximum(v / scale, least), most)
+    if codes.dtype.element_ty == tl.int8:
+        # Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
+        y = (y + 12582912.0) - 12582912.0
+    tl.store(codes + row * k + column, y.to(codes.dtype.element_ty), mask=inside)

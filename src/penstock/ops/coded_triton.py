@@ -1,0 +1,200 @@
+"""Products of quantized matrices on NVIDIA GPUs, which are read as they are stored: Triton kernels for few rows and for scales
+of groups; for many rows cuBLAS, after decoding the matrix if its codes are no numbers of the tensor cores.
+
+`pick` alone decides which kernel and tile serve a shape. The forms that matrices are packed into are in ops/coded_forms.py, the
+kernels in ops/coded_kernels.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from penstock.ops import activation_triton, gpu
+from penstock.ops.coded_forms import FP8, MOST, NAMES, CodedWeight, coded
+from penstock.ops.linear_triton import _tickets
+from penstock.ops.registry import register
+
+
+class Cut(NamedTuple):
+    """How a product is tiled, as ops/linear_triton.py::Tile; a step along K takes `units` units."""
+
+    tall: int
+    wide: int
+    units: int
+    split: int = 1
+    warps: int = 4
+    stages: int = 4
+    swap: bool = False
+    group: int = 1
+    joined: bool = False
+
+
+def parts(weight: CodedWeight, gated: bool) -> int:
+    """Split-K parts: more than one where few output columns make too few programs to saturate memory."""
+    n, split = weight.n // 2 if gated else weight.n, 1
+    while -(-n // 64) * split < 192 and weight.padded // split >= 1024:
+        split *= 2
+    return split
+
+
+def fitting(weight: CodedWeight, deep: int) -> int:
+    """Units of a step along K of at most `deep` columns."""
+    count = max(1, deep // weight.unit)
+    while weight.padded % (count * weight.unit):
+        count //= 2
+    return count
+
+
+def few(rows: int, weight: CodedWeight, gated: bool) -> Cut:
+    """The tile for up to 64 rows: the matrix is the tensor core's operand of 64 rows."""
+    tall = max(16, gpu.covering(rows))
+    return Cut(tall, 64, fitting(weight, 256 if weight.four else 128), parts(weight, gated), stages=5 if weight.four else 6,
+               swap=True)
+
+
+def pick(rows: int, weight: CodedWeight, gated: bool) -> Cut | None:
+    """The tile for x [rows, k] times the matrix; None selects cuBLAS."""
+    if rows <= 64:
+        return few(rows, weight, gated)
+    if weight.kind == "plain" and weight.form == "row":
+        return None
+    if rows <= 512 or weight.kind == "plain":
+        return Cut(128, 128, 1, warps=8, stages=3, swap=True, group=8)
+    return None
+
+
+def pick_invariant(rows: int, weight: CodedWeight, gated: bool) -> Cut:
+    """The same where bits must not depend on the number of rows: K is divided as the matrix alone says."""
+    cut = few(min(rows, 64), weight, gated)
+    if rows <= 64 or (cut.split > 1 and rows <= 256):
+        return cut._replace(tall=min(64, gpu.covering(max(16, rows))))
+    return Cut(128, 128 if cut.split == 1 else 64, 1, cut.split, warps=8 if cut.split == 1 else 4, stages=3, swap=True, group=8,
+               joined=cut.split > 1)
+
+
+def aligned(x: torch.Tensor) -> int:
+    """Elements by whose multiples x's rows lie apart, for vectorised loads."""
+    return math.gcd(16, x.stride(0)) if x.shape[0] > 1 else 16
+
+
+def launch(cut: Cut, x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias: torch.Tensor | None,
+           dtype: torch.dtype, gate: str | None = None) -> torch.Tensor:
+    """The product by Triton, plus bias, in `dtype`; with a gate, gated in the epilogue (half of n a multiple of 64)."""
+    from penstock.ops import coded_kernels as kernels  # Triton: heavy, and not everywhere
+
+    rows, n = x.shape[0], weight.n if gate is None else weight.n // 2
+    out = torch.empty(rows, n, dtype=dtype, device=x.device)
+    count = -(-n // cut.wide) * -(-rows // cut.tall)
+    if count == 0:
+        return out
+    partial = tickets = out
+    programs = 1 if cut.joined else cut.split
+    if programs > 1:
+        tickets = _tickets(x.device)
+        assert count <= len(tickets), (cut, count)
+        sums = count * cut.split * (2 if gate else 1) * cut.tall * cut.wide
+        partial = torch.empty(sums, dtype=torch.float32, device=x.device)
+    linked, align = gpu.linked(x.device), aligned(x)
+    kernels.product[(count, programs)](
+        x, xs, weight.data, weight.words, weight.gains, weight.table, bias, out, partial, tickets, rows, n, weight.k,
+        x.stride(0) // align, weight.padded, weight.spread, tall=cut.tall, wide=cut.wide, unit=weight.unit, count=cut.units,
+        split=cut.split, joined=cut.joined, swap=cut.swap, even=weight.k == weight.padded, align=align, group=cut.group,
+        kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, scaled=weight.scaled,
+        four=weight.four, gate=gate, linked=linked, stages=cut.stages, fast=x.device.type != "cpu", num_warps=cut.warps,
+        num_stages=cut.stages, launch_pdl=linked)
+    return out
+
+
+def quantized(x: torch.Tensor, weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """x's codes, of the type of the matrix's, and their scales: [1, rows], or [units, rows] if each unit has its own."""
+    from penstock.ops.coded_kernels import quantize
+
+    rows, k = x.shape
+    kind = weight.data.dtype
+    span = weight.unit if weight.scaled == "group" else k
+    pieces = weight.padded // span if weight.scaled == "group" else 1
+    codes = torch.empty(rows, k, dtype=kind, device=x.device)
+    scales = torch.empty(pieces, rows, dtype=torch.float32, device=x.device)
+    if rows == 0:
+        return codes, scales
+    linked, align, block = gpu.linked(x.device), aligned(x), gpu.covering(span)
+    quantize[(rows, pieces)](x, codes, scales, weight.input_scale, x.stride(0) // align, k, block=block, span=span, align=align,
+                             most=MOST[kind], linked=linked, num_warps=max(1, min(16, block // 256)), launch_pdl=linked)
+    return codes, scales
+
+
+def decoded(weight: CodedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix [n, k], stored columns in order, rounded to `dtype`."""
+    from penstock.ops import coded_kernels as kernels
+
+    out = torch.empty(weight.n, weight.k, dtype=dtype, device=weight.data.device)
+    kernels.decode[(-(-weight.n // 64), weight.padded // weight.unit * weight.scales)](
+        weight.data, weight.words, weight.gains, weight.table, out, weight.n, weight.k, weight.padded, weight.spread,
+        unit=weight.unit, kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, four=weight.four,
+        num_warps=4)
+    return out
+
+
+def _library(x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias: torch.Tensor | None,
+             dtype: torch.dtype) -> torch.Tensor:
+    """The product by cuBLAS or CUTLASS."""
+    if xs is None:
+        return F.linear(x, decoded(weight, x.dtype), bias).to(dtype)
+    if x.is_meta:
+        return torch.empty(x.shape[0], weight.n, dtype=dtype, device=x.device)
+    assert weight.gains is not None
+    out = torch._scaled_mm(x, weight.data.t(), xs.view(-1, 1), weight.gains[None, :], out_dtype=torch.bfloat16)  # noqa: SLF001
+    return (out if bias is None else out + bias).to(dtype)
+
+
+class CodedTriton:
+    """MatrixOps (ops/contracts.py), for any scheme of `NAMES`."""
+
+    def __init__(self, invariant: bool) -> None:
+        self._pick = pick_invariant if invariant else pick
+
+    @staticmethod
+    def pack(scheme: Any, stored: Any, shape: tuple[int, ...], dtype: torch.dtype) -> CodedWeight:
+        weight = coded(scheme, stored, shape, dtype)
+        if weight.data.is_cuda:
+            _tickets(weight.data.device)  # before any graph is captured
+        return weight
+
+    def _product(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
+                 gate: str | None = None) -> torch.Tensor:
+        cut = self._pick(x.shape[0], weight, gate is not None)
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
+        codes, scales = (x, None) if weight.scaled == "none" else quantized(x, weight)
+        if cut is None and (scales is None or _scalable(weight, dtype)):
+            y = _library(codes, scales, weight, bias, dtype)
+            return y if gate is None else activation_triton.gated(y, gate)
+        cut = cut or Cut(128, 128, 1, warps=8, stages=3, swap=True, group=8)
+        if gate is not None and weight.n % 128:
+            return activation_triton.gated(launch(cut, codes, scales, weight, bias, dtype), gate)
+        return launch(cut, codes, scales, weight, bias, dtype, gate)
+
+    def apply(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None,
+              out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._product(x, weight, bias, x.dtype if out_dtype is None else out_dtype)
+
+    def gated(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+        return self._product(x, weight, bias, x.dtype, kind)
+
+    @staticmethod
+    def gather(ids: torch.Tensor, weight: CodedWeight) -> torch.Tensor:
+        return weight.rows(ids.long())
+
+
+def _scalable(weight: CodedWeight, dtype: torch.dtype) -> bool:
+    """Whether the library's product of FP8 codes can serve."""
+    return weight.data.dtype is FP8 and weight.k == weight.padded and dtype is torch.bfloat16 and weight.n % 16 == 0
+
+
+for _name in NAMES:
+    register(f"linear.{_name}", "triton", rank=10, supports=gpu.supports, batch_invariant=False)(CodedTriton(False))
+    register(f"linear.{_name}", "triton-invariant", rank=5, supports=gpu.supports)(CodedTriton(True))
