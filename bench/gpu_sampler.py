@@ -28,7 +28,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.ops.sample import Feature
 from penstock.ops.sample_triton import TritonSample
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import Lines, Sampler
+from penstock.worker.sampler import LogitsRows, Sampler
 
 VOCABULARIES = {"llama8b": 128256, "qwen06b": 151936}
 KINDS: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 KNOWN = 1024
 
 
-def rows_of(kind: dict[str, Any], lines: int) -> tuple[Rows, Lines]:
+def rows_of(kind: dict[str, Any], lines: int) -> tuple[Rows, LogitsRows]:
     rows = Rows(lines, KNOWN + 8, 16, 1, torch.device("cuda"))
     params = SamplingParams(**{"temperature": 1.0, **kind})
     generator = torch.Generator().manual_seed(1)
@@ -48,7 +48,7 @@ def rows_of(kind: dict[str, Any], lines: int) -> tuple[Rows, Lines]:
              for i in range(lines)]
     rows.apply(StepPlan(0, enter, [], [np.zeros((0, 3), np.int32)]))
     row, position = np.arange(lines, dtype=np.int32), np.full(lines, KNOWN, np.int32)
-    return rows, Lines(np.arange(lines), row, position, torch.from_numpy(row).cuda(), torch.from_numpy(position).cuda())
+    return rows, LogitsRows(np.arange(lines), row, position, torch.from_numpy(row).cuda(), torch.from_numpy(position).cuda())
 
 
 def measure(kind: dict[str, Any], lines: int, vocab: int, scale: float) -> dict[str, float]:

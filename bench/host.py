@@ -149,7 +149,7 @@ class NoEngine(Engine):
         self.beams = BeamSearches(self._add, self._abort)
         self.constraints = Constraints(self.scheduler, 151_936, None)
         self.events, self._naming = None, SimpleNamespace(pending=False)
-        self._flying = deque()
+        self._in_flight = deque()
         self.info = EngineInfo(
             model="", architecture="", vocab_size=151_936, max_model_len=self.scheduler.admission.longest, max_num_seqs=rows,
             max_num_batched_tokens=tokens, page_size=PAGE, kv_tokens=kv_tokens, pages_total=layout.slabs, dtype="bfloat16",

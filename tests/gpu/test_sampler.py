@@ -16,7 +16,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.ops.sample import Column, SampleOps
 from penstock.ops.sample_triton import TritonSample
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import Lines, Sampled, Sampler
+from penstock.worker.sampler import LogitsRows, Sampled, Sampler
 from tests.unit.worker.test_sampler import CASES
 
 LENGTH = 300
@@ -50,9 +50,9 @@ class Side:
             self.rows.apply(StepPlan(0, enter, [], [np.zeros((0, 3), np.int32)]))
         self.sampler = Sampler(ops, self.rows)
 
-    def lines(self, which: np.ndarray) -> Lines:
+    def lines(self, which: np.ndarray) -> LogitsRows:
         rows, positions = which.astype(np.int32), self.known[which]
-        return Lines(np.arange(len(which)), rows, positions, torch.from_numpy(rows).to(self.device),
+        return LogitsRows(np.arange(len(which)), rows, positions, torch.from_numpy(rows).to(self.device),
                      torch.from_numpy(positions).to(self.device))
 
     def launch(self, logits: torch.Tensor, which: np.ndarray) -> Sampled:

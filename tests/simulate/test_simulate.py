@@ -80,7 +80,7 @@ class Run:
         self.depth = rng.choice([1, 2, 2, 3])
         self.drafting = RandomDrafts(seed) if seed % 3 == 0 else None
         self.assemble(self.tiers)
-        self.flying: deque[object] = deque()
+        self.in_flight: deque[object] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], Update] = {}
         self.requests: dict[str, Request] = {}
@@ -156,13 +156,13 @@ class Run:
             self.seen["copies"] += len(plan.moves)
             self.seen["waits"] += any(self.cache.joining.leads(s.cache_state.leader) for s in self.scheduler.waiting
                                       if s.cache_state is not None and s.cache_state.leader is not None)
-            self.flying.append(self.worker.run(plan))
+            self.in_flight.append(self.worker.run(plan))
         else:
-            assert self.flying or not self.scheduler.live, "nothing runs though there is work: a livelock"
+            assert self.in_flight or not self.scheduler.live, "nothing runs though there is work: a livelock"
         self.scheduler.check()
-        room = self.depth - 1 if plan is not None else max(0, len(self.flying) - 1)
-        while len(self.flying) > room:
-            self.scheduler.apply(self.flying.popleft(), self.now)
+        room = self.depth - 1 if plan is not None else max(0, len(self.in_flight) - 1)
+        while len(self.in_flight) > room:
+            self.scheduler.apply(self.in_flight.popleft(), self.now)
             self.scheduler.check()
         for update in self.scheduler.take_updates():
             key = (update.request_id, update.index)

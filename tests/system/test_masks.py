@@ -112,7 +112,7 @@ def test_the_forward_pass_begins_before_the_step_before_is_applied(engine: Engin
 
     def watching(plan: StepPlan) -> object:
         if len(plan.masked):
-            flying.append(len(engine._flying))
+            flying.append(len(engine._in_flight))
         return submit(plan)
 
     engine.executor.submit = watching  # type: ignore[method-assign]

@@ -19,12 +19,12 @@ class Watched:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.flying = 0
+        self.in_flight = 0
         self.seen: list[int] = []
         self.rows: list[int] = []
 
     def launch(self, plan: StepPlan) -> Pending:
-        self.flying += 1
+        self.in_flight += 1
         self.rows.append(len(plan.rows))
         return _Watching(self, self.worker.launch(plan))
 
@@ -35,8 +35,8 @@ class _Watching:
         self._pending = pending
 
     def result(self) -> StepResult:
-        self._watched.seen.append(self._watched.flying)
-        self._watched.flying -= 1
+        self._watched.seen.append(self._watched.in_flight)
+        self._watched.in_flight -= 1
         return self._pending.result()
 
 

@@ -1,4 +1,4 @@
-"""config.json of a model folder: the file, and the text part of a nested one. What its values mean is `models/config.py`."""
+"""config.json of a model folder: the file, and the text part of a nested one. `models/config.py` interprets its values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.core.errors import ModelError
 
 _OUTER = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id",
           "quantization_config")
-"""What a nested config may say outside its text part."""
+"""Keys that a nested config may have outside its text part."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -138,6 +138,6 @@ def _named(path: Path) -> str | None:
 
 
 def _facts(path: Path) -> tuple[int, int, int, int]:
-    """What changes if a file is written to or replaced. The change time cannot be set back by a user."""
+    """Values that change if a file is written to or replaced. The change time cannot be set back by a user."""
     facts = path.stat()
     return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns

@@ -48,7 +48,7 @@ def number(text: str) -> float:
 def pairs(text: str) -> dict[str, str]:
     """`key=value`, several with commas between, or a JSON object of texts, numbers and true or false, all taken as texts.
 
-    What is null there is left out: it is as if it had not been said.
+    Keys whose value is null are left out.
     """
     if text.lstrip().startswith("{"):
         try:

@@ -31,7 +31,7 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
 
 
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-"""What generation_config.json and override_generation_config may set, by its names."""
+"""Sampling parameters that generation_config.json and override_generation_config may set, by their names there."""
 
 
 def engine_options(model: str | EngineOptions, given: Mapping[str, Any]) -> EngineOptions:

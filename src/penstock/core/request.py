@@ -50,7 +50,7 @@ class Medium(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Pool(msgspec.Struct, array_like=True, frozen=True):
-    """What is made of a prompt's hidden states, by a request that generates nothing."""
+    """The vector made of a prompt's hidden states, for a request that generates nothing."""
 
     kind: str
     """last | mean | cls (the first position's) | all (each position's) | labels (the head's logits after the last position)."""
@@ -196,7 +196,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Total time of the worker in `run` since the start."""
     kernel_seconds: float = 0.0
     """The part of `worker_seconds` inside the model's forward pass and head."""
-    flying: int = 0
+    in_flight: int = 0
     """Plans in flight."""
     grammars_waiting: int = 0
     """Requests that wait for their grammar to be compiled."""

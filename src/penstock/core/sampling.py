@@ -48,7 +48,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     """A constraint on the answer: exactly one of the first six fields. Names and shapes are vLLM's."""
 
     json: dict[str, Any] | str | bool | None = None
-    """A JSON schema, or its text. Whatever of it cannot be enforced is refused."""
+    """A JSON schema, or its text. A schema of which any part cannot be enforced is refused."""
     regex: str | None = None
     """The answer matches as a whole. Rust's syntax, which has no look-around and no references back."""
     choice: list[str] | None = None

@@ -59,7 +59,7 @@ class Sequence:
         """Whether prompt log probabilities are still to be delivered."""
         self.scores: list[TokenLogprobs] = []
         self.pooled: list[Floats] = []
-        """What `request.pool` has collected so far: [lines, width] of each segment."""
+        """Collected so far for `request.pool`: [lines, width] of each segment."""
         self.masked = False
         """Whether its tokens are chosen under a mask."""
         self.constraint: object = None

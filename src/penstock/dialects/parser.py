@@ -196,7 +196,7 @@ class Parser:
             thinks = starts if not self._spoken else ()
             markers = dict.fromkeys((*(block.begin for block in usable), *hidden, *thinks, *spill, *self._strays))
             if start or thinks:
-                # What counts only at the start is looked for there alone.
+                # Some markers count only at the start.
                 yield from self._blank()
                 marker = yield from reader.take(tuple(markers))
                 if marker is None:
@@ -276,7 +276,7 @@ class Parser:
             if not (yield from forms.starts(form, reader)):
                 if not self._good:
                     raise MalformedError("no call")
-                # The calls have ended without end marker. What follows is text, and space before it is its own.
+                # The calls have ended without end marker. Text follows, and keeps the space before it.
                 if block.end and (yield from reader.peek()):
                     self._strays.add(block.end)
                 if (yield from reader.peek()) and not reader.text[behind:reader.at].strip(SPACE):

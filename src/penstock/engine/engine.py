@@ -41,7 +41,7 @@ class Engine:
         saying what to change; then nothing is left of what had been started."""
         self.options = options
         self.beams = BeamSearches(self._add, self._abort)
-        self._flying: deque[Pending] = deque()
+        self._in_flight: deque[Pending] = deque()
         self.events: CacheEvents | None = None
         self._ended = False
         with ExitStack() as undo:
@@ -152,11 +152,11 @@ class Engine:
         plan = self.scheduler.plan(time.time())
         self.scheduler.stats.plan_seconds += time.perf_counter() - began
         if plan is not None:
-            self._flying.append(self.executor.submit(plan))
+            self._in_flight.append(self.executor.submit(plan))
             if len(plan.masked):
                 self._mask(plan)
         # Without a new plan there is nothing to overlap with: wait for the in-flight plans, one result at a time.
-        room = self.config.depth - 1 if plan is not None else max(0, len(self._flying) - 1)
+        room = self.config.depth - 1 if plan is not None else max(0, len(self._in_flight) - 1)
         self._take_results(room)
         if self.events is not None:
             self.events.flush()
@@ -168,10 +168,10 @@ class Engine:
 
     def _take_results(self, room: int) -> None:
         """Applies results, oldest first, until at most `room` plans are in flight."""
-        while len(self._flying) > room:
+        while len(self._in_flight) > room:
             # Remove the plan only after its result has arrived, so that an interrupt while waiting does not lose it.
-            result = self._flying[0].result()
-            self._flying.popleft()
+            result = self._in_flight[0].result()
+            self._in_flight.popleft()
             began = time.perf_counter()
             self.scheduler.apply(result, time.time())
             self.scheduler.stats.plan_seconds += time.perf_counter() - began
@@ -210,7 +210,7 @@ class Engine:
 
     def _end(self) -> None:
         self._ended = True
-        self._flying.clear()
+        self._in_flight.clear()
         self.executor.close()
 
     def _close_events(self) -> None:

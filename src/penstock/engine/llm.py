@@ -129,7 +129,7 @@ class LLM:
         """Answers a conversation (a list of messages) or several (a list of such lists), written out by the chat template.
 
         `chat_template` is a template's text or the name of one of the model's; `cache_salt` and `retention` are `generate`'s,
-        the other keywords `ChatTemplate.render`'s. What is marked with cache_control stays cached (docs/cache.md). Each output
+        the other keywords `ChatTemplate.render`'s. Parts marked with cache_control stay cached (docs/cache.md). Each output
         has a `message`: its text read as content, reasoning and, with `tools`, tool calls (docs/tools.md).
         """
         one = not messages or isinstance(messages[0], Mapping)

@@ -131,7 +131,7 @@ def paired(one: str | Sequence[str], two: str | Sequence[str], names: tuple[str,
 
 
 def vectors_of(pooled: bytes, pool: Pool, prompt_len: int) -> Floats:
-    """What the engine reported: [width], for `all` [prompt, width]."""
+    """The engine's result: [width], for `all` [prompt, width]."""
     flat = np.frombuffer(pooled, "<f4")
     return flat.reshape(prompt_len, -1) if pool.kind == "all" else flat
 

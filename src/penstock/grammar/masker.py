@@ -192,7 +192,7 @@ class Masker:
         for line, token in enumerate(state.forced[:1 + len(segment.drafts)]):
             _only(bits[first + line], token)
             if segment.drafts[line:line + 1] != [token]:
-                # Whatever is drafted behind is not kept.
+                # Drafts behind a draft that disagrees are never kept.
                 break
 
     def _threads(self) -> LLExecutor:

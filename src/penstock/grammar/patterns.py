@@ -1,7 +1,7 @@
 """Regular expressions of JSON Schema (ECMA-262, unicode mode) in the dialect of llguidance (Rust's regex crate).
 
-The two differ in what a few characters mean, and each difference would let through strings that the schema forbids. What is
-not understood is passed on as it is, for llguidance to refuse.
+The two differ in what a few characters mean, and each difference would let through strings that the schema forbids.
+Syntax that is not understood is passed on as it is, for llguidance to refuse.
 """
 
 from __future__ import annotations

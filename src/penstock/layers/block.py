@@ -73,7 +73,7 @@ class Branch:
         return self.pre.add(delta, residual)
 
     def leave(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None) -> torch.Tensor:
-        """What the branch adds to the stream, given the body's input; with `ends`, at those tokens alone."""
+        """Returns the branch's contribution to the stream, given the body's input; with `ends`, at those tokens alone."""
         out = self.body(x, step, ends)
         if self.post is not None:
             out = self.post(out)

@@ -1,4 +1,4 @@
-"""What layers are built from: the loaded parameters, the kernels, and what layers share."""
+"""The materials of layers: loaded parameters, kernels, and work that layers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cached entries depend on besides tokens and weights, as one digest of the model as it was built.
+"""A digest of everything that cached entries depend on besides tokens and weights, of the model as it was built.
 
 It is derived from the whole resolved description, not from a list of fields: every field of every dataclass in the spec and the
 states enters by itself, rotary embeddings as the frequencies that they have at this `max_model_len`, and the kernels by name,
@@ -23,7 +23,7 @@ def computation(spec: ModelSpec, states: Sequence[StateSpec], kernels: Sequence[
                 max_model_len: int) -> str:
     """Hex digits that differ if anything differs that may change a key or a value, or how they are stored.
 
-    What cannot change them, and differs between engines that should share, is left out by name: `max_positions`, the limit that
+    `max_positions` is left out, because it changes neither and differs between engines that should share: it is the limit that
     a config states for `max_model_len`, which itself enters through the frequencies.
     """
     described = {"spec": dataclasses.replace(spec, max_positions=0), "states": list(states), "kernels": sorted(kernels),

@@ -64,7 +64,7 @@ class Parameter:
 
     @property
     def stem(self) -> str:
-        """What the names of a matrix's stored tensors begin with."""
+        """The common beginning of the names of a matrix's stored tensors."""
         return self.name.removesuffix(".weight")
 
     def parts(self, dtype: str, rows: int | None = None) -> tuple[Part, ...]:

@@ -1,4 +1,4 @@
-"""What a layer sees of the step it runs in: a ragged batch on the device. Built by `worker/step.py`, read only."""
+"""A layer's view of the step it runs in: a ragged batch on the device. Built by `worker/step.py`, read only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Delta(Protocol):
 
 
 class Adapted(Protocol):
-    """What a projection is told of its rows."""
+    """Facts about a projection's rows."""
 
     @property
     def delta(self) -> Delta | None: ...
@@ -59,7 +59,7 @@ class Step:
     """[S] int32: positions of the row that exist after this step, those of the segment included."""
     groups: list[GroupStep]
     work: list[torch.Tensor | None]
-    """What `prepare` gave for each of the model's `Works`, on the device."""
+    """The results of `prepare` for each of the model's `Works`, on the device."""
     library: list[list[Span]]
     """The long prefill segments that were named to `prepare`, for each of the model's `Works`."""
     ends: torch.Tensor | None = None

@@ -52,7 +52,7 @@ class Source:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a checkpoint's name may stand for: rows of a parameter's stored tensor."""
+    """The target of a checkpoint's name: rows of a parameter's stored tensor."""
 
     parameter: Parameter
     part: Part

@@ -72,7 +72,7 @@ def _gain(rows: int, keys: int, queries: int) -> int:
 Bounds = tuple[int, int]
 
 
-class _Mark(NamedTuple):
+class _Start(NamedTuple):
     """The state at the beginning of a range of neighbours."""
 
     begin: int
@@ -90,7 +90,7 @@ def _groups(common: Ints, queries: int) -> list[tuple[int, list[Bounds]]]:
     """
     groups, free = list[tuple[int, list[Bounds]]](), [(0, 1)]
     gain, loose = 0, 1
-    stretches, last = list[tuple[int, _Mark]](), _Mark(0, 0, 0, 0, 0)
+    stretches, last = list[tuple[int, _Start]](), _Start(0, 0, 0, 0, 0)
     changes = [0, *(np.flatnonzero(np.diff(common)) + 1).tolist(), len(common)]
     lengths = [*common[changes[:-1]].tolist(), -1]
     for at, until, keys in zip(changes, [*changes[1:], 0], lengths, strict=True):
@@ -112,7 +112,7 @@ def _groups(common: Ints, queries: int) -> list[tuple[int, list[Bounds]]]:
         if until - at > 1:
             free.append((at + 1, until))
             loose += until - at - 1
-        last = _Mark(until, len(groups), len(free), gain, loose)
+        last = _Start(until, len(groups), len(free), gain, loose)
         free.append((until, until + 1))
         loose += 1
     return groups

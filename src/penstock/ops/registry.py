@@ -154,7 +154,7 @@ class Kernels:
         return None if found is None else found.call
 
     def linear_name(self, scheme: str, n: int, k: int) -> str:
-        """What `linear_for` finds, in words."""
+        """The result of `linear_for`, in words."""
         found = self._linear_for(scheme, n, k)
         return "decoded in tiles" if found is None else found.name
 

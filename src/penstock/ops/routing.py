@@ -33,7 +33,7 @@ class Routing:
     picked_groups: int = 1
     """Experts lie in so many equal groups; picks come from the `picked_groups` best ones."""
     group_score: str = "two"
-    """What a group is worth: the sum of its "two" best scores (DeepSeek V3), or its "max" (DeepSeek V2)."""
+    """A group's score: the sum of its "two" best scores (DeepSeek V3), or its "max" (DeepSeek V2)."""
     least: float = 1e-20
     """The smallest divisor of `normalise`."""
     jitter: float = 0.0

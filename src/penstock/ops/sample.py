@@ -18,7 +18,7 @@ from penstock.ops.registry import register
 
 
 class Feature(IntFlag):
-    """What a row needs beyond greedy sampling. A step runs only the functions that its rows need."""
+    """Functions that a row needs beyond greedy sampling. A step runs only those that its rows need."""
 
     NOTHING = 0
     RANDOM = 1
@@ -182,7 +182,7 @@ class SampleOps:
     def edit(self, logits: torch.Tensor, table: torch.Tensor, lists: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
              position: torch.Tensor, lines: torch.Tensor) -> None:
         """Allowed tokens and edits of the `lines` [L] int32 of logits (float32), in place. `lists` [N] int32 is what the
-        table's columns ALLOWED and EDITS point into. What cannot be chosen has -inf added to it."""
+        table's columns ALLOWED and EDITS point into. Masking adds -inf."""
         words, output = lists.cpu().numpy(), tokens.cpu().numpy()
         mine = row[lines.long()]
         where: list[list[npt.NDArray[np.int32]]] = [[], [], []]

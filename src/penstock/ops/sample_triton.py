@@ -20,7 +20,7 @@ _SLOTS = 32
 """The most alternatives that the kernels of `score` find: more than core/sampling.py's MAX_LOGPROBS. Wide beams ask for
 more."""
 _GROUP = 32
-"""Lines whose tokens are counted at a time, which bounds the memory of penalties."""
+"""Logits rows whose tokens are counted at a time, which bounds the memory of penalties."""
 
 
 def _strided(logits: torch.Tensor) -> tuple[int, dict[str, int]]:
@@ -37,7 +37,7 @@ def _linked(device: torch.device) -> dict[str, bool]:
 
 
 class TritonSample(SampleOps):
-    """SampleOps without synchronisation. Lines of logits are contiguous; their stride may be anything."""
+    """SampleOps without synchronisation. Logits rows are contiguous; their stride may be anything."""
 
     def choose(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
                position: torch.Tensor, threshold: torch.Tensor | None = None, out: torch.Tensor | None = None,

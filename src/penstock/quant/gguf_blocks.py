@@ -1,4 +1,4 @@
-"""What the blocks of GGUF's types stand for, as vectorised arithmetic on bytes. Layouts: ggml (github.com/ggml-org/ggml, MIT),
+"""Decodes the blocks of GGUF's types, by vectorised arithmetic on bytes. Layouts: ggml (github.com/ggml-org/ggml, MIT),
 `ggml-common.h`; results equal those of its `gguf` package bit for bit, so the order of float operations is part of it.
 
 The grids of the IQ types, `iq_grids.bin`, are ggml's tables (MIT), codes packed lowest bits first.

@@ -1,4 +1,4 @@
-"""What a scheme is: the tensors that hold an [n, k] matrix, what they mean, and how a kernel gets them.
+"""Schemes: the tensors that hold an [n, k] matrix, their meaning, and how a kernel gets them.
 
 A new scheme is one file with a frozen dataclass. Loading, dummy weights, the memory plan and `penstock info` follow from it. A
 kernel for it is registered as the operation `linear.<name>` (`ops/registry.py::Kernels.linear_for`); where none can serve, the

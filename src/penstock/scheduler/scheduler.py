@@ -33,7 +33,7 @@ _NOT_FINITE_ERROR = ("the model gave no usable next-token scores for this reques
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlight:
     """An in-flight plan, or the one being made: its segments' sequences, lengths and wants."""
 
     id: int
@@ -62,7 +62,7 @@ class Scheduler:
         self.pace = Pace(limits.step_target, limits.max_num_batched_tokens)
         self.waiting = Order(self.policy)
         self.running = Order(self.policy)
-        self.flights: deque[_Flight] = deque()
+        self.in_flight: deque[_InFlight] = deque()
         self.stats = EngineStats(pages_total=cache.layout.slabs)
         self._rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._leave: list[int] = []
@@ -116,52 +116,52 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether another turn of the loop has anything to do."""
-        return bool(self._requests or self.flights or self._news or self.cache.pending)
+        return bool(self._requests or self.in_flight or self._news or self.cache.pending)
 
     @property
     def live(self) -> list[Sequence]:
         """All sequences that are not done."""
         return [sequence for sequences in self._requests.values() for sequence in sequences.values()]
 
-    # -- a step out
+    # -- planning
 
     def plan(self, now: float) -> StepPlan | None:
         """Returns the next step, or None if nothing can be computed now, possibly because it depends on plans in flight."""
-        flight = _Flight(self._plans)
+        step = _InFlight(self._plans)
         self.cache.evictor.now = now
-        budget = self._plan_running(flight, now)
-        if budget is None and not (flight.sequences or self.flights):
+        budget = self._plan_running(step, now)
+        if budget is None and not (step.sequences or self.in_flight):
             # The only running sequence was preempted. Alone, it always finds room.
             budget = self.limits.max_num_batched_tokens
         if budget is not None:
-            self._admit(flight, budget, now)
+            self._admit(step, budget, now)
         # A sequence's true start is uncertain only while drafts are in flight.
-        unsure = any(flown.drafts for flown in self.flights)
-        slack = np.array([sequence.slack for sequence in flight.sequences], np.int32) if unsure else None
-        proposals = self._proposals(flight) if flight.drafts else []
-        rows, starts = self._hand_out(flight)
+        unsure = any(step.drafts for step in self.in_flight)
+        slack = np.array([sequence.slack for sequence in step.sequences], np.int32) if unsure else None
+        proposals = self._proposals(step) if step.drafts else []
+        rows, starts = self._hand_out(step)
         # A plan without segments only moves pages; it is made only if no other plan is in flight to report the transfers.
-        if not flight.sequences and (self.flights or not self.cache.writing):
+        if not step.sequences and (self.in_flight or not self.cache.writing):
             return None
         self._plans += 1
         enter, self._enter = self._enter, []
         leave, self._leave = self._leave, []
-        self.flights.append(flight)
-        plan = StepPlan(flight.id, enter, leave, rows=np.array(rows, np.int32), starts=np.array(starts, np.int32),
-                        counts=np.array(flight.counts, np.int32), wants=np.array(flight.wants, np.int32),
+        self.in_flight.append(step)
+        plan = StepPlan(step.id, enter, leave, rows=np.array(rows, np.int32), starts=np.array(starts, np.int32),
+                        counts=np.array(step.counts, np.int32), wants=np.array(step.wants, np.int32),
                         slack=slack if slack is not None and slack.any() else None, proposals=proposals)
         if self.masker is not None:
-            plan.masked = np.array([i for i, (sequence, want) in enumerate(zip(flight.sequences, flight.wants, strict=True))
+            plan.masked = np.array([i for i, (sequence, want) in enumerate(zip(step.sequences, step.wants, strict=True))
                                     if sequence.masked and want & _SAMPLE], np.int32)
         self.cache.drain(plan)
         return plan
 
     def masked(self, plan: StepPlan) -> list[MaskedSegment]:
         """Returns the masked segments of the plan made last."""
-        flight = self.flights[-1]
-        assert flight.id == plan.id, (flight.id, plan.id)
+        step = self.in_flight[-1]
+        assert step.id == plan.id, (step.id, plan.id)
         drafts = {proposal.row: proposal.tokens for proposal in plan.proposals}
-        return [MaskedSegment(flight.sequences[segment], drafts.get(int(plan.rows[segment]), []))
+        return [MaskedSegment(step.sequences[segment], drafts.get(int(plan.rows[segment]), []))
                 for segment in plan.masked.tolist()]
 
     def propose(self, sequence: Sequence, at: int, tokens: list[int]) -> None:
@@ -170,7 +170,7 @@ class Scheduler:
         sequence.expected = (at, tokens) if tokens else None
         self._proposed = True
 
-    def _plan_running(self, flight: _Flight, now: float) -> int | None:
+    def _plan_running(self, step: _InFlight, now: float) -> int | None:
         """Plans segments for the running sequences in order. Returns the remaining token budget, or None if one was preempted.
 
         Every sequence gets at least one position; the rest of the budget goes to the first in order.
@@ -205,9 +205,9 @@ class Scheduler:
                     break
             else:
                 if drafts:
-                    flight.drafts[len(flight.sequences)] = drafts
-                flight.sequences.append(sequence)
-                flight.counts.append(count)
+                    step.drafts[len(step.sequences)] = drafts
+                step.sequences.append(sequence)
+                step.counts.append(count)
                 if charges:
                     self.policy.charge(sequence, count)
                 budget -= count
@@ -229,14 +229,14 @@ class Scheduler:
         unread = sum(s.goal - s.planned for s in reading)
         return max(running, self.pace.tokens(decoding, len(reading), unread, waited))
 
-    def _admit(self, flight: _Flight, budget: int, now: float) -> None:
+    def _admit(self, step: _InFlight, budget: int, now: float) -> None:
         """Admits waiting sequences in the policy's order; others may overtake one without room (`scheduler/admission.py`)."""
         blocked = list[Sequence]()
         for sequence in self.waiting if self._rows else ():
             if not self._rows or budget <= 0:
                 break
             # Preempted with a token still in flight: it re-enters only when all of its tokens are known.
-            lost = any(sequence in flown.lost for flown in self.flights)
+            lost = any(sequence in step.lost for step in self.in_flight)
             if lost or self._cornered not in (None, sequence) or self.cache.must_wait(sequence):
                 continue
             count = self._find_room(sequence, budget)
@@ -248,8 +248,8 @@ class Scheduler:
             self.admission.passed(blocked)
             self.waiting.remove(sequence)
             self._enter_row(sequence, now)
-            flight.sequences.append(sequence)
-            flight.counts.append(count)
+            step.sequences.append(sequence)
+            step.counts.append(count)
             if self.policy.charges:
                 self.policy.charge(sequence, count)
             budget -= count
@@ -332,19 +332,19 @@ class Scheduler:
         at, tokens = sequence.expected
         return tokens[sequence.planned + 1 - at:] if at <= sequence.planned + 1 else []
 
-    def _proposals(self, flight: _Flight) -> list[Proposal]:
+    def _proposals(self, step: _InFlight) -> list[Proposal]:
         found = []
-        for segment, drafts in flight.drafts.items():
-            sequence = flight.sequences[segment]
+        for segment, drafts in step.drafts.items():
+            sequence = step.sequences[segment]
             expected = self._expected(sequence)
             if expected:
                 found.append(Proposal(sequence.row, sequence.planned + 1, expected[:drafts]))
         return found
 
-    def _hand_out(self, flight: _Flight) -> tuple[list[int], list[int]]:
+    def _hand_out(self, step: _InFlight) -> tuple[list[int], list[int]]:
         """Advances the plan's sequences by their segments. Returns the segments' rows and starts."""
-        sequences, starts, wants, drafts = flight.sequences, [], flight.wants, flight.drafts
-        for i, (sequence, count) in enumerate(zip(sequences, flight.counts, strict=True)):
+        sequences, starts, wants, drafts = step.sequences, [], step.wants, step.drafts
+        for i, (sequence, count) in enumerate(zip(sequences, step.counts, strict=True)):
             start, want = sequence.planned, 0
             sequence.planned = end = start + count
             if sequence.request.pool is not None:
@@ -380,9 +380,9 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _preempt(self, victim: Sequence) -> None:
-        for flight in self.flights:
-            if victim in flight.sequences:
-                flight.lost.add(victim)
+        for step in self.in_flight:
+            if victim in step.sequences:
+                step.lost.add(victim)
         self.running.remove(victim)
         self._give_row(victim)
         self.cache.release(victim)
@@ -407,17 +407,17 @@ class Scheduler:
             self._leave.append(sequence.row)
             sequence.row = -1
 
-    # -- what came of a step
+    # -- results
 
     def apply(self, result: StepResult, now: float) -> None:
         """Processes the result of the oldest plan in flight. `take_updates` returns the resulting updates."""
-        flight = self.flights.popleft()
-        assert flight.id == result.id, (flight.id, result.id)
-        logprobs = _lines_by_segment(result.logprobs, flight.sequences, "logprobs")
-        scores = _lines_by_segment(result.scores, flight.sequences, "prompt_logprobs")
+        step = self.in_flight.popleft()
+        assert step.id == result.id, (step.id, result.id)
+        logprobs = _lines_by_segment(result.logprobs, step.sequences, "logprobs")
+        scores = _lines_by_segment(result.scores, step.sequences, "prompt_logprobs")
         vectors = pooling.lines(result)
-        commit, lost, drafts = self.cache.commit, flight.lost, flight.drafts
-        segments = zip(flight.sequences, flight.counts, flight.wants, _tokens_by_segment(result), strict=True)
+        commit, lost, drafts = self.cache.commit, step.lost, step.drafts
+        segments = zip(step.sequences, step.counts, step.wants, _tokens_by_segment(result), strict=True)
         for i, (sequence, count, want, own) in enumerate(segments):
             if sequence.done:
                 continue
@@ -435,9 +435,9 @@ class Scheduler:
             if want & _SAMPLE:
                 sequence.promised -= 1
                 self._take_token(sequence, own, logprobs.get(i), now)
-        decoded = flight.counts.count(1) + len(drafts)
+        decoded = step.counts.count(1) + len(drafts)
         checked = sum(drafts.values())
-        tokens_done = sum(flight.counts)
+        tokens_done = sum(step.counts)
         self.cache.report(result.load_results, result.write_results, tokens_done, result.seconds)
         self.pace.learn(decoded, tokens_done - decoded - checked, result.seconds)
         self.stats.steps += 1
@@ -542,7 +542,7 @@ class Scheduler:
         """Returns current statistics, always in the same object."""
         stats = self.stats
         stats.time = now
-        stats.running, stats.waiting, stats.flying = len(self.running), len(self.waiting), len(self.flights)
+        stats.running, stats.waiting, stats.in_flight = len(self.running), len(self.waiting), len(self.in_flight)
         stats.pages_used, stats.kv_usage = self.cache.pools.slabs_live, self.cache.usage
         stats.tiers = self.cache.stats()
         return stats
@@ -555,8 +555,8 @@ class Scheduler:
         assert sorted(rows + self._rows) == list(range(self.limits.max_num_seqs)), "a row is lost or owned twice"
         assert len(self.running) + len(self.waiting) + sum(len(s.children) for s in live) == len(live), "a sequence is lost"
         for sequence in live:
-            promised = sum((want & _SAMPLE) + flight.drafts.get(i, 0) for flight in self.flights
-                           for i, (owner, want) in enumerate(zip(flight.sequences, flight.wants, strict=True))
+            promised = sum((want & _SAMPLE) + step.drafts.get(i, 0) for step in self.in_flight
+                           for i, (owner, want) in enumerate(zip(step.sequences, step.wants, strict=True))
                            if owner is sequence)
             assert sequence.promised == promised
             assert sequence.computed <= sequence.planned - sequence.slack <= sequence.planned <= sequence.goal

@@ -81,7 +81,7 @@ class EngineCollector(Collector):
             ("vllm:kv_cache_usage_perc", "Fraction of the KV cache in use, 0 to 1.", stats.kv_usage),
             ("penstock:pages_used", "Slabs of the KV arena in use.", stats.pages_used),
             ("penstock:pages_total", "Slabs of the KV arena.", stats.pages_total),
-            ("penstock:plans_in_flight", "Steps in flight: submitted to the worker, without a result yet.", stats.flying),
+            ("penstock:plans_in_flight", "Steps in flight: submitted to the worker, without a result yet.", stats.in_flight),
             ("penstock:requests_live", "Requests that this frontend has open.", self.llm.live),
             ("penstock:engine_up", "1 while the engine is alive and not stuck.", 0 if self.llm.unhealthy() else 1),
             ("penstock:engine_silence_seconds", "Time since the last message from the engine.", self.llm.silence),

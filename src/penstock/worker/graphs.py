@@ -19,7 +19,7 @@ from penstock.core.plan import StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.worker.dummy import dummy_plan, filled, spread
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import LINES, Sampler
+from penstock.worker.sampler import MAX_LOGITS_ROWS, Sampler
 from penstock.worker.step import Bucket, Parts, Picks, StepBuilder, picks_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Graphs:
         return graph, found
 
     def _chooses(self, bucket: Bucket) -> bool:
-        return bucket.tokens == bucket.segments <= LINES and self._sampler.capturable
+        return bucket.tokens == bucket.segments <= MAX_LOGITS_ROWS and self._sampler.capturable
 
     def _decode(self, bucket: Bucket, parts: Parts) -> None:
         hidden = self._run(bucket, parts)

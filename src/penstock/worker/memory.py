@@ -23,7 +23,7 @@ from penstock.layers.spec import ModelSpec
 from penstock.platform.facts import available_memory
 from penstock.worker.dummy import dummy_plan
 from penstock.worker.graphs import Graphs
-from penstock.worker.sampler import LINES
+from penstock.worker.sampler import MAX_LOGITS_ROWS
 from penstock.worker.worker import Worker
 
 _GIB = 1 << 30
@@ -59,7 +59,7 @@ def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
     joined = replace(spec, schemes=()).parameters()
     widest = max(parameter.live or parameter.shape[0] for parameter in joined if parameter.name.startswith("blocks."))
     layer = tokens * (4 * spec.width + 2 * widest) * dtype.itemsize
-    return layer + min(rows, LINES) * spec.vocab_size * 4 * 6 + LIST_BYTES
+    return layer + min(rows, MAX_LOGITS_ROWS) * spec.vocab_size * 4 * 6 + LIST_BYTES
 
 
 def predicted(options: EngineOptions, config: EngineConfig, spec: ModelSpec, device: torch.device,

@@ -1,4 +1,4 @@
-"""Carries pages between the device, the host's arena and stores while steps run. What moves is decided in `cache/tiers`.
+"""Carries pages between the device, the host's arena and stores while steps run. `cache/tiers` decides which pages move.
 
 Threads do all transfers, so that steps are not delayed, and each place has its own threads, so that a slow store delays only
 the loads that read from it. Movers do not interpret pages; `worker/reading.py` checks that a page is the one that was asked

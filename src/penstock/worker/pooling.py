@@ -11,7 +11,7 @@ import torch
 from penstock.core.plan import Hidden, Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import LINES
+from penstock.worker.sampler import MAX_LOGITS_ROWS
 from penstock.worker.staging import to_host
 
 Places = npt.NDArray[np.integer[Any]]
@@ -20,7 +20,7 @@ REPORTS = int(Want.HIDDEN | Want.LABELS)
 
 
 class Reports:
-    """What the segments of a step report. The properties are valid once the device has computed them."""
+    """Pooled results of a step's segments. The properties are valid once the device has computed them."""
 
     def __init__(self, model: Decoder, hidden: torch.Tensor, plan: StepPlan, rows: Rows) -> None:
         """`hidden`: those of all tokens of the step, [T, width]."""
@@ -50,8 +50,8 @@ class Reports:
         self._segments, self._parts = segments, parts
         self._labels: list[tuple[int, torch.Tensor]] = []
         asked = np.flatnonzero(plan.wants & int(Want.LABELS))
-        for start in range(0, len(asked), LINES):
-            some = asked[start:start + LINES]
+        for start in range(0, len(asked), MAX_LOGITS_ROWS):
+            some = asked[start:start + MAX_LOGITS_ROWS]
             logits = model.head(at(firsts[some] + plan.counts[some] - 1))
             for segment, line in zip(some.tolist(), logits, strict=True):
                 wanted = rows.labels[int(plan.rows[segment])]

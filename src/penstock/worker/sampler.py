@@ -31,7 +31,7 @@ _MORE = ~int(Feature.RANDOM)
 
 
 @dataclass(slots=True)
-class Lines:
+class LogitsRows:
     """The segments, rows and positions of a step's S logits rows, on the host and on the device."""
 
     segments: npt.NDArray[np.int64]
@@ -44,14 +44,14 @@ class Lines:
     position: torch.Tensor
     """[S] int32."""
 
-    def parts(self, most: int) -> Iterator[Lines]:
+    def parts(self, most: int) -> Iterator[LogitsRows]:
         """Yields the logits rows in order, at most `most` at a time."""
         for at in range(0, len(self.rows), most):
             part = slice(at, at + most)
-            yield Lines(self.segments[part], self.rows[part], self.positions[part], self.row[part], self.position[part])
+            yield LogitsRows(self.segments[part], self.rows[part], self.positions[part], self.row[part], self.position[part])
 
 
-class LineMasks(NamedTuple):
+class RowMasks(NamedTuple):
     """Token masks of some of a step's logits rows."""
 
     bits: Ints
@@ -60,7 +60,7 @@ class LineMasks(NamedTuple):
     """[L] indices of the logits rows."""
 
 
-LINES = 256
+MAX_LOGITS_ROWS = 256
 """Maximum logits rows per sampling pass. Bounds the memory of the logits, which are as wide as the vocabulary."""
 
 
@@ -123,7 +123,7 @@ class Sampler:
         self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, None, self._outbox.memory,
                          shift)
 
-    def launch(self, logits: torch.Tensor, lines: Lines, masks: LineMasks | None = None, stay: bool = False) -> Sampled:
+    def launch(self, logits: torch.Tensor, lines: LogitsRows, masks: RowMasks | None = None, stay: bool = False) -> Sampled:
         """Samples tokens from logits [S, V] float32, which are modified in place, and writes them to their rows. `stay`: keep
         the sampled tokens on the device as well."""
         features = self._rows.parameters.features[lines.rows]
@@ -153,7 +153,7 @@ class Sampler:
         found = self._ops.score(own[0], tokens[asking.long()], top, own[1])
         return Sampled(tokens, Scores([(lines.segments[picks[2]], lines.positions[picks[2]], found)]))
 
-    def _mask(self, logits: torch.Tensor, masks: LineMasks) -> None:
+    def _mask(self, logits: torch.Tensor, masks: RowMasks) -> None:
         count, words = masks.bits.shape
         size = count * (words + 1)
         host = self._bits.host(size)

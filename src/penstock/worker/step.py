@@ -18,7 +18,7 @@ from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step
 from penstock.ops.attention import SharedPrefixes, Span
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import Lines
+from penstock.worker.sampler import LogitsRows
 from penstock.worker.sizes import fitted
 from penstock.worker.staging import Staging
 
@@ -216,11 +216,11 @@ class StepBuilder:
         there = self._staging.device(parts.size)
         return there[parts.shift][:1], there[parts.lines_row][:count], there[parts.lines_position][:count]
 
-    def lines(self, parts: Parts, plan: StepPlan, picks: Picks) -> Lines:
+    def lines(self, parts: Parts, plan: StepPlan, picks: Picks) -> LogitsRows:
         """Returns the rows and positions of the step's logits rows."""
         there, chosen, count = self._staging.device(parts.size), picks.segments, len(picks.segments)
         row, position = there[parts.lines_row][:count], there[parts.lines_position][:count]
-        return Lines(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1, row, position)
+        return LogitsRows(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1, row, position)
 
     def step(self, bucket: Bucket, parts: Parts, ends: int | None = None, columns: int | None = None) -> Step:
         """Returns the step that was filled last. `ends`: number of logits rows whose hidden states are wanted (None: all

@@ -13,7 +13,7 @@ import torch
 
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import Lines
+from penstock.worker.sampler import LogitsRows
 from penstock.worker.staging import Staging, to_host
 
 _FAR = 2**31 - 1
@@ -26,11 +26,11 @@ class Verifier:
         self._rows = rows
         self._staging = Staging(torch.int32, rows.device)
 
-    def drafts(self, lines: Lines) -> torch.Tensor:
+    def drafts(self, lines: LogitsRows) -> torch.Tensor:
         """Returns the tokens [L] now at the positions of the logits rows. Call before sampling overwrites them."""
         return self._rows.tokens[lines.row.long(), lines.position.long()]
 
-    def verify(self, plan: StepPlan, lines: Lines, drafts: torch.Tensor, chosen: torch.Tensor) -> Verified:
+    def verify(self, plan: StepPlan, lines: LogitsRows, drafts: torch.Tensor, chosen: torch.Tensor) -> Verified:
         """Compares drafts and sampled tokens [L] of all logits rows of a step, and updates the lengths of their rows."""
         first = np.flatnonzero(np.diff(lines.segments, prepend=-1))
         count = np.diff(first, append=len(lines.segments))

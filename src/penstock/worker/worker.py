@@ -21,7 +21,7 @@ from penstock.worker.graphs import Graphs
 from penstock.worker.movers import Movers
 from penstock.worker.pooling import REPORTS, Reports
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import LINES, LineMasks, Lines, Sampled, Sampler
+from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, RowMasks, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
 from penstock.worker.sizes import fitted_sizes
 from penstock.worker.step import StepBuilder, picks_of
@@ -29,7 +29,7 @@ from penstock.worker.verify import Verified, Verifier
 
 _ALL = int(Want.SCORE) | REPORTS
 """Flags of `Want` that need the hidden states of all tokens."""
-_ALIKE = 8192
+_SAME_KERNELS_ABOVE = 8192
 """Number of tokens above which cuBLAS picks no other kernels."""
 
 
@@ -47,9 +47,9 @@ class Forward:
     """Hidden states of all tokens if prompts are scored or hidden states reported; else those of the logits rows."""
     ends: torch.Tensor
     """Hidden states of the logits rows, possibly followed by padding."""
-    lines: Lines
+    lines: LogitsRows
     logits: torch.Tensor | None
-    """The first LINES logits rows, until they are consumed; None if no token is chosen."""
+    """The first MAX_LOGITS_ROWS logits rows, until they are consumed; None if no token is chosen."""
 
 
 @dataclass(slots=True)
@@ -171,9 +171,9 @@ class Worker:
         with torch.inference_mode(), self._on_stream:
             torch.empty(scratch, dtype=torch.uint8, device=self.rows.device)
             captured = [] if self.graphs is None else self.graphs.buckets.all()
-            counts = {*fitted_sizes(LINES), *(bucket.segments for bucket in captured)}
-            lines = {min(LINES, count - at) for count in counts for at in range(0, count, LINES)}
-            self.model.warm_up_gemms(fitted_sizes(min(tokens, _ALIKE)), sorted(lines))
+            counts = {*fitted_sizes(MAX_LOGITS_ROWS), *(bucket.segments for bucket in captured)}
+            lines = {min(MAX_LOGITS_ROWS, count - at) for count in counts for at in range(0, count, MAX_LOGITS_ROWS)}
+            self.model.warm_up_gemms(fitted_sizes(min(tokens, _SAME_KERNELS_ABOVE)), sorted(lines))
         self.stream.synchronize()
 
     def close(self) -> None:
@@ -223,7 +223,8 @@ class Worker:
             return Launched(plan, interval.stop(), self.movers, None)
         hidden, ends, lines = self._forward(plan, bool((plan.wants & _ALL).any()))
         count = len(lines.rows)
-        forward = Forward(hidden, ends, lines, self.model.head(ends[:LINES])[:min(LINES, count)] if count else None)
+        logits = self.model.head(ends[:MAX_LOGITS_ROWS])[:min(MAX_LOGITS_ROWS, count)] if count else None
+        forward = Forward(hidden, ends, lines, logits)
         interval.leave_model()
         return Launched(plan, interval, self.movers, partial(self._choose, plan, forward, interval))
 
@@ -247,21 +248,21 @@ class Worker:
         return found
 
     def _sample(self, plan: StepPlan, forward: Forward, masks: Masks | None, stay: bool) -> Iterator[Sampled]:
-        """Samples the step's logits rows, LINES at a time."""
+        """Samples the step's logits rows, MAX_LOGITS_ROWS at a time."""
         at, line = 0, 0
         logits, forward.logits = forward.logits, None
-        for part in forward.lines.parts(LINES):
+        for part in forward.lines.parts(MAX_LOGITS_ROWS):
             if logits is None:
-                logits = self.model.head(forward.ends[at:at + LINES])[:len(part.rows)]
+                logits = self.model.head(forward.ends[at:at + MAX_LOGITS_ROWS])[:len(part.rows)]
             masked = None
             if masks is not None:
                 which = np.flatnonzero(np.isin(part.segments, plan.masked))
-                masked = LineMasks(masks.bits[line:line + len(which)], which) if len(which) else None
+                masked = RowMasks(masks.bits[line:line + len(which)], which) if len(which) else None
                 line += len(which)
             yield self.sampler.launch(logits, part, masked, stay)
-            logits, at = None, at + LINES
+            logits, at = None, at + MAX_LOGITS_ROWS
 
-    def _forward(self, plan: StepPlan, every: bool) -> tuple[torch.Tensor, torch.Tensor, Lines]:
+    def _forward(self, plan: StepPlan, every: bool) -> tuple[torch.Tensor, torch.Tensor, LogitsRows]:
         """Returns hidden states of all tokens if `every`, hidden states of the logits rows (possibly padded), and the logits
         rows' owners."""
         picks = picks_of(plan)

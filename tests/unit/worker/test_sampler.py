@@ -15,7 +15,7 @@ from penstock.ops import noise
 from penstock.ops.sample import SampleOps
 from penstock.worker.parameters import Parameters
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import Lines, Sampler
+from penstock.worker.sampler import LogitsRows, Sampler
 
 V = 61
 
@@ -34,7 +34,7 @@ def _sample(logits: torch.Tensor, rows: Rows, tokens: list[list[int]], which: li
     which = list(range(len(tokens))) if which is None else which
     position = np.array([len(tokens[i]) for i in which], np.int64)
     row, places = np.array(which, np.int32), position.astype(np.int32)
-    lines = Lines(np.arange(len(which)), row, places, torch.from_numpy(row), torch.from_numpy(places))
+    lines = LogitsRows(np.arange(len(which)), row, places, torch.from_numpy(row), torch.from_numpy(places))
     return Sampler(SampleOps(), rows).launch(logits[which].clone(), lines).tokens().tolist()
 
 
@@ -204,7 +204,7 @@ def test_log_probabilities_are_of_the_models_own_logits() -> None:
     logits = torch.randn(len(cases), V)
     which = np.array([4, 1, 0, 2, 3], np.int32)
     places = np.full(len(which), 4, np.int32)
-    lines = Lines(10 + np.arange(len(which)), which, places, torch.from_numpy(which), torch.from_numpy(places))
+    lines = LogitsRows(10 + np.arange(len(which)), which, places, torch.from_numpy(which), torch.from_numpy(places))
     found = Sampler(SampleOps(), rows).launch(logits[which].clone(), lines)
     scores, wanted = found.scores.logprobs(), logits[which].log_softmax(-1)
     assert scores is not None and scores.segments.tolist() == [10, 12, 13, 14] and scores.positions.tolist() == [4] * 4

@@ -10,7 +10,7 @@ from penstock.core.plan import Enter, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.ops.sample import SampleOps
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import Lines, Sampler
+from penstock.worker.sampler import LogitsRows, Sampler
 
 PROBABILITIES = [0.4, 0.3, 0.2, 0.06, 0.04]
 
@@ -63,7 +63,7 @@ def drawn(seed: int) -> list[int]:
     for position in range(1, 33):
         rows = entered(SamplingParams(temperature=1.0), [0] * position, 1, seed)
         row, place = np.zeros(1, np.int32), np.array([position], np.int32)
-        lines = Lines(np.arange(1), row, place, torch.from_numpy(row), torch.from_numpy(place))
+        lines = LogitsRows(np.arange(1), row, place, torch.from_numpy(row), torch.from_numpy(place))
         found += Sampler(SampleOps(), rows).launch(torch.zeros(1, 1000), lines).tokens().tolist()
     return found
 

@@ -17,7 +17,7 @@ PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "uvloop", "
 
 
 def environment() -> dict[str, Any]:
-    """Facts about this machine and installation. What cannot be found out is None; nothing raises, torch is not imported."""
+    """Facts about this machine and installation. Unknown facts are None; nothing raises, torch is not imported."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "penstock": penstock.__version__,

@@ -56,7 +56,7 @@ class AnswerMessage(msgspec.Struct):
 
 
 class Flags(msgspec.Struct, omit_defaults=True):
-    """What only this server says of a choice."""
+    """Fields of a choice that only this server has."""
 
     malformed_tool_call: bool = False
     """Something that began as a tool call was none; its text stands in the content."""
@@ -127,7 +127,7 @@ class Reading:
         return Flags(True) if self.parser.malformed else UNSET
 
     def chunk(self, text: str, ended: bool) -> ChunkDelta:
-        """What this text makes certain."""
+        """The events that this text makes certain."""
         events = self.parser.push(text)
         if ended:
             events = [*events, *self.parser.finish()]

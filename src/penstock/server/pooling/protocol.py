@@ -67,7 +67,7 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     documents: str | Texts | None = None
     """Another name of text_2."""
     instruction: str | None = None
-    """What a reranker is told about the task."""
+    """The task, for a reranker."""
 
 
 class Document(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
