@@ -123,3 +123,20 @@ def test_rows_are_independent(op: str) -> None:
         x = random(65, 2048, dtype=torch.bfloat16)
         more = (random(2048, dtype=torch.bfloat16), 1e-5) if op == "rms_norm" else ("silu",)
         assert torch.equal(call(x, *more), torch.cat([call(x[i:i + 1], *more) for i in range(65)]))
+
+
+@pytest.mark.parametrize("implementation", every("sample"))
+@pytest.mark.parametrize(("vocab", "words"), [(61, 2), (512, 16), (5003, 157), (5003, 3)])
+def test_mask(implementation: Implementation, vocab: int, words: int) -> None:
+    """Masks of some lines, of rows wider than the vocabulary; a NaN survives, and tokens beyond the words are excluded."""
+    mask = usable(implementation, torch.float32).mask
+    bits = torch.randint(-2**31, 2**31, (3, words), generator=torch.Generator().manual_seed(vocab)).int()
+    bits[1, :2] = torch.tensor([-1, 0])
+    lines = torch.tensor([4, 0, 3], dtype=torch.int32)
+    found = random(6, vocab + 8, seed=1)[:, :vocab]
+    found[4, 7] = torch.nan
+    wanted = found.clone()
+    reference("sample").mask(wanted, bits, lines)
+    assert wanted[4, 7].isnan() and wanted.isinf().any()
+    mask(found, bits, lines)
+    assert torch.equal(found.nan_to_num(99), wanted.nan_to_num(99))

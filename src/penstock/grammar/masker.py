@@ -6,6 +6,7 @@ forced. States are brought up to date when masks are asked for, which is when al
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _FREE = -1
 """A word of a mask that allows all of its tokens."""
+_FEW = 24
+"""A text is forced only where a mask allows so few tokens: those that the text begins with."""
 
 
 @dataclass(slots=True)
@@ -41,7 +44,7 @@ class MaskStats:
 class State:
     """A sequence's state in its grammar."""
 
-    __slots__ = ("at", "budget", "end", "forced", "matcher", "stops", "thinking")
+    __slots__ = ("at", "budget", "end", "forced", "least", "matcher", "stops", "thinking")
 
     def __init__(self, sequence: Sequence, matcher: LLMatcher | None) -> None:
         params = sequence.request.params
@@ -49,11 +52,13 @@ class State:
         self.at = sequence.prompt_len
         """Tokens of the sequence that have been taken in."""
         self.forced: list[int] = []
-        """The tokens that must come next."""
+        """The tokens that must come next. The matcher has taken them in, but for those that end thinking."""
         self.end = params.reasoning_end_ids or []
         """The tokens that end thinking."""
         self.thinking = bool(self.end)
         self.budget = params.max_thinking_tokens
+        self.least = sequence.prompt_len + params.min_tokens
+        """Tokens that the sequence has at least before it ends."""
         self.stops = sorted(sequence.stops)
 
 
@@ -61,14 +66,15 @@ class Masker:
     """One engine's; implements `core/masking.py::Masker`."""
 
     def __init__(self, compiler: Compiler, vocab_size: int,
-                 propose: Callable[[Sequence, int, list[int]], None] | None = None) -> None:
+                 propose: Callable[[Sequence, int, list[int]], None] | None = None, processors: int | None = None) -> None:
         """`propose(sequence, at, tokens)` is told which tokens must stand at positions `at` and behind, before they are
-        chosen."""
+        chosen. `processors`: how many there are (None: find out)."""
         self.stats = MaskStats()
         self._compiler = compiler
         self._words = -(-vocab_size // 32)
         self._propose = propose
-        self._executor: LLExecutor | None = None
+        self._processors = len(os.sched_getaffinity(0)) if processors is None else processors
+        self._pool: LLExecutor | None = None
 
     def wants(self, request: Request) -> bool:
         """Whether the request's tokens are chosen under a mask."""
@@ -77,76 +83,89 @@ class Masker:
     def masks(self, segments: List[MaskedSegment]) -> Masks:
         """A line for each token that the segments choose, in their order."""
         began = time.perf_counter()
-        live = [(segment, self._state(segment.sequence)) for segment in segments if not segment.sequence.done]
-        self._advance([(segment.sequence, state) for segment, state in live])
-        firsts = np.cumsum([0, *(1 + len(segment.drafts) for segment in segments)]).tolist()
-        bits = np.full((firsts[-1], self._words), _FREE, np.int32)
-        line_of = {id(segment.sequence): first for segment, first in zip(segments, firsts, strict=False)}
+        live: list[tuple[int, MaskedSegment, State]] = []
+        lines = 0
+        for segment in segments:
+            if not segment.sequence.done:
+                state = segment.sequence.constraint or self._begin(segment.sequence)
+                assert isinstance(state, State)
+                live.append((lines, segment, state))
+            lines += 1 + len(segment.drafts)
+        bits = np.full((lines, self._words), _FREE, np.int32)
+        moved = self._advance(live)
         todo: list[tuple[LLMatcher, int, list[int]]] = []
-        for segment, state in live:
-            first = line_of[id(segment.sequence)]
+        for first, segment, state in live:
             if state.thinking:
                 self._think(state, segment, bits, first)
                 behind = _end_of_thinking(state, segment)
                 if behind is not None and state.matcher is not None:
                     todo.append((state.matcher, first + behind, segment.drafts[behind:]))
-            elif state.matcher is None:
-                continue
-            elif len(state.forced) <= len(segment.drafts):
-                todo.append((state.matcher, first, segment.drafts))
+            elif state.matcher is not None:
+                sure = len(state.forced)
+                if not sure or (sure <= len(segment.drafts) and segment.drafts[:sure] == state.forced):
+                    todo.append((state.matcher, first + sure, segment.drafts[sure:]))
         self._fill(todo, bits)
-        for segment, state in live:
-            first = line_of[id(segment.sequence)]
+        self._find_forced(moved, bits)
+        for first, segment, state in live:
             if state.forced:
                 self._force(segment, state, bits, first)
-            else:
+            elif len(segment.sequence.tokens) < state.least:
                 _hold_back(segment, state, bits, first)
-        self.stats.masks += len(bits)
+        self.stats.masks += lines
         self.stats.seconds += time.perf_counter() - began
         return Masks(bits)
 
-    def _state(self, sequence: Sequence) -> State:
-        state = sequence.constraint
-        if state is None:
-            state = sequence.constraint = State(sequence, self._compiler.matcher(sequence.request))
-        assert isinstance(state, State)
+    def _begin(self, sequence: Sequence) -> State:
+        state = sequence.constraint = State(sequence, self._compiler.matcher(sequence.request))
         return state
 
-    def _advance(self, rows: list[tuple[Sequence, State]]) -> None:
-        """Takes in the tokens that have been chosen since, and finds which are forced behind them."""
+    def _advance(self, live: list[tuple[int, MaskedSegment, State]]) -> list[tuple[int, MaskedSegment, State]]:
+        """Takes in the tokens that have been chosen since. Returns the rows where a text may be forced now that was not."""
         one: list[tuple[LLMatcher, int]] = []
-        moved: list[tuple[Sequence, State]] = []
-        for sequence, state in rows:
+        moved = []
+        for row in live:
+            sequence, state = row[1].sequence, row[2]
             new = sequence.tokens[state.at:]
-            fresh = state.at == sequence.prompt_len
-            state.at = len(sequence.tokens)
-            if state.forced:
-                state.forced = state.forced[len(new):]
+            fresh = bool(new) or state.at == sequence.prompt_len
+            state.at += len(new)
             if state.thinking:
+                state.forced = state.forced[len(new):]
                 new = self._skip_thinking(sequence, state, new)
                 if state.thinking:
                     continue
-                fresh = True
+            elif state.forced:
+                state.forced, new = state.forced[len(new):], new[len(state.forced):]
             if state.matcher is None:
                 continue
             if len(new) == 1:
                 one.append((state.matcher, new[0]))
             elif new:
                 state.matcher.consume_tokens(new)
-            if (new or fresh) and not state.forced:
-                moved.append((sequence, state))
-        if one:
-            self._threads().consume_token_par(one)
-        for sequence, state in moved:
-            self._find_forced(sequence, state)
+            if fresh and not state.forced:
+                moved.append(row)
+        pool = self._pool_for(len(one))
+        if pool is not None:
+            pool.consume_token_par(one)
+        else:
+            for matcher, token in one:
+                matcher.consume_token(token)
+        return moved
 
-    def _find_forced(self, sequence: Sequence, state: State) -> None:
-        assert state.matcher is not None
-        state.forced = forced = state.matcher.compute_ff_tokens()
-        if forced:
+    def _find_forced(self, moved: list[tuple[int, MaskedSegment, State]], bits: Ints) -> None:
+        """Finds which tokens must come next. Asking a matcher costs as much as its mask, and the mask says whether to ask."""
+        if not moved:
+            return
+        allowed = np.bitwise_count(bits.view(np.uint32)).sum(1).tolist()
+        for first, segment, state in moved:
+            if allowed[first] > _FEW or state.matcher is None:
+                continue
+            state.forced = forced = state.matcher.compute_ff_tokens()
+            if not forced:
+                continue
+            state.matcher.consume_tokens(forced)
             self.stats.forced += len(forced)
             if len(forced) > 1 and self._propose is not None:
-                self._propose(sequence, len(sequence.tokens) + 1, forced[1:])
+                self._propose(segment.sequence, len(segment.sequence.tokens) + 1, forced[1:])
 
     def _skip_thinking(self, sequence: Sequence, state: State, new: list[int]) -> list[int]:
         """Leaves thinking where its end is among the `new` tokens. Returns those behind it."""
@@ -173,16 +192,20 @@ class Masker:
                 _only(bits[first + line], state.end[0])
 
     def _fill(self, todo: list[tuple[LLMatcher, int, list[int]]], bits: Ints) -> None:
-        """Masks of all matchers at once, on the threads of llguidance."""
+        """The masks of all matchers."""
         if not todo:
             return
         pointer, width, lines = bits.ctypes.data, bits.shape[1] * 4, len(bits)
         plain = [(matcher, line) for matcher, line, drafts in todo if not drafts]
-        drafted = [one for one in todo if one[2]]
-        if plain:
-            self._threads().unsafe_compute_mask_ptr(plain, pointer, width, lines)
-        if drafted:
-            self._threads().unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, lines)
+        pool = self._pool_for(len(plain))
+        if pool is not None:
+            pool.unsafe_compute_mask_ptr(plain, pointer, width, lines)
+        else:
+            for matcher, line in plain:
+                matcher.unsafe_compute_mask_ptr(pointer + line * width, width)
+        if len(plain) < len(todo):
+            drafted = [one for one in todo if one[2]]
+            self._all_threads().unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, lines)
         for matcher, line, _ in todo:
             if matcher.is_error():
                 # Too complex a state: no token can be chosen, and the request ends with an error.
@@ -195,12 +218,17 @@ class Masker:
                 # Drafts behind a draft that disagrees are never kept.
                 break
 
-    def _threads(self) -> LLExecutor:
-        if self._executor is None:
+    def _pool_for(self, count: int) -> LLExecutor | None:
+        """llguidance's threads for `count` matchers; None where this thread alone is sooner done. Handing over work takes as
+        long as some masks, and on one or two processors the model's own threads need them."""
+        return self._all_threads() if count > 2 and self._processors > 2 else None
+
+    def _all_threads(self) -> LLExecutor:
+        if self._pool is None:
             from llguidance import LLExecutor
 
-            self._executor = LLExecutor()
-        return self._executor
+            self._pool = LLExecutor()
+        return self._pool
 
 
 def _only(words: Ints, token: int) -> None:
@@ -219,8 +247,7 @@ def _end_of_thinking(state: State, segment: MaskedSegment) -> int | None:
 
 def _hold_back(segment: MaskedSegment, state: State, bits: Ints, first: int) -> None:
     """Enforces min_tokens: an answer that could end continues if the grammar allows."""
-    sequence = segment.sequence
-    missing = sequence.request.params.min_tokens - (len(sequence.tokens) - sequence.prompt_len)
+    missing = state.least - len(segment.sequence.tokens)
     for line in range(first, first + min(missing, 1 + len(segment.drafts))):
         held = bits[line].copy()
         for token in state.stops:

@@ -17,6 +17,7 @@ from penstock.ops import native
 from penstock.ops.attention import AttentionOps, Span
 from penstock.ops.linear import Weight
 from penstock.ops.registry import register
+from penstock.ops.sample import SampleOps
 from penstock.platform.facts import DeviceFacts
 
 _CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -97,6 +98,17 @@ class CpuAttention(AttentionOps):
         return out
 
 
+class CpuSample(SampleOps):
+    """SampleOps of one library: masks are its own, all else is the reference."""
+
+    def __init__(self, owner: CpuOperations) -> None:
+        self._owner = owner
+
+    def mask(self, logits: torch.Tensor, bits: torch.Tensor, lines: torch.Tensor) -> None:
+        self._owner.lib.penstock_mask(logits.data_ptr(), logits.stride(0), logits.shape[1], bits.contiguous().data_ptr(),
+                                      bits.shape[1], lines.data_ptr(), len(lines))
+
+
 class CpuOperations:
     """The operations of one instruction set. `supports` builds and loads the library, and must be called first."""
 
@@ -107,6 +119,7 @@ class CpuOperations:
         self.isa = isa
         self.linear = CpuLinear(self)
         self.attention = CpuAttention(self)
+        self.sample = CpuSample(self)
 
     def supports(self, facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
         wanted = os.environ.get("PENSTOCK_CPU_ISA")
@@ -198,7 +211,8 @@ class CpuOperations:
 def _register() -> None:
     for isa in native.INSTRUCTION_SETS:
         operations = CpuOperations(isa)
-        for op in ("linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "attention", "gated", "activation"):
+        for op in ("linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "attention", "gated", "activation",
+                   "sample"):
             register(op, f"cpu-{isa.name}", rank=isa.rank, supports=operations.supports,
                      dtypes=tuple(_CODES))(getattr(operations, op))
 

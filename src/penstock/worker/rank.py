@@ -24,6 +24,7 @@ from penstock.observe.log import LOG
 from penstock.ops import compile as compiling
 from penstock.ops import gpu, registry
 from penstock.ops.compile import Compilation
+from penstock.platform.allocator import keep_freed_memory
 from penstock.platform.facts import detect, device_name
 from penstock.platform.kept import Kept
 from penstock.stores.behind import Behind
@@ -117,6 +118,9 @@ class Rank:
         closes its stores."""
         assert self._model is not None
         config = self._config
+        if self._device.type == "cpu":
+            # Not before loading, whose buffers must not stay.
+            keep_freed_memory()
         with compiling.explained(self._facts.capability), memory.explained(self._device):
             try:
                 self._worker = worker = Worker(self._model, layout, config.max_num_seqs, max_model_len, self._device,

@@ -215,3 +215,18 @@ EXPORT void penstock_activation(const void* x, int64_t stride, void* out, int64_
         if (kind == RELU) go(std::integral_constant<int64_t, RELU>{});
     });
 }
+
+// Adds -inf to the logits that a mask of `words` words excludes; mask i belongs to line lines[i]. Tokens beyond it are excluded.
+EXPORT void penstock_mask(float* logits, int64_t stride, int64_t vocab, const uint32_t* bits, int64_t words,
+                          const int32_t* lines, int64_t count) {
+    constexpr float OUT = -__builtin_inff();
+    pool::parallel_if(count * vocab > WORTH, count, [&](int64_t i) {
+        float* x = logits + lines[i] * stride;
+        for (int64_t first = 0; first < vocab; first += 32) {
+            const uint32_t word = first / 32 < words ? bits[i * words + first / 32] : 0;
+            if (word == ~0u) continue;
+            const int64_t left = std::min<int64_t>(32, vocab - first);
+            for (int64_t j = 0; j < left; j++) x[first + j] += word >> j & 1 ? 0.0f : OUT;
+        }
+    });
+}
