@@ -15,7 +15,7 @@ from penstock.core.state import Everything
 from penstock.worker.rows import Rows
 from tests.simulate.test_simulate import Run, seen_in
 
-WORKLOADS = 200
+WORKLOADS = 216
 SHARDS = 2
 
 

@@ -60,6 +60,9 @@ class RandomDrafts:
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         assert 0 <= accepted <= drafted > 0
 
+    def stepped(self, tokens: int, kept: int, seconds: float) -> None:
+        assert 0 <= kept <= tokens
+
 
 class Run:
     """One workload from its seed."""

@@ -69,6 +69,9 @@ class _Drafts:
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         assert 0 <= accepted <= drafted
 
+    def stepped(self, tokens: int, kept: int, seconds: float) -> None:
+        assert 0 <= kept <= tokens
+
     def propose(self, drafting: Drafting) -> None:
         tokens = drafting.rows.tokens
         for row, length, count in zip(drafting.row.tolist(), drafting.length.tolist(), drafting.count.tolist(), strict=True):
@@ -103,7 +106,10 @@ AXES: dict[str, dict[str, Value]] = {
              "disk": Value({"cache_host_bytes": 1 << 18, "cache_disk": lambda folder: str(folder / "pages")})},
     "reuse": {"off": Value({"enable_prefix_caching": False}), "on": Value(), "again": Value(run={"again": True})},
     "policy": options("scheduling_policy", "priority", "fcfs"),
-    "drafter": {"none": Value(), "one": _draft(1), "four": _draft(4)},
+    "drafter": {"none": Value(), "one": _draft(1), "four": _draft(4),
+                "ngram": Value({"speculate": "ngram", "draft_policy": "fixed"}),
+                "model": Value({"speculative_model": "itself", "draft_policy": "fixed", "num_speculative_tokens": 3}),
+                "adaptive": Value({"speculative_model": "itself"})},
     "mask": {"none": Value(), "open": Value(apply=_mask)},
     "layout": running("ranks", 1, 2),
     "graph": {"eager": Value({"enforce_eager": True})} | ({"captured": Value()} if torch.cuda.is_available() else {}),

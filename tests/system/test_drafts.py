@@ -42,6 +42,9 @@ class Fixed:
         self.drafted += drafted
         self.accepted += accepted
 
+    def stepped(self, tokens: int, kept: int, seconds: float) -> None:
+        assert 0 <= kept <= tokens
+
 
 class Constant:
     """Proposes one token, whatever came before."""

@@ -35,7 +35,7 @@ def test_padding_changes_no_answer(chunk: int) -> None:
 
     def answers(fits: bool) -> list[Any]:
         with LLM(str(MODELS / "stories260k"), max_num_seqs=80, max_num_batched_tokens=chunk + 80, max_model_len=512) as llm:
-            llm.engine.rank.worker.builder.fits = fits
+            llm.engine.rank.worker.runner.builder.fits = fits
             found = llm.generate(prompts, params, use_tqdm=False) + llm.generate(prompts[:20], params[:20], use_tqdm=False)
         return [(output.outputs[0].token_ids, [[(token, pytest.approx(one.logprob, abs=2e-5)) for token, one in place.items()]
                                                for places in (output.outputs[0].logprobs, output.prompt_logprobs)

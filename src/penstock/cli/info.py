@@ -50,6 +50,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     from penstock.ops import registry
     from penstock.platform.facts import detect, device_name
     from penstock.worker import memory
+    from penstock.worker.drafters import loading as drafters
 
     facts = detect(options.device)
     folder = resolve_folder(options.model, options.revision)
@@ -63,7 +64,9 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
         figures = _loaded(options, config)
     else:
         device = torch.device(device_name(options.device, facts))
-        figures = _planned(options, memory.predicted(options, config, spec, device, facts), config)
+        draft = drafters.survey(config.speculation, spec, config.max_model_len)
+        specs = [spec] if draft is None else [spec, draft.spec]
+        figures = _planned(options, memory.predicted(options, config, specs, device, facts), config)
     return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},
             "files": _files(options, folder, checkpoint, spec), "weights": _weights(spec, config.dtype, kernels),
             "dialect": _dialect(options, folder), "device": _device(facts), "memory": figures,

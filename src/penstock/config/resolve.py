@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from penstock.config.options import checked
 from penstock.config.schema import EngineOptions
+from penstock.config.speculation import Speculation, speculation
 from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.errors import ConfigError
 from penstock.core.layout import CacheLayout, lay_out
@@ -39,6 +40,8 @@ class EngineConfig:
     """Seconds."""
     graph_tokens: int
     """Steps of up to so many tokens are captured as CUDA graphs; 0 captures none."""
+    speculation: Speculation | None = None
+    """How tokens are drafted; None: not at all."""
 
 
 def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, facts: DeviceFacts,
@@ -66,7 +69,8 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         page=options.block_size or 16, depth=depth, threads=options.threads or facts.cores,
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
         kernels=options.kernels, batch_invariant=gpu and options.batch_invariant,
-        graph_tokens=min(budget, graph_tokens(parameters)) if gpu and not options.enforce_eager else 0)
+        graph_tokens=min(budget, graph_tokens(parameters)) if gpu and not options.enforce_eager else 0,
+        speculation=speculation(options))
 
 
 def graph_tokens(parameters: int) -> int:

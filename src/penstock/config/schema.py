@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODEL, MEMORY, CACHE, SCHEDULING = "Model", "Memory", "Cache", "Scheduling"
-EXECUTION, SERVER, LIMITS, OBSERVABILITY = "Execution", "Server", "Limits", "Observability"
+SPECULATION, EXECUTION, SERVER = "Speculative decoding", "Execution", "Server"
+LIMITS, OBSERVABILITY = "Limits", "Observability"
 """Headings of `--help`."""
 
 
@@ -102,6 +103,17 @@ class EngineOptions:
                                           "smaller chunks (default: serve 50; offline no limit)", group=SCHEDULING)
     depth: int | None = option(None, "steps in flight: 1 waits for each step, 2 (the default) plans the next one meanwhile",
                                group=SCHEDULING, least=1)
+    speculate: str = option("off", "draft several tokens and check them in one step: ngram finds them in the text so far, "
+                            "draft_model asks a small model, auto takes the draft model if one is named, else ngram",
+                            ("off", "auto", "ngram", "draft_model"), group=SPECULATION)
+    speculative_model: str | None = option(None, "folder or hub id of the draft model; it must have the model's tokenizer",
+                                           group=SPECULATION)
+    num_speculative_tokens: int | None = option(None, "the most tokens drafted at once (default: 5)", group=SPECULATION,
+                                                least=1)
+    draft_policy: str = option("adaptive", "adaptive: fewer drafts, or none, where they would cost more time than they save; "
+                               "fixed: always as many", ("adaptive", "fixed"), group=SPECULATION)
+    speculative_config: dict[str, Any] = option({}, "all of this as vLLM writes it: method, model, num_speculative_tokens, "
+                                                "prompt_lookup_max, prompt_lookup_min", group=SPECULATION)
     device: str = option("auto", "auto, cpu, cuda or cuda:N", group=EXECUTION)
     threads: int | None = option(None, "CPU threads for kernels; by default all cores", group=EXECUTION, least=1)
     kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch",

@@ -219,6 +219,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Drafted tokens that were checked."""
     accepted_tokens: int = 0
     """Drafted tokens that were kept."""
+    drafts: int = 0
+    """Segments that had drafted tokens."""
+    accepted_by_place: list[int] = []
+    """How often the first, second, ... draft of a segment was kept."""
 
 
 class EngineInfo(msgspec.Struct):

@@ -17,7 +17,7 @@ class Sequence:
     Owned by the scheduler; nobody else writes.
     """
 
-    __slots__ = ("cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done", "due",
+    __slots__ = ("acceptance", "cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done", "due",
                  "epoch", "expected", "goal", "index", "limit", "masked", "pages", "passed", "planned", "pooled", "promised",
                  "prompt_len", "request", "room", "row", "scores", "scoring", "seed", "slack", "stops", "timings", "tokens")
 
@@ -40,6 +40,8 @@ class Sequence:
         """Maximum tokens that plans in flight may add."""
         self.expected: tuple[int, list[int]] | None = None
         """(position, tokens) that the host expects from there on; verified like drafts."""
+        self.acceptance: float | None = None
+        """Estimated probability that a draft is kept if those before it are. Written by the draft policy alone."""
         self.computed = 0
         self.epoch = 0
         """Number of preemptions."""

@@ -26,6 +26,7 @@ from penstock.engine.executor import Direct, Executor, Pending, Threaded
 from penstock.engine.ranks import Progress, Rank, make_rank
 from penstock.engine.tiers import Naming, set_up
 from penstock.scheduler.admission import Limits
+from penstock.scheduler.drafting import draft_policy
 from penstock.scheduler.policy import POLICIES
 from penstock.scheduler.scheduler import Scheduler
 
@@ -74,7 +75,8 @@ class Engine:
         self.scheduler = Scheduler(cache, Limits(
             max_model_len=plan.max_model_len, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
-            vocab_size=survey.vocab_size, step_target=config.step_target), POLICIES[options.scheduling_policy]())
+            vocab_size=survey.vocab_size, step_target=config.step_target), POLICIES[options.scheduling_policy](),
+            drafting=draft_policy(config.speculation) if config.speculation is not None else None)
         self.executor: Executor = Threaded(self.rank) if survey.device.kind == "cpu" else Direct(self.rank)
         undo.callback(self._end)
         self.constraints = Constraints(self.scheduler, survey.vocab_size, tokenizer_folder(options, survey.folder))

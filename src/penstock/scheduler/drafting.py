@@ -1,14 +1,16 @@
-"""The interface that decides how many tokens are drafted per sequence. `worker/drafting.py` is the drafters' interface."""
+"""Decides how many tokens are drafted per sequence. `worker/drafting.py` is the drafters' interface."""
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
+from penstock.config.speculation import Speculation
 from penstock.core.sequence import Sequence
 
 
 class DraftPolicy(Protocol):
-    """Decides at each step how many tokens are drafted after a sequence's next token, and learns the acceptance."""
+    """Decides at each step how many tokens are drafted after a sequence's last known token, and learns the acceptance."""
 
     def count(self, sequence: Sequence) -> int:
         """Returns the maximum number of tokens to draft, possibly 0. The scheduler may ask the drafter for fewer."""
@@ -17,3 +19,95 @@ class DraftPolicy(Protocol):
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Reports that `drafted` tokens were verified and `accepted` of them kept."""
         ...
+
+    def stepped(self, tokens: int, kept: int, seconds: float) -> None:
+        """Reports a step without prefill: `tokens` positions, of which `kept` gave tokens, in `seconds`, drafting included."""
+        ...
+
+
+class Fixed:
+    """Drafts as many tokens each time."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def count(self, sequence: Sequence) -> int:  # noqa: ARG002
+        return self._tokens
+
+    def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Nothing is learned."""
+
+    def stepped(self, tokens: int, kept: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+
+_ACCEPTED = 0.7
+"""Acceptance assumed before anything is known."""
+_WEIGHT = 0.1
+"""Weight of the newest verified draft in a sequence's acceptance; a tenth of it in the acceptance of all."""
+_DECAY = 0.97
+"""Weight of the past in the model of step time: some 30 steps are remembered."""
+_PROBE = 64
+"""Tokens after which a sequence without drafts is given one, to learn whether its text has become predictable."""
+
+
+class Adaptive:
+    """Drafts while a draft's probability of being kept exceeds its cost.
+
+    With a throughput of R tokens a second and a cost of c seconds for each further position of a step, one more position must
+    be kept with a probability above R * c to raise the throughput. The j-th draft is kept with probability a^j, where a is the
+    sequence's acceptance. R and c are learned from the steps themselves, so that drafting ends where steps are bound by
+    compute (many sequences, a CPU) and goes on where they are bound by the reading of weights.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._accepted = _ACCEPTED
+        self._weight = self._x = self._y = self._xx = self._xy = self._kept = 0.0
+        """Sums over recent steps, decaying: 1, positions, seconds, their products, and tokens kept."""
+        self._bar = 0.0
+        """R * c: the probability that a draft must have."""
+
+    @property
+    def bar(self) -> float:
+        """The probability of being kept above which a token is drafted; 0 before anything is known."""
+        return self._bar
+
+    def count(self, sequence: Sequence) -> int:
+        accepted = self._accepted if sequence.acceptance is None else sequence.acceptance
+        if accepted >= 1.0 > self._bar or self._bar <= 0.0:
+            return self._most
+        if accepted <= self._bar:
+            # Sequences probe at different times.
+            return int((sequence.known + 7 * sequence.row) % _PROBE == 0 and self._bar < 1.0)
+        return min(self._most, int(math.log(self._bar) / math.log(accepted)))
+
+    def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        # Drafts behind the first wrong one were never tried.
+        tried = min(drafted, accepted + 1)
+        old = self._accepted if sequence.acceptance is None else sequence.acceptance
+        keep = (1 - _WEIGHT) ** tried
+        sequence.acceptance = keep * old + (1 - keep) * accepted / tried
+        keep = (1 - _WEIGHT / 10) ** tried
+        self._accepted = keep * self._accepted + (1 - keep) * accepted / tried
+
+    def stepped(self, tokens: int, kept: int, seconds: float) -> None:
+        if seconds <= 0 or not kept:
+            return
+        self._weight = _DECAY * self._weight + 1
+        self._x = _DECAY * self._x + tokens
+        self._y = _DECAY * self._y + seconds
+        self._xx = _DECAY * self._xx + tokens * tokens
+        self._xy = _DECAY * self._xy + tokens * seconds
+        self._kept = _DECAY * self._kept + kept
+        x, y = self._x / self._weight, self._y / self._weight
+        # Least squares of seconds over positions. Where all steps are of one size, half of the average cost is assumed.
+        prior, trust = y / (2 * x), (0.1 * x) ** 2 + 0.5
+        spread = max(0.0, self._xx / self._weight - x * x)
+        slope = (self._xy / self._weight - x * y + trust * prior) / (spread + trust)
+        self._bar = max(0.0, slope) * self._kept / self._y
+
+
+def draft_policy(asked: Speculation) -> DraftPolicy:
+    """The policy that the options ask for."""
+    return Adaptive(asked.tokens) if asked.adaptive else Fixed(asked.tokens)

@@ -439,6 +439,8 @@ class Scheduler:
         checked = sum(drafts.values())
         tokens_done = sum(step.counts)
         self.cache.report(result.load_results, result.write_results, tokens_done, result.seconds)
+        if self.drafting is not None and decoded + checked == tokens_done:
+            self.drafting.stepped(tokens_done, int(result.kept.sum()), result.seconds)
         self.pace.learn(decoded, tokens_done - decoded - checked, result.seconds)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds
@@ -478,6 +480,11 @@ class Scheduler:
             sequence.expected = None
         self.stats.drafted_tokens += drafts
         self.stats.accepted_tokens += len(own) - 1
+        self.stats.drafts += 1
+        places = self.stats.accepted_by_place
+        places += [0] * (len(own) - 1 - len(places))
+        for place in range(len(own) - 1):
+            places[place] += 1
         if self.drafting is not None:
             self.drafting.learn(sequence, drafts, len(own) - 1)
         return len(own)

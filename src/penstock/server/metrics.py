@@ -108,9 +108,17 @@ class EngineCollector(Collector):
             ("penstock:plan_seconds", "Host time for planning steps and applying results.", stats.plan_seconds),
             ("penstock:worker_seconds", "Worker time in steps.", stats.worker_seconds),
             ("penstock:kernel_seconds", "Worker time in the model's forward pass and head.", stats.kernel_seconds),
+            ("vllm:spec_decode_num_drafts", "Times that tokens were drafted for a sequence.", stats.drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", stats.drafted_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", stats.accepted_tokens),
             *((f"penstock:{name}", doc, getattr(stats, field)) for name, field, doc in GRAMMAR_COUNTERS),
         ):
             yield self._one(CounterMetricFamily(name, doc, labels=LABELS), value)
+        places = CounterMetricFamily("vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were kept, by place.",
+                                     labels=(*LABELS, "position"))
+        for place, count in enumerate(stats.accepted_by_place):
+            places.add_metric((*self.values, str(place)), count)
+        yield places
         success = CounterMetricFamily("vllm:request_success", "Finished sequences by why they ended.",
                                       labels=(*LABELS, "finished_reason"))
         for reason, count in figures.finished.items():

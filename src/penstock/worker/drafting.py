@@ -5,6 +5,8 @@ A step that is planned while the one before still runs does not know that one's 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -13,7 +15,12 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.plan import Ints, StepPlan, Want
+from penstock.core.state import StateSpec
+from penstock.layers.decoder import Decoder
+from penstock.layers.step import StateView
+from penstock.worker.graphs import Graphs
 from penstock.worker.rows import Rows
+from penstock.worker.sampler import Sampler
 from penstock.worker.staging import upload
 
 
@@ -54,6 +61,43 @@ class Drafting:
         slack = np.zeros_like(self.count) if plan.slack is None else plan.slack[picked]
         row, known, unsure = upload(np.stack((plan.rows[picked], plan.starts[picked] + 1, slack)), self.rows.device)
         return row, torch.where(unsure > 0, self.rows.length[row.long()], known)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The parts of a worker that drafters work with."""
+
+    model: Decoder
+    """The target, which verifies the drafts."""
+    rows: Rows
+    page: int
+    sampler: Sampler
+    budget: int
+    """The most tokens of a forward pass."""
+    views: Sequence[StateView]
+    """The drafter's windows into the arena, in the order of `LoadedDrafter.states`."""
+    capture: Callable[[Decoder], Graphs | None]
+    """Captures another model's steps as CUDA graphs, if the worker captures any."""
+
+
+class LoadedDrafter(Protocol):
+    """A drafter's weights, loaded before the cache is planned. Each file in `drafters/` has one."""
+
+    @property
+    def states(self) -> list[StateSpec]:
+        """Its cache states, which share the target's pages."""
+        ...
+
+    @property
+    def model(self) -> Decoder | None:
+        """The model that drafts, if there is one: its steps take memory and kernels like the target's."""
+        ...
+
+    def start(self, host: Host) -> Drafter: ...
+
+    def detach(self) -> None:
+        """Lets go of the arena."""
+        ...
 
 
 class Drafter(Protocol):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from penstock.core.plan import StepPlan, Want
+from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.worker.dummy import dummy_plan, filled, spread
 from penstock.worker.rows import Rows
@@ -132,10 +132,10 @@ class Graphs:
         ends = None if bucket.tokens == bucket.segments else bucket.segments
         return self.model.forward(self.builder.step(bucket, parts, ends, self._columns))
 
-    def forward(self, plan: StepPlan, bucket: Bucket, picks: Picks) -> tuple[torch.Tensor, Parts]:
+    def forward(self, plan: StepPlan, bucket: Bucket, picks: Picks, behind: Ints | None = None) -> tuple[torch.Tensor, Parts]:
         """Returns hidden states, followed by padding: of all tokens of a decode step, or of the picked tokens of a mixed step.
         The next step of the same bucket overwrites them."""
-        parts = self.builder.fill(plan, bucket, picks)
+        parts = self.builder.fill(plan, bucket, picks, behind=behind)
         graph, hidden = self._captured[bucket]
         graph.replay()
         return hidden, parts

@@ -29,6 +29,9 @@ from penstock.platform.facts import detect, device_name
 from penstock.platform.kept import Kept
 from penstock.stores.behind import Behind
 from penstock.worker import memory
+from penstock.worker.drafters import loading as drafters
+from penstock.worker.drafters.ngram import SCRATCH
+from penstock.worker.drafting import LoadedDrafter
 from penstock.worker.rehearsal import rehearse
 from penstock.worker.worker import Launched, Worker
 
@@ -44,7 +47,8 @@ class Rank:
         self._facts = detect(options.device)
         self._device = torch.device(device_name(options.device, self._facts))
         self._compiles = self._facts.kind == "cuda" and compiling.watch()
-        self._compilation: Compilation | None = None
+        self._compilations: list[Compilation] = []
+        self._drafter: LoadedDrafter | None = None
         self._model: models.Decoder | None = None
         self._worker: Worker | None = None
 
@@ -71,44 +75,65 @@ class Rank:
         self._occupancy = memory.occupancy(self._device)
         if self._occupancy is not None:
             memory.configure_allocator()
-        memory.check(self._options, self._config, self._spec, self._device, self._facts, self._occupancy)
+        self._draft = drafters.survey(config.speculation, self._spec, config.max_model_len)
+        memory.check(self._options, self._config, self._specs, self._device, self._facts, self._occupancy)
+
+    @property
+    def _specs(self) -> list[models.ModelSpec]:
+        """The model, and the draft model if there is one."""
+        return [self._spec] if self._draft is None else [self._spec, self._draft.spec]
 
     def load(self, progress: Progress | None = None) -> Loaded:
         """Loads weights while kernels compile, and measures the working memory of steps. ConfigError or ModelError says what to
         change."""
         options, device, config, kernels = self._options, self._device, self._config, self._kernels
-        self._compilation = compiled = compilation(config, self._spec, kernels, device) if self._compiles else None
+        compiled = [compilation(config, spec, kernels, device) for spec in self._specs] if self._compiles else []
+        self._compilations = found = [one for one in compiled if one is not None]
         # Libraries with a slow first use load in parallel.
         with memory.explained(device), ThreadPoolExecutor(1, "penstock-warm-up") as pool:
             warming = pool.submit(kernels.attention.warm_up, device)
             self._model = model = models.load(
                 self._folder, self._checkpoint, dtype=getattr(torch, config.dtype), device=device, kernels=kernels,
                 load_format=options.load_format, max_model_len=config.max_model_len, seed=options.seed, progress=progress)
+            if config.speculation is not None:
+                self._drafter = drafters.load(config.speculation, self._draft, config, kernels, device, options.load_format,
+                                              options.seed)
             warming.result()
-        if compiled is not None:
-            compiled.finish(kernels)
+        for one in found:
+            one.finish(kernels)
             with torch.cuda.device(device):
-                compiled.load(kernels)
+                one.load(kernels)
         with compiling.explained(self._facts.capability), memory.explained(device):
             working = self._working(model)
             self._scratch = working.scratch
             room = cache_room(options, self._facts, memory.free_bytes(device, options.gpu_memory_utilization),
                               working.step + working.graphs)
-        return Loaded(model.states, model.weight_bytes, working.step, working.graphs, room, self._occupancy, model.computation,
-                      kernels.table(), notes(kernels, self._facts), 0 if compiled is None else compiled.compiled,
-                      0.0 if compiled is None else compiled.seconds)
+        held = self._held(model)
+        return Loaded([state for one in held for state in one.states], sum(one.weight_bytes for one in held), working.step,
+                      working.graphs, room, self._occupancy, "+".join(one.computation for one in held), kernels.table(),
+                      notes(kernels, self._facts), sum(one.compiled for one in found),
+                      max((one.seconds for one in found), default=0.0))
+
+    def _held(self, model: models.Decoder) -> list[models.Decoder]:
+        """The models that this rank has loaded, in the order of their states."""
+        draft = self._drafter.model if self._drafter is not None else None
+        return [model] if draft is None else [model, draft]
 
     def _working(self, model: models.Decoder) -> memory.Working:
         """Returns the working memory of steps. Measuring it takes 2 s on a GPU, so the result is cached on disk for later
         starts."""
         config, device = self._config, self._device
-        kept = Kept(compiling.kept_folder() / "measured", self._facts, gpu.chip(device), self._spec, config,
+        kept = Kept(compiling.kept_folder() / "measured", self._facts, gpu.chip(device), self._specs, config,
                     self._kernels.table(), torch.version.cuda, *map(os.environ.get, _ALLOCATOR)) if self._compiles else None
         found = kept.read() if kept is not None else None
         if found is not None:
             return memory.Working(*found)
-        working = memory.working_bytes(model, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len,
-                                       config.page, device, config.graph_tokens)
+        each = [memory.working_bytes(one, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len, config.page,
+                                     device, config.graph_tokens) for one in self._held(model)]
+        # The models run one after another, so that they can use the same memory but for their graphs.
+        drafting = SCRATCH if config.speculation is not None else 0
+        working = memory.Working(max(one.step for one in each) + drafting, sum(one.graphs for one in each),
+                                 max(one.scratch for one in each))
         if kept is not None:
             kept.write(list(working))
         return working
@@ -124,7 +149,7 @@ class Rank:
         with compiling.explained(self._facts.capability), memory.explained(self._device):
             try:
                 self._worker = worker = Worker(self._model, layout, config.max_num_seqs, max_model_len, self._device,
-                                               config.graph_tokens, behind)
+                                               config.graph_tokens, behind, self._drafter, config.max_num_batched_tokens)
             except BaseException:
                 for store in behind.stores if behind is not None else ():
                     store.close()
@@ -140,12 +165,13 @@ class Rank:
 
     def close(self) -> None:
         """Frees all resources. May be called at any time and more than once."""
-        if self._compilation is not None:
-            self._compilation.close()
+        for compiled in self._compilations:
+            compiled.close()
         # Drop the weights first, so that the worker can return their memory to the driver.
         self._model = None
         if self._worker is not None:
             self._worker.close()
+        self._drafter = None
 
 
 def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Kernels,

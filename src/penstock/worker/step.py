@@ -50,8 +50,10 @@ class Parts:
     lines_position: slice
     """Position of the token that each logits row chooses."""
     lines_segment: slice
-    """Segment of each logits row. Filled only for plans with slack, like `slack`."""
+    """Segment of each logits row. Filled only for plans with slack, like `slack` and `behind`."""
     slack: slice
+    behind: slice
+    """Positions by which each segment begins before its row's last known token."""
     shift: slice
     """Offset in host memory of the tokens of captured sampling."""
     work: list[slice | None]
@@ -120,8 +122,9 @@ class StepBuilder:
         """Returns the padded number of logits rows for `count` chosen tokens."""
         return min(self.size(count), max(bucket.segments, bucket.picks))
 
-    def fill(self, plan: StepPlan, bucket: Bucket, picks: Picks, shift: int = 0) -> Parts:
-        """Uploads the plan's values in stream order. `shift`: the value of Parts.shift."""
+    def fill(self, plan: StepPlan, bucket: Bucket, picks: Picks, shift: int = 0, behind: Ints | None = None) -> Parts:
+        """Uploads the plan's values in stream order. `shift`: the value of Parts.shift. `behind` [segments]: one with slack
+        begins so many positions before its row's last known token (default 0)."""
         counts, context = plan.counts, plan.starts + plan.counts
         if not self._captured:
             self._library = [work.ops.library_spans(work.geometry, counts, context) for work in self._works]
@@ -151,7 +154,8 @@ class StepBuilder:
             if place is not None and array is not None:
                 host[place] = array
         if plan.slack is not None:
-            for part, values in ((parts.slack, plan.slack), (parts.lines_segment, chosen)):
+            before = np.zeros_like(plan.slack) if behind is None else behind
+            for part, values in ((parts.slack, plan.slack), (parts.behind, before), (parts.lines_segment, chosen)):
                 host[part.start:part.start + len(values)] = values
                 host[part.start + len(values):part.stop] = 0
         self._staging.send(parts.size)
@@ -169,11 +173,11 @@ class StepBuilder:
                                 shared, plan.slack)
 
     def _correct(self, bucket: Bucket, parts: Parts) -> None:
-        """Corrects segment starts on the device where the host knows only upper bounds: a segment begins at its row's last
-        token."""
+        """Corrects segment starts on the device where the host knows only upper bounds: a segment begins at, or `behind`
+        positions before, its row's last token."""
         there = self._staging.device(parts.size)
         start = there[parts.start]
-        lag = (start + 1 - self._rows.length[there[parts.row].long()]) * (there[parts.slack] > 0)
+        lag = (start + 1 + there[parts.behind] - self._rows.length[there[parts.row].long()]) * (there[parts.slack] > 0)
         start -= lag
         there[parts.context] -= lag
         there[parts.lines_position] -= lag[there[parts.lines_segment].long()]
@@ -198,10 +202,10 @@ class StepBuilder:
         query_start = take(segments + 1)
         lines = max(segments, bucket.picks)
         heads, lines_row, lines_position, lines_segment = take(lines), take(lines), take(lines), take(lines)
-        slack, shift = take(segments), take(1)
+        slack, behind, shift = take(segments), take(segments), take(1)
         taken = [None if array is None else take(len(array)) for array in prepared]
-        parts = Parts(row, start, context, query_start, heads, lines_row, lines_position, lines_segment, slack, shift, taken,
-                      at)
+        parts = Parts(row, start, context, query_start, heads, lines_row, lines_position, lines_segment, slack, behind, shift,
+                      taken, at)
         if len(self._parts) > 512:
             self._parts.clear()
         self._parts[bucket] = parts

@@ -16,15 +16,16 @@ from penstock.layers.decoder import Decoder
 from penstock.stores.behind import Behind
 from penstock.worker.arena import Arena
 from penstock.worker.clock import Clock, Interval
-from penstock.worker.drafting import Drafter, Drafting
+from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
 from penstock.worker.graphs import Graphs
 from penstock.worker.movers import Movers
 from penstock.worker.pooling import REPORTS, Reports
 from penstock.worker.rows import Rows
+from penstock.worker.runner import Runner
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, RowMasks, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
 from penstock.worker.sizes import fitted_sizes
-from penstock.worker.step import StepBuilder, picks_of
+from penstock.worker.step import picks_of
 from penstock.worker.verify import Verified, Verifier
 
 _ALL = int(Want.SCORE) | REPORTS
@@ -128,19 +129,28 @@ class Worker:
     """Executes plans on one device. Not thread-safe: one thread uses it."""
 
     def __init__(self, model: Decoder, layout: CacheLayout, max_num_seqs: int, max_model_len: int, device: torch.device,
-                 graph_tokens: int = 0, behind: Behind | None = None) -> None:
+                 graph_tokens: int = 0, behind: Behind | None = None, drafter: LoadedDrafter | None = None,
+                 budget: int = 0) -> None:
         """`graph_tokens`: capture steps of up to that many tokens as CUDA graphs; 0 captures nothing. `behind`: where pages go
-        besides the device."""
+        besides the device. `drafter`: writes drafts; its states follow those of `model` in `layout`. `budget`: the most tokens
+        of a step."""
         self.closed = False
         self.model = model
         self.layout = layout
         self.arena = Arena(layout, device)
-        model.attach(self.arena.views(model.states))
+        own = len(model.states)
+        views = self.arena.views([*model.states, *(drafter.states if drafter is not None else ())])
+        model.attach(views[:own])
+        self._loaded_drafter = drafter
+        self.drafter: Drafter | None = None
         self.movers: Movers | None = None
         try:
             if behind is not None:
                 self.movers = Movers(self.arena, behind, device)
             self._set_up(max_num_seqs, max_model_len, device, graph_tokens)
+            if drafter is not None:
+                self.drafter = drafter.start(Host(model, self.rows, layout.page, self.sampler, budget, views[own:],
+                                                  partial(self._capture, graph_tokens)))
         except BaseException:
             self.close()
             raise
@@ -150,18 +160,23 @@ class Worker:
         # Only full-attention layers share prefixes, and all of them are in one cache group.
         watched = {work.group for work in model.works if work.ops.shares(work.geometry)}
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
-        self.builder = StepBuilder(model, self.rows, layout.page)
+        self.runner = Runner(model, self.rows, layout.page)
         self.sampler = Sampler(model.kernels.sample, self.rows, model.kernels.chosen["sample"].capturable)
         self.verifier = Verifier(self.rows)
-        self.drafter: Drafter | None = None
         self.clock = Clock(device)
         self.graphs: Graphs | None = None
         self.stream = compute_stream(device) if device.type == "cuda" else None
         self._on_stream = torch.cuda.stream(self.stream)
         if graph_tokens and self.stream is not None:
             self.stream.wait_stream(torch.cuda.default_stream(device))
-            self.graphs = Graphs(model, self.rows, layout.page, max_num_seqs, graph_tokens, self.stream, self.sampler)
-            self.graphs.capture()
+            self.runner.graphs = self.graphs = self._capture(graph_tokens, model)
+
+    def _capture(self, graph_tokens: int, model: Decoder) -> Graphs | None:
+        if not graph_tokens or self.stream is None:
+            return None
+        graphs = Graphs(model, self.rows, self.layout.page, len(self.rows.tokens), graph_tokens, self.stream, self.sampler)
+        graphs.capture()
+        return graphs
 
     def warm_up(self, scratch: int, tokens: int) -> None:
         """Warm-up: reserves `scratch` bytes in the allocator and runs every GEMM shape of up to `tokens` tokens once, because
@@ -185,6 +200,8 @@ class Worker:
             self.movers.close()
         on_device = self.model.device.type == "cuda"
         self.model.detach()
+        if self._loaded_drafter is not None:
+            self._loaded_drafter.detach()
         vars(self).clear()
         self.closed = True
         if on_device:
@@ -221,7 +238,7 @@ class Worker:
         if plan.idle:
             interval.leave_model()
             return Launched(plan, interval.stop(), self.movers, None)
-        hidden, ends, lines = self._forward(plan, bool((plan.wants & _ALL).any()))
+        hidden, ends, lines = self.runner.forward(plan, bool((plan.wants & _ALL).any()))
         count = len(lines.rows)
         logits = self.model.head(ends[:MAX_LOGITS_ROWS])[:min(MAX_LOGITS_ROWS, count)] if count else None
         forward = Forward(hidden, ends, lines, logits)
@@ -241,7 +258,7 @@ class Worker:
                 found.verified = self.verifier.verify(plan, lines, drafts, chosen)
             if (plan.wants & int(Want.SCORE)).any():
                 found.scores = prompts(self.model, self.model.kernels.sample, forward.hidden, plan, self.rows,
-                                       self.builder.size)
+                                       self.runner.builder.size)
             if (plan.wants & REPORTS).any():
                 found.reports = Reports(self.model, forward.hidden, plan, self.rows)
             interval.stop()
@@ -261,28 +278,3 @@ class Worker:
                 line += len(which)
             yield self.sampler.launch(logits, part, masked, stay)
             logits, at = None, at + MAX_LOGITS_ROWS
-
-    def _forward(self, plan: StepPlan, every: bool) -> tuple[torch.Tensor, torch.Tensor, LogitsRows]:
-        """Returns hidden states of all tokens if `every`, hidden states of the logits rows (possibly padded), and the logits
-        rows' owners."""
-        picks = picks_of(plan)
-        count = len(picks.segments)
-        # CUDA graphs do not return the hidden states of all tokens.
-        bucket = self.graphs.buckets.of(plan, count) if self.graphs is not None and not every else None
-        if self.graphs is not None and bucket is not None:
-            builder = self.graphs.builder
-            ends = builder.ends(count, bucket)
-            hidden, parts = self.graphs.forward(plan, bucket, picks)
-            if bucket.tokens == bucket.segments and count < len(plan.rows):
-                hidden = hidden.index_select(0, builder.heads(parts, ends))
-        else:
-            builder = self.builder
-            bucket = builder.bucket(plan, count)
-            ends = builder.ends(count, bucket)
-            parts = builder.fill(plan, bucket, picks)
-            if every:
-                hidden = self.model.forward(builder.step(bucket, parts))
-                return hidden, hidden.index_select(0, builder.heads(parts, ends)), builder.lines(parts, plan, picks)
-            whole = count == int(plan.counts.sum())
-            hidden = self.model.forward(builder.step(bucket, parts, None if whole else ends))
-        return hidden, hidden[:ends], builder.lines(parts, plan, picks)

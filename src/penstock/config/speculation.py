@@ -1,0 +1,105 @@
+"""What is drafted with (speculative decoding), from Penstock's own options or vLLM's `speculative_config`. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.config.schema import EngineOptions
+from penstock.core.errors import ConfigError
+
+_TOKENS = 5
+"""Default of the most tokens drafted at once."""
+_NAMES = {"ngram": "ngram", "[ngram]": "ngram", "draft_model": "draft_model", "auto": "auto"}
+"""Methods, by their names in vLLM's configuration and in ours."""
+_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_policy")
+"""Keys of vLLM's configuration that are supported."""
+_HARMLESS: dict[str, tuple[Any, ...]] = {"draft_tensor_parallel_size": (1, None), "disable_padded_drafter_batch": (True, False),
+                                         "rejection_sample_method": ("strict",), "quantization": (None,)}
+"""Keys that are accepted with these values, which change nothing here."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How tokens are drafted."""
+
+    method: str
+    """ngram or draft_model."""
+    model: str | None = None
+    """Folder or hub id of the draft model."""
+    tokens: int = _TOKENS
+    """The most tokens drafted at once for a sequence."""
+    longest: int = 4
+    """n-gram: the most tokens that must agree; longer agreements do not count more."""
+    shortest: int = 2
+    """n-gram: the fewest tokens that must agree."""
+    adaptive: bool = True
+    """Whether fewer tokens are drafted, or none, where that is predicted to be faster."""
+
+
+def speculation(options: EngineOptions) -> Speculation | None:
+    """What the options ask for; None if nothing is drafted. ConfigError for what is not possible."""
+    given = options.speculative_config
+    if given:
+        if options.speculate != "off" or options.speculative_model is not None:
+            raise ConfigError("speculative_config says all about drafting; leave speculate and speculative_model out")
+        return _of_vllm(given, options)
+    method, model = options.speculate, options.speculative_model
+    if method == "off":
+        if model is not None:
+            method = "auto"
+        else:
+            return None
+    return _checked(Speculation(method, model, options.num_speculative_tokens or _TOKENS,
+                                adaptive=options.draft_policy == "adaptive"))
+
+
+def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
+    for key, value in given.items():
+        if key in _KEYS or (key in _HARMLESS and value in _HARMLESS[key]):
+            continue
+        near = difflib.get_close_matches(key, _KEYS, 1)
+        raise ConfigError(f"speculative_config has {key}={value!r}, which is not supported"
+                          + (f"; similar is {near[0]}" if near else f"; possible are {', '.join(_KEYS)}"))
+    method = given.get("method") or ("auto" if given.get("model") else None)
+    model = given.get("model")
+    if model in ("ngram", "[ngram]"):
+        method, model = "ngram", None
+    if method not in _NAMES:
+        raise ConfigError(f"speculative_config: method is {method!r}; possible are {', '.join(dict.fromkeys(_NAMES.values()))}")
+    numbers = {ours: given[theirs] for theirs, ours in (("num_speculative_tokens", "tokens"), ("prompt_lookup_max", "longest"),
+                                                        ("prompt_lookup_min", "shortest")) if given.get(theirs) is not None}
+    if "longest" in numbers:
+        numbers.setdefault("shortest", min(numbers["longest"], Speculation.shortest))
+    elif "shortest" in numbers:
+        numbers["longest"] = max(numbers["shortest"], Speculation.longest)
+    try:
+        numbers = msgspec.convert(numbers, dict[str, int])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"speculative_config: {error}") from None
+    policy = given.get("draft_policy", options.draft_policy)
+    if policy not in ("adaptive", "fixed"):
+        raise ConfigError(f"speculative_config: draft_policy is {policy!r}; possible are adaptive and fixed")
+    return _checked(dataclasses.replace(Speculation(_NAMES[method], model, adaptive=policy == "adaptive"), **numbers))
+
+
+def _checked(found: Speculation) -> Speculation:
+    """Decides `auto`, and refuses what contradicts itself."""
+    method = found.method
+    if method == "auto":
+        method = "draft_model" if found.model is not None else "ngram"
+    if method == "draft_model" and found.model is None:
+        raise ConfigError("speculate draft_model needs the draft model: --speculative-model FOLDER or a hub id")
+    if method == "ngram" and found.model is not None:
+        raise ConfigError(f"speculate ngram takes no draft model, but speculative_model is {found.model!r}; leave one out")
+    if not 1 <= found.tokens <= 64:
+        raise ConfigError(f"num_speculative_tokens is {found.tokens}; possible are 1 to 64")
+    if not 1 <= found.shortest <= found.longest <= 32:
+        raise ConfigError(f"prompt_lookup_min is {found.shortest} and prompt_lookup_max {found.longest}; they must be 1 to 32, "
+                          "and the first at most the second")
+    return dataclasses.replace(found, method=method)
