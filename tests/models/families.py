@@ -57,9 +57,15 @@ DYNAMIC = rope("dynamic", factor=4.0)
 YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
 DIVISORS = {"short_factor": [1.0, 1.1, 1.2, 1.5, 1.7, 2.0, 2.1, 2.4], "long_factor": [1.0, 1.5, 2.0, 3.0, 4.5, 6.0, 7.0, 9.0]}
 LONGROPE = rope("longrope", partial_rotary_factor=1.0, **DIVISORS)
+PHIMOE = {**{name: value for name, value in EVEN.items() if name != "head_dim"}, "num_experts_per_tok": 2}
+PHIMOE_ROPE = rope("longrope", short_mscale=1.2, long_mscale=1.2, original_max_position_embeddings=256, **DIVISORS)
+"""Beyond that length transformers takes the short divisors with the long scale; Penstock takes the long ones."""
 GEMMA3_ROPES = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                                     "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}
 MOE = {"moe_intermediate_size": 28, "num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}
+SHARED = {"shared_expert_intermediate_size": 52}
+SIGMOID = {"moe_intermediate_size": 28, "n_routed_experts": 7, "num_experts_per_tok": 3, "n_shared_experts": 1,
+           "first_k_dense_replace": 1, "norm_topk_prob": True}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 0.5}
 
 CASES = [
@@ -87,6 +93,39 @@ CASES = [
     Case("qwen3-moe-top-1", "Qwen3Moe", {**WIDE, **TIED, **MOE, "num_experts_per_tok": 1, "norm_topk_prob": False}),
     Case("qwen3-moe-mixed", "Qwen3Moe", {**EVEN, **MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "num_experts": 5,
                                          "mlp_only_layers": [1]}),
+    Case("qwen2-moe-shared", "Qwen2Moe", {**ODD, **MOE, **SHARED, "norm_topk_prob": False}),
+    Case("qwen2-moe-every", "Qwen2Moe", {**EVEN, **TIED, **MOE, **SHARED, "num_experts": 1, "num_experts_per_tok": 1,
+                                         "qkv_bias": False}),
+    Case("qwen2-moe-window", "Qwen2Moe", {**EVEN, **MOE, **SHARED, "decoder_sparse_step": 2, "use_sliding_window": True,
+                                          "sliding_window": 21, "max_window_layers": 2}),
+    Case("mixtral-odd", "Mixtral", {**ODD, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    Case("mixtral-all", "Mixtral", {**WIDE, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 25}),
+    Case("mixtral-top-1", "Mixtral", {**EVEN, **TIED, "num_local_experts": 9, "num_experts_per_tok": 1}),
+    Case("olmoe-odd", "Olmoe", {**ODD, "num_experts": 7, "num_experts_per_tok": 3}),
+    Case("olmoe-normalised", "Olmoe", {**EVEN, **BIASED, "num_experts": 16, "norm_topk_prob": True, "num_experts_per_tok": 5}),
+    Case("olmoe-one-kv", "Olmoe", {**ODD, **ONE_KV, **TIED, "num_experts": 3, "num_experts_per_tok": 1}),
+    Case("granite-moe-odd", "GraniteMoe", {**ODD, **GRANITE, "num_local_experts": 7, "num_experts_per_tok": 3}),
+    Case("granite-moe-top-1", "GraniteMoe", {**EVEN, **TIED, **BIASED, **GRANITE, "num_local_experts": 4,
+                                             "num_experts_per_tok": 1}),
+    Case("granite-moe-shared", "GraniteMoeShared", {**ODD, **GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2,
+                                                    "shared_intermediate_size": 44}),
+    Case("phimoe-plain", "Phimoe", {**PHIMOE, "num_local_experts": 7}),
+    Case("phimoe-biased", "Phimoe", {**PHIMOE, **BIASED, "lm_head_bias": True, "router_jitter_noise": 0.2,
+                                     "sliding_window": 23}),
+    Case("phimoe-longrope", "Phimoe", {**PHIMOE, **PHIMOE_ROPE, "num_local_experts": 3, "num_key_value_heads": 1}),
+    Case("minimax-odd", "MiniMaxM2", {**ODD, "num_local_experts": 7, "num_experts_per_tok": 3}),
+    Case("minimax-partial", "MiniMaxM2", {**WIDE, "num_local_experts": 6, "num_experts_per_tok": 1,
+                                          **rope("default", partial_rotary_factor=0.5)}),
+    Case("minimax-all", "MiniMaxM2", {**EVEN, **TIED, "num_local_experts": 4, "num_experts_per_tok": 4}),
+    Case("glm4-moe-odd", "Glm4Moe", {**ODD, **SIGMOID, "use_qk_norm": True}),
+    Case("glm4-moe-groups", "Glm4Moe", {**WIDE, **SIGMOID, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+                                        "attention_bias": True, "routed_scaling_factor": 2.5}),
+    Case("glm4-moe-dense", "Glm4Moe", {**EVEN, **TIED, **SIGMOID, "first_k_dense_replace": 2, "n_shared_experts": 2,
+                                       "norm_topk_prob": False}),
+    Case("dots1-odd", "Dots1", {**ODD, **SIGMOID, "n_shared_experts": 2}),
+    Case("dots1-window", "Dots1", {**EVEN, **SIGMOID, "sliding_window": 19, "max_window_layers": 1, "n_group": 7,
+                                   "n_routed_experts": 14, "topk_group": 3, "num_experts_per_tok": 4}),
+    Case("dots1-biased", "Dots1", {**WIDE, **TIED, **BIASED, **SIGMOID, "first_k_dense_replace": 0}),
     Case("gemma2-plain", "Gemma2", {**ODD, **TIED, "sliding_window": 16, "query_pre_attn_scalar": 10}),
     Case("gemma2-grouped", "Gemma2", {**WIDE, **BIASED, "sliding_window": 33, "attn_logit_softcapping": 5.0,
                                       "final_logit_softcapping": 8.0}),
@@ -135,9 +174,12 @@ def make(case: Case, folder: Path) -> torch.nn.Module:
 def randomise(model: torch.nn.Module) -> None:
     """Matrices N(0, 1.5 / columns), norms off their rest by about 0.3, biases well away from zero."""
     generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if "correction" in name]
+    for name, parameter in (*model.named_parameters(), *buffers):
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() >= 2:
+        if "e_score_correction_bias" in name:
+            parameter.copy_(noise * 0.2)
+        elif parameter.dim() >= 2:
             embedding = any(word in name for word in ("embed", "wte", "wpe"))
             columns = parameter.shape[0] if "c_" in name else parameter.shape[-1]
             parameter.copy_(noise * (0.7 if embedding else (1.5 / columns) ** 0.5))

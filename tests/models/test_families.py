@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from penstock.core.errors import ModelError
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect
 from tests.models.families import CASES, PROMPT, Case, make
@@ -41,3 +44,32 @@ def test_against_transformers(case: Case, tmp_path: Path) -> None:
     logits, found, _ = Runner(native, length=case.max_model_len).greedy(prompt, min(case.greedy, 8))
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
     assert found == ids[:8]
+
+
+FUSED = [case for case in CASES if case.name in ("qwen3-moe-odd", "mixtral-odd", "glm4-moe-odd")]
+
+
+@pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
+def test_experts_stored_as_one_tensor(case: Case, tmp_path: Path) -> None:
+    """A layer's experts under the names of transformers' own modules give what they give one by one."""
+    model = make(case, tmp_path / "apart")
+    fused = tmp_path / "fused"
+    fused.mkdir()
+    (fused / "config.json").write_text((tmp_path / "apart" / "config.json").read_text())
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, fused / "model.safetensors")
+    prompt = list(range(3, 40))
+    one, other = (Runner(open_model(folder)).prompt(0, prompt) for folder in (tmp_path / "apart", fused))
+    assert torch.equal(one, other)
+
+
+def test_layers_for_drafting_are_left_out(tmp_path: Path) -> None:
+    """GLM and MiniMax store them behind the last layer; anything else that is too much is an error."""
+    case = next(case for case in CASES if case.name == "glm4-moe-odd")
+    make(case, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(4, 8)}, tmp_path / "model.safetensors")
+    open_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(ModelError, match="eh_proj"):
+        open_model(tmp_path)

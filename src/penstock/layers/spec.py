@@ -34,6 +34,8 @@ class ModelSpec:
     norm: NormSpec
     head: HeadSpec
     embedding: EmbeddingSpec = EmbeddingSpec()
+    beyond: int = 0
+    """Layers that a checkpoint stores behind the last block, for drafting; they are not loaded."""
     schemes: tuple[tuple[str, Scheme], ...] = ()
     """How matrices are stored whose path (as "blocks.0.mlp.down"), or the path of a piece ("blocks.0.mlp.gate"), fits a pattern
     with * and ?; the first that fits decides. Others are plain."""

@@ -73,13 +73,36 @@ def sparse_layers(config: Config) -> list[bool]:
     return [(i + 1) % every == 0 and i not in dense for i in range(layers)]
 
 
+def sigmoid_routing(config: Config) -> Routing:
+    """DeepSeek V3's, which GLM, Kimi and dots share: corrected sigmoids, perhaps in groups, normalised and scaled."""
+    experts, groups = expert_count(config), config.integer("n_group", 1)
+    if experts % groups:
+        raise config.wrong("n_group", f"a divisor of the number of experts ({experts})")
+    return Routing(experts, config.integer("num_experts_per_tok"), "sigmoid", config.flag("norm_topk_prob", False),
+                   config.number("routed_scaling_factor", 1.0), True, groups, config.integer("topk_group", 1))
+
+
+def dense_then_experts(config: Config) -> list[MixerSpec]:
+    """Each layer's feed-forward part: `first_k_dense_replace` dense ones, then mixtures with `n_shared_experts` shared ones."""
+    shared = config.integer("n_shared_experts", 0, least=0) * config.integer("moe_intermediate_size")
+    dense, mixture = gated_mlp(config), experts(config, sigmoid_routing(config), shared_inner=shared)
+    first = config.integer("first_k_dense_replace", 0, least=0)
+    return [dense if i < first else mixture for i in range(config.integer("num_hidden_layers"))]
+
+
+def draft_layers(config: Config) -> int:
+    """Layers behind the last, which checkpoints store for drafting (multi-token prediction)."""
+    return config.integer(next((name for name in ("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers")
+                                if name in config.values), "num_mtp_layers"), 0, least=0)
+
+
 def pre_norm_block(attention: AttentionSpec, mlp: MixerSpec, norm: NormSpec, scale: float = 1.0) -> BlockSpec:
     """Llama's block: each branch normalises its input."""
     return BlockSpec(((BranchSpec(attention, pre=norm, scale=scale),), (BranchSpec(mlp, pre=norm, scale=scale),)))
 
 
 def decoder(config: Config, blocks: Iterable[BlockSpec], norm: NormSpec, *, embedding: EmbeddingSpec | None = None,
-            head: HeadSpec | None = None, max_positions: int | None = None) -> ModelSpec:
+            head: HeadSpec | None = None, max_positions: int | None = None, beyond: int = 0) -> ModelSpec:
     """The whole model, by `vocab_size`, `hidden_size`, `tie_word_embeddings` and `max_position_embeddings`.
 
     The context length is what the rope scaling makes of `max_position_embeddings`, unless given.
@@ -92,4 +115,5 @@ def decoder(config: Config, blocks: Iterable[BlockSpec], norm: NormSpec, *, embe
         max_positions = scaling.reach(config.integer("max_position_embeddings"))
     return ModelSpec(architecture="", vocab_size=config.integer("vocab_size"), width=config.integer("hidden_size"),
                      max_positions=max_positions, blocks=blocks, norm=norm,
-                     head=head or HeadSpec(config.flag("tie_word_embeddings", False)), embedding=embedding or EmbeddingSpec())
+                     head=head or HeadSpec(config.flag("tie_word_embeddings", False)), embedding=embedding or EmbeddingSpec(),
+                     beyond=beyond)

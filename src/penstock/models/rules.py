@@ -128,6 +128,17 @@ SANDWICH_NORMS = (
 )
 """Gemma's: a norm before and after each branch."""
 
+MIXTRAL_EXPERTS = (
+    Rule("model.layers.#.block_sparse_moe.gate.weight", "blocks.#.mlp.router.weight"),
+    Rule("model.layers.#.block_sparse_moe.experts.@.w1.*", "blocks.#.mlp.experts.@.gate.*"),
+    Rule("model.layers.#.block_sparse_moe.experts.@.w3.*", "blocks.#.mlp.experts.@.up.*"),
+    Rule("model.layers.#.block_sparse_moe.experts.@.w2.*", "blocks.#.mlp.experts.@.down.*"),
+    Rule("model.layers.#.mlp.gate.weight", "blocks.#.mlp.router.weight"),
+    Rule("model.layers.#.mlp.experts.gate_up_proj", "blocks.#.mlp.experts.gate_up.weight", stacked),
+    Rule("model.layers.#.mlp.experts.down_proj", "blocks.#.mlp.experts.down.weight", stacked),
+)
+"""Router and experts as Mixtral names them."""
+
 EXPERTS = (
     Rule("model.layers.#.mlp.gate.weight", "blocks.#.mlp.router.weight"),
     Rule("model.layers.#.mlp.gate.e_score_correction_bias", "blocks.#.mlp.correction"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import sys
 import zlib
 from collections import deque
@@ -99,6 +100,8 @@ def assign(spec: ModelSpec, rules: Sequence[Rule], tensors: dict[str, Stored],
         rule, target = _matched(rules, name)
         if target == "" or (target is not None and target.startswith("head.") and target != "head.bias" and spec.head.tied):
             continue
+        if _beyond(name, spec):
+            continue
         if rule is None or target not in places:
             unused.append(f"{name} {list(tensor.shape)}")
             continue
@@ -132,6 +135,15 @@ def _matched(rules: Sequence[Rule], name: str) -> tuple[Rule | None, str | None]
                 fits = not ending or not target or target.endswith(".weight")
                 return (rule, target if not ending or not target else f"{target[:-6]}{ending}") if fits else (None, None)
     return None, None
+
+
+_LAYER = re.compile(r"(?:model\.)?layers\.([0-9]+)\.")
+
+
+def _beyond(name: str, spec: ModelSpec) -> bool:
+    """Whether a checkpoint's tensor is of the layers behind the last block."""
+    found = _LAYER.match(name) if spec.beyond else None
+    return found is not None and len(spec.blocks) <= int(found[1]) < len(spec.blocks) + spec.beyond
 
 
 def _misfit(tensor: Stored, part: Part, scheme: Scheme | None, change: Change | None, spec: ModelSpec) -> str | None:
