@@ -1,25 +1,37 @@
-"""Throughput of constrained streams beside unconstrained ones, in turns in one process, and the host's time for masks.
+"""Throughput of constrained streams beside free ones, in turns in one process; and what new schemas do to others.
 
-    python bench/structured_cost.py [MODEL] [--rows 64] [--rounds 6] [--schema plain|forced|text] [--dummy]
+    python bench/structured_cost.py [MODEL] [--rows 64] [--rounds 6] [--schema plain|forced|text]
+    python bench/structured_cost.py --shape llama8b --rows 128 --measure throughput intervals
 
-Both kinds of stream write exactly `--tokens` tokens: the schemas describe arrays that are longer. Tokens a second of a loaded
-machine vary; the seconds of the processor vary less. Ratios are of the medians, and of each pair of neighbouring rounds.
+A `--shape` has random weights and a vocabulary made up for it. For the throughput both kinds of stream write exactly `--tokens`
+tokens: the schemas describe arrays that are longer. Tokens a second of a loaded machine vary; the seconds of the processor vary
+less. Ratios are medians over pairs of neighbouring rounds. Intervals are those between the tokens of half of the rows, while in
+the other half short requests come and go that are free, or constrained by one schema, or each by a schema of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import copy
 import cProfile
+import itertools
 import json
 import pstats
+import random
 import resource
 import statistics
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from penstock import LLM, SamplingParams
+from penstock.core.request import Request
 from penstock.core.sampling import StructuredOutputsParams
+from penstock.grammar.definition import define
+from shapes import SHAPES, write
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0,
                                                                                                "maximum": 120},
@@ -39,19 +51,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="canary")
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=6, help="half as many for intervals")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--schema", choices=list(SCHEMAS), default="plain")
-    parser.add_argument("--dummy", action="store_true", help="random weights")
-    parser.add_argument("--tokenizer")
+    parser.add_argument("--shape", choices=list(SHAPES))
+    parser.add_argument("--measure", nargs="+", choices=["throughput", "intervals"], default=["throughput"])
     parser.add_argument("--profile", action="store_true", help="print where one constrained round spends its time")
     given = parser.parse_args()
     options: dict[str, Any] = {"max_num_seqs": given.rows, "max_model_len": 1024}
-    if given.dummy:
-        options["load_format"] = "dummy"
-    if given.tokenizer:
-        options["tokenizer"] = given.tokenizer
-    llm = LLM(given.model, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        if given.shape is not None:
+            given.model = str(write(given.shape, Path(folder)))
+            made_up_tokenizer(SHAPES[given.shape]["vocab_size"], Path(given.model))
+            options["load_format"] = "dummy"
+        with LLM(given.model, **options) as llm:
+            for measured in given.measure:
+                found = _throughput(llm, given) if measured == "throughput" else _intervals(llm, given)
+                print(json.dumps(found, indent=1), flush=True)
+
+
+def _throughput(llm: LLM, given: argparse.Namespace) -> dict[str, Any]:
     prompts = [f"{at} is the number of a question. Write a list about it." for at in range(given.rows)]
     schema = {"type": "array", "items": SCHEMAS[given.schema], "minItems": 100}
     kinds = {"free": None, "constrained": StructuredOutputsParams(json=schema)}
@@ -65,8 +84,7 @@ def main() -> None:
     for _ in range(given.rounds):
         for kind, structured in kinds.items():
             found[kind].append(_round(llm, prompts, structured, given.tokens))
-    llm.close()
-    print(json.dumps(_record(given, found), indent=1))
+    return _record(given, found)
 
 
 def _round(llm: LLM, prompts: list[str], structured: StructuredOutputsParams | None, tokens: int) -> dict[str, float]:
@@ -79,6 +97,97 @@ def _round(llm: LLM, prompts: list[str], structured: StructuredOutputsParams | N
     return {"tokens_per_second": written / seconds, "processor_us_per_token": 1e6 * processor / written, "tokens": written,
             "steps": after.steps - before.steps, "forced": after.forced_tokens - before.forced_tokens,
             "mask_us_per_row_and_step": 1e6 * (after.mask_seconds - before.mask_seconds) / max(1, after.masks - before.masks)}
+
+
+def _intervals(llm: LLM, given: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds between the tokens of the streams that stay, by kind of the requests beside them."""
+    kinds: dict[str, Callable[[int], str | None]] = {
+        "free": lambda _: None, "one schema": lambda _: _grammar(0), "unique schemas": _grammar}
+    made = (_grammar(at) for at in itertools.count())
+    ready = collections.deque(itertools.islice(made, (given.rounds // 2 + 1) * given.rows // 2 * (given.tokens // 16 + 1)))
+    kinds["unique schemas"] = lambda _: ready.popleft() if ready else next(made)
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    compiled = dict.fromkeys(kinds, 0)
+    for round_at in range(given.rounds // 2 + 1):
+        for kind, grammar in kinds.items():
+            before = llm.engine.stats().grammars_compiled
+            seconds = _others(llm, given.rows // 2, given.tokens, grammar)
+            if round_at:
+                found[kind] += seconds
+                compiled[kind] += llm.engine.stats().grammars_compiled - before
+    p99 = {kind: 1e3 * sorted(seconds)[int(0.99 * len(seconds))] for kind, seconds in found.items()}
+    return {"model": given.shape or given.model, "rows": given.rows, "compiled": compiled,
+            "p50_ms": {kind: round(1e3 * statistics.median(seconds), 3) for kind, seconds in found.items()},
+            "p99_ms": {kind: round(value, 3) for kind, value in p99.items()},
+            "unique_to_one": round(p99["unique schemas"] / p99["one schema"], 3)}
+
+
+def _grammar(at: int) -> str:
+    """A grammar that no other number has, of a service's usual schema."""
+    fields = {f"{name}_{at}": schema for name, schema in PERSON["properties"].items()}
+    return define(StructuredOutputsParams(json={**PERSON, "properties": fields, "required": list(fields)}))
+
+
+def _others(llm: LLM, count: int, tokens: int, grammar: Callable[[int], str | None]) -> list[float]:
+    """Seconds between tokens of `count` free streams, beside as many short requests that follow one another."""
+    engine, numbers, last, found = llm.engine, itertools.count(), dict[str, float](), list[float]()
+
+    def submit(name: str, length: int, constraint: str | None) -> None:
+        engine.submit(Request(name, [5 + next(numbers) % 200, 7, 9], SamplingParams(
+            max_tokens=length, seed=1, ignore_eos=constraint is None, grammar=constraint), eos_ids=list(llm.inputs.eos_ids)))
+
+    for at in range(count):
+        submit(f"stays {at}", tokens, None)
+        submit(f"short {at}", 8 + at % 24, grammar(at))
+    staying = count
+    while engine.busy:
+        updates = engine.turn()
+        now = time.perf_counter()
+        for update in updates:
+            if update.request_id.startswith("stays"):
+                if update.request_id in last and update.token_ids:
+                    found.append(now - last[update.request_id])
+                last[update.request_id] = now
+                staying -= update.finish_reason is not None
+            elif update.finish_reason is not None and staying:
+                submit(f"short {next(numbers)}", 8 + next(numbers) % 24, grammar(next(numbers)))
+    return found
+
+
+def made_up_tokenizer(size: int, folder: Path) -> None:
+    """Writes a byte-level BPE tokenizer of about `size` tokens: words of this repository and made-up ones, with all their
+    beginnings, so that each token is its longest beginning and a character."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = dict(zip(alphabet, range(len(alphabet)), strict=True))
+    merges: list[tuple[str, str]] = []
+    root = Path(__file__).resolve().parents[1]
+    files = sorted([*root.glob("docs/**/*.md"), *root.glob("src/**/*.py")])
+    texts = " ".join(path.read_text() for path in files)
+    draw = random.Random(0)
+    syllables = ["ab", "con", "de", "er", "for", "in", "ma", "nor", "pre", "ra", "sti", "tu", "ver", "wy"]
+    words: Iterator[str] = itertools.chain(
+        (" " + word for word in dict.fromkeys(texts.split())), dict.fromkeys(texts.split()),
+        (" " * draw.randint(0, 1) + "".join(draw.choices(syllables, k=draw.randint(2, 6))) for _ in itertools.count()))
+    for word in words:
+        spelled = "".join(found for found, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(word))[:24]
+        for end in range(2, len(spelled) + 1):
+            if len(vocab) >= size - 8:
+                break
+            if spelled[:end] not in vocab:
+                vocab[spelled[:end]] = len(vocab)
+                merges.append((spelled[:end - 1], spelled[end - 1]))
+        if len(vocab) >= size - 8:
+            break
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", "</s>")])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    config = json.loads((folder / "config.json").read_text())
+    ends = {"bos_token_id": made.token_to_id("<s>"), "eos_token_id": made.token_to_id("</s>")}
+    (folder / "config.json").write_text(json.dumps(config | ends))
 
 
 def _processor() -> float:
