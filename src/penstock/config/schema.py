@@ -141,6 +141,11 @@ class ServerOptions:
                                           "auto: key if the server has API keys", ("auto", "key", "none"), group=SERVER)
     cache_secret_file: str | None = option(None, "file with the secret that tenants' cache namespaces are derived from, "
                                                  "created if missing; without it they are new at each start", group=SERVER)
+    store: str | None = option(None, "folder where responses, conversations, files and batches outlive the server; "
+                                           "without one they are kept in memory", group=SERVER)
+    store_bytes: int = option(1 << 30, "the most bytes of stored responses and conversations, and again of files; the oldest "
+                                       "responses go first, files are refused", group=LIMITS, least=1)
+    store_days: float = option(30.0, "days after which stored responses and conversations are deleted", group=LIMITS, least=0)
     shutdown_timeout: float = option(30.0, "seconds for running requests to finish after SIGTERM", group=SERVER, least=0)
     allowed_origins: list[str] = option([], "origin that browsers may call from (CORS)", group=SERVER)
     max_body_bytes: int = option(16 << 20, "the largest request body", group=LIMITS, least=1)

@@ -45,6 +45,8 @@ class Wire(NamedTuple):
     """How a dialect's stream is written, besides its events."""
 
     media_type: str = "text/event-stream"
+    opening: Callable[[], bytes] = bytes
+    """What is sent once the engine has taken the request in."""
     keep_alive: bytes = KEEP_ALIVE
     """Sent while no event is due."""
     done: bytes = DONE
@@ -161,6 +163,9 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         answer = self._answer
+        opening = self._wire.opening()
+        if opening:
+            await send({"type": "http.response.body", "body": opening, "more_body": True})
         while True:
             try:
                 deltas = await self._stream.next(KEEP_ALIVE_SECONDS)

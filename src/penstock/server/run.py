@@ -95,6 +95,7 @@ class ServerRun:
             await self.llm.shutdown(0.0 if self.llm.unhealthy() else ENGINE_SECONDS)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(serving, 5.0)
+            self.application.state.store.close()
 
     async def _serve(self, url: str) -> int:
         starting = asyncio.create_task(self.llm.start())

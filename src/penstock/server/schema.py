@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -55,8 +56,8 @@ def _describe(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
     if route.body is not None:
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[str(route.body)]}}}
     if "{" in route.path:
-        name = route.path.partition("{")[2].partition("}")[0].partition(":")[0]
-        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                                   for name in re.findall(r"{(\w+)", route.path)]
     return described
 
 

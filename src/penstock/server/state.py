@@ -10,6 +10,7 @@ from penstock.engine.async_llm import AsyncLLM
 from penstock.server.connections import Counts
 from penstock.server.errors import UnavailableError
 from penstock.server.limits import Limits
+from penstock.server.store import Store
 from penstock.server.tenants import Tenants
 
 
@@ -23,6 +24,7 @@ class State:
         self.created = int(time.time())
         self.tenants = Tenants(options, llm.options.cache_disk, llm.options.cache_disk_adopt)
         self.limits = Limits(options)
+        self.store = Store(options.store, options.store_bytes, options.store_days)
         self.draining = False
         self.connections = Counts()
         """Counts of connections for /metrics; all 0 where the application runs without a server."""

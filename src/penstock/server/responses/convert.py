@@ -1,0 +1,165 @@
+"""A request for a response as a request of the chat endpoint, and input items as its messages."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import RequestError
+from penstock.server.openai.protocol import ChatRequest
+from penstock.server.responses import protocol as r
+
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "summary_text": "text",
+          "reasoning_text": "text"}
+"""Parts that are text, and their field."""
+
+
+def items_of(given: r.Input | None) -> list[r.Item]:
+    """Input as items; a text is a user's message."""
+    if given is None:
+        return []
+    return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}] \
+        if isinstance(given, str) else list(given)
+
+
+def chat_request(body: r.InputTokensRequest, items: Sequence[r.Item]) -> ChatRequest:
+    """The same conversation, tools and parameters; `items` are all, those of earlier responses too. RequestError for items and
+    tools that this server does not have."""
+    messages = messages_of(items)
+    if body.instructions is not None:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    fields: dict[str, Any] = {"model": body.model, "messages": messages, "parallel_tool_calls": body.parallel_tool_calls,
+                              "chat_template_kwargs": body.chat_template_kwargs}
+    if body.tools:
+        fields["tools"] = [_tool(tool) for tool in body.tools]
+        fields["tool_choice"] = _choice(body.tool_choice)
+    elif body.tool_choice not in (None, "auto", "none"):
+        raise RequestError("tool_choice is only possible with tools", param="tool_choice", code="invalid_value")
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None:
+        fields["verbosity"] = body.text.verbosity
+        if isinstance(body.text.format, r.JsonSchemaFormat):
+            schema = {name: value for name, value in msgspec.to_builtins(body.text.format).items() if name != "type"}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif isinstance(body.text.format, r.JsonObjectFormat):
+            fields["response_format"] = {"type": "json_object"}
+    if isinstance(body, r.ResponseRequest):
+        for name in r.SAME_NAME:
+            value = getattr(body, name)
+            fields[name] = msgspec.to_builtins(value, str_keys=False) if isinstance(value, msgspec.Struct) else value
+        fields["max_completion_tokens"] = body.max_output_tokens
+        fields["stream"] = body.stream
+        if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
+            fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    try:
+        return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the request has no meaning here: {error}", param="input", code="invalid_value") from None
+
+
+def _tool(tool: r.FunctionTool | r.CustomTool) -> dict[str, Any]:
+    said = {name: value for name, value in msgspec.to_builtins(tool).items() if value is not None}
+    kind = said.pop("type")
+    if isinstance(tool, r.CustomTool) and isinstance(tool.format, r.Grammar):
+        grammar = {"definition": tool.format.definition, "syntax": tool.format.syntax}
+        said["format"] = {"type": "grammar", "grammar": grammar}
+    return {"type": kind, kind: said}
+
+
+def _choice(choice: Any) -> Any:
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.type == "allowed_tools":
+        tools = [{"type": tool.type, tool.type: {"name": tool.name}} for tool in choice.tools or ()]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    if not choice.name:
+        raise RequestError(f"tool_choice of the type {choice.type} needs a name", param="tool_choice", code="invalid_value")
+    return {"type": choice.type, choice.type: {"name": choice.name}}
+
+
+def messages_of(items: Sequence[r.Item]) -> list[dict[str, Any]]:
+    """Items as messages: reasoning and calls belong to the assistant's message beside them."""
+    messages: list[dict[str, Any]] = []
+    open_message: dict[str, Any] | None = None
+
+    def assistant() -> dict[str, Any]:
+        nonlocal open_message
+        if open_message is None:
+            open_message = {"role": "assistant", "content": None}
+            messages.append(open_message)
+        return open_message
+
+    for place, item in enumerate(items):
+        where, kind = f"input[{place}]", item.get("type") or ("message" if "role" in item else None)
+        if kind == "message" and item.get("role") == "assistant":
+            message = assistant()
+            text = _text(item.get("content"), where)
+            if message["content"] is not None or message.get("tool_calls"):
+                open_message = None
+                message = assistant()
+            message["content"] = text
+        elif kind == "message":
+            open_message = None
+            messages.append({"role": str(item.get("role", "user")), "content": _text(item.get("content"), where)})
+        elif kind == "reasoning":
+            if open_message is not None and (open_message["content"] is not None or open_message.get("tool_calls")):
+                open_message = None
+            thought = _thought(item, where)
+            if thought:
+                message = assistant()
+                message["reasoning_content"] = message.get("reasoning_content", "") + thought
+        elif kind in ("function_call", "custom_tool_call"):
+            arguments = _string(item, "arguments", where) if kind == "function_call" else \
+                msgspec.json.encode({"input": _string(item, "input", where)}).decode()
+            call = {"id": _string(item, "call_id", where), "type": "function",
+                    "function": {"name": _string(item, "name", where), "arguments": arguments}}
+            assistant().setdefault("tool_calls", []).append(call)
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            open_message = None
+            messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", where),
+                             "content": _text(item.get("output"), where, "output")})
+        else:
+            raise RequestError(f"{where} is of the type {kind!r}; possible are message, reasoning, function_call, "
+                               "function_call_output, custom_tool_call, custom_tool_call_output and item_reference",
+                               param="input", code="unsupported_content")
+    return messages
+
+
+def _string(item: r.Item, name: str, where: str) -> str:
+    found = item.get(name)
+    if not isinstance(found, str):
+        raise RequestError(f"{where}.{name}: expected a string", param="input", code="invalid_type")
+    return found
+
+
+def _text(content: Any, where: str, name: str = "content") -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RequestError(f"{where}.{name}: expected a string or a list of parts", param="input", code="invalid_type")
+    texts = []
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(_TEXTS.get(str(kind), "")) if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise RequestError(f"{where}.{name}[{place}] is of the type {kind!r}; this server takes text only, in parts of "
+                               f"the types "
+                               "input_text, output_text and refusal", param="input", code="unsupported_content")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _thought(item: r.Item, where: str) -> str:
+    """The text of a reasoning item: its own, or what this server wrote into encrypted_content."""
+    if item.get("content"):
+        return _text(item["content"], where)
+    try:
+        return base64.b64decode(str(item.get("encrypted_content") or ""), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        # Another server's, unreadable here.
+        return ""

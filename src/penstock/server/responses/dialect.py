@@ -1,0 +1,323 @@
+"""OpenAI's Responses API as a dialect: create (whole, streamed, in the background), retrieve, delete, cancel, input items."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from penstock.core.errors import EngineDeadError, RequestError
+from penstock.engine.async_llm import Stream
+from penstock.server.answer import json_response
+from penstock.server.blocks import Blocks
+from penstock.server.body import BodyReader
+from penstock.server.dialect import Route
+from penstock.server.errors import as_request_error
+from penstock.server.ignored import note_ignored
+from penstock.server.openai.chat import Prepared, prepared
+from penstock.server.openai.errors import error_body, explain_field
+from penstock.server.openai.harmless import IGNORED
+from penstock.server.openai.logprobs import namer
+from penstock.server.openai.messages import render
+from penstock.server.openai.protocol import ChatRequest
+from penstock.server.respond import SSE_HEADERS, Wire, respond
+from penstock.server.responses import protocol as r
+from penstock.server.responses.answer import ResponseAnswer, describe
+from penstock.server.responses.conversations import Conversations, extend, listed, missing, numbered, read
+from penstock.server.responses.convert import chat_request, items_of
+from penstock.server.state import State
+from penstock.server.store import Database, owner_of
+
+
+class Stored(msgspec.Struct):
+    """A response as it is kept."""
+
+    response: dict[str, Any]
+    input: list[r.Item]
+    """Its own input items."""
+    context: list[r.Item]
+    """All that a response after it begins with: earlier items, its input, its output."""
+
+
+class Running:
+    """A response that runs in the background, and those who read its events."""
+
+    def __init__(self, answer: ResponseAnswer, stream: Stream, owner: str) -> None:
+        self.answer = answer
+        self.owner = owner
+        self.events = answer.opening()
+        self.done = False
+        self.task: asyncio.Task[None] | None = None
+        self._stream = stream
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """To the end of its stream."""
+        try:
+            await self._stream.admitted()
+            self._add(self.answer.started())
+            async for deltas in self._stream:
+                self._add(self.answer.steps(deltas))
+            self._add(self.answer.ending() if not self.done else [])
+        except (RequestError, EngineDeadError) as error:
+            self._add(self.answer.failing(as_request_error(error).message) if not self.done else [])
+        self.done = True
+        self._add([])
+
+    def cancel(self) -> None:
+        """Ends it, with what there is."""
+        if not self.done:
+            self.done = True
+            self.answer.cancel()
+            self._stream.close()
+
+    async def follow(self, after: int) -> AsyncIterator[bytes]:
+        """Events behind number `after`, as they come."""
+        at = after + 1
+        while True:
+            changed = self._changed
+            for event in self.events[at:]:
+                yield event
+            at = max(at, len(self.events))
+            if self.done:
+                return
+            await changed.wait()
+
+    def _add(self, events: list[bytes]) -> None:
+        self.events += events
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Responses:
+    """The dialect over one server's state."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.bodies = BodyReader(state.limits, state.llm.work, _explain_field, IGNORED, state.options.unknown_fields == "warn")
+        self.conversations = Conversations(state, self.bodies)
+        self.running: dict[str, Running] = {}
+
+    def routes(self) -> Sequence[Route]:
+        one = "/v1/responses/{response}"
+        return (
+            Route("POST", "/v1/responses", self.post, "Answer items, OpenAI's newer form of a conversation",
+                  r.ResponseRequest, True),
+            Route("POST", "/v1/responses/input_tokens", self.input_tokens, "Count the tokens of a response's input",
+                  r.InputTokensRequest, answer=r.InputTokens),
+            Route("GET", one, self.get, "A stored response, or with stream=true the events of one in the background"),
+            Route("DELETE", one, self.delete, "Delete a stored response", answer=r.Deleted),
+            Route("POST", one + "/cancel", self.cancel, "End a response that runs in the background"),
+            Route("GET", one + "/input_items", self.input_items, "A page of a response's input"),
+            *self.conversations.routes(),
+        )
+
+    def error_body(self, error: RequestError) -> Any:
+        return error_body(error)
+
+    # -- making
+
+    async def post(self, http: Request) -> Response:
+        """Makes one response."""
+        body, state = await self.bodies.read(http, r.ResponseRequest), self.state
+        state.admit(body.model)
+        if body.background and body.store is False:
+            raise RequestError("background is only possible with store, since its response is fetched later",
+                               param="background",
+                               code="invalid_value")
+        owner, conversation = owner_of(http.scope["api_key"]), _name(body.conversation)
+        history = await self._history(body, owner)
+        new = numbered(_resolved(items_of(body.input), history))
+        ready, chat = await self._prepared(http, body, [*history, *new])
+        response = describe(f"resp_{uuid.uuid4().hex}", ready.model, body, conversation)
+
+        def finished(answer: ResponseAnswer) -> None:
+            self._keep(answer.response, history, new, owner, body, conversation)
+
+        answer = ResponseAnswer(response, len(ready.request.prompt_ids),
+                                Blocks(ready.parser(state), body.parallel_tool_calls is False),
+                                namer(state, chat) if chat.logprobs else None, body, finished)
+        stream = state.llm.open([ready.request])
+        if body.background:
+            return await self._in_background(response, answer, stream, owner, body, new)
+        wire = Wire(opening=lambda: b"".join([*answer.opening(), *answer.started()]), done=b"", failed=answer.failed)
+        return await respond(http, stream, answer, bool(body.stream), wire)
+
+    async def _history(self, body: r.InputTokensRequest, owner: str) -> list[r.Item]:
+        """The items before the request's own."""
+        previous, conversation = body.previous_response_id, _name(body.conversation)
+        if previous is not None and conversation is not None:
+            raise RequestError("previous_response_id and conversation both say what came before; send one of them",
+                               param="previous_response_id", code="invalid_value")
+        if conversation is not None:
+            found: list[r.Item] = (await self.state.store.run(lambda database: read(database, conversation, owner)))["items"]
+            return found
+        return (await self._stored(previous, owner)).context if previous is not None else []
+
+    async def _prepared(self, http: Request, body: r.ResponseRequest, items: list[r.Item]) -> tuple[Prepared, ChatRequest]:
+        """The request for the engine. With truncation, older items are left out until the rest fits."""
+        if body.reasoning is not None and (body.reasoning.summary or body.reasoning.generate_summary):
+            note_ignored(http, ["reasoning.summary"])
+        while True:
+            chat = chat_request(body, items)
+            try:
+                return await prepared(self.state, http, chat), chat
+            except RequestError as error:
+                if error.code != "context_length_exceeded" or body.truncation != "auto" or len(items) < 2:
+                    raise _in_terms_of_responses(error) from None
+            items = items[-(-len(items) // 4):]
+            while len(items) > 1 and str(items[0].get("type", "")).endswith("_output"):
+                # The call that it answers is gone.
+                items = items[1:]
+
+    def _keep(self, response: dict[str, Any], history: list[r.Item], new: list[r.Item], owner: str, body: r.ResponseRequest,
+              conversation: str | None) -> None:
+        output = response["output"]
+        stored = msgspec.json.encode(Stored(response, new, [*history, *new, *output])) if body.store is not False else None
+        added = [*new, *output] if conversation is not None and response["status"] in ("completed", "incomplete") else []
+
+        def work(database: Database) -> None:
+            if stored is not None:
+                database.put("response", response["id"], owner, stored, response["created_at"])
+            if added and conversation is not None:
+                extend(database, conversation, owner, added)
+
+        if stored is not None or added:
+            self.state.store.submit(work)
+
+    async def _in_background(self, response: dict[str, Any], answer: ResponseAnswer, stream: Stream, owner: str,
+                             body: r.ResponseRequest, new: list[r.Item]) -> Response:
+        name = response["id"]
+        await stream.admitted()
+        running = self.running[name] = Running(answer, stream, owner)
+        first = msgspec.json.encode(Stored(response, new, new))
+        self.state.store.submit(lambda database: database.put("response", name, owner, first, response["created_at"]))
+
+        async def run() -> None:
+            try:
+                await running.run()
+                if body.stream:
+                    events = msgspec.json.encode([event.decode() for event in running.events])
+                    self.state.store.submit(lambda database: database.put("events", name, owner, events))
+            finally:
+                del self.running[name]
+
+        running.task = asyncio.create_task(run())
+        if body.stream:
+            return StreamingResponse(running.follow(-1), headers=SSE_HEADERS, media_type="text/event-stream")
+        return json_response(response)
+
+    async def input_tokens(self, http: Request) -> Response:
+        """The number of tokens that a response's prompt would have."""
+        body, state = await self.bodies.read(http, r.InputTokensRequest), self.state
+        state.admit(body.model)
+        history = await self._history(body, owner_of(http.scope["api_key"]))
+        chat = chat_request(body, [*history, *_resolved(items_of(body.input), history)])
+        text = (await render(state.llm, chat, False, http.scope["body_bytes"])).text
+        tokenizer, info = state.llm.tokenizer, state.llm.info
+        assert tokenizer is not None and info is not None, "there was a template"
+        state.limits.check_text(len(text), info.max_model_len, "input")
+        return json_response(r.InputTokens(await state.llm.work.run(len(text), lambda: len(tokenizer.encode(text, False)))))
+
+    # -- what was made
+
+    async def _stored(self, name: str, owner: str) -> Stored:
+        found = await self.state.store.run(lambda database: database.get("response", name, owner))
+        if found is None:
+            raise missing("response", name)
+        stored = msgspec.json.decode(found, type=Stored)
+        if stored.response["status"] in ("queued", "in_progress") and name not in self.running:
+            why = {"code": "server_error", "message": "the server stopped before this response was finished"}
+            stored.response |= {"status": "failed", "error": why}
+        return stored
+
+    def _running(self, http: Request) -> Running | None:
+        found = self.running.get(http.path_params["response"])
+        return found if found is not None and found.owner == owner_of(http.scope["api_key"]) else None
+
+    async def get(self, http: Request) -> Response:
+        name, owner, running = http.path_params["response"], owner_of(http.scope["api_key"]), self._running(http)
+        if http.query_params.get("stream") == "true":
+            after = http.query_params.get("starting_after", "-1")
+            if not after.removeprefix("-").isdigit():
+                raise RequestError(f"starting_after is {after!r}; possible is an event's sequence_number",
+                                   param="starting_after",
+                                   code="invalid_value")
+            if running is not None:
+                return StreamingResponse(running.follow(int(after)), headers=SSE_HEADERS, media_type="text/event-stream")
+            await self._stored(name, owner)
+            found = await self.state.store.run(lambda database: database.get("events", name, owner))
+            if found is None:
+                raise RequestError("this response has no events to read again; only those with background and stream have",
+                                   param="stream", code="invalid_value")
+            events = msgspec.json.decode(found, type=list[str])[int(after) + 1:]
+            return Response("".join(events), headers=SSE_HEADERS, media_type="text/event-stream")
+        return json_response(running.answer.response if running is not None else (await self._stored(name, owner)).response)
+
+    async def delete(self, http: Request) -> Response:
+        name, owner, running = http.path_params["response"], owner_of(http.scope["api_key"]), self._running(http)
+        if running is not None:
+            running.cancel()
+
+        def work(database: Database) -> bool:
+            database.delete("events", name, owner)
+            return database.delete("response", name, owner)
+
+        if not await self.state.store.run(work):
+            raise missing("response", name)
+        return json_response(r.Deleted(name, "response"))
+
+    async def cancel(self, http: Request) -> Response:
+        running = self._running(http)
+        if running is not None:
+            running.cancel()
+            return json_response(running.answer.response)
+        stored = await self._stored(http.path_params["response"], owner_of(http.scope["api_key"]))
+        if not stored.response["background"]:
+            raise RequestError("only a response in the background can be cancelled; hang up on others", param="id",
+                               code="invalid_value")
+        return json_response(stored.response)
+
+    async def input_items(self, http: Request) -> Response:
+        return listed((await self._stored(http.path_params["response"], owner_of(http.scope["api_key"]))).input, http)
+
+
+def _name(conversation: str | r.ConversationId | None) -> str | None:
+    return conversation.id if isinstance(conversation, r.ConversationId) else conversation
+
+
+def _resolved(items: list[r.Item], history: list[r.Item]) -> list[r.Item]:
+    """Items with references replaced by what they refer to. RequestError for one that refers to nothing."""
+    known = {item.get("id"): item for item in [*history, *items] if item.get("type") != "item_reference"}
+    found = []
+    for item in items:
+        if item.get("type") == "item_reference":
+            if item.get("id") not in known:
+                raise missing("item", str(item.get("id")))
+            if known[item["id"]] not in history:
+                found.append(known[item["id"]])
+        else:
+            found.append(item)
+    return found
+
+
+def _in_terms_of_responses(error: RequestError) -> RequestError:
+    name = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
+            "response_format.json_schema.schema": "text.format.schema"}.get(error.param or "")
+    if name is None:
+        return error
+    return RequestError(error.message.replace(str(error.param), name), param=name, code=error.code, status=error.status)
+
+
+def _explain_field(where: str, text: str) -> RequestError | str:
+    field = where.partition(".")[0].partition("[")[0]
+    if field in r.WHY_REFUSED:
+        return RequestError(f"{field} cannot be honoured: {r.WHY_REFUSED[field]}", param=field, code="unsupported_parameter")
+    if field == "tools" and where.endswith(".type"):
+        return f"{text[:1].lower()}{text[1:]}; possible are function and custom: this server runs no tools itself"
+    return explain_field(where, text)

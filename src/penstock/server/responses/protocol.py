@@ -1,0 +1,197 @@
+"""The bodies of the Responses API as msgspec structs, and which of its fields are refused.
+
+Output items and events are plain dicts: they are stored, sent back as input and shown again as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from penstock.server.openai.protocol import (
+    MAX_ENTRIES,
+    MAX_MESSAGES,
+    Count,
+    Name,
+    OnlyFalse,
+    Seed,
+    TokenId,
+    Top,
+    Word,
+)
+from penstock.server.openai.structured import StructuredOutputs, TextFormat
+
+WHY_REFUSED = {
+    "prompt": "this server keeps no prompt templates; send the text as instructions and input",
+    "context_management": "this server does not edit conversations",
+    "moderation": "this server does not moderate",
+    "max_tool_calls": "it limits tools that OpenAI runs itself, and there are none here",
+}
+"""Why a recognised field is refused, as the second half of a sentence."""
+
+Item = dict[str, Any]
+Input = str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)]
+
+
+class JsonObjectFormat(msgspec.Struct, kw_only=True, tag_field="type", tag="json_object"):
+    pass
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    """A schema is always enforced to the letter."""
+
+
+class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    verbosity: str | None = None
+    """Handed to the chat template."""
+
+
+class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: str | None = None
+    """Handed to the chat template."""
+    summary: str | None = None
+    """Accepted; reasoning is shown as it is, not summarised."""
+    generate_summary: str | None = None
+
+
+class FunctionTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Grammar(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
+    definition: Annotated[str, Meta(min_length=1)]
+    syntax: Literal["lark", "regex"]
+
+
+class CustomTool(msgspec.Struct, kw_only=True, tag_field="type", tag="custom"):
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    format: TextFormat | Grammar | None = None
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    type: Literal["function", "custom"]
+    name: Annotated[str, Meta(min_length=1)]
+
+
+class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function", "custom", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool], Meta(max_length=MAX_ENTRIES)] | None = None
+
+
+class ConversationId(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    id: Name
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_obfuscation: OnlyFalse | None = None
+
+
+Metadata = Annotated[dict[str, Any], Meta(max_length=MAX_ENTRIES)]
+
+
+class InputTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses/input_tokens, and what a response is made from."""
+
+    model: Name | None = None
+    input: Input | None = None
+    instructions: str | None = None
+    previous_response_id: Name | None = None
+    conversation: Name | ConversationId | None = None
+    tools: Annotated[list[FunctionTool | CustomTool], Meta(max_length=MAX_ENTRIES)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto drops the oldest items that do not fit."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ResponseRequest(InputTokensRequest, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    """false: nothing of it is kept."""
+    background: bool | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]],
+                       Meta(max_length=8)] | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_logprobs: Top | None = None
+    metadata: Metadata | None = None
+    user: Name | None = None
+    service_tier: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    # vLLM's extensions.
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    seed: Seed | None = None
+    stop: Word | Annotated[list[Word], Meta(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ENTRIES)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: Annotated[dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]],
+                          Meta(max_length=MAX_ENTRIES)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+
+    prompt: None = None
+    context_management: None = None
+    moderation: None = None
+    max_tool_calls: None = None
+
+
+SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+             "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "logit_bias", "structured_outputs", "priority",
+             "cache_salt", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key",
+             "prompt_cache_retention")
+"""Fields that the chat endpoint has with the same meaning."""
+
+
+class ConversationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/conversations, and of one to change its metadata."""
+
+    items: Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None = None
+    metadata: Metadata | None = None
+
+
+class ItemsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/conversations/{id}/items."""
+
+    items: Annotated[list[Item], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class InputTokens(msgspec.Struct):
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
+class Deleted(msgspec.Struct):
+    id: str
+    object: str
+    deleted: bool = True
+
+
