@@ -21,6 +21,7 @@ from penstock.server.dialect import Dialect, ErrorShapes
 from penstock.server.docs import docs_page
 from penstock.server.errors import on_client_gone, on_http_exception, on_request_error
 from penstock.server.gate import OPEN_ROUTES, Gate
+from penstock.server.ollama.dialect import Ollama
 from penstock.server.openai.dialect import OpenAI
 from penstock.server.paths import Paths
 from penstock.server.pooling.dialect import Pooling
@@ -37,7 +38,8 @@ class Application:
         self.app = FastAPI(title="Penstock", version=penstock.__version__, openapi_url="/openapi.json", docs_url=None,
                            redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
         # The first dialect shapes the errors of unknown paths.
-        dialects: list[Dialect] = [OpenAI(self.state), Pooling(self.state), Anthropic(self.state), Responses(self.state)]
+        dialects: list[Dialect] = [OpenAI(self.state), Pooling(self.state), Anthropic(self.state), Responses(self.state),
+                                   Ollama(self.state)]
         admin = Admin(self.state)
         routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes()]
         # Plain routes: the bodies are decoded by msgspec, so FastAPI's own machinery has nothing to do.

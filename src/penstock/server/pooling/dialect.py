@@ -162,34 +162,38 @@ class Pooling:
         return scorer.scores(pairs, run.vectors), run
 
     async def _run(self, http: Request, model: str, body: p.PoolingFields, texts: Sequence[Text], pool: Pool) -> Run:
-        """Pools texts under the limits of every request. RequestError naming the limit or the field at fault."""
-        state, inputs = self.state, self._inputs
-        state.limits.work(len(texts), SamplingParams())
-        for text in texts:
-            if isinstance(text.prompt, str):
-                state.limits.check_text(len(text.prompt), inputs.info.max_model_len, "input")
-        priority = state.priority(body.priority, http.scope["admin"])
-        tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
-
-        def prepare() -> list[Any]:
-            return [inputs.pooling(state.llm.new_id(), text.prompt, pool, add_special_tokens=text.add_special_tokens,
-                                   priority=priority, salt=salt, tenant=tenant, keep_last=body.truncate_prompt_tokens)
-                    for text in texts]
-
-        requests = await state.llm.work.run(sum(100 + len(text.prompt) for text in texts), prepare)
-        state.limits.check_tenant(state.llm.tokens_in_flight(tenant), requests)
-        for request in requests[1:]:
-            request.follows = True
-        found: dict[str, bytes] = {}
-        await gather(http, state.llm.open(requests),
-                     lambda deltas: found.update((delta.request_id, delta.pooled or b"") for delta in deltas))
-        vectors = [vectors_of(found[request.id], pool, len(request.prompt_ids)) for request in requests]
-        return Run(http, model, vectors, sum(len(request.prompt_ids) for request in requests))
+        return await pool_texts(self.state, http, model, body, texts, pool)
 
     async def _answer(self, run: Run, make: Callable[[], Any]) -> Response:
         numbers = sum(vector.size for vector in run.vectors)
         content = await self.state.llm.work.run(numbers // 4, lambda: msgspec.json.encode(make()))
         return Response(content, media_type="application/json")
+
+
+async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFields, texts: Sequence[Text], pool: Pool) -> Run:
+    """Pools texts under the limits of every request. RequestError naming the limit or the field at fault."""
+    inputs = state.llm.inputs
+    state.limits.work(len(texts), SamplingParams())
+    for text in texts:
+        if isinstance(text.prompt, str):
+            state.limits.check_text(len(text.prompt), inputs.info.max_model_len, "input")
+    priority = state.priority(body.priority, http.scope["admin"])
+    tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
+
+    def prepare() -> list[Any]:
+        return [inputs.pooling(state.llm.new_id(), text.prompt, pool, add_special_tokens=text.add_special_tokens,
+                               priority=priority, salt=salt, tenant=tenant, keep_last=body.truncate_prompt_tokens)
+                for text in texts]
+
+    requests = await state.llm.work.run(sum(100 + len(text.prompt) for text in texts), prepare)
+    state.limits.check_tenant(state.llm.tokens_in_flight(tenant), requests)
+    for request in requests[1:]:
+        request.follows = True
+    found: dict[str, bytes] = {}
+    await gather(http, state.llm.open(requests),
+                 lambda deltas: found.update((delta.request_id, delta.pooled or b"") for delta in deltas))
+    vectors = [vectors_of(found[request.id], pool, len(request.prompt_ids)) for request in requests]
+    return Run(http, model, vectors, sum(len(request.prompt_ids) for request in requests))
 
 
 def _texts(given: Any, special: bool | None) -> list[Text]:

@@ -1,0 +1,250 @@
+"""Ollama's API as a dialect: its routes, and conversations and options as the chat endpoint's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core.errors import RequestError
+from penstock.dialects.parser import Parser
+from penstock.engine.pooling import Text, embedding, embedding_pool
+from penstock.server.answer import json_response
+from penstock.server.blocks import Blocks
+from penstock.server.body import BodyReader
+from penstock.server.dialect import Route
+from penstock.server.ignored import note_ignored
+from penstock.server.ollama import protocol as o
+from penstock.server.ollama.answer import OllamaAnswer, line, now
+from penstock.server.openai import protocol as chat
+from penstock.server.openai.chat import prepared
+from penstock.server.openai.logprobs import namer
+from penstock.server.openai.prepare import prepare
+from penstock.server.openai.sampling import sampling_params
+from penstock.server.pooling.dialect import Run, pool_texts
+from penstock.server.pooling.protocol import PoolingFields
+from penstock.server.respond import Wire, respond
+from penstock.server.state import State
+
+VERSION = "0.12.0"
+"""The version of Ollama whose API this is; its clients ask for it."""
+
+SAME_NAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+
+WIRE = Wire(media_type="application/x-ndjson", keep_alive=b"", done=b"", failed=line)
+
+MANAGED = {"/api/pull": "POST", "/api/push": "POST", "/api/create": "POST", "/api/copy": "POST", "/api/delete": "DELETE"}
+"""Routes that change which models there are; this server serves what it was started with."""
+
+
+class Ollama:
+    """The dialect over one server's state."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.bodies = BodyReader(state.limits, state.llm.work, _explain_field, lenient=state.options.unknown_fields == "warn")
+
+    def routes(self) -> Sequence[Route]:
+        return (
+            Route("POST", "/api/chat", self.chat, "Answer a conversation, in Ollama's form", o.ChatRequest),
+            Route("POST", "/api/generate", self.generate, "Answer a prompt, in Ollama's form", o.GenerateRequest),
+            Route("POST", "/api/embed", self.embed, "Turn texts into vectors, in Ollama's form", o.EmbedRequest),
+            Route("POST", "/api/embeddings", self.embeddings, "Turn a text into a vector, Ollama's older form",
+                  o.EmbeddingsRequest),
+            Route("GET", "/api/tags", self.tags, "The served names, in Ollama's form"),
+            Route("GET", "/api/ps", self.ps, "The loaded models, in Ollama's form"),
+            Route("POST", "/api/show", self.show, "About a served name, in Ollama's form", o.ShowRequest),
+            Route("GET", "/api/version", self.version, "The version of Ollama whose API this is"),
+            *(Route(method, path, self.managed, "Refused: the served models are chosen at the server's start")
+              for path, method in MANAGED.items()),
+        )
+
+    def error_body(self, error: RequestError) -> Any:
+        return {"error": error.message}
+
+    # -- answers
+
+    async def chat(self, http: Request) -> Response:
+        """Answers a conversation."""
+        body = await self.bodies.read(http, o.ChatRequest)
+        model = self._admit(body)
+        if not body.messages:
+            return json_response({"model": body.model, "created_at": now(), "message": {"role": "assistant", "content": ""},
+                                  "done": True, "done_reason": "load"})
+        messages = [_message(message) for message in body.messages]
+        tools = {"tools": msgspec.to_builtins(body.tools)} if body.tools else {}
+        return await self._answer(http, body, {**self._fields(http, body, model), "messages": messages, **tools}, True)
+
+    async def generate(self, http: Request) -> Response:
+        """Answers a prompt, through the chat template unless it is raw."""
+        body = await self.bodies.read(http, o.GenerateRequest)
+        model = self._admit(body)
+        if not body.prompt:
+            return json_response({"model": body.model, "created_at": now(), "response": "", "done": True,
+                                  "done_reason": "load"})
+        fields = self._fields(http, body, model)
+        if not body.raw:
+            system = [] if not body.system else [{"role": "system", "content": body.system}]
+            return await self._answer(http, body, {**fields, "messages": [*system, {"role": "user", "content": body.prompt}]},
+                                      False)
+        for name in ("chat_template_kwargs", "reasoning_effort"):
+            fields.pop(name, None)
+        fields["max_tokens"] = fields.pop("max_completion_tokens", None)
+        scored = bool(fields.pop("logprobs", False))
+        top = fields.pop("top_logprobs", None) or 0
+        asked = _converted({**fields, "prompt": body.prompt}, chat.CompletionRequest)
+        state = self.state
+        params = sampling_params(asked, state.llm.inputs.defaults, asked.max_tokens, top if scored else None)
+        [request] = await prepare(state, http, [body.prompt], params, asked, add_special_tokens=True)
+        plain = Parser(state.llm.inputs.choice.dialect, None, calls=False, reasoning=False)
+        answer = OllamaAnswer(body.model, len(request.prompt_ids), Blocks(plain), chat=False, thinking=False,
+                              namer=namer(state, asked) if scored else None)
+        return await respond(http, state.llm.open([request]), answer, body.stream, WIRE)
+
+    async def _answer(self, http: Request, body: o.AnswerFields, fields: dict[str, Any], is_chat: bool) -> Response:
+        state, asked = self.state, _converted(fields, chat.ChatRequest)
+        ready = await prepared(state, http, asked)
+        answer = OllamaAnswer(body.model, len(ready.request.prompt_ids), Blocks(ready.parser(state)), chat=is_chat,
+                              thinking=body.think is not False, namer=namer(state, asked) if asked.logprobs else None)
+        return await respond(http, state.llm.open([ready.request]), answer, body.stream, WIRE)
+
+    def _fields(self, http: Request, body: o.AnswerFields, model: str) -> dict[str, Any]:
+        """The fields of the chat endpoint that mean the same."""
+        options = body.options or o.Options()
+        fields: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAME}
+        fields |= {"model": model, "repetition_penalty": options.repeat_penalty}
+        if options.num_predict is not None and options.num_predict >= 0:
+            fields["max_completion_tokens"] = max(1, options.num_predict)
+        if body.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif isinstance(body.format, dict):
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
+        if isinstance(body.think, bool):
+            fields["chat_template_kwargs"] = {"enable_thinking": body.think, "thinking": body.think}
+        elif body.think is not None:
+            fields["reasoning_effort"] = body.think
+        if body.logprobs or body.top_logprobs:
+            fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+        note_ignored(http, [f"options.{name}" for name in sorted(o.IDLE) if getattr(options, name) is not None])
+        return {name: value for name, value in fields.items() if value is not None}
+
+    # -- vectors
+
+    async def embed(self, http: Request) -> Response:
+        """An embedding for each text."""
+        body = await self.bodies.read(http, o.EmbedRequest)
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        run, vectors = await self._vectors(http, body, texts, body.truncate, body.dimensions)
+        return json_response({"model": body.model, "embeddings": vectors, "total_duration": 0, "load_duration": 0,
+                              "prompt_eval_count": run.usage.prompt_tokens})
+
+    async def embeddings(self, http: Request) -> Response:
+        """The embedding of one text."""
+        body = await self.bodies.read(http, o.EmbeddingsRequest)
+        _, [vector] = await self._vectors(http, body, [body.prompt], True, None)
+        return json_response({"embedding": vector})
+
+    async def _vectors(self, http: Request, body: o.ModelFields, texts: list[str], truncate: bool,
+                       dimensions: int | None) -> tuple[Run, list[list[float]]]:
+        inputs = self.state.llm.inputs if self._admit(body) else None
+        assert inputs is not None
+        fields = PoolingFields(truncate_prompt_tokens=-1 if truncate and sum(map(len,
+                                                                                 texts)) > inputs.info.max_model_len else None)
+        run = await pool_texts(self.state, http, body.model, fields, [Text(text) for text in texts], embedding_pool(inputs))
+        # Ollama's are of length 1.
+        return run, [embedding(vector, True, dimensions).tolist() for vector in run.vectors]
+
+    # -- models
+
+    def _admit(self, body: o.ModelFields) -> str:
+        """The served name that a model's name with or without a tag means."""
+        return self.state.admit(self._name(body.model))
+
+    def _name(self, model: str) -> str:
+        bare = model.removesuffix(":latest")
+        return bare if bare in self.state.names and model not in self.state.names else model
+
+    async def tags(self, http: Request) -> Response:
+        return json_response({"models": [self._described(name) for name in self.state.names]})
+
+    async def ps(self, http: Request) -> Response:
+        info = self.state.llm.info
+        if info is None:
+            return json_response({"models": []})
+        size = info.weight_bytes + info.kv_bytes
+        held = {"size": size, "size_vram": 0 if info.device == "cpu" else size, "context_length": info.max_model_len,
+                "expires_at": "2318-01-01T00:00:00Z"}
+        return json_response({"models": [{**self._described(name), **held} for name in self.state.names]})
+
+    async def show(self, http: Request) -> Response:
+        body = await self.bodies.read(http, o.ShowRequest)
+        name = body.model or body.name
+        if not name:
+            raise RequestError("model is missing", param="model", code="missing_required_parameter")
+        self.state.admit(self._name(name))
+        llm, info = self.state.llm, self.state.llm.info
+        assert info is not None
+        template = next(iter(llm.template.sources.values()), "") if llm.template is not None else ""
+        dialect = llm.inputs.choice.dialect
+        able = {"completion": info.task == "generate", "embedding": info.task == "embed",
+                "tools": info.task == "generate" and dialect.written is not None,
+                "thinking": info.task == "generate" and dialect.reasoning is not None}
+        parameters = "\n".join(f"{name} {value}" for name, value in llm.inputs.defaults.items())
+        return json_response({
+            "modelfile": f"FROM {info.model}", "parameters": parameters, "template": template, "license": "",
+            "details": self._details(), "modified_at": self._created(), "capabilities": [name for name,
+                                                                                         has in able.items() if has],
+            "model_info": {"general.architecture": info.architecture, "general.parameter_count": 0,
+                           f"{info.architecture}.context_length": info.max_model_len,
+                           f"{info.architecture}.vocab_size": info.vocab_size}})
+
+    async def version(self, http: Request) -> Response:
+        return json_response({"version": VERSION})
+
+    async def managed(self, http: Request) -> Response:
+        raise RequestError(f"{http.url.path} is not possible: this server serves what it was started with (penstock serve "
+                           f"MODEL)",
+                           code="not_implemented", status=501)
+
+    def _described(self, name: str) -> dict[str, Any]:
+        info = self.state.llm.info
+        return {"name": name, "model": name, "modified_at": self._created(), "size": info.weight_bytes if info else 0,
+                "digest": sha256((info.cache_identity or info.model if info else name).encode()).hexdigest(),
+                "details": self._details()}
+
+    def _details(self) -> dict[str, Any]:
+        info = self.state.llm.info
+        family = info.architecture if info else ""
+        return {"parent_model": "", "format": "safetensors", "family": family, "families": [family], "parameter_size": "",
+                "quantization_level": info.dtype if info else ""}
+
+    def _created(self) -> str:
+        return datetime.fromtimestamp(self.state.created, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _message(message: o.Message) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": message.content, "reasoning_content": message.thinking,
+                             "tool_call_id": message.tool_call_id, "name": message.name or message.tool_name}
+    if message.tool_calls:
+        found["tool_calls"] = [{"id": call.id or f"call_{place}", "type": "function", "function": {
+            "name": call.function.name, "arguments": call.function.arguments}} for place, call in enumerate(message.tool_calls)]
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _converted(fields: dict[str, Any], kind: type[Any]) -> Any:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the request has no meaning here: {error}", code="invalid_value") from None
+
+
+def _explain_field(where: str, text: str) -> RequestError | str:
+    names = [name for name in where.replace("[...]", "").split(".") if name in o.WHY_REFUSED]
+    if names:
+        return RequestError(f"{where} cannot be honoured: {o.WHY_REFUSED[names[0]]}", param=where, code="unsupported_parameter")
+    return text
