@@ -68,6 +68,11 @@ SIGMOID = {"moe_intermediate_size": 28, "n_routed_experts": 7, "num_experts_per_
            "first_k_dense_replace": 1, "norm_topk_prob": True}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 0.5}
 
+MLA = {name: value for name, value in ODD.items() if name != "head_dim"} | {
+    "first_k_dense_replace": 3, "kv_lora_rank": 20, "q_lora_rank": None, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10}
+MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.9)
+
 CASES = [
     Case("llama-plain", "Llama", {**ODD, "rms_norm_eps": 1e-5}),
     Case("llama-tied-biased", "Llama", {**WIDE, **TIED, **BIASED, "mlp_bias": True}),
@@ -148,6 +153,12 @@ CASES = [
     Case("smollm3-plain", "SmolLM3", {**ODD, "num_hidden_layers": 4}),
     Case("smollm3-chosen", "SmolLM3", {**EVEN, **TIED, **BIASED, "no_rope_layers": [0, 1, 0], "mlp_bias": True}),
     Case("smollm3-window", "SmolLM3", {**ODD, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 19}),
+    Case("deepseek2-plain", "DeepseekV2", {**MLA, "n_routed_experts": 4}),
+    Case("deepseek2-yarn", "DeepseekV2", {**MLA, **MSCALE, "q_lora_rank": 24, "v_head_dim": 16, "attention_bias": True}),
+    Case("deepseek3-plain", "DeepseekV3", {**MLA, **MSCALE}),
+    Case("deepseek3-halved", "DeepseekV3", {**MLA, **TIED, **MSCALE, "rope_interleave": False, "q_lora_rank": 28,
+                                            "attention_bias": True, "kv_lora_rank": 32}),
+    Case("deepseek3-one", "DeepseekV3", {**MLA, "num_attention_heads": 1, "num_key_value_heads": 1, "q_lora_rank": 7}),
     Case("neox-parallel", "GPTNeoX", {**NEOX, "hidden_size": 80, "rotary_pct": 0.25}),
     Case("neox-serial", "GPTNeoX", {**NEOX, "use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new",
                                     "rotary_emb_base": 500}),

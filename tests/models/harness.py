@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from penstock.checkpoint import read_config
@@ -78,9 +79,11 @@ class Runner:
         for row, tokens in segments:
             self.computed[row] += len(tokens)
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        lengths = np.array([self.computed[row] for row, _ in segments], np.int32)
+        queries = counts.numpy().astype(np.int32)
+        library = [work.ops.library_spans(work.geometry, queries, lengths) for work in self.decoder.works]
         step = Step(torch.tensor([t for _, tokens in segments for t in tokens]), positions.int(), starts.int(),
-                    torch.tensor([self.computed[row] for row, _ in segments], dtype=torch.int32), groups,
-                    [None for _ in self.decoder.works], [[] for _ in self.decoder.works])
+                    torch.from_numpy(lengths), groups, [None for _ in self.decoder.works], library)
         with torch.inference_mode():
             return self.decoder.head(self.decoder.forward(step))
 

@@ -23,6 +23,12 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     dtype: torch.dtype = torch.float32
+    sunk: bool = False
+    sloped: bool = False
+    tail: int = 0
+    """Elements of a key behind its value, which is its beginning: latents."""
+    sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
 
     def build(self, seed: int = 0) -> None:
         longest = max(context for context, _ in self.segments)
@@ -30,18 +36,24 @@ class Case:
         pages = len(self.segments) * columns + 2
         arena = random(pages, 2, 2, self.kv, self.page, self.size, dtype=self.dtype, seed=seed + 1)
         self.k, self.v = arena[:, 1, 0], arena[:, 1, 1]
+        if self.tail:
+            self.k = random(pages, self.kv, self.page, self.size + self.tail, dtype=self.dtype, seed=seed + 1)
+            self.v = self.k[..., :self.size]
+        self.sinks = random(self.heads, seed=seed + 3) * 3 if self.sunk else None
+        self.slopes = 2.0 ** -torch.arange(1.0, self.heads + 1) if self.sloped else None
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))[:len(self.segments) * columns]
         self.table = torch.full((len(self.segments), columns + 3), -1, dtype=torch.int32)
         self.table[:, :columns] = order.view(len(self.segments), columns)
         self.context = torch.tensor([context for context, _ in self.segments], dtype=torch.int32)
         counts = torch.tensor([0] + [count for _, count in self.segments])
         self.query_start = counts.cumsum(0).int()
-        wide = random(int(counts.sum()), self.heads * self.size * 2, dtype=self.dtype, seed=seed + 2)
-        self.q = wide[:, :self.heads * self.size].view(-1, self.heads, self.size)
+        size = self.size + self.tail
+        wide = random(int(counts.sum()), self.heads * size * 2, dtype=self.dtype, seed=seed + 2)
+        self.q = wide[:, :self.heads * size].view(-1, self.heads, size)
 
     def run(self, call) -> torch.Tensor:
         return call.apply(self.q, self.k, self.v, self.table, self.query_start, self.context, self.size ** -0.5,
-                    self.window, self.softcap)
+                    self.window, self.softcap, self.sinks, slopes=self.slopes)
 
 
 CASES = [
@@ -56,6 +68,12 @@ CASES = [
     Case([(130, 3)], heads=71, kv=1, size=64, page=1),
     Case([(30, 7), (9, 9)], heads=2, kv=2, size=7, page=3),
     Case([(2100, 1)], heads=8, kv=2, size=128, page=16),
+    Case([(150, 70), (1040, 1), (3, 3)], heads=6, kv=2, size=40, sunk=True),
+    Case([(300, 5), (64, 64)], heads=5, kv=5, size=32, sunk=True, window=37),
+    Case([(150, 70), (1040, 1), (3, 3)], heads=6, kv=2, size=40, sloped=True),
+    Case([(700, 130), (90, 1)], heads=3, kv=3, size=16, sloped=True, sunk=True, window=100),
+    Case([(150, 70), (1040, 1), (3, 3)], heads=6, kv=1, size=40, tail=12),
+    Case([(530, 3), (20, 20)], heads=71, kv=1, size=64, tail=16, page=8, sunk=True),
 ]
 
 
@@ -66,9 +84,8 @@ def test_attention(implementation: Implementation, dtype: torch.dtype) -> None:
     for case in CASES:
         case.dtype = dtype
         case.build()
-        q, k, v = case.q, case.k, case.v
         found = case.run(attention)
-        case.q, case.k, case.v = q.double().float(), k.float(), v.float()
+        case.q, case.k, case.v = case.q.float(), case.k.float(), case.v.float()
         close(found, case.run(reference("attention")), 0.1)
 
 

@@ -23,12 +23,14 @@ class Case:
     offset: float = 0.0
     page: int = 16
     tokens: int = 5
+    interleaved: bool = False
 
 
 CASES = [
     Case(32, 8, 128, 64, True), Case(4, 4, 64, 32, False), Case(3, 1, 256, 128, True, 1.0, page=8), Case(6, 2, 80, 16, False),
     Case(5, 5, 96, 48, True), Case(2, 1, 72, 0, False), Case(2, 2, 128, 0, True), Case(7, 1, 48, 9, True, 1.0, page=5),
-    Case(1, 1, 37, 3, True, tokens=1), Case(9, 3, 112, 56, False, tokens=40),
+    Case(1, 1, 37, 3, True, tokens=1), Case(4, 2, 48, 24, True, interleaved=True), Case(3, 1, 80, 9, False, interleaved=True),
+    Case(9, 3, 112, 56, False, tokens=40),
 ]
 
 
@@ -51,10 +53,10 @@ def test_rope_write(case: Case, dtype: torch.dtype) -> None:
     wide = [cache.double() for cache in caches]
     kept = qkv.clone()
 
-    found = rope_write(q, k, v, positions, slots, *caches, *table, *norms, 1e-5, case.offset)
+    found = rope_write(q, k, v, positions, slots, *caches, *table, *norms, 1e-5, case.offset, case.interleaved)
 
     wanted = reference("rope_write")(q.double(), k.double(), v.double(), positions, slots, *wide, *table, *norms, 1e-5,
-                                     case.offset)
+                                     case.offset, case.interleaved)
     close(found, wanted, factor=2)
     assert found.is_contiguous() and torch.equal(qkv, kept)
     close(caches[0], wide[0], factor=2)

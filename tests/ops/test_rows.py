@@ -96,6 +96,8 @@ def test_rope_write(implementation: Implementation, dtype: torch.dtype) -> None:
         tables = {"cos": angles.cos(), "sin": angles.sin()} if rotated else {}
         if norms:
             tables |= {"q_norm": random(size, dtype=dtype, seed=4), "k_norm": random(size, dtype=dtype, seed=5), "offset": 1.0}
+        if heads % 2 and rotated:
+            tables["interleaved"] = True
         positions = torch.randint(0, 100, (tokens,), generator=torch.Generator().manual_seed(1)).int()
         slots = torch.randperm(pages * page, generator=torch.Generator().manual_seed(2))[:tokens]
         expected = arena.clone()

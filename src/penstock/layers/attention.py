@@ -10,7 +10,7 @@ import torch
 from penstock.core.state import Everything, Field, StateSpec, Window
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, LinearSpec
-from penstock.layers.norm import RMSNormSpec
+from penstock.layers.norm import LayerNorm, NormSpec, RMSNorm, RMSNormSpec, build_norm
 from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.rope import RopeSpec
 from penstock.layers.step import StateView, Step, Works
@@ -19,10 +19,20 @@ from penstock.ops.attention import Geometry
 
 @dataclass(frozen=True)
 class QueryKeyNorm:
-    """RMSNorm of queries and keys before the rotation: of each head alone, or of all heads together (`whole`)."""
+    """Norm of queries and keys."""
 
-    norm: RMSNormSpec
+    norm: NormSpec
     whole: bool = False
+    """Of all heads together, not of each alone."""
+    own: bool = False
+    """Each head has weights of its own."""
+    after: bool = False
+    """After the rotation, not before it."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether the kernel that rotates can do it."""
+        return isinstance(self.norm, RMSNormSpec) and not (self.whole or self.own or self.after)
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,12 @@ class AttentionSpec:
     norm: QueryKeyNorm | None = None
     bias: bool = False
     output_bias: bool = False
+    sinks: bool = False
+    """Each head has a learned score that takes part in the softmax and has no value (gpt-oss)."""
+    slopes: tuple[float, ...] = ()
+    """A head's ALiBi slope: what a score loses for each position between query and key."""
+    gate: bool = False
+    """Results are multiplied by the sigmoid of one more projection of x, element by element."""
 
     name = "attention"
 
@@ -48,6 +64,8 @@ class AttentionSpec:
         size = self.head_size
         outputs = (Piece("q", self.heads * size, size), Piece("k", self.kv_heads * size, size),
                    Piece("v", self.kv_heads * size, size))
+        if self.gate:
+            outputs += (Piece("gate", self.heads * size, size),)
         return LinearSpec(self.width, outputs, self.bias, Split.ROWS)
 
     @property
@@ -58,9 +76,11 @@ class AttentionSpec:
     def parameters(self, path: str) -> Iterator[Parameter]:
         yield from self.qkv.parameters(f"{path}.qkv")
         if self.norm is not None:
-            heads, kv_heads = (self.heads, self.kv_heads) if self.norm.whole else (1, 1)
+            heads, kv_heads = (self.heads, self.kv_heads) if self.norm.whole or self.norm.own else (1, 1)
             yield from self.norm.norm.parameters(f"{path}.q_norm", heads * self.head_size)
             yield from self.norm.norm.parameters(f"{path}.k_norm", kv_heads * self.head_size)
+        if self.sinks:
+            yield Parameter(f"{path}.sinks", (self.heads,), split=Split.ROWS)
         yield from self.output.parameters(f"{path}.o")
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
@@ -85,15 +105,21 @@ class Attention:
         self.o = Linear(spec.output, f"{path}.o", build)
         self.cos: torch.Tensor | None = None
         self.sin: torch.Tensor | None = None
+        self.interleaved = spec.rope is not None and spec.rope.interleaved
         if spec.rope is not None:
             self.cos, self.sin = build.rope(spec.rope)
         self.q_norm: torch.Tensor | None = None
         self.k_norm: torch.Tensor | None = None
-        self.whole_norm = spec.norm is not None and spec.norm.whole
         self.eps, self.offset = 1e-6, 0.0
-        if spec.norm is not None:
+        self._norms: tuple[HeadNorm, HeadNorm] | None = None
+        if spec.norm is not None and spec.norm.fused:
+            assert isinstance(spec.norm.norm, RMSNormSpec)
             self.q_norm, self.k_norm = (build.values.tensor(f"{path}.{name}.weight") for name in ("q_norm", "k_norm"))
             self.eps, self.offset = spec.norm.norm.eps, spec.norm.norm.offset
+        elif spec.norm is not None:
+            self._norms = HeadNorm(spec.norm, f"{path}.q_norm", build), HeadNorm(spec.norm, f"{path}.k_norm", build)
+        self.sinks = build.values.tensor(f"{path}.sinks").float() if spec.sinks else None
+        self.slopes = torch.tensor(spec.slopes, dtype=torch.float32, device=build.device) if spec.slopes else None
         self._kernels = build.kernels
 
     @property
@@ -105,7 +131,7 @@ class Attention:
         self.group, self.k, self.v = view.group, view["k"], view["v"]
         _, kv_heads, page, size = self.k.shape
         geometry = Geometry(self.spec.heads, kv_heads, size, page, self.spec.window, self.k.element_size(),
-                            plain=not self.spec.softcap)
+                            plain=not (self.spec.softcap or self.spec.sinks or self.spec.slopes), sloped=bool(self.spec.slopes))
         self.work = works.index(view.group, geometry, self._kernels.attention)
 
     def detach(self) -> None:
@@ -115,16 +141,45 @@ class Attention:
         spec, kernels = self.spec, self._kernels
         group = step.groups[self.group]
         tokens, heads, kv_heads = x.shape[0], spec.heads, spec.kv_heads
-        qkv = self.qkv(x, step).view(tokens, heads + 2 * kv_heads, spec.head_size)
-        q, k, v = qkv[:, :heads], qkv[:, heads:heads + kv_heads], qkv[:, heads + kv_heads:]
-        q_norm, k_norm = self.q_norm, self.k_norm
-        if self.whole_norm and q_norm is not None and k_norm is not None:
-            q = kernels.rms_norm(q.flatten(1), q_norm, self.eps, self.offset).view_as(q)
-            k = kernels.rms_norm(k.flatten(1), k_norm, self.eps, self.offset).view_as(k)
-            q_norm = k_norm = None
-        q = kernels.rope_write(q, k, v, step.positions, group.slots, self.k, self.v, self.cos, self.sin,
-                               q_norm, k_norm, self.eps, self.offset)
+        qkv = self.qkv(x, step).view(tokens, (2 if spec.gate else 1) * heads + 2 * kv_heads, spec.head_size)
+        q, k, v = qkv[:, :heads], qkv[:, heads:heads + kv_heads], qkv[:, heads + kv_heads:heads + 2 * kv_heads]
+        cos, sin = self.cos, self.sin
+        if self._norms is not None:
+            assert spec.norm is not None
+            if spec.norm.after and cos is not None:
+                # Heads of no keys: rotated, and nothing is written.
+                qk = kernels.rope_write(qkv[:, :heads + kv_heads], k[:, :0], v[:, :0], step.positions, group.slots, self.k,
+                                        self.v, cos, sin, interleaved=self.interleaved)
+                q, k, cos, sin = qk[:, :heads], qk[:, heads:], None, None
+            q, k = self._norms[0](q), self._norms[1](k)
+        q = kernels.rope_write(q, k, v, step.positions, group.slots, self.k, self.v, cos, sin, self.q_norm, self.k_norm,
+                               self.eps, self.offset, self.interleaved)
         out = kernels.attention.apply(q, self.k, self.v, group.table, step.query_start, step.context, spec.scale, spec.window,
-                                      spec.softcap, work=step.work[self.work], library=step.library[self.work])
+                                      spec.softcap, self.sinks, step.work[self.work], step.library[self.work], self.slopes)
+        if spec.gate:
+            out = out * torch.sigmoid(qkv[:, heads + 2 * kv_heads:])
         out = out.view(tokens, -1)
         return self.o(out if ends is None else out.index_select(0, ends), step)
+
+
+class HeadNorm:
+    """The norm of queries or of keys [T, heads, D]."""
+
+    def __init__(self, spec: QueryKeyNorm, path: str, build: Build) -> None:
+        self._spec = spec
+        self._norm = build_norm(spec.norm, path, build)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._spec.whole:
+            return self._norm(x.flatten(1)).view(x.shape)
+        if not self._spec.own:
+            return self._norm(x.flatten(0, 1)).view(x.shape)
+        norm, wide = self._norm, x.float()
+        if isinstance(norm, LayerNorm):
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+        if norm.weight is not None:
+            wide = wide * (norm.weight.float() + (norm.offset if isinstance(norm, RMSNorm) else 0.0)).view(x.shape[1:])
+        if isinstance(norm, LayerNorm) and norm.bias is not None:
+            wide = wide + norm.bias.float().view(x.shape[1:])
+        return wide.to(x.dtype)

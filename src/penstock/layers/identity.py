@@ -35,7 +35,8 @@ def _plain(value: Any, max_model_len: int) -> Any:
     """A value as JSON, with the types of dataclasses named. TypeError for what is none of the kinds below."""
     if isinstance(value, RopeSpec):
         frequencies, amplitude = value.resolve(max_model_len)
-        return ["rope", value.dim, [frequency.hex() for frequency in frequencies.tolist()], float(amplitude).hex()]
+        return ["rope", value.dim, value.interleaved, [frequency.hex() for frequency in frequencies.tolist()],
+                float(amplitude).hex()]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: _plain(getattr(value, field.name), max_model_len) for field in dataclasses.fields(value)}
         return [type(value).__name__, fields]

@@ -24,13 +24,18 @@ class RMSNormSpec:
 
 @dataclass(frozen=True)
 class LayerNormSpec:
-    """(x - mean) / deviation * weight + bias."""
+    """(x - mean) / deviation * (offset + weight) + bias; either may be missing."""
 
     eps: float
+    bias: bool = True
+    weight: bool = True
+    offset: float = 0.0
 
     def parameters(self, path: str, width: int) -> Iterator[Parameter]:
-        yield Parameter(f"{path}.weight", (width,), rest=1.0)
-        yield Parameter(f"{path}.bias", (width,))
+        if self.weight:
+            yield Parameter(f"{path}.weight", (width,), rest=1.0 - self.offset)
+        if self.bias:
+            yield Parameter(f"{path}.bias", (width,))
 
 
 NormSpec = RMSNormSpec | LayerNormSpec
@@ -55,8 +60,10 @@ class RMSNorm:
 
 class LayerNorm:
     def __init__(self, spec: LayerNormSpec, path: str, build: Build) -> None:
-        self.weight = build.values.tensor(f"{path}.weight")
-        self.bias = build.values.tensor(f"{path}.bias")
+        self.weight = build.values.tensor(f"{path}.weight") if spec.weight else None
+        if self.weight is not None and spec.offset:
+            self.weight = self.weight + spec.offset
+        self.bias = build.values.tensor(f"{path}.bias") if spec.bias else None
         self.eps = spec.eps
         self._norm = build.kernels.layer_norm
 

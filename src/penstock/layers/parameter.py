@@ -56,6 +56,8 @@ class Parameter:
     """Elements of a token's result that a step holds, where that is not the number of rows."""
     dtype: str | None = None
     """A plain tensor's type, if it is not the model's."""
+    decoded: bool = False
+    """Layers compute with the matrix otherwise than as a projection: it is a plain tensor once loaded, however it is stored."""
 
     @property
     def size(self) -> int:

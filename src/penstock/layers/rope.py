@@ -130,6 +130,10 @@ class YarnScaling:
             return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
         return self._mscale(1.0)
 
+    def score_factor(self) -> float:
+        """DeepSeek's: what scores are multiplied by where `mscale_all_dim` is given."""
+        return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
     def _mscale(self, scale: float) -> float:
         return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
@@ -172,6 +176,8 @@ class RopeSpec:
     theta: float
     dim: int
     scaling: RopeScaling = NoScaling()
+    interleaved: bool = False
+    """Whether neighbours rotate together (GPT-J's order), not the two halves (GPT-NeoX's)."""
 
     def resolve(self, max_model_len: int) -> tuple[torch.Tensor, float]:
         """Radians per position, float32 [ceil(dim / 2)], and what cosines and sines are multiplied by. Rotations depend on

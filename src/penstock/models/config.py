@@ -104,11 +104,11 @@ class Config:
 
 
 def rope(config: Config, head_size: int, *, layer_type: str | None = None, theta: float = 10000.0, fraction: float = 1.0,
-         aliases: Mapping[str, str] | None = None) -> RopeSpec:
+         aliases: Mapping[str, str] | None = None, interleaved: bool = False) -> RopeSpec:
     """The rotation that a config asks for, in today's form (`rope_parameters`) or the older (`rope_theta`, `rope_scaling`).
 
     `layer_type` picks an entry where `rope_parameters` differ by layer type; `theta` and `fraction` are the family's defaults;
-    `aliases` are other names that the family uses for scalings.
+    `aliases` are other names that the family uses for scalings, `interleaved` is the order of its rotated elements.
     """
     given = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
     if not isinstance(given, dict):
@@ -130,7 +130,7 @@ def rope(config: Config, head_size: int, *, layer_type: str | None = None, theta
     if unknown:
         raise ModelError(f"config.json: rope scaling {kind!r} with {', '.join(unknown)}; what is understood with it is "
                          f"{', '.join(allowed)}")
-    return RopeSpec(where.number("rope_theta"), dim, make(where, config, dim))
+    return RopeSpec(where.number("rope_theta"), dim, make(where, config, dim), interleaved)
 
 
 _ROPE_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}

@@ -9,10 +9,11 @@ from penstock.layers.attention import AttentionSpec, QueryKeyNorm
 from penstock.layers.block import BlockSpec, BranchSpec
 from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.experts import ExpertsSpec
+from penstock.layers.latent import LatentAttentionSpec
 from penstock.layers.mixer import MixerSpec
 from penstock.layers.mlp import MLPSpec
 from penstock.layers.norm import NormSpec, RMSNormSpec
-from penstock.layers.rope import NoScaling, RopeSpec
+from penstock.layers.rope import NoScaling, RopeSpec, YarnScaling
 from penstock.layers.spec import ModelSpec
 from penstock.models.config import ACTIVATIONS, Config
 from penstock.ops.experts import Glu
@@ -41,6 +42,17 @@ def attention(config: Config, *, rope: RopeSpec | None, window: int = 0, scale: 
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     return AttentionSpec(config.integer("hidden_size"), heads, kv_heads, size, size**-0.5 if scale is None else scale, rope,
                          window, softcap, norm, bias, bias if output_bias is None else output_bias)
+
+
+def latent_attention(config: Config, rope: RopeSpec, *, eps: float = 1e-6) -> LatentAttentionSpec:
+    """By `kv_lora_rank`, `q_lora_rank` (null: none), `qk_nope_head_dim`, `v_head_dim`; YaRN's `mscale_all_dim` scales
+    scores."""
+    keys = config.integer("qk_nope_head_dim")
+    factor = rope.scaling.score_factor() if isinstance(rope.scaling, YarnScaling) else 1.0
+    return LatentAttentionSpec(config.integer("hidden_size"), config.integer("num_attention_heads"),
+                               config.integer("kv_lora_rank"), keys, config.integer("v_head_dim"),
+                               (keys + rope.dim) ** -0.5 * factor, rope, RMSNormSpec(eps),
+                               config.nullable_integer("q_lora_rank", 0), config.flag("attention_bias", False))
 
 
 def gated_mlp(config: Config, *, activation: str = "hidden_act", bias: bool = False) -> MLPSpec:
@@ -96,7 +108,7 @@ def draft_layers(config: Config) -> int:
                                 if name in config.values), "num_mtp_layers"), 0, least=0)
 
 
-def pre_norm_block(attention: AttentionSpec, mlp: MixerSpec, norm: NormSpec, scale: float = 1.0) -> BlockSpec:
+def pre_norm_block(attention: MixerSpec, mlp: MixerSpec, norm: NormSpec, scale: float = 1.0) -> BlockSpec:
     """Llama's block: each branch normalises its input."""
     return BlockSpec(((BranchSpec(attention, pre=norm, scale=scale),), (BranchSpec(mlp, pre=norm, scale=scale),)))
 
@@ -110,7 +122,7 @@ def decoder(config: Config, blocks: Iterable[BlockSpec], norm: NormSpec, *, embe
     blocks = tuple(blocks)
     if max_positions is None:
         mixers = [mixer for block in blocks for mixer in block.mixers]
-        ropes = [mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec) and mixer.rope is not None]
+        ropes = [mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec | LatentAttentionSpec) and mixer.rope]
         scaling = ropes[0].scaling if ropes else NoScaling()
         max_positions = scaling.reach(config.integer("max_position_embeddings"))
     return ModelSpec(architecture="", vocab_size=config.integer("vocab_size"), width=config.integer("hidden_size"),

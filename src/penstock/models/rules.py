@@ -106,6 +106,19 @@ ATTENTION = (
     Rule("model.rotary_emb.inv_freq", None),
 )
 
+LATENT_ATTENTION = (
+    Rule("model.layers.#.self_attn.q_proj.*", "blocks.#.attention.q.*"),
+    Rule("model.layers.#.self_attn.q_a_proj.*", "blocks.#.attention.q_a.*"),
+    Rule("model.layers.#.self_attn.q_a_layernorm.weight", "blocks.#.attention.q_norm.weight"),
+    Rule("model.layers.#.self_attn.q_b_proj.*", "blocks.#.attention.q.*"),
+    Rule("model.layers.#.self_attn.kv_a_proj_with_mqa.*", "blocks.#.attention.kv_a.*"),
+    Rule("model.layers.#.self_attn.kv_a_layernorm.weight", "blocks.#.attention.kv_norm.weight"),
+    Rule("model.layers.#.self_attn.kv_b_proj.*", "blocks.#.attention.kv_b.*"),
+    Rule("model.layers.#.self_attn.o_proj.*", "blocks.#.attention.o.*"),
+    Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None),
+)
+"""DeepSeek's MLA."""
+
 MLP = (
     Rule("model.layers.#.mlp.gate_proj.*", "blocks.#.mlp.gate.*"),
     Rule("model.layers.#.mlp.up_proj.*", "blocks.#.mlp.up.*"),

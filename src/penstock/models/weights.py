@@ -343,8 +343,11 @@ def _place(parts: dict[str, torch.Tensor], parameter: Parameter, dtype: torch.dt
            kernels: Kernels) -> Weight | torch.Tensor:
     """A parameter as layers take it, given its stored tensors."""
     parts = {suffix: whole.to(device) for suffix, whole in parts.items()}
-    return parts[""] if parameter.scheme is None else pack(parameter.scheme, parameter.shape, parts, dtype, kernels,
-                                                           parameter.stack)
+    if parameter.scheme is None:
+        return parts[""]
+    if parameter.decoded:
+        return parameter.scheme.decode(parts, dtype).contiguous()
+    return pack(parameter.scheme, parameter.shape, parts, dtype, kernels, parameter.stack)
 
 
 _RANDOM = 1_000_003

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -31,7 +31,12 @@ class Geometry:
     itemsize: int = 2
     """Bytes per element of the KV cache."""
     plain: bool = True
-    """True if the layer has neither softcap nor attention sinks."""
+    """True if the layer has neither softcap nor attention sinks nor ALiBi slopes."""
+    sloped: bool = False
+    """True if the layer has ALiBi slopes."""
+    tail: int = 0
+    """Elements of a key behind its first `head_size`. If there are any, the cache holds latents: the first `head_size` elements
+    of a key are also the value (MLA)."""
 
 
 class Span(NamedTuple):
@@ -58,6 +63,10 @@ class SharedPrefixes:
     common: Ints
     """[N - 1] prefix length in positions that entry i shares with entry i + 1, less than the context of either. Entries i < j
     share min(common[i:j]) positions."""
+
+
+Rows = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor]]
+"""(begin, end, size) -> keys and values [size, KV, D] of a segment's positions from `begin` on, zeros from `end` on."""
 
 
 class Divides(Protocol):
@@ -113,26 +122,29 @@ class AttentionOps:
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
-              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None,
-              library: Sequence[Span] = ()) -> torch.Tensor:
+              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None, library: Sequence[Span] = (),
+              slopes: torch.Tensor | None = None) -> torch.Tensor:
         """Causal attention: softmax(cap(q k^T * scale)) v, cap(s) = softcap * tanh(s / softcap) if softcap is not 0.
 
         q [T, H, D]; segment s owns queries query_start[s] to query_start[s + 1], the last of its context[s] positions. Tokens
         after the last segment are padding, and their results are unspecified.
         table [S, columns] int32: the page ids of each segment's row; position p lies in page table[s, p // page], slot
-        p % page. k_cache, v_cache [pages, KV, page, D]. window w > 0: a query sees the w positions up to and with its own;
+        p % page. k_cache, v_cache [pages, KV, page, D]. q and k_cache may have R more elements than v_cache, which is then
+        a view of their first D (`Geometry.tail`). window w > 0: a query sees the w positions up to and with its own;
         pages entirely behind every window are not read, and their block table entries may be stale. sinks [H] float32: one
-        extra score per head, as of a key with a zero value. H is a multiple of KV (grouped queries, Ainslie et al. 2023).
+        extra score per head, as of a key with a zero value. slopes [H] float32: a score is raised by slope * (key's position
+        - query's position) (ALiBi, Press et al. 2022). H is a multiple of KV (grouped queries, Ainslie et al. 2023).
         query_start [S + 1] and context [S] are int32 on q's device; `work` is the result of `prepare`, on the same device, and
         `library` its argument. Returns [T, H, D] in q's dtype. Scores and sums are float32; the reference's result for a query
         does not depend on the other queries of the step.
         """
         size, kv_heads = k_cache.shape[2], k_cache.shape[1]
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], v_cache.shape[3])
+        elsewhere = {span.segment for span in library}
         starts, lengths = query_start.tolist(), context.tolist()
         for s, length in enumerate(lengths):
             lo, hi = starts[s], starts[s + 1]
-            if lo == hi:
+            if lo == hi or s in elsewhere:
                 continue
             first_query = length - (hi - lo)
             first = max(0, first_query - window + 1) // size if window else 0
@@ -150,6 +162,8 @@ class AttentionOps:
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
                 position = torch.arange(first_query + at - lo, first_query + at - lo + len(queries), device=q.device)[:, None]
+                if slopes is not None:
+                    scores = scores + slopes.view(kv_heads, -1, 1, 1) * (key - position)
                 hidden = key > position
                 if window:
                     hidden |= key <= position - window
@@ -159,6 +173,15 @@ class AttentionOps:
                 weights = scores.softmax(-1)[..., :len(key)]
                 out[at:at + len(queries)] = torch.einsum("gntk,gkd->tgnd", weights, values).flatten(1, 2).to(q.dtype)
         return out
+
+    def expanded(self, q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
+        """Computes one of the spans that `library_spans` named for latents: causal attention of the step's queries q [T, H, D]
+        of that segment over keys and values that `rows` expands from them, written to out [count, H, values' D]."""
+        length = span.before + span.count
+        k, v = (x.transpose(0, 1)[None] for x in rows(0, length, length))
+        numbers = torch.tensor([0, span.count, length], dtype=torch.int32, device=q.device)
+        out.copy_(AttentionOps.apply(self, q[span.first:span.first + span.count], k, v, numbers[None, :1], numbers[:2],
+                                     numbers[2:], scale))
 
 
 register("attention", "reference", rank=0, capturable=False)(AttentionOps())

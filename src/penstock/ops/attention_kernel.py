@@ -32,17 +32,21 @@ def _merge(acc, peak, total, more_acc, more_peak, more_total):
 
 
 @triton.jit
-def _scan(q, acc, peak, total, closed_acc, closed_peak, closed_total, begin, unit, k_cache, v_cache, table, start, stop,
-          lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr,
-          page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, masked: tl.constexpr,
-          closing: tl.constexpr):
+def _scan(q, q_tail, slope, acc, peak, total, closed_acc, closed_peak, closed_total, begin, unit, k_cache, v_cache, table,
+          start, stop, lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group: tl.constexpr,
+          size: tl.constexpr, tail: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr,
+          capped: tl.constexpr, sloped: tl.constexpr, masked: tl.constexpr, closing: tl.constexpr):
     """Attends to keys [start, stop) in blocks. masked: some queries may not see some keys of the range. closing
-    (batch-invariant mode): at the end of each unit of keys the running sums are merged into the closed sums and restarted."""
+    (batch-invariant mode): at the end of each unit of keys the running sums are merged into the closed sums and restarted.
+    tail: keys have so many more elements, and their first `size` are the values: one load serves both."""
     block_m: tl.constexpr = q.shape[0]
     block_d: tl.constexpr = q.shape[1]
+    block_t: tl.constexpr = q_tail.shape[1]
     offset, d = tl.arange(0, block_n), tl.arange(0, block_d)
-    inside = (offset % page_size * slot_stride)[:, None] + d[None]
-    k_inside, v_inside = k_cache + inside, v_cache + inside
+    slots = (offset % page_size * slot_stride)[:, None]
+    k_inside, v_inside = k_cache + slots + d[None], v_cache + slots + d[None]
+    t = tl.arange(0, block_t)
+    t_inside = k_cache + slots + size + t[None]
     # Page ids are loaded one block ahead, so that the loads of keys and values do not wait for them.
     page = tl.load(table + (start + offset) // page_size, mask=(start + offset >= lowest) & (start + offset < highest), other=0)
     for first in range(start, stop, block_n):
@@ -60,19 +64,29 @@ def _scan(q, acc, peak, total, closed_acc, closed_peak, closed_total, begin, uni
                 wanted = kept[:, None]
             else:
                 wanted = kept[:, None] & (d < size)[None]
-            k, v = tl.load(k_inside + jump, mask=wanted, other=0.0), tl.load(v_inside + jump, mask=wanted, other=0.0)
+            k = tl.load(k_inside + jump, mask=wanted, other=0.0)
+            v = k if tail > 0 else tl.load(v_inside + jump, mask=wanted, other=0.0)
         elif size == block_d:
-            k, v = tl.load(k_inside + jump), tl.load(v_inside + jump)
+            k = tl.load(k_inside + jump)
+            v = k if tail > 0 else tl.load(v_inside + jump)
         else:
             wanted = (d < size)[None]
-            k, v = tl.load(k_inside + jump, mask=wanted, other=0.0), tl.load(v_inside + jump, mask=wanted, other=0.0)
+            k = tl.load(k_inside + jump, mask=wanted, other=0.0)
+            v = k if tail > 0 else tl.load(v_inside + jump, mask=wanted, other=0.0)
         if k.dtype != q.dtype:
             k, v = k.to(q.dtype), v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if tail > 0:
+            k_tail = tl.load(t_inside + jump, mask=((key >= lowest) & (key < highest))[:, None] & (t < tail)[None], other=0.0)
+            scores = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), scores, input_precision="ieee")
         if capped:
             x = scores * (scale / softcap)
             small = tl.exp2(tl.abs(x) * (-2.0 * _LOG2E))
             scores = (1.0 - small) / (1.0 + small) * tl.where(x < 0, -softcap * _LOG2E, softcap * _LOG2E)
+            factor = 1.0
+        elif sloped:
+            away = key[None] - (position + tl.arange(0, block_m) // group)[:, None]
+            scores = (scores * scale + slope[:, None] * away.to(tl.float32)) * _LOG2E
             factor = 1.0
         else:
             factor = scale * _LOG2E
@@ -99,9 +113,10 @@ def _scan(q, acc, peak, total, closed_acc, closed_peak, closed_total, begin, uni
 
 
 @triton.jit
-def _attend(q, k_cache, v_cache, table, start, stop, unit, opened, closed, lowest, highest, position, scale, softcap, window,
-            page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
-            windowed: tl.constexpr, capped: tl.constexpr, edges: tl.constexpr, closing: tl.constexpr):
+def _attend(q, q_tail, slope, k_cache, v_cache, table, start, stop, unit, opened, closed, lowest, highest, position, scale,
+            softcap, window, page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr,
+            page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, sloped: tl.constexpr,
+            edges: tl.constexpr, closing: tl.constexpr):
     """Returns a partial softmax result over keys [start, stop): weighted sum of values, maximum score, sum of weights.
 
     All queries of the tile see keys [opened, closed), whose bounds are multiples of the block; with `edges` these run unmasked.
@@ -114,18 +129,18 @@ def _attend(q, k_cache, v_cache, table, start, stop, unit, opened, closed, lowes
     if edges:
         if windowed:
             acc, peak, total, whole, whole_peak, whole_total = _scan(
-                q, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start,
+                q, q_tail, slope, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start,
                 tl.minimum(stop, opened), lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group,
-                size, page_size, block_n, windowed, capped, True, closing)
+                size, tail, page_size, block_n, windowed, capped, sloped, True, closing)
         acc, peak, total, whole, whole_peak, whole_total = _scan(
-            q, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table,
+            q, q_tail, slope, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table,
             tl.maximum(start, opened), tl.minimum(stop, closed), lowest, highest, position, scale, softcap, window, page_stride,
-            slot_stride, group, size, page_size, block_n, windowed, capped, False, closing)
+            slot_stride, group, size, tail, page_size, block_n, windowed, capped, sloped, False, closing)
         start = tl.maximum(start, closed)
     acc, peak, total, whole, whole_peak, whole_total = _scan(
-        q, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start, stop, lowest, highest,
-        position, scale, softcap, window, page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, True,
-        closing)
+        q, q_tail, slope, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start, stop,
+        lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group, size, tail, page_size, block_n,
+        windowed, capped, sloped, True, closing)
     if closing:
         acc, peak, total = _merge(whole, whole_peak, whole_total, acc, peak, total)
     return acc, peak, total
@@ -289,11 +304,12 @@ def join(out, lse, part0, part1, part2, part3, lse0, lse1, lse2, lse3, heads, ou
 
 
 @triton.jit(do_not_specialize=["items", "mates", "counters", "table_row", "scale", "softcap", "window"])
-def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts_acc, parts_sum, scale, softcap, window,
+def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counters, parts_acc, parts_sum, scale, softcap, window,
            q_token, q_head, page_stride, head_stride, slot_stride, out_token, out_head, table_row,
-           group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
-           block_d: tl.constexpr, rows: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, sunk: tl.constexpr,
-           fixed: tl.constexpr, edges: tl.constexpr, shared: tl.constexpr, linked: tl.constexpr, fields: tl.constexpr):
+           group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr, page_size: tl.constexpr, block_m: tl.constexpr,
+           block_n: tl.constexpr, block_d: tl.constexpr, block_t: tl.constexpr, rows: tl.constexpr, windowed: tl.constexpr,
+           capped: tl.constexpr, sunk: tl.constexpr, sloped: tl.constexpr, fixed: tl.constexpr,
+           edges: tl.constexpr, shared: tl.constexpr, linked: tl.constexpr, fields: tl.constexpr):
     """Computes one item for one KV head. Grid (KV heads, items); an item without queries is inert.
 
     Rows are (query, head of the group), heads within a query. shared: tiles may hold single tokens of several segments,
@@ -312,7 +328,7 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
     # Only one inert program must run the PDL wait: the next kernel takes this kernel's end for the end of all before it.
     if (queries == 0) & (tl.program_id(1) > 0):
         return
-    _, kept, q_at = _place(q, q_token, q_head, token, mates, listed, first, queries, group, size, shared, block_m, block_d)
+    heads, kept, q_at = _place(q, q_token, q_head, token, mates, listed, first, queries, group, size, shared, block_m, block_d)
     if linked:
         # The work list was complete before the preceding kernel began; everything else may be that kernel's output.
         gdc_launch_dependents()
@@ -322,6 +338,13 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
     tile = tl.load(q_at, mask=kept, other=0.0)
     if tile.dtype != k_cache.dtype.element_ty:
         tile = tile.to(tl.float32)
+    if tail > 0:
+        _, kept, q_at = _place(q + size, q_token, q_head, token, mates, listed, first, queries, group, tail, shared, block_m,
+                               block_t)
+        end_tile = tl.load(q_at, mask=kept, other=0.0).to(tile.dtype)
+    else:
+        end_tile = tile
+    slope = tl.load(slopes + heads) if sloped else tl.zeros((block_m,), tl.float32)
     k_cache += head.to(tl.int64) * head_stride
     v_cache += head.to(tl.int64) * head_stride
     table += segment * table_row
@@ -336,23 +359,25 @@ def attend(q, k_cache, v_cache, out, table, sinks, items, mates, counters, parts
         if ends == 1:
             # One loop over all units: a loop per unit would stall on its first loads each time.
             acc, peak, total = _attend(
-                tile, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position, scale, softcap,
-                window, page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, edges, True)
+                tile, end_tile, slope, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
+                scale, softcap, window, page_stride, slot_stride, group, size, tail, page_size, block_n, windowed, capped,
+                sloped, edges, True)
         else:
             acc = tl.zeros((block_m, block_d), tl.float32)
             peak = tl.full((block_m,), float("-inf"), tl.float32)
             total = tl.zeros((block_m,), tl.float32)
             for start in range(begin, end, unit):
                 more_acc, more_peak, more_total = _attend(
-                    tile, k_cache, v_cache, table, start, tl.minimum(start + unit, end), unit, opened, closed, lowest, highest,
-                    position, scale, softcap, window, page_stride, slot_stride, group, size, page_size, block_n, windowed,
-                    capped, edges, False)
+                    tile, end_tile, slope, k_cache, v_cache, table, start, tl.minimum(start + unit, end), unit, opened, closed,
+                    lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group, size, tail, page_size,
+                    block_n, windowed, capped, sloped, edges, False)
                 _store_part(more_acc, more_peak, more_total, parts_acc, parts_sum, own_slot + done * queries, queries, group)
                 done += 1
     else:
         acc, peak, total = _attend(
-            tile, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position, scale, softcap, window,
-            page_stride, slot_stride, group, size, page_size, block_n, windowed, capped, edges, False)
+            tile, end_tile, slope, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position, scale,
+            softcap, window, page_stride, slot_stride, group, size, tail, page_size, block_n, windowed, capped, sloped, edges,
+            False)
         if ends > 1:
             _store_part(acc, peak, total, parts_acc, parts_sum, own_slot, queries, group)
             done += 1

@@ -8,14 +8,14 @@ the partial results are merged by their log-sum-exp. `attention_triton.py` compu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from penstock.ops import gpu
-from penstock.ops.attention import Geometry, Ints, Span
+from penstock.ops.attention import Geometry, Ints, Rows, Span
 
 LONG = 1024
 """Minimum queries of a segment that the library computes: 612 TFLOP/s of the causal triangle at 8,192 queries against 440 of
@@ -49,7 +49,9 @@ class _Part(NamedTuple):
 
 def spans(geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
     """Returns the segments of a step that the library computes (AttentionOps.library_spans)."""
-    if not geometry.plain or geometry.window or geometry.itemsize != 2 or geometry.head_size > 256 or geometry.head_size % 8:
+    if not geometry.plain or geometry.window or geometry.itemsize != 2:
+        return []
+    if not geometry.tail and (geometry.head_size > 256 or geometry.head_size % 8):
         return []
     if not available():
         return []
@@ -86,7 +88,8 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table:
             out[span.first:span.first + span.count] = one[:span.count]
     for span in chosen:
         if span.before:
-            _continued(q, k_cache, v_cache, table[span.segment], scale, span, out[span.first:span.first + span.count])
+            rows = partial(_gathered, k_cache, v_cache, table[span.segment])
+            continued(q, rows, scale, span, out[span.first:span.first + span.count])
 
 
 def groups(chosen: Sequence[Span]) -> list[list[Span]]:
@@ -130,9 +133,9 @@ def whole_prompts(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     return _call(queries, k, v, scale, causal=True)[0]
 
 
-def _continued(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row: torch.Tensor, scale: float, span: Span,
-               out: torch.Tensor) -> None:
-    """Computes a segment that follows `span.before` positions of context. row: its block table row; out [count, H, D]."""
+def continued(q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
+    """Computes a segment that follows `span.before` positions of context, from the keys and values of `rows`. q [T, H, D] of
+    the step; out [count, H, D], where D is the values'."""
     blocks = list(_blocks(span.before))
     # The library's causal mask begins at its first key. The keys between the last block and the segment's own keys belong to
     # the causal call too, so padding queries are inserted before the segment's own for these positions.
@@ -147,10 +150,8 @@ def _continued(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ro
     for size in (*blocks, length):
         causal = begin == span.before - behind
         at = slice(0, length) if causal else slice(behind, behind + padded)
-        k = torch.empty(1, size, *k_cache.shape[1::2], dtype=k_cache.dtype, device=q.device)
-        v = torch.empty_like(k)
-        _gather(k_cache, v_cache, row, begin, span.before + span.count if causal else begin + size, k[0], v[0])
-        found, lse = _call(queries[None, at], k, v, scale, causal)
+        k, v = rows(begin, span.before + span.count if causal else begin + size, size)
+        found, lse = _call(queries[None, at], k[None], v[None], scale, causal)
         own = slice(behind, behind + span.count) if causal else slice(0, span.count)
         parts.append(_Part(found[0, own], lse[0, :, own]))
         begin += size
@@ -165,6 +166,15 @@ def _blocks(before: int) -> Iterator[int]:
         while before >= size:
             yield size
             before -= size
+
+
+def _gathered(k_cache: torch.Tensor, v_cache: torch.Tensor, row: torch.Tensor, begin: int, end: int,
+              size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Rows` of a block table row of a cache of keys and values."""
+    k = torch.empty(size, *k_cache.shape[1::2], dtype=k_cache.dtype, device=k_cache.device)
+    v = torch.empty_like(k)
+    _gather(k_cache, v_cache, row, begin, end, k, v)
+    return k, v
 
 
 def _gather(k_cache: torch.Tensor, v_cache: torch.Tensor, row: torch.Tensor, begin: int, end: int, k: torch.Tensor,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock.ops import attention_library, attention_work, gpu
-from penstock.ops.attention import AttentionOps, Divides, Geometry, Ints, SharedPrefixes, Span
+from penstock.ops.attention import AttentionOps, Divides, Geometry, Ints, Rows, SharedPrefixes, Span
 from penstock.ops.attention_divider import Divider
 from penstock.ops.attention_work import Launch, Shape
 from penstock.ops.registry import register
@@ -27,6 +27,7 @@ class TritonAttention(AttentionOps):
         self.invariant = invariant
 
     def library_spans(self, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
+        # The two forms of a latent's attention round differently, so the batch-invariant mode has one of them only.
         return [] if self.invariant else attention_library.spans(geometry, counts, context)
 
     def divider(self, geometry: Geometry) -> Divides:
@@ -54,32 +55,40 @@ class TritonAttention(AttentionOps):
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
-              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None,
-              library: Sequence[Span] = ()) -> torch.Tensor:
+              sinks: torch.Tensor | None = None, work: torch.Tensor | None = None, library: Sequence[Span] = (),
+              slopes: torch.Tensor | None = None) -> torch.Tensor:
         """Without `work` it is prepared here, which synchronises the device. Counters in `work` are zero before and after."""
-        tokens, heads, size = q.shape
-        _, kv_heads, page, _ = k_cache.shape
-        stride = k_cache.stride()
+        tokens, heads, _ = q.shape
+        _, kv_heads, page, size = v_cache.shape
+        stride, tail = k_cache.stride(), k_cache.shape[3] - size
         assert v_cache.stride() == stride and stride[3] == 1, "keys and values have equal strides, and each entry is contiguous"
-        geometry = Geometry(heads, kv_heads, size, page, window, k_cache.element_size())
+        assert not tail or (v_cache.data_ptr() == k_cache.data_ptr() and kv_heads == 1), "longer keys begin with their values"
+        given = Geometry(heads, kv_heads, size, page, window, k_cache.element_size(), sloped=slopes is not None, tail=tail)
         segments = context.shape[0]
-        if len(library) == segments and attention_library.exact(library) and len(attention_library.groups(library)) == 1:
+        if (not tail and len(library) == segments and attention_library.exact(library)
+                and len(attention_library.groups(library)) == 1):
             return attention_library.whole_prompts(q, k_cache, v_cache, table, scale, library).flatten(0, 1).contiguous()
         if work is None:
-            found = self.prepare(geometry, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens, library)
+            found = self.prepare(given, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens, library)
             work = torch.from_numpy(found).to(q.device)
+        geometry = attention_work.served(given)
+        k_cache = k_cache.expand(-1, geometry.kv_heads, -1, -1)
         layout = attention_work.layout(geometry, segments, tokens, self.invariant)
         out = torch.empty(tokens, heads, size, dtype=q.dtype, device=q.device)
         for launch in (layout.narrow, layout.broad):
             if launch is not None and len(library) < segments:
-                self._launch(launch, geometry, launch is layout.broad, q, k_cache, v_cache, table, scale, softcap, sinks, work,
-                             out)
-        attention_library.attend(q, k_cache, v_cache, table, scale, library, out)
+                self._launch(launch, geometry, launch is layout.broad, q, k_cache, v_cache, table, scale, softcap, sinks,
+                             slopes, work, out)
+        if not tail:
+            attention_library.attend(q, k_cache, v_cache, table, scale, library, out)
         return out
+
+    def expanded(self, q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
+        attention_library.continued(q, rows, scale, span, out)
 
     def _launch(self, launch: Launch, geometry: Geometry, broad: bool, q: torch.Tensor, k_cache: torch.Tensor,
                 v_cache: torch.Tensor, table: torch.Tensor, scale: float, softcap: float, sinks: torch.Tensor | None,
-                work: torch.Tensor, out: torch.Tensor) -> None:
+                slopes: torch.Tensor | None, work: torch.Tensor, out: torch.Tensor) -> None:
         from penstock.ops.attention_kernel import attend  # triton takes 0.3 s to import, and may be absent
 
         shape, size, kv_heads = launch.shape, geometry.head_size, geometry.kv_heads
@@ -89,20 +98,24 @@ class TritonAttention(AttentionOps):
         parts = torch.empty(room * (block_d + 2), dtype=torch.float32, device=q.device)
         linked = gpu.linked(q.device)
         attend[(kv_heads, launch.items)](
-            q, k_cache, v_cache, out, table, out if sinks is None else sinks, work[launch.offset:], work[launch.mates:],
+            q, k_cache, v_cache, out, table, out if sinks is None else sinks,
+            out if slopes is None else slopes, work[launch.offset:], work[launch.mates:],
             work[launch.counters:], parts, parts[room * block_d:], scale, softcap, geometry.window,
             q.stride(0), q.stride(1), *k_cache.stride()[:3], out.stride(0), out.stride(1),
-            table.stride(0), group=group, size=size, page_size=geometry.page, block_m=shape.block_m, block_n=shape.block_n,
-            block_d=block_d, rows=shape.queries * group, windowed=geometry.window > 0, capped=softcap != 0.0,
-            sunk=sinks is not None, fixed=self.invariant, edges=broad, shared=launch.shared, linked=linked,
+            table.stride(0), group=group, size=size, tail=geometry.tail, page_size=geometry.page, block_m=shape.block_m,
+            block_n=shape.block_n, block_d=block_d, block_t=_block(geometry.tail), rows=shape.queries * group,
+            windowed=geometry.window > 0, capped=softcap != 0.0, sunk=sinks is not None, sloped=slopes is not None,
+            fixed=self.invariant, edges=broad, shared=launch.shared, linked=linked,
             fields=attention_work.FIELDS, num_warps=shape.warps,
-            num_stages=_stages(shape, block_d, geometry.itemsize, q.device), launch_pdl=linked)
+            num_stages=_stages(shape, geometry, q.device), launch_pdl=linked)
 
 
-def _stages(shape: Shape, block_d: int, itemsize: int, device: torch.device) -> int:
+def _stages(shape: Shape, geometry: Geometry, device: torch.device) -> int:
     """Pipeline stages: those of the shape, or as many as fit in shared memory. A stage holds a block of keys and of values."""
-    room = gpu.shared_bytes(device) - shape.block_m * block_d * itemsize
-    return max(1, min(shape.stages, room // (2 * shape.block_n * block_d * itemsize)))
+    row = _block(geometry.head_size)
+    tail = _block(geometry.tail) if geometry.tail else row
+    room = gpu.shared_bytes(device) - shape.block_m * row * geometry.itemsize
+    return max(1, min(shape.stages, room // (shape.block_n * (row + tail) * geometry.itemsize)))
 
 
 def _block(size: int) -> int:

@@ -11,6 +11,7 @@ then have all of its queries for the keys of the prefix, and others have one que
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,18 +134,34 @@ class Layout:
     size: int
 
 
+LATENT_HEADS = 64
+"""Maximum query heads of one program over latents: a row's sums take 512 registers."""
+
+
+@lru_cache(maxsize=256)
+def served(geometry: Geometry) -> Geometry:
+    """The geometry as the kernel serves it: of many heads over one latent, several programs take a share each."""
+    shares = -(-geometry.heads // LATENT_HEADS) if geometry.tail else 1
+    while geometry.heads % shares:
+        shares += 1
+    return dataclasses.replace(geometry, kv_heads=shares) if shares > 1 else geometry
+
+
 def shares(geometry: Geometry, invariant: bool) -> bool:
     """Whether shared-prefix tiles are made. They are not in batch-invariant mode, nor with a sliding window, which excludes
-    most of a prefix, nor if a tile holds only one query."""
-    return not (invariant or geometry.window) and shapes(geometry, 1, invariant)[0].queries > 1
+    most of a prefix, nor with slopes, which need each query's own position, nor if a tile holds only one query."""
+    return not (invariant or geometry.window or geometry.sloped) and shapes(geometry, 1, invariant)[0].queries > 1
 
 
 def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, Shape]:
     """Returns the narrow and the broad shape for up to `segments` segments, tuned by `bench/gpu_attention.py --sweep`."""
+    geometry = served(geometry)
     group = geometry.heads // geometry.kv_heads
     rows = max(16, covering(group))
     assert rows <= 128, f"{group} query heads share a KV head; these kernels serve up to 128"
     wide = geometry.head_size > 128
+    if geometry.tail:
+        return _latent_shapes(rows, group, geometry.itemsize, invariant)
     if geometry.itemsize == 4:
         # float32 does not use tensor cores: small tiles, so that they fit in registers.
         tall = max(32, rows)
@@ -165,9 +182,20 @@ def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, S
     return Shape(rows, 32 if wide else 64, rows // group, 4, 3, 3), broad
 
 
+def _latent_shapes(rows: int, group: int, itemsize: int, invariant: bool) -> tuple[Shape, Shape]:
+    """The same over latents of some 576 elements, which are loaded once as keys and values."""
+    tall = max(64, rows)
+    if itemsize == 4:
+        narrow, broad = Shape(rows, 16, rows // group, 8, 1, 1), Shape(max(32, rows), 16, max(32, rows) // group, 8, 1, 1)
+        return (broad, broad) if invariant else (narrow, broad)
+    broad = Shape(tall, 32, tall // group, 8, 2, 1)
+    return (broad, broad) if invariant else (Shape(rows, 64, rows // group, 8, 2, 1), broad)
+
+
 @lru_cache(maxsize=4096)
 def layout(geometry: Geometry, segments: int, tokens: int, invariant: bool) -> Layout:
     """Returns the array's layout, a pure function, so that the host's array matches the launches of a captured CUDA graph."""
+    geometry = served(geometry)
     narrow, broad = shapes(geometry, segments, invariant)
     # Decode steps, also with a few drafted tokens, need no broad tiles; larger steps may have long segments.
     mixed = tokens > max(segments, 2 * narrow.queries)

@@ -59,7 +59,7 @@ class AddRmsNorm(Protocol):
 class LayerNorm(Protocol):
     """ops/norm.py."""
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor: ...
 
 
 class RopeWrite(Protocol):
@@ -68,7 +68,23 @@ class RopeWrite(Protocol):
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                  k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None,
                  sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
-                 eps: float = 1e-6, offset: float = 0.0) -> torch.Tensor: ...
+                 eps: float = 1e-6, offset: float = 0.0, interleaved: bool = False) -> torch.Tensor: ...
+
+
+class LatentWrite(Protocol):
+    """ops/latent.py."""
+
+    def __call__(self, q: torch.Tensor, latent: torch.Tensor, norm: torch.Tensor, eps: float, positions: torch.Tensor,
+                 slots: torch.Tensor, cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool,
+                 out: torch.Tensor) -> None: ...
+
+
+class HeadMatrixOps(Protocol):
+    """ops/latent.py: GEMMs with a matrix a head. The packed form is private to the implementation."""
+
+    def pack(self, weight: torch.Tensor, /) -> Any: ...
+
+    def apply(self, x: torch.Tensor, weight: Any, out: torch.Tensor) -> None: ...
 
 
 class Route(Protocol):

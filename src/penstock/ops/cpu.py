@@ -76,6 +76,20 @@ class CpuLinear:
         return out
 
 
+class CpuHeadLinear:
+    """HeadMatrixOps (ops/contracts.py) of one library: a product a head, so that a row's bits do not depend on the others."""
+
+    def __init__(self, owner: CpuOperations) -> None:
+        self._owner = owner
+
+    def pack(self, weight: torch.Tensor) -> list[PackedWeight]:
+        return [self._owner.linear.pack(one.t()) for one in weight]
+
+    def apply(self, x: torch.Tensor, weight: list[PackedWeight], out: torch.Tensor) -> None:
+        for head, one in enumerate(weight):
+            out[:, head] = self._owner.linear.apply(x[:, head], one)
+
+
 class CpuAttention(AttentionOps):
     """AttentionOps of one library. Threads divide the work themselves, so nothing is prepared on the host."""
 
@@ -85,16 +99,16 @@ class CpuAttention(AttentionOps):
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
               sinks: torch.Tensor | None = None, work: torch.Tensor | None = None,  # noqa: ARG002 (nothing is prepared)
-              library: Sequence[Span] = ()) -> torch.Tensor:  # noqa: ARG002
-        if sinks is not None:
-            return super().apply(q, k_cache, v_cache, table, query_start, context, scale, window, softcap, sinks)
+              library: Sequence[Span] = (), slopes: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         tokens, heads, size = q.shape
-        out = torch.empty(tokens, heads, size, dtype=q.dtype)
+        value_size = v_cache.shape[3]
+        out = torch.empty(tokens, heads, value_size, dtype=q.dtype)
         kc, vc, shape = k_cache.stride(), v_cache.stride(), k_cache.shape
         self._owner.attention_(self._owner.ATTENTION.pack(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), query_start.data_ptr(),
             context.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), *kc[:3], *vc[:3], table.stride(0),
-            context.shape[0], heads, shape[1], size, shape[2], window), scale, softcap, _CODES[q.dtype], _CODES[k_cache.dtype])
+            context.shape[0], heads, shape[1], size, value_size, shape[2], window, 0 if sinks is None else sinks.data_ptr(),
+            0 if slopes is None else slopes.data_ptr()), scale, softcap, _CODES[q.dtype], _CODES[k_cache.dtype])
         return out
 
 
@@ -112,12 +126,13 @@ class CpuSample(SampleOps):
 class CpuOperations:
     """The operations of one instruction set. `supports` builds and loads the library, and must be called first."""
 
-    _ROPE = struct.Struct("30q")
-    ATTENTION = struct.Struct("22q")
+    _ROPE = struct.Struct("31q")
+    ATTENTION = struct.Struct("25q")
 
     def __init__(self, isa: native.InstructionSet) -> None:
         self.isa = isa
         self.linear = CpuLinear(self)
+        self.head_linear = CpuHeadLinear(self)
         self.attention = CpuAttention(self)
         self.sample = CpuSample(self)
 
@@ -168,7 +183,7 @@ class CpuOperations:
                            residual.stride(0), width, eps, offset, _CODES[x.dtype], _CODES[weight.dtype])
         return out, residual
 
-    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
         rows, width = x.shape
         out = torch.empty(rows, width, dtype=x.dtype)
         self._layer_norm(x.data_ptr(), None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr(),
@@ -179,7 +194,7 @@ class CpuOperations:
     def rope_write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                    k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None,
                    sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
-                   eps: float = 1e-6, offset: float = 0.0) -> torch.Tensor:
+                   eps: float = 1e-6, offset: float = 0.0, interleaved: bool = False) -> torch.Tensor:
         dtype = q.dtype
         assert k_cache.dtype is dtype and (k_norm is None or k_norm.dtype is dtype), "the cache and the norms have q's dtype"
         tokens, heads, size = q.shape
@@ -191,7 +206,7 @@ class CpuOperations:
             positions.data_ptr(), slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *kc[:3], *vc[:3],
             0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
             0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), out.data_ptr(),
-            tokens, heads, k.shape[1], size, k_cache.shape[2], half), eps, offset, _CODES[q.dtype])
+            tokens, heads, k.shape[1], size, k_cache.shape[2], half, interleaved), eps, offset, _CODES[q.dtype])
         return out
 
     def gated(self, x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -211,8 +226,8 @@ class CpuOperations:
 def _register() -> None:
     for isa in native.INSTRUCTION_SETS:
         operations = CpuOperations(isa)
-        for op in ("linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "attention", "gated", "activation",
-                   "sample"):
+        for op in ("linear", "head_linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "attention", "gated",
+                   "activation", "sample"):
             register(op, f"cpu-{isa.name}", rank=isa.rank, supports=operations.supports,
                      dtypes=tuple(_CODES))(getattr(operations, op))
 

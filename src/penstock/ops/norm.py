@@ -29,6 +29,6 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 
 @register("layer_norm", "reference", rank=0)
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """LayerNorm (Ba et al. 2016) of [T, W]."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)

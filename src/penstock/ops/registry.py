@@ -18,6 +18,8 @@ from penstock.ops.contracts import (
     Activation,
     AddRmsNorm,
     BuildStep,
+    HeadMatrixOps,
+    LatentWrite,
     LayerNorm,
     PlainOps,
     RmsNorm,
@@ -75,7 +77,7 @@ _TABLE: dict[str, dict[str, Implementation]] = {}
 
 _MODULES = ("linear", "routing", "experts", "norm", "rope", "attention", "attention_triton", "activation", "step", "sample",
             "sample_triton", "linear_triton", "linear_invariant", "coded_triton", "routing_triton", "experts_triton",
-            "norm_triton", "rope_triton", "activation_triton", "step_triton", "cpu")
+            "norm_triton", "rope_triton", "activation_triton", "step_triton", "latent", "latent_triton", "cpu")
 """Modules whose import registers implementations; a new provider is one more name."""
 
 
@@ -130,6 +132,8 @@ class Kernels:
     route: Route
     experts: ExpertsOps
     """For stacks of plain matrices; `experts_for` says which serves another scheme."""
+    latent_write: LatentWrite
+    head_linear: HeadMatrixOps
     attention: AttentionOps
     build_step: BuildStep
     gated: Activation

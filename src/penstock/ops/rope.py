@@ -12,14 +12,14 @@ from penstock.ops.registry import register
 def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
                q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 1e-6,
-               offset: float = 0.0) -> torch.Tensor:
+               offset: float = 0.0, interleaved: bool = False) -> torch.Tensor:
     """Norms and rotates q and k, writes k and v into their cache slots, returns the new q [T, H, D] contiguous.
 
     q [T, H, D], k and v [T, KV, D]: views with contiguous last dimension. positions [T] int32. slots [T] int64: page id x page
     size + offset, or -1 for padding, of which nothing is written. k_cache, v_cache [pages, KV, page, D], any strides but the
     last. cos, sin [max positions, R / 2] float32 for the first R dimensions of a head, in two halves (Su et al. 2021, in the
-    GPT-NeoX order); None leaves positions out. q_norm, k_norm [D]: RMSNorm weights a head, applied before the rotation. k and v
-    are not changed.
+    GPT-NeoX order), or `interleaved` in pairs of neighbours (GPT-J's order); None leaves positions out. q_norm, k_norm [D]:
+    RMSNorm weights a head, applied before the rotation. k and v are not changed.
     """
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, offset)
@@ -27,7 +27,7 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: tor
         k = rms_norm(k, k_norm, eps, offset)
     if cos is not None and sin is not None:
         at = positions.long()
-        q, k = _rotate(q, cos[at], sin[at]), _rotate(k, cos[at], sin[at])
+        q, k = (rotate(x, cos[at], sin[at], interleaved) for x in (q, k))
     size = k_cache.shape[2]
     kept = slots >= 0
     page, inside = slots[kept] // size, slots[kept] % size
@@ -36,9 +36,12 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: tor
     return q.contiguous()
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """x [T, H, D] with its first R elements rotated by cos, sin [T, R / 2]."""
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
-    left, right, rest = x[..., :half].float(), x[..., half:2 * half].float(), x[..., 2 * half:]
-    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
+    turned, rest = x[..., :2 * half].float(), x[..., 2 * half:]
+    left, right = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    found = left * cos - right * sin, right * cos + left * sin
+    turned = (torch.stack(found, -1).flatten(-2) if interleaved else torch.cat(found, -1)).to(x.dtype)
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned

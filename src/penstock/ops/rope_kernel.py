@@ -16,24 +16,27 @@ def _scale(left, right, rest, size: tl.constexpr, eps):
 
 @triton.jit
 def _turn(x, out, norm, cos, sin, kept, written, eps, offset, size: tl.constexpr, half: tl.constexpr, near: tl.constexpr,
-          far: tl.constexpr):
+          far: tl.constexpr, interleaved: tl.constexpr):
     """Norms and rotates the heads at x [n, 1] into those at out [n, 1].
 
-    The first `half` elements of a head rotate with the next `half`, in blocks of `near`; the rest, a block of `far`, is copied.
+    The first `half` elements of a head rotate with the next `half`, or if interleaved each even one with the next, in blocks of
+    `near`; the rest, a block of `far`, is copied.
     """
     a, b = tl.arange(0, near)[None, :], tl.arange(0, far)[None, :]
     turned, stays = a < half, b < size - 2 * half
-    left = tl.load(x + a, mask=kept & turned, other=0.0).to(tl.float32)
-    right = tl.load(x + half + a, mask=kept & turned, other=0.0).to(tl.float32)
+    first = 2 * a if interleaved else a
+    second = first + 1 if interleaved else first + half
+    left = tl.load(x + first, mask=kept & turned, other=0.0).to(tl.float32)
+    right = tl.load(x + second, mask=kept & turned, other=0.0).to(tl.float32)
     rest = tl.load(x + 2 * half + b, mask=kept & stays, other=0.0).to(tl.float32)
     if norm is not None:
         scale = _scale(left, right, rest, size, eps)
-        left *= scale * (tl.load(norm + a, mask=turned, other=0.0).to(tl.float32) + offset)
-        right *= scale * (tl.load(norm + half + a, mask=turned, other=0.0).to(tl.float32) + offset)
+        left *= scale * (tl.load(norm + first, mask=turned, other=0.0).to(tl.float32) + offset)
+        right *= scale * (tl.load(norm + second, mask=turned, other=0.0).to(tl.float32) + offset)
         rest *= scale * (tl.load(norm + 2 * half + b, mask=stays, other=0.0).to(tl.float32) + offset)
     if half > 0:
-        tl.store(out + a, (left * cos - right * sin).to(out.dtype.element_ty), mask=written & turned)
-        tl.store(out + half + a, (right * cos + left * sin).to(out.dtype.element_ty), mask=written & turned)
+        tl.store(out + first, (left * cos - right * sin).to(out.dtype.element_ty), mask=written & turned)
+        tl.store(out + second, (right * cos + left * sin).to(out.dtype.element_ty), mask=written & turned)
     if size > 2 * half:
         tl.store(out + 2 * half + b, rest.to(out.dtype.element_ty), mask=written & stays)
 
@@ -43,7 +46,7 @@ def rope_write(q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_
                k_token, k_head, v_token, v_head, k_page, k_row, k_slot, v_page, v_row, v_slot, heads: tl.constexpr,
                kv_heads: tl.constexpr, size: tl.constexpr, page: tl.constexpr, half: tl.constexpr, near: tl.constexpr,
                far: tl.constexpr, whole: tl.constexpr, many: tl.constexpr, linked: tl.constexpr,
-               early: tl.constexpr):
+               early: tl.constexpr, interleaved: tl.constexpr):
     """Grid: (tokens, blocks of `many` query heads and then of key heads with their values). `whole` is a head's block."""
     if linked:
         gdc_launch_dependents()
@@ -65,7 +68,7 @@ def rope_write(q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_
         head = block * many + tl.arange(0, many)[:, None]
         kept = head < heads
         _turn(q + token * q_token + head * q_head, out + (token * heads + head) * size, q_norm, c, s, kept, kept, eps, offset,
-              size, half, near, far)
+              size, half, near, far, interleaved)
     else:
         head = (block - (heads + many - 1) // many) * many + tl.arange(0, many)[:, None]
         kept = head < kv_heads
@@ -73,7 +76,7 @@ def rope_write(q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_
         to_k = slot // page * k_page + slot % page * k_slot + head * tl.cast(k_row, tl.int64)
         to_v = slot // page * v_page + slot % page * v_slot + head * tl.cast(v_row, tl.int64)
         _turn(k + token * k_token + head * k_head, k_cache + to_k, k_norm, c, s, kept, written, eps, offset, size, half, near,
-              far)
+              far, interleaved)
         d = tl.arange(0, whole)[None, :]
         value = tl.load(v + token * v_token + head * v_head + d, mask=kept & (d < size), other=0.0)
         tl.store(v_cache + to_v + d, value.to(v_cache.dtype.element_ty), mask=written & (d < size))

@@ -122,7 +122,7 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
     short = spec.with_blocks([number for number, _ in kinds.values()])
     values = Values()
     for parameter in short.parameters():
-        if parameter.scheme is None:
+        if parameter.scheme is None or parameter.decoded:
             plain = getattr(torch, parameter.dtype or name)
             values[parameter.name] = torch.empty(parameter.shape, dtype=plain, device=_META)
         else:

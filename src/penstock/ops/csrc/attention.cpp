@@ -33,7 +33,8 @@ struct Arguments {
     const int32_t *table, *query_start, *context;
     void* out;
     int64_t q_token, q_head, k_page, k_head, k_slot, v_page, v_head, v_slot, table_row;
-    int64_t segments, heads, kv_heads, size, page, window;
+    int64_t segments, heads, kv_heads, size, value_size, page, window;
+    const float *sinks, *slopes;  // a head's; null if there are none
 };
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -175,7 +176,8 @@ struct Attention {
     const Arguments& a;
     const int64_t dtype;  // of q and out
     const float scale, softcap;
-    const int64_t groups = a.heads / a.kv_heads, padded = round_up(a.size, VW);
+    const int64_t groups = a.heads / a.kv_heads;
+    const int64_t wide = round_up(a.size, VW), padded = round_up(a.value_size, VW);  // a query's and a value's floats
     const int64_t tile_queries = std::max<int64_t>(1, TILE_ROWS / groups), tile_rows = tile_queries * groups;
     const int64_t state = tile_rows * (padded + 2);
 
@@ -185,27 +187,32 @@ struct Attention {
     int64_t position(const Tile& t, int64_t query) const { return a.context[t.segment] - queries(t) + t.first + query; }
     int64_t first_seen(int64_t position) const { return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0; }
 
+    int64_t head(const Tile& t, int64_t row) const { return t.kv_head * groups + row % groups; }
+
     // The tile's queries as f32 times scale, [row][size]; rows are query-major.
     void load_queries(const Tile& t, float* out) const {
         by_dtype(dtype, [&](auto type) {
             for (int64_t r = 0; r < t.count * groups; r++) {
-                const int64_t token = a.query_start[t.segment] + t.first + r / groups, head = t.kv_head * groups + r % groups;
-                const auto* from = (const decltype(type)*)a.q + token * a.q_token + head * a.q_head;
-                for (int64_t d = 0; d < padded; d += VW) store(out + r * padded + d, load_upto(from + d, a.size - d) * scale);
+                const int64_t token = a.query_start[t.segment] + t.first + r / groups;
+                const auto* from = (const decltype(type)*)a.q + token * a.q_token + head(t, r) * a.q_head;
+                for (int64_t d = 0; d < wide; d += VW) store(out + r * wide + d, load_upto(from + d, a.size - d) * scale);
             }
         });
     }
 
     // Weights of one row of scores over block `begin`, of which `count` were computed: masks, updates top and sum, rescales the
-    // row's values. WHOLE: there are BLOCK scores, all visible.
+    // row's values. WHOLE: there are BLOCK scores, all visible. A score is raised by slope for each position that its key is
+    // behind `begin` - `at`.
     template <bool WHOLE>
-    INLINE void weigh(float* scores, int64_t count, int64_t low, int64_t high, Softmax s, int64_t row) const {
+    INLINE void weigh(float* scores, int64_t count, int64_t low, int64_t high, float slope, int64_t at, Softmax s,
+                      int64_t row) const {
         const int64_t vectors = WHOLE ? BLOCK / VW : count / VW;
         vf score[BLOCK / VW];
         vf top = set1(NONE);
         for (int64_t n = 0; n < vectors; n++) {
             vf v = load(scores + n * VW);
             if (softcap != 0.0f) v = softcap * vtanh(v / softcap);
+            if (slope != 0.0f) v += slope * __builtin_convertvector(iota() + (int32_t)(n * VW - at), vf);
             if (!WHOLE) {
                 vi at = iota() + (int32_t)(n * VW);
                 v = at < (int32_t)low ? set1(NONE) : v;
@@ -235,10 +242,11 @@ struct Attention {
         for (int64_t r = 0; r < t.count * groups; r++) {
             const int64_t at = position(t, r / groups), low = std::max<int64_t>(0, first_seen(at) - begin);
             const int64_t high = std::min<int64_t>(at - begin, BLOCK);
+            const float slope = a.slopes ? a.slopes[head(t, r)] : 0.0f;
             if (count == BLOCK && low == 0 && high >= BLOCK - 1)
-                weigh<true>(scores + r * BLOCK, count, low, high, s, r);
+                weigh<true>(scores + r * BLOCK, count, low, high, slope, at - begin, s, r);
             else
-                weigh<false>(scores + r * BLOCK, count, std::min(low, BLOCK), high, s, r);
+                weigh<false>(scores + r * BLOCK, count, std::min(low, BLOCK), high, slope, at - begin, s, r);
         }
     }
 
@@ -278,8 +286,8 @@ struct Attention {
                 load_key_pairs(now.key, next.key, whole, a.size, keys);
             else
                 load_keys(now.key, next.key, whole, 0, a.size, keys);
-            load_values(now.value, next.value, count, a.size, padded, values);
-            product(rows, q, padded, keys, BLOCK, scores, BLOCK, whole, a.size, false);
+            load_values(now.value, next.value, count, a.value_size, padded, values);
+            product(rows, q, wide, keys, BLOCK, scores, BLOCK, whole, a.size, false);
             weigh_rows(t, scores, whole, begin, s);
             product(rows, scores, BLOCK, values, padded, s.values, padded, padded, count, true);
         }
@@ -288,18 +296,25 @@ struct Attention {
     void write(const Tile& t, Softmax s) const {
         by_dtype(dtype, [&](auto type) {
             for (int64_t r = 0; r < t.count * groups; r++) {
-                const int64_t token = a.query_start[t.segment] + t.first + r / groups, head = t.kv_head * groups + r % groups;
-                auto* to = (decltype(type)*)a.out + (token * a.heads + head) * a.size;
-                const float *values = s.values + r * padded, sum = s.sum[r];
-                for (int64_t d = 0; d < a.size; d += VW) store_upto(to + d, load(values + d) / sum, a.size - d);
+                const int64_t token = a.query_start[t.segment] + t.first + r / groups;
+                auto* to = (decltype(type)*)a.out + (token * a.heads + head(t, r)) * a.value_size;
+                const float* values = s.values + r * padded;
+                float sum = s.sum[r], shrink = 1.0f;
+                if (a.sinks) {
+                    const float sink = a.sinks[head(t, r)], top = std::max(s.top[r], sink);
+                    shrink = exp1(s.top[r] - top);
+                    sum = sum * shrink + exp1(sink - top);
+                }
+                for (int64_t d = 0; d < a.value_size; d += VW)
+                    store_upto(to + d, load(values + d) * shrink / sum, a.value_size - d);
             }
         });
     }
 
     // One tile on one thread.
     void run_tile(const Tile& t) const {
-        float* q = (float*)pool::scratch(3, (tile_rows * padded + 2 * state) * sizeof(float));
-        Softmax whole = softmax_at(q + tile_rows * padded), part = softmax_at(q + tile_rows * padded + state);
+        float* q = (float*)pool::scratch(3, (tile_rows * wide + 2 * state) * sizeof(float));
+        Softmax whole = softmax_at(q + tile_rows * wide), part = softmax_at(q + tile_rows * wide + state);
         const int64_t rows = t.count * groups;
         load_queries(t, q);
         whole.clear(rows, padded);
@@ -342,7 +357,7 @@ struct Attention {
         auto part_of = [&](const Tile& t, int64_t p) { return softmax_at(workspace + (t.at + p - t.first_part) * state); };
         pool::parallel((int64_t)jobs.size(), [&](int64_t j) {
             const Tile& t = all[jobs[j].first];
-            float* q = (float*)pool::scratch(3, tile_rows * padded * sizeof(float));
+            float* q = (float*)pool::scratch(3, tile_rows * wide * sizeof(float));
             load_queries(t, q);
             Softmax part = part_of(t, jobs[j].second);
             part.clear(t.count * groups, padded);

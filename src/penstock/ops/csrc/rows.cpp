@@ -65,6 +65,15 @@ INLINE void rotate(float* head, const float* cos, const float* sin, int64_t half
     }
 }
 
+// The same with element 2i rotating with element 2i + 1.
+INLINE void rotate_pairs(float* head, const float* cos, const float* sin, int64_t half) {
+    for (int64_t i = 0; i < half; i++) {
+        const float a = head[2 * i], b = head[2 * i + 1];
+        head[2 * i] = a * cos[i] - b * sin[i];
+        head[2 * i + 1] = b * cos[i] + a * sin[i];
+    }
+}
+
 template <class From, class To>
 INLINE void copy(const From* from, To* to, int64_t n) {
     for (int64_t i = 0; i < n; i += VW) store_upto(to + i, load_upto(from + i, n - i), n - i);
@@ -80,7 +89,7 @@ struct Rope {
     const float *cos, *sin;
     const void *q_norm, *k_norm;
     void* out;
-    int64_t tokens, heads, kv_heads, size, page, half;
+    int64_t tokens, heads, kv_heads, size, page, half, interleaved;
 };
 
 template <class T>
@@ -98,7 +107,7 @@ void rope_write(const Rope& a, float eps, float offset) {
             }
             if (cos) {
                 copy(from, head, a.size);
-                rotate(head, cos, sin, a.half);
+                (a.interleaved ? rotate_pairs : rotate)(head, cos, sin, a.half);
                 copy(head, to, a.size);
             } else {
                 copy(from, to, a.size);

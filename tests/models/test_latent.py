@@ -1,0 +1,45 @@
+"""Latent attention's two forms say the same, and the expanded one runs where it is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.layers.latent import LatentAttention
+from penstock.ops.attention import AttentionOps, Geometry, Ints, Span
+from tests.models.families import CASES, PROMPT, make
+from tests.models.harness import Runner, open_model
+
+
+def spans(_ops: AttentionOps, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
+    """Every segment of at least 5 queries."""
+    first = np.cumsum(counts) - counts
+    return [Span(s, int(first[s]), int(counts[s]), int(context[s] - counts[s])) for s in range(len(counts)) if counts[s] >= 5]
+
+
+@pytest.mark.parametrize("name", ["deepseek2-yarn", "deepseek3-halved", "deepseek3-one"])
+def test_both_forms_say_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES if case.name == name)
+    make(case, tmp_path)
+    prompt = torch.randint(3, 199, (PROMPT,), generator=torch.Generator().manual_seed(5)).tolist()
+    absorbed = Runner(open_model(tmp_path)).greedy(prompt, 30)
+    expanded: list[int] = []
+    expand = LatentAttention._expand
+
+    def counted(self: LatentAttention, q: torch.Tensor, span: Span, row: torch.Tensor, out: torch.Tensor) -> None:
+        expanded.append(span.count)
+        expand(self, q, span, row, out)
+
+    monkeypatch.setattr(LatentAttention, "_expand", counted)
+    monkeypatch.setattr(AttentionOps, "library_spans", spans)
+    runner = Runner(open_model(tmp_path))
+    found = runner.greedy(prompt, 30)
+    assert expanded == [7] * 3 + [30] * 3 + [13] * 3 + [24] * 3
+    torch.testing.assert_close(found[0], absorbed[0], atol=1e-4, rtol=0)
+    assert found[1] == absorbed[1]
+    # A step of both kinds: a token and a chunk, side by side.
+    together = runner.step([(0, [found[1][-1]]), (1, prompt[:20])])
+    torch.testing.assert_close(together[1:], absorbed[0][:20], atol=1e-4, rtol=0)
