@@ -72,6 +72,9 @@ MLA = {name: value for name, value in ODD.items() if name != "head_dim"} | {
     "first_k_dense_replace": 3, "kv_lora_rank": 20, "q_lora_rank": None, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10}
 MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.9)
+MIXED = {"first_k_dense_replace": 1, "n_routed_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+         "n_shared_experts": 1}
+OSS = {"num_local_experts": 7, "num_experts_per_tok": 2}
 
 CASES = [
     Case("llama-plain", "Llama", {**ODD, "rms_norm_eps": 1e-5}),
@@ -153,6 +156,16 @@ CASES = [
     Case("smollm3-plain", "SmolLM3", {**ODD, "num_hidden_layers": 4}),
     Case("smollm3-chosen", "SmolLM3", {**EVEN, **TIED, **BIASED, "no_rope_layers": [0, 1, 0], "mlp_bias": True}),
     Case("smollm3-window", "SmolLM3", {**ODD, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 19}),
+    Case("deepseek2-experts", "DeepseekV2", {**MLA, **MIXED, "n_shared_experts": 2, "routed_scaling_factor": 1.7}),
+    Case("deepseek2-grouped", "DeepseekV2", {**MLA, **MIXED, "topk_method": "group_limited_greedy", "n_group": 3,
+                                             "topk_group": 2, "n_routed_experts": 9}),
+    Case("deepseek3-experts", "DeepseekV3", {**MLA, **MIXED, **MSCALE, "n_group": 2, "topk_group": 1, "n_routed_experts": 6,
+                                             "num_nextn_predict_layers": 1}),
+    Case("deepseek3-ungrouped", "DeepseekV3", {**MLA, **MIXED, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    Case("gpt-oss-plain", "GptOss", {**EVEN, **OSS, "sliding_window": 20}),
+    Case("gpt-oss-odd", "GptOss", {**ODD, **OSS, **TIED, "num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_limit": 1.0,
+                                   "attention_bias": False}),
+    Case("gpt-oss-yarn", "GptOss", {**WIDE, **OSS, **rope("yarn", **YARN, truncate=False), "sliding_window": 9}),
     Case("deepseek2-plain", "DeepseekV2", {**MLA, "n_routed_experts": 4}),
     Case("deepseek2-yarn", "DeepseekV2", {**MLA, **MSCALE, "q_lora_rank": 24, "v_head_dim": 16, "attention_bias": True}),
     Case("deepseek3-plain", "DeepseekV3", {**MLA, **MSCALE}),
@@ -198,3 +211,6 @@ def randomise(model: torch.nn.Module) -> None:
             parameter.copy_(noise * 0.3)
         else:
             parameter.add_(noise * 0.3)
+    for name, buffer in model.named_buffers():
+        if "correction" in name:
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)

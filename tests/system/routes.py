@@ -50,11 +50,14 @@ def running(name: str, *values: Any) -> dict[str, Value]:
 class _Open:
     """A mask that excludes nothing."""
 
+    def __init__(self, vocabulary: int) -> None:
+        self._words = -(-vocabulary // 32)
+
     def wants(self, request: Request) -> bool:
         return not request.id.endswith("1")
 
     def masks(self, segments: list[MaskedSegment]) -> Masks:
-        return Masks(np.full((sum(1 + len(drafts) for _, drafts in segments), 16), -1, np.int32))
+        return Masks(np.full((sum(1 + len(drafts) for _, drafts in segments), self._words), -1, np.int32))
 
 
 class _Drafts:
@@ -90,7 +93,7 @@ def _draft(count: int) -> Value:
 
 
 def _mask(engine: Engine, workers: list[Worker]) -> None:
-    engine.scheduler.masker = _Open()
+    engine.scheduler.masker = _Open(workers[0].model.spec.vocab_size)
 
 
 AXES: dict[str, dict[str, Value]] = {

@@ -177,6 +177,16 @@ def test_three_bits_cost_right_answers(llm: LLM, tmp_path: Path) -> None:
             costs(score(llm, skill, COUNT), score(coarse, skill, COUNT))
 
 
+@pytest.mark.parametrize("name", ["canary-mla", "canary-sink"])
+def test_latents_and_sinks_score_as_recorded(name: str) -> None:
+    """Beside what was recorded through transformers, with an interval's room."""
+    recorded = {each["skill"]: each for each in json.loads((trained(name) / "scores.json").read_text())["decoded"]["scores"]}
+    with LLM(str(trained(name)), **OPTIONS) as llm:
+        for skill in ("repeat", "tool-call", "sort", "retrieve"):
+            found = score(llm, skill, 12)
+            assert found.interval[1] >= recorded[skill]["low"] and found.interval[0] <= recorded[skill]["high"], (found, skill)
+
+
 def resize_windows(llm: LLM, size: Callable[[int], int]) -> None:
     """Every windowed layer sees as much as `size` makes of its window."""
     for attention in (mixer for block in llm.engine.rank.worker.model.blocks for mixer in block.mixers):

@@ -62,7 +62,7 @@ class AttentionSpec:
     @property
     def qkv(self) -> LinearSpec:
         size = self.head_size
-        outputs = (Piece("q", self.heads * size, size), Piece("k", self.kv_heads * size, size),
+        outputs: tuple[Piece, ...] = (Piece("q", self.heads * size, size), Piece("k", self.kv_heads * size, size),
                    Piece("v", self.kv_heads * size, size))
         if self.gate:
             outputs += (Piece("gate", self.heads * size, size),)

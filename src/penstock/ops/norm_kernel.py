@@ -20,7 +20,7 @@ def normalise(x, residual, weight, bias, out, rows, x_stride, residual_stride, e
     inside = (row < rows) & (column < width)
     if linked:
         gdc_launch_dependents()
-    w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
+    w = 1.0 if weight is None else tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
     if linked:
         gdc_wait()
     v = tl.load(x + row * (x_stride.to(tl.int64) * align) + column, mask=inside, other=0.0)

@@ -13,7 +13,7 @@ _VECTOR = 16, 32
 """Bytes of a row per thread: with few rows, and with many."""
 
 
-def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
             offset: float, centred: bool) -> torch.Tensor:
     """The norm of x [rows, width] + residual, contiguous; residual then holds the sum."""
     from penstock.ops.norm_kernel import normalise  # Triton: heavy, and not everywhere

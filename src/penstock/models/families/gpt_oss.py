@@ -1,0 +1,59 @@
+"""gpt-oss: attention sinks, a window in every second layer, and experts with biases whose activation is clamped."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import Config, rope
+from penstock.models.rules import Rule
+from penstock.ops.experts import Glu
+from penstock.ops.routing import Routing
+
+ARCHITECTURES = ("GptOssForCausalLM",)
+MODEL_TYPES = ("gpt_oss",)
+DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 131072, "head_dim": 64, "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 4}
+
+
+def _halves(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
+    """[E, inputs, 2 F] or [E, 2 F], a gate beside its up, to the experts' rows [E * 2 F, inputs] or [E, 2 F], gates first."""
+    rows = tensor if tensor.dim() == 2 else tensor.transpose(1, 2)
+    parted = rows.reshape(len(rows), -1, 2, *rows.shape[2:]).transpose(1, 2).flatten(1, 2)
+    return parted if tensor.dim() == 2 else parted.flatten(0, 1)
+
+
+def _transposed(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
+    """[E, F, outputs] to [E * outputs, F]."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+RULES = (
+    *rules.EMBEDDING,
+    *rules.ATTENTION,
+    *rules.PRE_NORMS,
+    Rule("model.layers.#.self_attn.sinks", "blocks.#.attention.sinks"),
+    Rule("model.layers.#.mlp.router.*", "blocks.#.mlp.router.*"),
+    Rule("model.layers.#.mlp.experts.gate_up_proj", "blocks.#.mlp.experts.gate_up.weight", _halves),
+    Rule("model.layers.#.mlp.experts.gate_up_proj_bias", "blocks.#.mlp.experts.gate_up.bias", _halves),
+    Rule("model.layers.#.mlp.experts.down_proj", "blocks.#.mlp.experts.down.weight", _transposed),
+    Rule("model.layers.#.mlp.experts.down_proj_bias", "blocks.#.mlp.experts.down.bias"),
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    norm, bias = parts.rms_norm(config), config.flag("attention_bias", True)
+    turn = rope(config, parts.head_size(config), theta=150000.0)
+    routing = Routing(parts.expert_count(config), config.integer("num_experts_per_tok"), "softmax_after")
+    mixture = dataclasses.replace(
+        parts.experts(config, routing, inner="intermediate_size"), bias=True, router_bias=True,
+        glu=Glu("silu", config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0), 1.0))
+    blocks = []
+    for window in config.windows(config.integer("num_hidden_layers"), lambda layer: layer % 2 == 0,
+                                 config.nullable_integer("sliding_window", 128)):
+        attention = parts.attention(config, rope=turn, window=window, bias=bias)
+        blocks.append(parts.pre_norm_block(dataclasses.replace(attention, sinks=True), mixture, norm))
+    return parts.decoder(config, blocks, norm)
