@@ -2,8 +2,8 @@
 
 usage: gpu_latent.py [--sweep] [--json FILE]
 
-Latents are those of DeepSeek V2 and V3: 576 elements a position, of which 512 are the value. Times are those of CUDA graphs over
-several caches in turn, so that L2 holds none of them. Prompts are attended to absorbed, and expanded to heads of 192 and 128.
+Latents are those of DeepSeek V2 and V3: 576 elements a position, of which 512 are the value. Times are those of CUDA graphs
+over several caches in turn, so that L2 holds none. Prompts are attended to absorbed, and expanded to heads of 192 and 128.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,10 @@ def decoding(sweep: bool, rate: float) -> Iterator[dict[str, object]]:
             del cache
 
 
+def _rows(k: torch.Tensor, v: torch.Tensor, begin: int, _end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return k[begin:begin + size], v[begin:begin + size]
+
+
 def prompts() -> Iterator[dict[str, object]]:
     """A prompt's attention absorbed and expanded, the expansion's own product not counted."""
     for heads, count, before in ((16, 2048, 0), (16, 8192, 0), (16, 2048, 30720), (128, 2048, 0)):
@@ -106,11 +111,7 @@ def prompts() -> Iterator[dict[str, object]]:
         q, v, out = k[:count].clone(), torch.randn_like(k[..., :128]), torch.empty_like(k[:count, :, :128])
         span = Span(0, 0, count, before)
 
-        def expanded(k: torch.Tensor = k, v: torch.Tensor = v, q: torch.Tensor = q, span: Span = span,
-                     out: torch.Tensor = out) -> None:
-            attention_library.continued(q, lambda begin, _end, size: (k[begin:begin + size], v[begin:begin + size]), 192 ** -0.5,
-                                        span, out)
-
+        expanded = partial(attention_library.continued, q, partial(_rows, k, v), 192 ** -0.5, span, out)
         row: dict[str, object] = {"heads": heads, "queries": count, "before": before, "absorbed us": round(absorbed, 1)}
         try:
             expanded()
@@ -121,10 +122,9 @@ def prompts() -> Iterator[dict[str, object]]:
             end.record()
             end.synchronize()
             row["expanded us"] = round(start.elapsed_time(end) * 100, 1)
-            exact = AttentionOps()
             wanted = torch.empty_like(out[-16:], dtype=torch.float32)
-            exact.expanded(q[-16:].float(), lambda begin, _end, size: (k[begin:begin + size].float(), v[begin:begin + size].float()),
-                           192 ** -0.5, Span(0, 0, 16, length - 16), wanted)
+            AttentionOps().expanded(q[-16:].float(), partial(_rows, k.float(), v.float()), 192 ** -0.5,
+                                    Span(0, 0, 16, length - 16), wanted)
             row["error"] = round(float((out[-16:].float() - wanted).norm() / wanted.norm()), 5)
         except Exception as failure:  # noqa: BLE001
             row["failed"] = str(failure)[:300]
