@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.checkpoint import dtype_of, read_config, resolve_folder
 from penstock.cli.model import add_model, model_or_canary
 from penstock.config.flags import add_flags, from_args
-from penstock.config.resolve import EngineConfig, MemoryPlan, resolve
+from penstock.config.resolve import EngineConfig, MemoryPlan, memory_limits, resolve
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import plan_tiers
 from penstock.core.device import DeviceFacts
@@ -66,7 +66,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
         device = torch.device(device_name(options.device, facts))
         draft = drafters.survey(config.speculation, spec, config.max_model_len)
         specs = [spec] if draft is None else [spec, draft.spec]
-        figures = _planned(options, memory.predicted(options, config, specs, device, facts), config)
+        figures = _planned(options, memory.predicted(memory_limits(options), config, specs, device, facts), config)
     return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},
             "files": _files(options, folder, checkpoint, spec), "weights": _weights(spec, config.dtype, kernels),
             "dialect": _dialect(options, folder), "device": _device(facts), "memory": figures,

@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _in_flags(message: str) -> str:
     """An error in the words of the command line: options are called by their flags."""
     from penstock.config.flags import with_flags
-    from penstock.config.schema import EngineOptions, ServerOptions
+    from penstock.config.schema import OPTIONS
 
-    return with_flags(message, EngineOptions, ServerOptions)
+    return with_flags(message, *OPTIONS)
 
 
 def _dispatch(words: list[str]) -> int:

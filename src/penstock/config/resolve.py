@@ -92,7 +92,23 @@ class MemoryPlan:
     graph_bytes: int = 0
 
 
-def plan_memory(options: EngineOptions, config: EngineConfig, states: list[StateSpec], weight_bytes: int, step_bytes: int,
+@dataclass(frozen=True)
+class MemoryLimits:
+    """The options that bound memory, all that a rank's memory plan needs of them."""
+
+    utilization: float
+    """Fraction of a GPU's memory that the engine may fill."""
+    cache_bytes: int | None
+    """The KV cache's size, if the user gives it."""
+    exact_length: bool
+    """Whether the user gives max_model_len, which is then not lowered to fit."""
+
+
+def memory_limits(options: EngineOptions) -> MemoryLimits:
+    return MemoryLimits(options.gpu_memory_utilization, options.kv_cache_memory_bytes, options.max_model_len is not None)
+
+
+def plan_memory(limits: MemoryLimits, config: EngineConfig, states: list[StateSpec], weight_bytes: int, step_bytes: int,
                 free_bytes: int, graph_bytes: int = 0, occupancy: Occupancy | None = None) -> MemoryPlan:
     """Divides what is left after weights and the worst-case step. `free_bytes` is what the cache may take at most;
     `occupancy`, what a GPU's memory was like at first, is for the message.
@@ -101,7 +117,7 @@ def plan_memory(options: EngineOptions, config: EngineConfig, states: list[State
     """
     whole = lay_out(states, config.page, 0)
     one = whole.slabs_for(config.max_model_len, config.max_num_batched_tokens) * whole.slab_bytes
-    asked = options.kv_cache_memory_bytes
+    asked = limits.cache_bytes
     if asked is not None and asked > free_bytes:
         raise ConfigError(f"kv_cache_memory_bytes is {asked:,}, but only {free_bytes:,} bytes are free beside the weights "
                           f"({weight_bytes:,}) and the worst-case step ({step_bytes:,})")
@@ -109,14 +125,14 @@ def plan_memory(options: EngineOptions, config: EngineConfig, states: list[State
     useful = (one + whole.slab_bytes * len(whole.groups)) * config.max_num_seqs
     layout = lay_out(states, config.page, asked if asked is not None else max(0, min(useful, free_bytes)))
     longest = layout.longest(config.max_num_batched_tokens) + 1 if layout.slabs else 0
-    if longest < config.max_model_len and (options.max_model_len is not None or longest < 2):
+    if longest < config.max_model_len and (limits.exact_length or longest < 2):
         if asked is not None:
-            least = one if options.max_model_len is not None else whole.slabs_for(2, 2) * whole.slab_bytes
+            least = one if limits.exact_length else whole.slabs_for(2, 2) * whole.slab_bytes
             shorter = f", or lower max_model_len to {longest}" if longest >= 2 else ""
             raise ConfigError(f"kv_cache_memory_bytes is {asked:,}, which holds {max(0, longest)} tokens of this model; "
                               f"raise it to {least:,} or more{shorter}")
         needed = one / _GIB
-        busy = "" if occupancy is None else f" at gpu_memory_utilization {options.gpu_memory_utilization} ({occupancy})"
+        busy = "" if occupancy is None else f" at gpu_memory_utilization {limits.utilization} ({occupancy})"
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, which needs {needed:.3f} GiB of KV cache, but "
             f"{layout.nbytes / _GIB:.3f} GiB are available{busy}; the longest that fits is {longest} tokens"
@@ -160,7 +176,7 @@ _MOST = 0.98
 """The usable share of a GPU's memory."""
 
 
-def cache_room(options: EngineOptions, facts: DeviceFacts, free_bytes: int, step_bytes: int) -> int:
+def cache_room(limits: MemoryLimits, facts: DeviceFacts, free_bytes: int, step_bytes: int) -> int:
     """The most bytes that the cache may take of what is free beside the weights; less than all where the user does not say."""
     left = max(0, free_bytes - step_bytes)
-    return int(left * _CPU_KV_SHARE) if options.kv_cache_memory_bytes is None and facts.kind == "cpu" else left
+    return int(left * _CPU_KV_SHARE) if limits.cache_bytes is None and facts.kind == "cpu" else left

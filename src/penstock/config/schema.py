@@ -192,3 +192,6 @@ class ServerOptions:
                                                group=SERVER)
     log_level: str = option("info", "of the server's own log", ("debug", "info", "warning", "error"), group=OBSERVABILITY)
     log_requests: bool = option(True, "log one line for each request that has ended", group=OBSERVABILITY)
+
+
+OPTIONS: tuple[type, ...] = (EngineOptions, ServerOptions)

@@ -23,6 +23,15 @@ class TierPlan:
     adopt: bool
     disk_bytes: int
     remote: str | None
+    through: bool
+    """Whether pages are written to stores as soon as they are kept, not when they are evicted."""
+    always: bool
+    """Whether cached pages are loaded even where computing them is faster."""
+
+
+def names_leave(options: EngineOptions) -> bool:
+    """True if the cache's keys are seen outside the process: by a store that outlives it, or by subscribers to its events."""
+    return options.cache_disk is not None or options.cache_remote is not None or bool(options.kv_events_config)
 
 
 def plan_tiers(options: EngineOptions, layout: CacheLayout) -> TierPlan:
@@ -41,4 +50,4 @@ def plan_tiers(options: EngineOptions, layout: CacheLayout) -> TierPlan:
     if options.cache_disk is not None and options.cache_disk_bytes < least:
         raise ConfigError(f"cache_disk_bytes is {options.cache_disk_bytes:,}; the least for this model is {least:,}")
     return TierPlan(asked // layout.slab_bytes, options.cache_disk, options.cache_disk_adopt, options.cache_disk_bytes,
-                    options.cache_remote)
+                    options.cache_remote, options.cache_write == "through", options.cache_load == "always")

@@ -263,6 +263,8 @@ class EngineInfo(msgspec.Struct):
     cache_identity: str = ""
     """The model's identity in cache keys (`cache/keys.py::root`), equal for equal weights and cache entries. Empty while the
     weights are being hashed."""
+    tenant_share: float = 1.0
+    """The largest fraction of the device's cache that one tenant's pages may occupy."""
     kv_events: dict[str, Any] | None = None
     """Endpoints of the cache's events, as in `GET /kv_event_sources`; None if they are not published."""
     task: str = "generate"

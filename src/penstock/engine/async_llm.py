@@ -221,6 +221,16 @@ class AsyncLLM:
         return self._process.dead
 
     @property
+    def model(self) -> str:
+        """The model's name or folder, as it was given."""
+        return self.options.model
+
+    @property
+    def disk(self) -> tuple[str | None, bool]:
+        """The options cache_disk and cache_disk_adopt."""
+        return self.options.cache_disk, self.options.cache_disk_adopt
+
+    @property
     def errored(self) -> bool:
         return self.dead is not None
 

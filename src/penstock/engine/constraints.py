@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.checkpoint import resolve_folder
-from penstock.config.schema import EngineOptions
 from penstock.core.errors import RequestError
 from penstock.core.request import EngineStats, Request, Update
 from penstock.grammar.compiling import Compiler
@@ -17,13 +15,6 @@ from penstock.text import Tokenizer
 
 _WAIT_SECONDS = 0.005
 """The longest that an otherwise idle turn waits for a grammar."""
-
-
-def tokenizer_folder(options: EngineOptions, model: Path) -> Path | None:
-    """The folder of a model's tokenizer; None if the options disable the tokenizer."""
-    if options.skip_tokenizer_init:
-        return None
-    return resolve_folder(options.tokenizer) if options.tokenizer else model
 
 
 class Constraints:

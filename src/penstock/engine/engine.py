@@ -14,17 +14,19 @@ from contextlib import ExitStack
 import numpy as np
 
 from penstock.cache.manager import Cache
-from penstock.config.resolve import plan_memory, resolve
+from penstock.config.resolve import memory_limits, plan_memory, resolve
 from penstock.config.schema import EngineOptions
+from penstock.config.tiers import names_leave, plan_tiers
 from penstock.core.errors import RequestError
 from penstock.core.plan import Masks, StepPlan
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.beam import BeamSearches
-from penstock.engine.constraints import Constraints, tokenizer_folder
+from penstock.engine.constraints import Constraints
 from penstock.engine.events import CacheEvents, open_events
 from penstock.engine.executor import Direct, Executor, Pending, Threaded
+from penstock.engine.loading import tokenizer_folder
 from penstock.engine.ranks import Progress, Rank, make_rank
-from penstock.engine.tiers import Naming, set_up
+from penstock.engine.tiers import Naming, Weights, set_up
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.drafting import draft_policy
 from penstock.scheduler.policy import POLICIES
@@ -56,14 +58,15 @@ class Engine:
         options, survey = self.options, self.rank.survey()
         self.config = config = resolve(options, survey.max_positions, survey.dtype, survey.device, survey.parameters)
         self.rank.check(config)
-        self._naming = Naming(options, survey.folder)
+        weights = Weights(options.model, survey.folder, options.load_format, options.seed)
+        self._naming = Naming(weights, names_leave(options))
         undo.callback(self._naming.close)
         loaded = self.rank.load(progress)
-        self.memory = plan = plan_memory(options, config, loaded.states, loaded.weight_bytes, loaded.step_bytes, loaded.room,
-                                         loaded.graph_bytes, loaded.occupancy)
+        self.memory = plan = plan_memory(memory_limits(options), config, loaded.states, loaded.weight_bytes, loaded.step_bytes,
+                                         loaded.room, loaded.graph_bytes, loaded.occupancy)
         # Callbacks run in reverse order: first the loop, then the rank, whose movers still write, then the tiers' bookkeeping.
         undo.callback(self._close_events)
-        self.tiers = set_up(options, config, plan.layout, survey.folder, loaded.computation)
+        self.tiers = set_up(plan_tiers(options, plan.layout), weights, config.dtype, plan.layout, loaded.computation)
         undo.callback(self.tiers.close)
         undo.callback(self.rank.close)
         prepared = self.rank.prepare(plan.layout, plan.max_model_len, self.tiers.behind)
@@ -79,7 +82,8 @@ class Engine:
             drafting=draft_policy(config.speculation) if config.speculation is not None else None)
         self.executor: Executor = Threaded(self.rank) if survey.device.kind == "cpu" else Direct(self.rank)
         undo.callback(self._end)
-        self.constraints = Constraints(self.scheduler, survey.vocab_size, tokenizer_folder(options, survey.folder))
+        folder = None if options.skip_tokenizer_init else tokenizer_folder(options, survey.folder)
+        self.constraints = Constraints(self.scheduler, survey.vocab_size, folder)
         undo.callback(self.constraints.close)
         notes = loaded.notes
         if plan.max_model_len < config.max_model_len:
@@ -93,6 +97,7 @@ class Engine:
             step_bytes=plan.step_bytes, kv_bytes=plan.layout.nbytes, graph_bytes=plan.graph_bytes, graphs=prepared.graphs,
             graph_seconds=prepared.graph_seconds, compiled=loaded.compiled, compile_seconds=loaded.compile_seconds,
             prefix_caching=cache.sharing, cache_identity=cache.model or "",
+            tenant_share=options.cache_tenant_share,
             kv_events=self.events.describe() if self.events is not None else None, kernels=loaded.kernels,
             task=survey.task, labels=list(survey.labels), notes=notes)
 

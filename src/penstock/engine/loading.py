@@ -34,12 +34,16 @@ class Found(msgspec.Struct, array_like=True, tag="found"):
 def find(options: EngineOptions) -> Found:
     """Resolves folders, from the hub if need be, and reads the small files. ConfigError or ModelError: why not."""
     folder = resolve_folder(options.model, options.revision)
-    tokenizer_folder = resolve_folder(options.tokenizer) if options.tokenizer else folder
     defaults = read_generation_config(folder)
     defaults = {**(defaults if options.generation_config == "auto" else {}),
                 **generation_defaults(options.override_generation_config)}
-    return Found(str(folder), str(tokenizer_folder), defaults,
+    return Found(str(folder), str(tokenizer_folder(options, folder)), defaults,
                  eos_ids(folder, read_config(folder)), _pooler(folder, options), _reranker(options))
+
+
+def tokenizer_folder(options: EngineOptions, model: Path) -> Path:
+    """The folder of the tokenizer; `model` is the model's."""
+    return resolve_folder(options.tokenizer) if options.tokenizer else model
 
 
 def _pooler(folder: Path, options: EngineOptions) -> Pooler:

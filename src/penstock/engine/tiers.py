@@ -10,9 +10,7 @@ from pathlib import Path
 
 from penstock.cache.tiers.hierarchy import Hierarchy, Policy
 from penstock.checkpoint import Fingerprint, sample
-from penstock.config.resolve import EngineConfig
-from penstock.config.schema import EngineOptions
-from penstock.config.tiers import plan_tiers
+from penstock.config.tiers import TierPlan
 from penstock.core.layout import CacheLayout
 from penstock.stores.behind import Behind
 from penstock.stores.opening import open_stores
@@ -32,18 +30,35 @@ class Tiers:
             self.hierarchy.close()
 
 
-def set_up(options: EngineOptions, config: EngineConfig, layout: CacheLayout, folder: Path, computation: str) -> Tiers:
-    """Opens the stores, once for each half. `folder` has the weights; `computation` is `Decoder.computation`. ConfigError if a
-    store can never be opened."""
-    plan = plan_tiers(options, layout)
+@dataclass(frozen=True)
+class Weights:
+    """Where weights come from: a model folder, or random numbers by `seed` where `load_format` says so."""
+
+    model: str
+    """The model's name, as the user gives it."""
+    folder: Path
+    load_format: str
+    seed: int
+
+    def sample(self) -> str:
+        """A digest of some of the bytes, at once."""
+        return sample(self.folder, self.load_format, self.seed)
+
+    def fingerprint(self) -> Fingerprint:
+        """A digest of all bytes, in the background."""
+        return Fingerprint(self.folder, self.load_format, self.seed)
+
+
+def set_up(plan: TierPlan, weights: Weights, dtype: str, layout: CacheLayout, computation: str) -> Tiers:
+    """Opens the stores, once for each half. `computation` is `Decoder.computation`. ConfigError if a store can never be
+    opened."""
     if not plan.host_slabs:
         return Tiers()
-    stored = options.cache_disk is not None or options.cache_remote is not None
-    weights = sample(folder, options.load_format, options.seed) if stored else ""
-    version = Version(options.model, config.dtype, weights, computation, layout)
+    stored = plan.disk is not None or plan.remote is not None
+    version = Version(weights.model, dtype, weights.sample() if stored else "", computation, layout)
     # Only the disk store's size is bounded by the engine.
     bounds = {"disk": plan.disk_bytes}
-    policy = Policy(through=options.cache_write == "through", always=options.cache_load == "always")
+    policy = Policy(through=plan.through, always=plan.always)
     with ExitStack() as undo:
         halves = []
         for wait in (True, False):
@@ -62,11 +77,10 @@ _SMALL_BYTES, _SMALL_SECONDS = 1 << 28, 0.5
 class Naming:
     """Computes the cache's identity of the weights in the background, because hashing takes longer than a start should."""
 
-    def __init__(self, options: EngineOptions, folder: Path) -> None:
-        """Must be created before the weights are loaded."""
-        needed = options.cache_disk is not None or options.cache_remote is not None or bool(options.kv_events_config)
-        self._weights = Fingerprint(folder, options.load_format, options.seed) if needed else None
-        self._sample = "" if needed else sample(folder, options.load_format, options.seed)
+    def __init__(self, weights: Weights, leave: bool) -> None:
+        """Must be created before the weights are loaded. `leave`: keys are seen outside the process."""
+        self._weights = weights.fingerprint() if leave else None
+        self._sample = "" if leave else weights.sample()
         self._computation = ""
 
     @property

@@ -112,7 +112,7 @@ class Admin:
             "max_model_len": info.max_model_len, "max_num_seqs": info.max_num_seqs, "page_size": info.page_size,
             "kv_events": info.kv_events,
             "cache": {"prefix_caching": info.prefix_caching, "identity": info.cache_identity, "isolated": tenants.isolated,
-                      "tenant_share": self.state.llm.options.cache_tenant_share,
+                      "tenant_share": info.tenant_share,
                       "tiers": [_named(tier) for tier in self.state.llm.stats.tiers]}})
 
     async def kv_event_sources(self, request: Request) -> Response:

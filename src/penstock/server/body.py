@@ -115,7 +115,7 @@ class BodyReader:
 
     async def _bytes(self, request: Request, account: Receiving) -> bytes:
         declared = request.headers.get("content-length", "")
-        most = self._limits.options.max_body_bytes
+        most = self._limits.max_body_bytes
         if declared.isdigit() and int(declared) > most:
             raise too_large(f"{int(declared):,} bytes", most)
         chunks: list[bytes] = []

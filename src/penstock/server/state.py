@@ -19,12 +19,18 @@ class State:
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         self.llm = llm
-        self.options = options
-        self.names = options.served_model_name or [llm.options.model]
+        self.model = llm.model
+        self.names = options.served_model_name or [self.model]
         self.created = int(time.time())
-        self.tenants = Tenants(options, llm.options.cache_disk, llm.options.cache_disk_adopt)
+        self.tenants = Tenants(options, *llm.disk)
         self.limits = Limits(options)
         self.store = Store(options.store, options.store_bytes, options.store_days)
+        self.lenient = options.unknown_fields == "warn"
+        """Unknown fields of a body are named in the answer's headers instead of refused."""
+        self.trusts_templates = options.trust_request_chat_template
+        self.token_ids = options.return_tokens_as_token_ids
+        """Log probabilities name tokens by their ids, unless a request says otherwise."""
+        self._anybody_hurries = options.allow_priority == "all"
         self.draining = False
         self.connections = Counts()
         """Counts of connections for /metrics; all 0 where the application runs without a server."""
@@ -58,7 +64,7 @@ class State:
 
     def priority(self, wanted: int | None, admin: bool) -> int:
         """The priority of a request. RequestError 403 for one before others', unless the server allows that to this client."""
-        if wanted is None or wanted >= 0 or admin or self.options.allow_priority == "all":
+        if wanted is None or wanted >= 0 or admin or self._anybody_hurries:
             return wanted or 0
         raise RequestError(f"priority is {wanted}, which would be served before others; that is for holders of an "
                            "--admin-api-key, or for everybody with --allow-priority all", param="priority",

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock.config.resolve import EngineConfig, MemoryPlan, cache_room, check_host, check_room, plan_memory
-from penstock.config.schema import EngineOptions
+from penstock.config.resolve import EngineConfig, MemoryLimits, MemoryPlan, cache_room, check_host, check_room, plan_memory
 from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.errors import ConfigError
 from penstock.core.layout import lay_out
@@ -63,35 +62,35 @@ def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
     return layer + min(rows, MAX_LOGITS_ROWS) * spec.vocab_size * 4 * 6 + LIST_BYTES
 
 
-def predicted(options: EngineOptions, config: EngineConfig, specs: Sequence[ModelSpec], device: torch.device,
+def predicted(limits: MemoryLimits, config: EngineConfig, specs: Sequence[ModelSpec], device: torch.device,
               facts: DeviceFacts) -> MemoryPlan:
     """The memory plan of models that share steps, before anything is loaded; exact on a CPU. ConfigError if it does not fit."""
     weights = sum(spec.nbytes(config.dtype) for spec in specs)
     dtype = getattr(torch, config.dtype)
     step = max(counted(spec, dtype, config.max_num_batched_tokens, config.max_num_seqs) for spec in specs)
-    free = free_bytes(device, options.gpu_memory_utilization)
+    free = free_bytes(device, limits.utilization)
     if device.type == "cpu":
         check_host(weights, step, free, facts.memory)
-    room = cache_room(options, facts, free - weights, step)
-    return plan_memory(options, config, _states(specs, config), weights, step, room)
+    room = cache_room(limits, facts, free - weights, step)
+    return plan_memory(limits, config, _states(specs, config), weights, step, room)
 
 
 def _states(specs: Sequence[ModelSpec], config: EngineConfig) -> list[StateSpec]:
     return [state for spec in specs for state in spec.states(config.dtype)]
 
 
-def check(options: EngineOptions, config: EngineConfig, specs: Sequence[ModelSpec], device: torch.device, facts: DeviceFacts,
+def check(limits: MemoryLimits, config: EngineConfig, specs: Sequence[ModelSpec], device: torch.device, facts: DeviceFacts,
           found: Occupancy | None) -> None:
     """Raises ConfigError before anything is loaded if it cannot fit. `found` is the GPU's `occupancy`."""
     if found is None:
-        predicted(options, config, specs, device, facts)
+        predicted(limits, config, specs, device, facts)
         return
     weights = sum(spec.nbytes(config.dtype) for spec in specs)
-    check_room(options.gpu_memory_utilization, weights, found)
-    if options.kv_cache_memory_bytes is not None:
+    check_room(limits.utilization, weights, found)
+    if limits.cache_bytes is not None:
         # The memory of a step is measured later; the cache must fit even without it.
-        room = free_bytes(device, options.gpu_memory_utilization) - weights
-        plan_memory(options, config, _states(specs, config), weights, 0, room, occupancy=found)
+        room = free_bytes(device, limits.utilization) - weights
+        plan_memory(limits, config, _states(specs, config), weights, 0, room, occupancy=found)
 
 
 def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device,

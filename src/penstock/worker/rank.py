@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from penstock import models
 from penstock.checkpoint import dtype_of, read_config, resolve_folder
-from penstock.config.resolve import EngineConfig, cache_room
+from penstock.config.resolve import EngineConfig, cache_room, memory_limits
 from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts
 from penstock.core.layout import CacheLayout
@@ -44,6 +45,7 @@ class Rank:
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
+        self._limits = memory_limits(options)
         self._facts = detect(options.device)
         self._device = torch.device(device_name(options.device, self._facts))
         self._compiles = self._facts.kind == "cuda" and compiling.watch()
@@ -76,7 +78,7 @@ class Rank:
         if self._occupancy is not None:
             memory.configure_allocator()
         self._draft = drafters.survey(config.speculation, self._spec, config.max_model_len)
-        memory.check(self._options, self._config, self._specs, self._device, self._facts, self._occupancy)
+        memory.check(self._limits, self._config, self._specs, self._device, self._facts, self._occupancy)
 
     @property
     def _specs(self) -> list[models.ModelSpec]:
@@ -92,12 +94,12 @@ class Rank:
         # Libraries with a slow first use load in parallel.
         with memory.explained(device), ThreadPoolExecutor(1, "penstock-warm-up") as pool:
             warming = pool.submit(kernels.attention.warm_up, device)
-            self._model = model = models.load(
-                self._folder, self._checkpoint, dtype=getattr(torch, config.dtype), device=device, kernels=kernels,
-                load_format=options.load_format, max_model_len=config.max_model_len, seed=options.seed, progress=progress)
+            how: dict[str, Any] = {"dtype": getattr(torch, config.dtype), "device": device, "kernels": kernels,
+                                   "load_format": options.load_format, "max_model_len": config.max_model_len,
+                                   "seed": options.seed}
+            self._model = model = models.load(self._folder, self._checkpoint, **how, progress=progress)
             if config.speculation is not None:
-                self._drafter = drafters.load(config.speculation, self._draft, config, kernels, device, options.load_format,
-                                              options.seed)
+                self._drafter = drafters.load(config.speculation, self._draft, **how)
             warming.result()
         for one in found:
             one.finish(kernels)
@@ -106,7 +108,7 @@ class Rank:
         with compiling.explained(self._facts.capability), memory.explained(device):
             working = self._working(model)
             self._scratch = working.scratch
-            room = cache_room(options, self._facts, memory.free_bytes(device, options.gpu_memory_utilization),
+            room = cache_room(self._limits, self._facts, memory.free_bytes(device, self._limits.utilization),
                               working.step + working.graphs)
         held = self._held(model)
         return Loaded([state for one in held for state in one.states], sum(one.weight_bytes for one in held), working.step,

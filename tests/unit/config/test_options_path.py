@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import re
 from pathlib import Path
 
+import pytest
+
 import penstock
+from penstock.config.resolve import EngineConfig
+from penstock.config.schema import EngineOptions, ServerOptions
 
 SOURCE = Path(penstock.__file__).parent
 CARRIERS = {"EngineOptions", "EngineConfig"}
+FIELDS = {kind: {field.name for field in dataclasses.fields(kind)} for kind in (EngineOptions, EngineConfig, ServerOptions)}
 ORDER = ("cli", "server", "engine", "worker")
 """From the command line down; config/ stands beside all of them."""
 
@@ -22,10 +29,32 @@ TREES = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in sorte
 ON_THE_WAY = [path for path, tree in TREES.items() if _names(tree) & CARRIERS]
 
 
-def test_few_files_carry_options() -> None:
-    """Thirty did. Any one command begins the way; then come the config room, the server, the engine and a rank."""
-    below = [path for path in ON_THE_WAY if path.parts[0] != "cli"]
-    assert 1 + len(below) < 15, sorted(map(str, below))
+def visited(*kinds: type) -> list[str]:
+    """The files that an object of these kinds visits: those that name its type or read a field of it. Of the commands only
+    `serve`, because a run of one command passes one."""
+    names = {kind.__name__ for kind in kinds}
+    fields = set().union(*(FIELDS[kind] for kind in kinds))
+    found = []
+    for path, tree in TREES.items():
+        reads = any(isinstance(node, ast.Attribute) and node.attr in fields
+                    and re.fullmatch(r"(\w+\.)*_?(engine_)?options", ast.unparse(node.value)) for node in ast.walk(tree))
+        defines = any(isinstance(node, ast.ClassDef) and node.name in names for node in ast.walk(tree))
+        if (path.parts[0] != "cli" or path.name == "serve.py") and (reads or defines or _names(tree) & names):
+            found.append(str(path))
+    return found
+
+
+@pytest.mark.parametrize("kinds", [(EngineOptions, EngineConfig), (ServerOptions,)])
+def test_few_files_carry_options(kinds: tuple[type, ...]) -> None:
+    """From the command line to the last file that reads one. Parts below the doors get only the values that they need
+    (decision 0102)."""
+    files = visited(*kinds)
+    assert len(files) < 15, files
+
+
+def test_of_the_workers_half_only_the_rank_has_engine_options() -> None:
+    assert [file for file in visited(EngineOptions) if file.split("/")[0] not in ("cli", "config", "server", "engine")] == \
+        ["worker/rank.py"]
     assert {path.parts[0] for path in ON_THE_WAY} == {"config", *ORDER}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.config.resolve import plan_memory, resolve
+from penstock.config.resolve import memory_limits, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError
@@ -36,7 +36,7 @@ def test_refusals_say_what_would_do(changes: dict[str, object], word: str) -> No
 def test_memory_is_what_is_useful_at_most() -> None:
     options = EngineOptions(model="m", max_num_seqs=2)
     config = resolve(options, 256, "bfloat16", CPU)
-    plan = plan_memory(options, config, STATES, 0, 0, 1 << 40)
+    plan = plan_memory(memory_limits(options), config, STATES, 0, 0, 1 << 40)
     assert plan.max_model_len == 256
     assert 2 * 255 * TOKEN <= plan.layout.nbytes <= 3 * 272 * TOKEN
 
@@ -45,20 +45,20 @@ def test_a_length_that_does_not_fit_is_refused_with_the_longest_that_does() -> N
     options = EngineOptions(model="m", max_model_len=2048, max_num_seqs=2)
     config = resolve(options, 4096, "bfloat16", CPU)
     with pytest.raises(ConfigError, match="the longest that fits is 161 tokens") as caught:
-        plan_memory(options, config, STATES, 0, 0, 160 * TOKEN + 1000)
+        plan_memory(memory_limits(options), config, STATES, 0, 0, 160 * TOKEN + 1000)
     assert "--max-model-len 161" in str(caught.value)
     smaller = EngineOptions(model="m", max_model_len=161, max_num_seqs=2)
-    plan = plan_memory(smaller, resolve(smaller, 4096, "bfloat16", CPU), STATES, 0, 0, 160 * TOKEN + 1000)
+    plan = plan_memory(memory_limits(smaller), resolve(smaller, 4096, "bfloat16", CPU), STATES, 0, 0, 160 * TOKEN + 1000)
     assert plan.max_model_len == 161
 
 
 def test_a_default_length_shrinks_to_what_fits() -> None:
     options = EngineOptions(model="m", max_num_seqs=2)
-    plan = plan_memory(options, resolve(options, 4096, "bfloat16", CPU), STATES, 0, 0, 160 * TOKEN + 1000)
+    plan = plan_memory(memory_limits(options), resolve(options, 4096, "bfloat16", CPU), STATES, 0, 0, 160 * TOKEN + 1000)
     assert plan.max_model_len == 161
 
 
 def test_a_cache_larger_than_memory_is_refused() -> None:
     options = EngineOptions(model="m", kv_cache_memory_bytes=1 << 30)
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
-        plan_memory(options, resolve(options, 256, "bfloat16", CPU), STATES, 0, 0, 1 << 20)
+        plan_memory(memory_limits(options), resolve(options, 256, "bfloat16", CPU), STATES, 0, 0, 1 << 20)

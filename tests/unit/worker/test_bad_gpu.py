@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.cli.serve import memory_plan
-from penstock.config.resolve import EngineConfig, plan_memory, resolve
+from penstock.config.resolve import EngineConfig, memory_limits, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.errors import ConfigError
@@ -88,7 +88,7 @@ def test_a_context_that_does_not_fit_beside_others() -> None:
     wanted = config(max_model_len=1 << 20)
     room = 100 * lay_out(states, wanted.page, 0).slab_bytes
     with pytest.raises(ConfigError) as raised:
-        plan_memory(options, wanted, states, GIB, GIB, room, occupancy=Occupancy(45 * GIB, 80 * GIB))
+        plan_memory(memory_limits(options), wanted, states, GIB, GIB, room, occupancy=Occupancy(45 * GIB, 80 * GIB))
     message = str(raised.value)
     assert "at gpu_memory_utilization 0.5 (35.0 GiB of the GPU's 80.0 are in use already)" in message
     assert "the longest that fits is" in message and "--max-model-len" in message

@@ -46,7 +46,7 @@ class Anthropic:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state.limits, state.llm.work, _explain_field, lenient=state.options.unknown_fields == "warn")
+        self.bodies = BodyReader(state.limits, state.llm.work, _explain_field, lenient=state.lenient)
 
     def routes(self) -> Sequence[Route]:
         return (

@@ -47,7 +47,7 @@ class Ollama:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state.limits, state.llm.work, _explain_field, lenient=state.options.unknown_fields == "warn")
+        self.bodies = BodyReader(state.limits, state.llm.work, _explain_field, lenient=state.lenient)
 
     def routes(self) -> Sequence[Route]:
         return (

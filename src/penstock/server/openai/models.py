@@ -43,4 +43,4 @@ class Models:
     def _describe(self, name: str) -> Model:
         info = self.state.llm.info
         return {"id": name, "object": "model", "created": self.state.created, "owned_by": "penstock",
-                "root": self.state.llm.options.model, "parent": None, "max_model_len": info.max_model_len if info else None}
+                "root": self.state.model, "parent": None, "max_model_len": info.max_model_len if info else None}

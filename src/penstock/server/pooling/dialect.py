@@ -54,7 +54,7 @@ class Pooling:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state.limits, state.llm.work, explain_field, IGNORED, state.options.unknown_fields == "warn")
+        self.bodies = BodyReader(state.limits, state.llm.work, explain_field, IGNORED, state.lenient)
 
     def routes(self) -> Sequence[Route]:
         def both(path: str, handler: Any, about: str, body: type[Any], answer: type[Any],

@@ -99,7 +99,7 @@ class Responses:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state.limits, state.llm.work, _explain_field, IGNORED, state.options.unknown_fields == "warn")
+        self.bodies = BodyReader(state.limits, state.llm.work, _explain_field, IGNORED, state.lenient)
         self.conversations = Conversations(state, self.bodies)
         self.running: dict[str, Running] = {}
 

@@ -11,7 +11,6 @@ import torch
 
 from penstock import models
 from penstock.checkpoint import read_config, resolve_folder
-from penstock.config.resolve import EngineConfig
 from penstock.config.speculation import Speculation
 from penstock.core.errors import ConfigError
 from penstock.layers.spec import ModelSpec
@@ -50,11 +49,10 @@ def survey(asked: Speculation | None, target: ModelSpec, max_model_len: int) -> 
     return DraftCheckpoint(folder, config, spec)
 
 
-def load(asked: Speculation, found: DraftCheckpoint | None, config: EngineConfig, kernels: Kernels, device: torch.device,
-         load_format: str, seed: int) -> LoadedDrafter:
+def load(asked: Speculation, found: DraftCheckpoint | None, *, dtype: torch.dtype, max_model_len: int, kernels: Kernels,
+         device: torch.device, load_format: str, seed: int) -> LoadedDrafter:
     """Loads the drafter. ModelError if its files are wrong."""
     if found is None:
         return LoadedNGram(asked.shortest, asked.longest)
-    return LoadedDraftModel(models.load(found.folder, dict(found.config), dtype=getattr(torch, config.dtype), device=device,
-                                        kernels=kernels, load_format=load_format, max_model_len=config.max_model_len,
-                                        seed=seed))
+    return LoadedDraftModel(models.load(found.folder, dict(found.config), dtype=dtype, device=device, kernels=kernels,
+                                        load_format=load_format, max_model_len=max_model_len, seed=seed))
