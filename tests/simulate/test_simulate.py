@@ -60,8 +60,8 @@ class RandomDrafts:
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         assert 0 <= accepted <= drafted > 0
 
-    def stepped(self, tokens: int, kept: int, seconds: float) -> None:
-        assert 0 <= kept <= tokens
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float) -> None:
+        assert 0 <= kept <= tokens >= rows
 
 
 class Run:

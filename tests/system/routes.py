@@ -72,8 +72,8 @@ class _Drafts:
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         assert 0 <= accepted <= drafted
 
-    def stepped(self, tokens: int, kept: int, seconds: float) -> None:
-        assert 0 <= kept <= tokens
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float) -> None:
+        assert 0 <= kept <= tokens >= rows
 
     def propose(self, drafting: Drafting) -> None:
         tokens = drafting.rows.tokens

@@ -42,8 +42,8 @@ class Fixed:
         self.drafted += drafted
         self.accepted += accepted
 
-    def stepped(self, tokens: int, kept: int, seconds: float) -> None:
-        assert 0 <= kept <= tokens
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float) -> None:
+        assert 0 <= kept <= tokens >= rows
 
 
 class Constant:

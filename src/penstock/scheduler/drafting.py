@@ -20,8 +20,9 @@ class DraftPolicy(Protocol):
         """Reports that `drafted` tokens were verified and `accepted` of them kept."""
         ...
 
-    def stepped(self, tokens: int, kept: int, seconds: float) -> None:
-        """Reports a step without prefill: `tokens` positions, of which `kept` gave tokens, in `seconds`, drafting included."""
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float) -> None:
+        """Reports a step of `rows` sequences without prefill: `tokens` positions, of which `kept` gave tokens, in `seconds`,
+        drafting included."""
         ...
 
 
@@ -37,7 +38,7 @@ class Fixed:
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Nothing is learned."""
 
-    def stepped(self, tokens: int, kept: int, seconds: float) -> None:
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float) -> None:
         """Nothing is learned."""
 
 
@@ -45,10 +46,14 @@ _ACCEPTED = 0.7
 """Acceptance assumed before anything is known."""
 _WEIGHT = 0.1
 """Weight of the newest verified draft in a sequence's acceptance; a tenth of it in the acceptance of all."""
-_DECAY = 0.97
-"""Weight of the past in the model of step time: some 30 steps are remembered."""
-_PROBE = 64
-"""Tokens after which a sequence without drafts is given one, to learn whether its text has become predictable."""
+_DECAY = 0.99
+"""Weight of the past in the model of step time: some 100 steps are remembered."""
+_NEWEST = 0.25
+"""Weight of the newest step in the throughput with drafts and without."""
+_PLAIN = 32
+"""Steps with drafts after which one without them shows what they cost."""
+_TRIAL = 64
+"""Steps without drafts after which one with a draft for each sequence shows whether they have come to pay."""
 
 
 class Adaptive:
@@ -57,7 +62,8 @@ class Adaptive:
     With a throughput of R tokens a second and a cost of c seconds for each further position of a step, one more position must
     be kept with a probability above R * c to raise the throughput. The j-th draft is kept with probability a^j, where a is the
     sequence's acceptance. R and c are learned from the steps themselves, so that drafting ends where steps are bound by
-    compute (many sequences, a CPU) and goes on where they are bound by the reading of weights.
+    compute (many sequences, a CPU) and goes on where they are bound by the reading of weights. Whatever that model says, none
+    are drafted while steps with drafts give fewer tokens a second than those without.
     """
 
     def __init__(self, most: int) -> None:
@@ -65,22 +71,29 @@ class Adaptive:
         self._accepted = _ACCEPTED
         self._weight = self._x = self._y = self._xx = self._xy = self._kept = 0.0
         """Sums over recent steps, decaying: 1, positions, seconds, their products, and tokens kept."""
+        self._rate = {False: 0.0, True: 0.0}
+        """Tokens a second of steps with drafts (True) and without; 0 before the first."""
+        self._since = 0
+        """Steps since the last with drafts, if the newest had none; else since the last without."""
+        self._drafted = False
+        """Whether the newest step had drafts."""
         self._bar = 0.0
-        """R * c: the probability that a draft must have."""
 
     @property
     def bar(self) -> float:
         """The probability of being kept above which a token is drafted; 0 before anything is known."""
-        return self._bar
+        slower = 0 < self._rate[True] < self._rate[False]
+        return max(1.0, self._bar) if slower else self._bar
 
     def count(self, sequence: Sequence) -> int:
-        accepted = self._accepted if sequence.acceptance is None else sequence.acceptance
-        if accepted >= 1.0 > self._bar or self._bar <= 0.0:
+        if self._drafted and self._since >= _PLAIN:
+            return 0
+        accepted, bar = self._accepted if sequence.acceptance is None else sequence.acceptance, self.bar
+        if bar <= 0.0 or accepted >= 1.0 > bar:
             return self._most
-        if accepted <= self._bar:
-            # Sequences probe at different times.
-            return int((sequence.known + 7 * sequence.row) % _PROBE == 0 and self._bar < 1.0)
-        return min(self._most, int(math.log(self._bar) / math.log(accepted)))
+        if accepted > bar:
+            return min(self._most, int(math.log(bar) / math.log(accepted)))
+        return int(not self._drafted and self._since >= _TRIAL)
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         # Drafts behind the first wrong one were never tried.
@@ -91,9 +104,14 @@ class Adaptive:
         keep = (1 - _WEIGHT / 10) ** tried
         self._accepted = keep * self._accepted + (1 - keep) * accepted / tried
 
-    def stepped(self, tokens: int, kept: int, seconds: float) -> None:
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float) -> None:
         if seconds <= 0 or not kept:
             return
+        drafted = tokens > rows
+        self._since = self._since + 1 if drafted == self._drafted else 0
+        self._drafted = drafted
+        old, new = self._rate[drafted], kept / seconds
+        self._rate[drafted] = old + _NEWEST * (new - old) if old else new
         self._weight = _DECAY * self._weight + 1
         self._x = _DECAY * self._x + tokens
         self._y = _DECAY * self._y + seconds

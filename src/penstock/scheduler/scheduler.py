@@ -440,7 +440,7 @@ class Scheduler:
         tokens_done = sum(step.counts)
         self.cache.report(result.load_results, result.write_results, tokens_done, result.seconds)
         if self.drafting is not None and decoded + checked == tokens_done:
-            self.drafting.stepped(tokens_done, int(result.kept.sum()), result.seconds)
+            self.drafting.stepped(len(step.counts), tokens_done, int(result.kept.sum()), result.seconds)
         self.pace.learn(decoded, tokens_done - decoded - checked, result.seconds)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds
