@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 from penstock import canary
+from penstock.checkpoint.gguf import siblings
+from penstock.checkpoint.gguf_folder import folder_of
 from penstock.core.errors import ModelError
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
@@ -19,24 +21,51 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 def resolve_folder(model: str, revision: str | None = None) -> Path:
     """The folder of `model`, a path or a hub id at `revision`. A path that exists never opens a socket. "canary" is the
-    packaged model, whatever the current folder holds.
+    packaged model, whatever the current folder holds; a .gguf file becomes a folder; hf:OWNER/REPOSITORY:FILE.gguf names one on
+    the hub.
 
     Honours huggingface_hub's HF_HUB_OFFLINE, HF_HOME and HF_TOKEN. ModelError says where was looked and what to do.
     """
     if model == canary.NAME:
         return canary.model_folder()
+    if model.startswith("hf:"):
+        return _file_of_repository(model, revision)
     path = Path(model).expanduser()
     if path.is_dir():
-        return path
+        files = sorted(path.glob("*.gguf")) if not (path / "config.json").exists() else []
+        return _folder_of(files, path) if files else path
+    if path.suffix == ".gguf" and path.is_file():
+        return folder_of(path)
     if path.exists():
-        raise ModelError(f"{model} is a file; Penstock needs the model's folder, with config.json and *.safetensors in it")
+        raise ModelError(f"{model} is a file; Penstock needs a .gguf file, or the model's folder, with config.json and "
+                         "*.safetensors in it")
     if not _HUB_ID.fullmatch(model):
         raise ModelError(f"there is no folder {path.absolute()}. Give a model's folder (with config.json and *.safetensors) "
                          "or a hub id such as Qwen/Qwen3-0.6B")
     return _download(model, revision)
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _folder_of(files: list[Path], folder: Path) -> Path:
+    """The model of a folder that has GGUF files only."""
+    if len(siblings(files[0])) < len(files):
+        raise ModelError(f"{folder} has {len(files)} GGUF files; name one of them: {', '.join(one.name for one in files[:6])}")
+    return folder_of(files[0])
+
+
+def _file_of_repository(model: str, revision: str | None) -> Path:
+    """Of hf:OWNER/REPOSITORY:FILE.gguf, all parts if it is split."""
+    _, _, rest = model.partition(":")
+    repository, _, file = rest.partition(":")
+    if not _HUB_ID.fullmatch(repository) or not file.endswith(".gguf"):
+        raise ModelError(f"{model!r} is not of the form hf:OWNER/REPOSITORY:FILE.gguf")
+    pattern = re.sub(r"-[0-9]{5}-of-([0-9]{5})\.gguf$", r"-*-of-\1.gguf", file)
+    path = _download(repository, revision, [pattern]) / file
+    if not path.is_file():
+        raise ModelError(f"the hub's repository {repository} has no file {file}; look at its list of files")
+    return folder_of(path)
+
+
+def _download(model: str, revision: str | None, files: list[str] | None = None) -> Path:
     # Late: a local folder must not pay for importing an HTTP client.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -44,7 +73,8 @@ def _download(model: str, revision: str | None) -> Path:
     named = model + (f" at revision {revision}" if revision else "")
     here, cache = f"there is no folder {Path(model).absolute()}", f"the hub cache ({constants.HF_HUB_CACHE})"
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=FILES, ignore_patterns=SKIPPED))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files or FILES,
+                                      ignore_patterns=None if files else SKIPPED))
     except HFValidationError as error:
         raise ModelError(f"{here}, and {model!r} is not a hub id: {error}") from None
     except LocalEntryNotFoundError as error:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint import gguf, gguf_model
 from penstock.checkpoint.config import read_json
+from penstock.checkpoint.gguf import siblings
 from penstock.core.errors import ModelError
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -42,6 +44,8 @@ class Stored:
     end: int
     made: bool = False
     """It is computed from other tensors when it is read; `start` and `end` say its size only."""
+    arranged: bool = False
+    """It is as the parameter has it: a rule's change does not apply."""
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +64,10 @@ def find(folder: Path) -> list[Path]:
     if others:
         raise ModelError(f"{folder} has {len(others)} safetensors files but no {INDEX} to say which belong to the model; "
                          f"download the folder again, or leave only {SINGLE}")
-    found = [path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt", "*.h5", "*.msgpack")
+    blocks = sorted(folder.glob("*.gguf"))
+    if blocks and len(siblings(blocks[0])) == len(blocks):
+        return blocks
+    found = [path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
              for path in sorted(folder.glob(pattern))]
     instead = f"; it has {', '.join(found[:4])}, and Penstock reads safetensors only" if found else ""
     raise ModelError(f"{folder} has no {SINGLE} and no {INDEX}{instead}. Convert the weights to safetensors (in transformers: "
@@ -83,6 +90,8 @@ def _index(folder: Path) -> dict[str, str]:
 
 def read_header(path: Path) -> dict[str, Stored]:
     """The tensors of one file, every offset checked against the file's size. ModelError says what is wrong with it."""
+    if path.suffix == ".gguf":
+        return _gguf_header(path)
 
     def corrupt(what: str) -> ModelError:
         return ModelError(f"{path} is not a whole safetensors file: {what}; download it again")
@@ -111,6 +120,21 @@ def read_header(path: Path) -> dict[str, Stored]:
         at = stored.end
     if at != size:
         raise corrupt(f"its header describes {at} bytes, the file has {size}" + (" (cut short)" if at > size else ""))
+    return found
+
+
+def _gguf_header(path: Path) -> dict[str, Stored]:
+    """The tensors of a GGUF file by a Hugging Face folder's names. Blocks are rows of bytes."""
+    file = gguf.read(path)
+    arch = gguf_model.architecture(file.metadata if "general.architecture" in file.metadata
+                                   else gguf.read(siblings(path)[0]).metadata)
+    found = {}
+    for entry in file.tensors.values():
+        for name, one in gguf_model.renamed(arch, entry):
+            plain = {"f32": "F32", "f16": "F16", "bf16": "BF16"}.get(one.kind)
+            rows = math.prod(one.shape[:-1])
+            shape = one.shape if plain is not None else (*one.shape[:-1], (one.end - one.start) // rows)
+            found[name] = Stored(name, path, plain or "U8", shape, one.start, one.end)
     return found
 
 

@@ -96,7 +96,7 @@ def _task(architecture: str) -> tuple[str, str]:
     """(the architecture with a language model's head, the task): a backbone alone embeds, one with a head of labels
     classifies."""
     for suffix, task in (("ForSequenceClassification", "classify"), ("TextModel", "embed"), ("Model", "embed")):
-        if architecture.endswith(suffix):
+        if architecture.endswith(suffix) and architecture not in registry().architectures:
             return architecture.removesuffix(suffix) + "ForCausalLM", task
     return architecture, "generate"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +83,7 @@ class Translated(Checkpoint):
         self._spec, self._device = spec, device
         self._raw = self.tensors
         self._made: dict[str, tuple[str, str]] = {}
+        self._adjusted: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._cached: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._modules, self.tensors = self._sorted(rules, reader)
         wrong = [problem for name, module in self._modules.items() for problem in _misfits(name, module, spec)]
@@ -94,11 +95,12 @@ class Translated(Checkpoint):
                 shown = f"{name}.{part.suffix}"
                 same = module.form.same.get(part.suffix)
                 if same is not None:
-                    self.tensors[shown] = dataclasses.replace(module.raw[same], name=shown)
+                    self.tensors[shown] = dataclasses.replace(module.raw[same], name=shown, arranged=reader.arranged)
                 else:
                     first = next(iter(module.raw.values()))
                     self._made[shown] = name, part.suffix
-                    self.tensors[shown] = Stored(shown, first.file, _CODES[part.dtype], part.shape, 0, part.nbytes, made=True)
+                    self.tensors[shown] = Stored(shown, first.file, _CODES[part.dtype], part.shape, 0, part.nbytes,
+                                                 made=True, arranged=True)
 
     def _sorted(self, rules: Sequence[Rule], reader: Reader) -> tuple[dict[str, _Module], dict[str, Stored]]:
         """(modules that a form describes, all other tensors)."""
@@ -122,7 +124,10 @@ class Translated(Checkpoint):
                 forms[stem] = _form_of(stem, rules, reader, shapes)
             found = forms.get(stem) if ending is not None else None
             if ending is None or found is None:
-                others[name] = stored
+                adjust = reader.adjust(name)
+                if adjust is not None:
+                    self._adjusted[name] = adjust
+                others[name] = dataclasses.replace(stored, arranged=reader.arranged, made=adjust is not None)
                 continue
             form, change, n, k = found
             module = modules.setdefault(stem, _Module(form, {}, change, n, k))
@@ -130,12 +135,14 @@ class Translated(Checkpoint):
         return modules, others
 
     def read(self, name: str) -> torch.Tensor:
+        if name in self._adjusted:
+            return self._adjusted[name](self.view(self._raw[name]).to(self._device or "cpu"))
         if name not in self._made:
             return super().read(name)
         owner, suffix = self._made[name]
         if self._cached[0] != owner:
             module = self._modules[owner]
-            raw = {given: self.view(stored).to(self._device) for given, stored in module.raw.items()}
+            raw = {given: self.view(stored).to(self._device or "cpu") for given, stored in module.raw.items()}
             if module.change is not None:
                 raw = {given: module.change(tensor, self._spec) for given, tensor in raw.items()}
             try:
@@ -166,7 +173,8 @@ def _form_of(module: str, rules: Sequence[Rule], reader: Reader,
                 if target not in shapes:
                     return None
                 form = reader.form(module, *shapes[target])
-                return None if form is None else (form, rule.change, *shapes[target])
+                change = None if reader.arranged else rule.change
+                return None if form is None else (form, change, *shapes[target])
     return None
 
 

@@ -106,7 +106,7 @@ def assign(spec: ModelSpec, rules: Sequence[Rule], tensors: dict[str, Stored],
             unused.append(f"{name} {list(tensor.shape)}")
             continue
         place = places[target]
-        change = None if tensor.made else rule.change
+        change = None if tensor.arranged else rule.change
         problem = _misfit(tensor, place.part, place.parameter.scheme, change, spec)
         if problem:
             wrong.append(f"{name} {problem}")

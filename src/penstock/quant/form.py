@@ -9,7 +9,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -45,17 +45,22 @@ class Form:
     """The given tensor is a plain matrix, which a family may rearrange first."""
 
 
-class Reader(Protocol):
-    """What a `quantization_config` says of each module."""
+class Reader:
+    """What a `quantization_config` says of each module. Dialects derive from it."""
 
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """What the names of tensors may end in behind a module's."""
-        ...
+    arranged = False
+    """Matrices are [outputs, inputs] already: rules of families do not rearrange them."""
 
-    def form(self, module: str, n: int, k: int, /) -> Form | None:
+    suffixes: tuple[str, ...] = ()
+    """What the names of tensors may end in behind a module's."""
+
+    def form(self, module: str, n: int, k: int) -> Form | None:
         """How the matrix [n, k] of a module is stored, by its name in the checkpoint; None: plain. ModelError: not known."""
-        ...
+        raise NotImplementedError
+
+    def adjust(self, _name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What undoes a converter's change of a plain tensor (same shape), if it made one."""
+        return None
 
 
 def whole(suffix: str, n: int, *, optional: bool = False) -> Given:

@@ -37,7 +37,7 @@ def form(n: int, k: int, group: int, zeros: bool) -> Form:
                  Given("qzeros", ("int32",), ((groups, n // 8),), optional=not zeros)), parts)
 
 
-class _AWQ:
+class _AWQ(Reader):
     suffixes = ("qweight", "qzeros", "scales")
 
     def __init__(self, config: Mapping[str, Any]) -> None:

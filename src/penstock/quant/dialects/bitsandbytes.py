@@ -54,7 +54,7 @@ def _eight(n: int, k: int) -> Form:
                 lambda raw: {"scale": raw["SCB"].float() / 127}, {"weight": "weight"})
 
 
-class _BitsAndBytes:
+class _BitsAndBytes(Reader):
     suffixes = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map",
                 "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB", "weight_format")
 

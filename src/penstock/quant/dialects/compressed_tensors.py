@@ -94,7 +94,7 @@ def _mxfp(n: int, k: int, bits: int) -> Form:
                 lambda raw: {"scale": raw["weight_scale"].view(torch.uint8)}, {"weight": name})
 
 
-class _CompressedTensors:
+class _CompressedTensors(Reader):
     suffixes = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape",
                 "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale", "output_scale")
 

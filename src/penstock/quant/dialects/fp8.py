@@ -30,7 +30,7 @@ def by_blocks(n: int, k: int, block: tuple[int, int], activation: Activation, sc
                 lambda raw: {"scale": raw[scale].float()}, {"weight": "weight"})
 
 
-class _FP8:
+class _FP8(Reader):
     suffixes = ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale", "input_scale_ub")
 
     def __init__(self, config: Mapping[str, Any]) -> None:

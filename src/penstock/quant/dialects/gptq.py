@@ -53,7 +53,7 @@ def form(n: int, k: int, bits: int, group: int, *, symmetric: bool, ordered: boo
                          Given("g_idx", ("int32",), ((k,),), optional=True)), parts)
 
 
-class _GPTQ:
+class _GPTQ(Reader):
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ def nvfp4(n: int, k: int) -> Form:
         lambda raw: {"global_scale": by_row(raw["weight_scale_2"], n)}, {"weight": "weight", "scale": "weight_scale"})
 
 
-class _ModelOpt:
+class _ModelOpt(Reader):
     suffixes = ("weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:

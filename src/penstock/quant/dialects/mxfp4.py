@@ -11,7 +11,7 @@ from penstock.quant.microscaling import MXFP4
 METHODS = ("mxfp4",)
 
 
-class _MXFP4:
+class _MXFP4(Reader):
     suffixes = ("_blocks", "_scales")
 
     def __init__(self, config: Mapping[str, Any]) -> None:

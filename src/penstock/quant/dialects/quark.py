@@ -21,7 +21,7 @@ def _activation(given: Mapping[str, Any] | None) -> Activation:
     return "token" if given.get("is_dynamic") else "tensor"
 
 
-class _Quark:
+class _Quark(Reader):
     suffixes = ("weight", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point", "output_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
