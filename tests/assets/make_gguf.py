@@ -31,7 +31,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {**SMALL, "num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 16,
                           "tie_word_embeddings": True}),
     "phi3": ("Phi3", NO_HEAD), "granite": ("Granite", {
-        **NO_HEAD, "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
+        **NO_HEAD, "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5,
+        "logits_scaling": 2.0}),
     "olmo2": ("Olmo2", NO_HEAD), "smollm3": ("SmolLM3", {**NO_HEAD, "num_hidden_layers": 4, "tie_word_embeddings": True}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "n_ctx": 64, "vocab_size": 96,
                       "bos_token_id": 1, "eos_token_id": 2}),
