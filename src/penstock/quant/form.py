@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +46,7 @@ class Form:
     """The given tensor is a plain matrix, which a family may rearrange first."""
 
 
-class Reader:
+class Reader(ABC):
     """What a `quantization_config` says of each module. Dialects derive from it."""
 
     arranged = False
@@ -54,9 +55,9 @@ class Reader:
     suffixes: tuple[str, ...] = ()
     """What the names of tensors may end in behind a module's."""
 
+    @abstractmethod
     def form(self, module: str, n: int, k: int) -> Form | None:
         """How the matrix [n, k] of a module is stored, by its name in the checkpoint; None: plain. ModelError: not known."""
-        raise NotImplementedError
 
     def adjust(self, _name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """What undoes a converter's change of a plain tensor (same shape), if it made one."""
