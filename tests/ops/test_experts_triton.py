@@ -70,7 +70,7 @@ def test_sorting(total: int) -> None:
             assert sorted(mine.tolist()) == (seen == expert).nonzero().flatten().tolist()
             tiles += [(expert, int(starts[expert]) + at) for at in range(0, len(mine), tall)]
         assert list(zip(owner.tolist(), place.tolist(), strict=True))[:len(tiles)] == tiles
-        assert (owner[len(tiles):] == -1).all()
+        assert (owner[len(tiles):] == -1).all() and starts[experts + 1] == len(tiles)
 
 
 @pytest.mark.parametrize("routing", KINDS.values(), ids=KINDS)

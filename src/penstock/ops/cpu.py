@@ -15,6 +15,7 @@ import torch
 from penstock.core.errors import ConfigError
 from penstock.ops import native
 from penstock.ops.attention import AttentionOps, Span
+from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.linear import Weight
 from penstock.ops.registry import register
 from penstock.ops.sample import SampleOps
@@ -90,6 +91,36 @@ class CpuHeadLinear:
             out[:, head] = self._owner.linear.apply(x[:, head], one)
 
 
+class CpuExperts(ExpertsOps):
+    """The operation `experts` of one library: only picked experts are read, and a token's bits depend on itself alone."""
+
+    _ARGUMENTS = struct.Struct("16q")
+
+    def __init__(self, owner: CpuOperations) -> None:
+        self._owner = owner
+
+    def pack(self, matrices: torch.Tensor) -> Stack:
+        lib = self._owner.lib
+        count, n, k = matrices.shape
+        code = _CODES[matrices.dtype]
+        data = torch.empty(count, lib.penstock_packed_size(n, k, code), dtype=matrices.dtype)
+        for packed, matrix in zip(data, matrices, strict=True):
+            lib.penstock_pack(matrix.data_ptr(), packed.data_ptr(), n, k, matrix.stride(0), matrix.stride(1), code)
+        return Stack(data, count, n, k, matrices.dtype, self)
+
+    def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
+              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
+              inward: bool = False) -> torch.Tensor:
+        assert x.dtype is up.dtype and x.stride(1) == 1 and picks.is_contiguous() and weights.is_contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._owner.lib.penstock_experts(self._ARGUMENTS.pack(
+            x.data_ptr(), x.stride(0), picks.data_ptr(), weights.data_ptr(), up.data.data_ptr(), down.data.data_ptr(),
+            0 if up_bias is None else up_bias.data_ptr(), 0 if down_bias is None else down_bias.data_ptr(), out.data_ptr(),
+            len(x), picks.shape[1], up.count, x.shape[1], down.k, _KINDS[glu.kind], inward), glu.alpha, glu.limit, glu.shift,
+            _CODES[x.dtype])
+        return out
+
+
 class CpuAttention(AttentionOps):
     """AttentionOps of one library. Threads divide the work themselves, so nothing is prepared on the host."""
 
@@ -134,6 +165,7 @@ class CpuOperations:
         self.linear = CpuLinear(self)
         self.head_linear = CpuHeadLinear(self)
         self.attention = CpuAttention(self)
+        self.experts = CpuExperts(self)
         self.sample = CpuSample(self)
 
     def supports(self, facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
@@ -226,8 +258,8 @@ class CpuOperations:
 def _register() -> None:
     for isa in native.INSTRUCTION_SETS:
         operations = CpuOperations(isa)
-        for op in ("linear", "head_linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "attention", "gated",
-                   "activation", "sample"):
+        for op in ("linear", "head_linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "attention", "experts",
+                   "gated", "activation", "sample"):
             register(op, f"cpu-{isa.name}", rank=isa.rank, supports=operations.supports,
                      dtypes=tuple(_CODES))(getattr(operations, op))
 

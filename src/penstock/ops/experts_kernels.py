@@ -110,46 +110,50 @@ def add_up(results, picks, out, width: tl.constexpr, count: tl.constexpr, block:
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-# -- sorting: `order` [T * K] has the picks of expert 0, then those of 1, ...; starts [E + 1] says where each expert's begin.
-# Tile t holds `tall` places of tile_expert[t] from tile_place[t] on; -1 behind the last tile.
+# -- sorting: `order` [T * K] has the picks of expert 0, then those of 1, ...; starts [E + 2] says where each expert's begin,
+# and behind that how many tiles there are. Tile t holds `tall` places of tile_expert[t] from tile_place[t] on; -1 behind the
+# last.
 
 
 @triton.jit
-def _plan(counts, expert, starts, tile_expert, tile_place, tiles, experts: tl.constexpr, tall: tl.constexpr,
-          chunk: tl.constexpr):
-    """Writes the starts and the tiles of experts with `counts`."""
-    ends = tl.cumsum(counts, 0)
-    begins = ends - counts
-    last = tl.cumsum(tl.cdiv(counts, tall), 0)
-    first = last - tl.cdiv(counts, tall)
-    tl.store(starts + 1 + expert, ends, mask=expert < experts)
-    tl.store(starts + expert, begins, mask=expert == 0)
-    for at in range(0, tiles, chunk):
-        tile = at + tl.arange(0, chunk)
-        mine = (tile[:, None] >= first[None, :]) & (tile[:, None] < last[None, :])
-        owner = tl.sum(tl.where(mine, expert[None, :] + 1, 0), 1) - 1
-        place = tl.sum(tl.where(mine, begins[None, :] + (tile[:, None] - first[None, :]) * tall, 0), 1)
-        tl.store(tile_expert + tile, owner, mask=tile < tiles)
-        tl.store(tile_place + tile, place, mask=tile < tiles)
+def _plan(counts, starts, tile_expert, tile_place, tiles, experts: tl.constexpr, slots: tl.constexpr, tall: tl.constexpr,
+          block: tl.constexpr):
+    """Program e writes what belongs to expert e, given the counts of all; the last one fills up the tiles, of which there are
+    at most `tiles`. Returns where the expert's places begin."""
+    mine = tl.program_id(0)
+    expert = tl.arange(0, slots)
+    before = tl.where(expert < mine, counts, 0)
+    begin = tl.sum(before, 0)
+    count = tl.sum(tl.where(expert == mine, counts, 0), 0)
+    first = tl.sum(tl.cdiv(before, tall), 0)
+    last = first + tl.cdiv(count, tall)
+    tl.store(starts + mine, begin)
+    for at in range(first, last, block):
+        tile = at + tl.arange(0, block)
+        tl.store(tile_expert + tile, tl.full((block,), 0, tl.int32) + mine, mask=tile < last)
+        tl.store(tile_place + tile, begin + (tile - first) * tall, mask=tile < last)
+    if mine == experts - 1:
+        tl.store(starts + experts, begin + count)
+        tl.store(starts + experts + 1, last)
+        for at in range(last, tiles, block):
+            tile = at + tl.arange(0, block)
+            tl.store(tile_expert + tile, tl.full((block,), -1, tl.int32), mask=tile < tiles)
+    return begin
 
 
 @triton.jit(do_not_specialize=("total", "tiles"))
 def arrange(picks, order, starts, tile_expert, tile_place, total, tiles, experts: tl.constexpr, slots: tl.constexpr,
-            block: tl.constexpr, tall: tl.constexpr, chunk: tl.constexpr, linked: tl.constexpr):
-    """Sorts up to `block` picks in one launch: program e finds its own picks; program 0 plans the tiles."""
+            block: tl.constexpr, tall: tl.constexpr, linked: tl.constexpr):
+    """Sorts up to `block` picks in one launch: program e finds its own picks and plans its own tiles."""
     if linked:
         gdc_wait()
         gdc_launch_dependents()
-    mine = tl.program_id(0)
     number = tl.arange(0, block)
     pick = tl.load(picks + number, mask=number < total, other=-1)
-    match = pick == mine
-    before = tl.sum(((pick >= 0) & (pick < mine)).to(tl.int32), 0)
-    rank = tl.cumsum(match.to(tl.int32), 0)
-    tl.store(order + before + rank - 1, number, mask=match)
-    if mine == 0:
-        counts = tl.histogram(tl.where(pick < 0, 0, pick), slots, mask=pick >= 0)
-        _plan(counts, tl.arange(0, slots), starts, tile_expert, tile_place, tiles, experts, tall, chunk)
+    counts = tl.histogram(tl.where(pick < 0, 0, pick), slots, mask=pick >= 0)
+    begin = _plan(counts, starts, tile_expert, tile_place, tiles, experts, slots, tall, 64)
+    match = pick == tl.program_id(0)
+    tl.store(order + begin + tl.cumsum(match.to(tl.int32), 0) - 1, number, mask=match)
 
 
 @triton.jit(do_not_specialize=("total",))
@@ -163,12 +167,11 @@ def tally(picks, counts, total, slots: tl.constexpr, block: tl.constexpr):
 
 @triton.jit(do_not_specialize=("tiles",))
 def plan(counts, cursor, starts, tile_expert, tile_place, tiles, experts: tl.constexpr, slots: tl.constexpr,
-         tall: tl.constexpr, chunk: tl.constexpr):
-    """Starts, tiles, and where `place` begins for each expert."""
-    expert = tl.arange(0, slots)
-    count = tl.load(counts + expert)
-    tl.store(cursor + expert, tl.cumsum(count, 0) - count)
-    _plan(count, expert, starts, tile_expert, tile_place, tiles, experts, tall, chunk)
+         tall: tl.constexpr):
+    """Starts, tiles, and where `place` begins for each expert: a program each."""
+    count = tl.load(counts + tl.arange(0, slots))
+    begin = _plan(count, starts, tile_expert, tile_place, tiles, experts, slots, tall, 64)
+    tl.store(cursor + tl.program_id(0), begin)
 
 
 @triton.jit(do_not_specialize=("total",))
@@ -294,44 +297,48 @@ def tiles(x, weight, bias, out, order, starts, tile_expert, tile_place, scales, 
           deep, even, swap, gated, kind, alpha, limit, shift, inward)
 
 
-@triton.jit(do_not_specialize=("limit_tiles",))
-def panels(x, weight, bias, out, order, starts, tile_expert, tile_place, scales, limit_tiles, n, k, stride,
+@triton.jit
+def panels(x, weight, bias, out, order, starts, tile_expert, tile_place, scales, n, k, stride, experts: tl.constexpr,
            count: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, group: tl.constexpr,
            even: tl.constexpr, gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr,
-           shift: tl.constexpr, inward: tl.constexpr):
+           shift: tl.constexpr):
     """As `tiles`, for many rows: persistent programs, and TMA for the weight, whose descriptor is [E * parts, n, k] with blocks
-    [parts, wide, deep]. Gated, both halves are one operand, so that a tile has `wide` outputs from 2 * wide rows."""
+    [parts, wide, deep], and for x where its rows lie in order (not gated), with blocks [tall, deep].
+
+    Gated, both halves are one operand, so that a tile has `wide` outputs from 2 * wide rows. Tiles are swizzled in bands of
+    `group`, so that concurrent programs share x and weight in L2.
+    """
     across = tl.cdiv(n, wide)
     parts: tl.constexpr = 2 if gated else 1
     rk = tl.arange(0, deep)
-    for i in tl.range(tl.program_id(0), tl.cdiv(limit_tiles, group) * group * across, tl.num_programs(0)):
-        band = i // (group * across)
-        tile = band * group + i % (group * across) % group
-        column = i % (group * across) // group
-        expert = -1
-        if tile < limit_tiles:
-            expert = tl.load(tile_expert + tile)
-        if expert >= 0:
-            places = tl.load(tile_place + tile) + tl.arange(0, tall)
-            within = places < tl.load(starts + expert + 1)
-            pick = tl.load(order + places, mask=within, other=0)
-            scale = tl.load(scales + pick, mask=within, other=0.0)
-            row = pick // count if gated else places
-            v = x + row.to(tl.int64)[:, None] * stride + rk[None, :]
-            sums = tl.zeros((tall, wide * parts), tl.float32)
-            for start in range(0, k, deep):
-                w = tl.reshape(weight.load([expert * parts, column * wide, start]), (parts * wide, deep))
-                if even:
-                    a = tl.load(v + start, mask=within[:, None], other=0.0)
-                else:  # what TMA fills with zeros is not to meet NaN
-                    a = tl.load(v + start, mask=within[:, None] & (start + rk < k)[None, :], other=0.0)
-                sums = tl.dot(a, w.T, sums)
-            base = expert.to(tl.int64) * n * parts
-            rn = column * wide + tl.arange(0, wide)
+    last = tl.load(starts + experts + 1)
+    for i in tl.range(tl.program_id(0), last * across, tl.num_programs(0), flatten=True):
+        band = i // (group * across) * group
+        size = tl.minimum(last - band, group)
+        tile = band + i % (group * across) % size
+        column = i % (group * across) // size
+        expert = tl.load(tile_expert + tile)
+        place = tl.load(tile_place + tile)
+        places = place + tl.arange(0, tall)
+        within = places < tl.load(starts + expert + 1)
+        pick = tl.load(order + places, mask=within, other=0)
+        sums = tl.zeros((tall, wide * parts), tl.float32)
+        for start in range(0, k, deep):
+            w = tl.reshape(weight.load([expert * parts, column * wide, start]), (parts * wide, deep))
             if gated:
-                first, second = tl.split(tl.permute(tl.reshape(sums, (tall, 2, wide)), (0, 2, 1)))
-                _leave(first, second, bias, out, base, n, rn, places, within, scale, False, True, kind, alpha, limit,
-                       shift, inward)
+                v = x + (pick // count).to(tl.int64)[:, None] * stride + (start + rk)[None, :]
+                if even:
+                    a = tl.load(v, mask=within[:, None], other=0.0)
+                else:  # what TMA fills with zeros is not to meet NaN
+                    a = tl.load(v, mask=within[:, None] & (start + rk < k)[None, :], other=0.0)
             else:
-                _leave(sums, sums, bias, out, base, n, rn, pick, within, scale, False, False, kind, alpha, limit, shift,
-                       inward)
+                a = x.load([place, start])
+            sums = tl.dot(a, w.T, sums)
+        base = expert.to(tl.int64) * n * parts
+        rn = column * wide + tl.arange(0, wide)
+        if gated:
+            first, second = tl.split(tl.permute(tl.reshape(sums, (tall, 2, wide)), (0, 2, 1)))
+            _leave(first, second, bias, out, base, n, rn, places, within, sums, False, True, kind, alpha, limit, shift, False)
+        else:
+            scale = tl.load(scales + pick, mask=within, other=0.0)
+            _leave(sums, sums, bias, out, base, n, rn, pick, within, scale, False, False, kind, alpha, limit, shift, False)

@@ -55,22 +55,22 @@ _ARRANGED = 4096
 def choose(tokens: int, picks: int, experts: int, invariant: bool = False, boxes: bool = True) -> Plan:
     """The kernels for `tokens` tokens with `picks` of `experts` each. `boxes`: whether TMA may be used."""
     if tokens <= _ONE_BY_ONE and not invariant:
-        return Plan(Tile(1, 8, 512, stages=3), Tile(1, 16, 256, stages=3, ahead=2), False)
+        up = Tile(1, 2, 1024, warps=2) if tokens == 1 else Tile(1, 8, 256, warps=2, stages=3)
+        return Plan(up, Tile(1, 16, 256, stages=2, ahead=2), False)
     total = tokens * picks
-    each = total // experts
+    each = total / experts
     if total <= _UNSORTED and each <= 16:
-        tile = Tile(16, 64, 128, stages=4, swap=True)
-        return Plan(tile._replace(stages=3), tile, False)
-    if each <= 16:
-        tile = Tile(16, 64, 128, stages=3, swap=True)
-    elif each <= 48:
-        tile = Tile(32, 64, 128, stages=3, swap=True)
-    elif each <= 96 or not boxes:
-        tile = Tile(64, 128, 64, warps=8, stages=3)
-    else:
-        tile = Tile(128, 128, 64, warps=8, stages=3, boxed=True, group=8)
-        return Plan(tile, tile._replace(wide=256), True)
-    return Plan(tile, tile, True)
+        return Plan(Tile(16, 64, 128, stages=3, swap=True), Tile(16, 64, 128, stages=2, swap=True), False)
+    if each <= 4:
+        return Plan(Tile(16, 64, 128, stages=3, swap=True), Tile(16, 64, 128, stages=2, swap=True), True)
+    if each <= 20:
+        return Plan(Tile(32, 64, 64, swap=True), Tile(32, 64, 128, stages=3, swap=True), True)
+    if each <= 80:
+        return Plan(Tile(64, 64, 64), Tile(64, 128, 64), True)
+    tile = Tile(128, 128, 64, warps=8, stages=3, boxed=boxes, group=8)
+    if not boxes:
+        return Plan(tile, tile, True)
+    return Plan(tile, tile._replace(boxed=False) if each <= 200 else tile._replace(wide=256), True)
 
 
 class _Sorted(NamedTuple):
@@ -86,24 +86,22 @@ def _sort(picks: torch.Tensor, experts: int, tall: int) -> _Sorted:
 
     total, slots = picks.numel(), max(16, gpu.covering(experts))
     count = total // tall + min(experts, total)
-    sizes = (total, experts + 1, count, count)
+    sizes = (total, experts + 2, count, count)
     order, starts, tile_expert, tile_place = picks.new_empty(sum(sizes)).split(sizes)
-    chunk = 4096 // slots if slots <= 256 else 16
+    found = _Sorted(order, starts, tile_expert, tile_place)
     if total <= _ARRANGED:
         linked = gpu.linked(picks.device)
         block = gpu.covering(max(total, 128))
-        kernels.arrange[(experts,)](picks, order, starts, tile_expert, tile_place, total, count, experts=experts, slots=slots,
-                                    block=block, tall=tall, chunk=chunk, linked=linked, num_warps=4 if block <= 1024 else 8,
-                                    launch_pdl=linked)
-        return _Sorted(order, starts, tile_expert, tile_place)
+        kernels.arrange[(experts,)](picks, *found, total, count, experts=experts, slots=slots, block=block, tall=tall,
+                                    linked=linked, num_warps=4 if block <= 1024 else 8, launch_pdl=linked)
+        return found
     counts = picks.new_zeros(slots)
     cursor, block = torch.empty_like(counts), 1024
     programs = (-(-total // block),)
     kernels.tally[programs](picks, counts, total, slots=slots, block=block)
-    kernels.plan[(1,)](counts, cursor, starts, tile_expert, tile_place, count, experts=experts, slots=slots, tall=tall,
-                       chunk=chunk)
+    kernels.plan[(experts,)](counts, cursor, *found[1:], count, experts=experts, slots=slots, tall=tall)
     kernels.place[programs](picks, cursor, order, total, block=block)
-    return _Sorted(order, starts, tile_expert, tile_place)
+    return found
 
 
 def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | None, picks: torch.Tensor, scales: torch.Tensor,
@@ -125,15 +123,16 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
 
         parts = 2 if gated else 1
         box = TensorDescriptor.from_tensor(stack.data.view(experts * parts, n, k), [parts, tile.wide, tile.deep])
-        limit = len(found.tile_expert)
-        kernels.panels[(min(limit * columns, gpu.multiprocessors(x.device)),)](
-            x, box, bias, out, *found, scales, limit, n, k, x.stride(0), tall=tile.tall, group=tile.group,
-            num_stages=tile.stages, even=even, **shared)
+        rows = x if gated else TensorDescriptor.from_tensor(x, [tile.tall, tile.deep])
+        programs = min(len(found.tile_expert) * columns, gpu.multiprocessors(x.device))
+        del shared["inward"]
+        kernels.panels[(programs,)](rows, box, bias, out, *found, scales, n, k, x.stride(0), experts=experts, tall=tile.tall,
+                                    group=tile.group, even=even, num_stages=tile.stages, **shared)
         return
-    rows = (tile.tall + tile.wide * (2 if gated else 1)) * tile.deep * x.element_size()
+    block = (tile.tall + tile.wide * (2 if gated else 1)) * tile.deep * x.element_size()
     linked = gpu.linked(x.device) and total <= 4096
     shared |= {"even": even, "linked": linked, "launch_pdl": linked,
-               "num_stages": max(1, min(tile.stages, gpu.shared_bytes(x.device) // rows))}
+               "num_stages": max(1, min(tile.stages, gpu.shared_bytes(x.device) // block))}
     if tile.tall == 1:
         ahead = min(tile.ahead, k // tile.deep) if not gated else 0
         kernels.picked[(columns, total)](x, stack.data, bias, out, picks, scales, n, k, x.stride(0), ahead=ahead,

@@ -71,6 +71,7 @@ def _prototypes() -> dict[str, tuple[type | None, str]]:
         "penstock_rope_write": (None, "bddi"),
         "penstock_activation": (None, "pipiiiii"),
         "penstock_attention": (None, "bddii"),
+        "penstock_experts": (None, "bdddi"),
         "penstock_mask": (None, "piipipi"),
     }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "activate.h"
 #include "dtypes.h"
 #include "pool.h"
 
@@ -125,20 +126,6 @@ void rope_write(const Rope& a, float eps, float offset) {
     });
 }
 
-enum Kind : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
-
-template <int64_t KIND>
-INLINE vf activate(vf x) {
-    if constexpr (KIND == SILU) return x / (1.0f + vexp(-x));
-    if constexpr (KIND == GELU) return 0.5f * x * verfc(x * -0.707106781f);
-    if constexpr (KIND == GELU_TANH) {
-        vf inner = 0.797884561f * fma(0.044715f * x * x, x, x);
-        // 0.5 (1 + tanh y) = 1 / (1 + e^-2y): keeps its relative precision where tanh is near -1
-        return x / (1.0f + vexp(-2.0f * inner));
-    }
-    return x < 0.0f ? vf{} : x;
-}
-
 template <class T, int64_t KIND>
 void activation_of(const T* x, int64_t stride, T* out, int64_t rows, int64_t width, bool gated) {
     constexpr int64_t PIECE = 4096;
@@ -215,13 +202,9 @@ EXPORT void penstock_activation(const void* x, int64_t stride, void* out, int64_
                                 int64_t gated, int64_t dtype) {
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
-        auto go = [&](auto constant) {
+        by_kind(kind, [&](auto constant) {
             activation_of<T, decltype(constant)::value>((const T*)x, stride, (T*)out, rows, width, gated);
-        };
-        if (kind == SILU) go(std::integral_constant<int64_t, SILU>{});
-        if (kind == GELU) go(std::integral_constant<int64_t, GELU>{});
-        if (kind == GELU_TANH) go(std::integral_constant<int64_t, GELU_TANH>{});
-        if (kind == RELU) go(std::integral_constant<int64_t, RELU>{});
+        });
     });
 }
 
