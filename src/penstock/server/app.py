@@ -17,6 +17,8 @@ from penstock.observe.log import LOG
 from penstock.server.access import AccessLog
 from penstock.server.admin import Admin
 from penstock.server.anthropic.dialect import Anthropic
+from penstock.server.batches.dialect import Batches
+from penstock.server.batches.run import Runner
 from penstock.server.dialect import Dialect, ErrorShapes
 from penstock.server.docs import docs_page
 from penstock.server.errors import on_client_gone, on_http_exception, on_request_error
@@ -38,8 +40,10 @@ class Application:
         self.app = FastAPI(title="Penstock", version=penstock.__version__, openapi_url="/openapi.json", docs_url=None,
                            redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
         # The first dialect shapes the errors of unknown paths.
+        self.batches = Runner(self.state, self.app, lambda: self.shapes)
         dialects: list[Dialect] = [OpenAI(self.state), Pooling(self.state), Anthropic(self.state), Responses(self.state),
-                                   Ollama(self.state)]
+                                   Ollama(self.state),
+                                   Batches(self.state, self.batches)]
         admin = Admin(self.state)
         routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes()]
         # Plain routes: the bodies are decoded by msgspec, so FastAPI's own machinery has nothing to do.

@@ -25,6 +25,9 @@ OPEN_ROUTES = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", "
 ADMIN_ROUTES = frozenset({"/reset_prefix_cache"})
 """Routes that affect every tenant: they need an admin key if there are several keys."""
 
+UPLOAD_ROUTES = frozenset({"/v1/files"})
+"""Routes that take a form."""
+
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 
 
@@ -70,7 +73,7 @@ class Gate:
         scope["admin"] = bool(self.admin_keys) and _among(key, self.admin_keys)
         if scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
             refusal = (self._refusal(key, scope["path"]) or self._cross_site(headers)
-                       or _no_json(scope["method"], headers))
+                       or _no_json(scope["method"], scope["path"], headers))
             if refusal is not None:
                 headers_out = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
                 await error_response(refusal, shape, headers_out)(scope, receive, send_named)
@@ -109,11 +112,14 @@ class Gate:
                             code="admin_key_needed", status=403)
 
 
-def _no_json(method: str, headers: dict[bytes, bytes]) -> RequestError | None:
+def _no_json(method: str, path: str, headers: dict[bytes, bytes]) -> RequestError | None:
     """The refusal of a POST without a JSON content type. A browser sends JSON across origins only after asking (CORS); other
     types, and none, it sends at once, and this server may be a keyless one on the browser's own machine."""
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if method != "POST" or kind == b"application/json" or kind.endswith(b"+json"):
+        return None
+    if path in UPLOAD_ROUTES and kind == b"multipart/form-data":
+        # A browser's form from another site has an Origin, which was checked.
         return None
     given = repr(kind.decode("latin-1")[:100]) if kind else "none"
     return RequestError(f"the body must be JSON: send Content-Type: application/json, not {given}",

@@ -113,7 +113,10 @@ class ServerRun:
         gc.freeze()
         if self.on_ready:
             self.on_ready(self.llm.info, url)
+        resuming = asyncio.create_task(self.application.batches.resume())
         await stopping
+        resuming.cancel()
+        await self.application.batches.stop()
         return await (self._say_farewell() if self.llm.dead else self._drain())
 
     async def _drain(self) -> int:

@@ -1,0 +1,113 @@
+"""OpenAI's files and batches as a dialect."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core.errors import RequestError
+from penstock.engine.retention import seconds_of
+from penstock.server.answer import json_response
+from penstock.server.batches.files import Files, listed, paged, read_file
+from penstock.server.batches.lines import ENDPOINTS
+from penstock.server.batches.run import Runner
+from penstock.server.body import BodyReader
+from penstock.server.dialect import Route
+from penstock.server.openai.errors import error_body, explain_field
+from penstock.server.openai.harmless import IGNORED
+from penstock.server.openai.protocol import Name, Ttl
+from penstock.server.responses.conversations import missing
+from penstock.server.responses.protocol import Metadata
+from penstock.server.state import State
+from penstock.server.store import Database, owner_of
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/batches."""
+
+    input_file_id: Name
+    endpoint: Annotated[str, Meta(max_length=100)]
+    completion_window: Ttl = "24h"
+    """Lines that are not answered by then expire; OpenAI's only one is 24h."""
+    metadata: Metadata | None = None
+    output_expires_after: None = None
+
+
+class Batches:
+    """The dialect over one server's state; `runner` does the work."""
+
+    def __init__(self, state: State, runner: Runner) -> None:
+        self.state = state
+        self.runner = runner
+        self.files = Files(state)
+        self.bodies = BodyReader(state.limits, state.llm.work, explain_field, IGNORED, state.options.unknown_fields == "warn")
+
+    def routes(self) -> Sequence[Route]:
+        one = "/v1/batches/{batch}"
+        return (
+            *self.files.routes(),
+            Route("POST", "/v1/batches", self.create, "Answer the lines of a file when there is room for them", BatchRequest),
+            Route("GET", "/v1/batches", self.list, "A page of the batches"),
+            Route("GET", one, self.get, "About a batch"),
+            Route("POST", one + "/cancel", self.cancel, "End a batch"),
+        )
+
+    def error_body(self, error: RequestError) -> Any:
+        return error_body(error)
+
+    async def create(self, http: Request) -> Response:
+        """Begins a batch. Its lines are checked before any is asked."""
+        body, owner = await self.bodies.read(http, BatchRequest), owner_of(http.scope["api_key"])
+        if body.endpoint not in ENDPOINTS:
+            raise RequestError(f"endpoint is {body.endpoint!r}; possible are {', '.join(ENDPOINTS)}", param="endpoint",
+                               code="invalid_value")
+        now, seconds = int(time.time()), seconds_of(body.completion_window, "completion_window")
+        times = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
+        batch = {"id": f"batch_{uuid.uuid4().hex}", "object": "batch", "endpoint": body.endpoint, "errors": None,
+                 "input_file_id": body.input_file_id, "completion_window": body.completion_window, "status": "validating",
+                 "output_file_id": None, "error_file_id": None, "created_at": now, "expires_at": now + int(seconds),
+                 **dict.fromkeys(times), "request_counts": {"total": 0, "completed": 0, "failed": 0},
+                 "metadata": body.metadata}
+
+        def work(database: Database) -> None:
+            read_file(database, body.input_file_id, owner)
+            database.put("batch", str(batch["id"]), owner, batch)
+
+        await self.state.store.run(work)
+        self.runner.start(str(batch["id"]), owner)
+        return json_response(batch)
+
+    async def list(self, http: Request) -> Response:
+        owner, (after, limit, newest) = owner_of(http.scope["api_key"]), paged(http, 100)
+        page = await self.state.store.run(lambda database: database.page("batch", owner, after, limit, newest))
+        return listed(page.bodies, page.more)
+
+    async def get(self, http: Request) -> Response:
+        return json_response(await self._read(http))
+
+    async def cancel(self, http: Request) -> Response:
+        """Ends a batch; what is answered is kept."""
+        name, owner, batch = http.path_params["batch"], owner_of(http.scope["api_key"]), await self._read(http)
+        if batch["status"] in ENDED:
+            raise RequestError(f"the batch is {batch['status']} already", param="id", code="invalid_value")
+        batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
+        await self.state.store.run(lambda database: database.put("batch", name, owner, batch))
+        await self.runner.cancel(name, owner)
+        return json_response(batch)
+
+    async def _read(self, http: Request) -> dict[str, Any]:
+        name, owner = http.path_params["batch"], owner_of(http.scope["api_key"])
+        found = await self.state.store.run(lambda database: database.get("batch", name, owner))
+        if found is None:
+            raise missing("batch", name)
+        value: dict[str, Any] = msgspec.json.decode(found)
+        return value

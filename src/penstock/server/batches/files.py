@@ -1,0 +1,170 @@
+"""/v1/files: JSON lines that batches read and write. Uploads are multipart forms, which are read here."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core.errors import RequestError
+from penstock.server.answer import json_response
+from penstock.server.dialect import Route
+from penstock.server.responses.conversations import missing
+from penstock.server.responses.protocol import Deleted
+from penstock.server.state import State
+from penstock.server.store import Database, owner_of
+
+PURPOSES = ("batch", "batch_output", "user_data", "assistants", "fine-tune", "vision", "evals")
+
+_BOUNDARY = re.compile(r'boundary="?([^";,]{1,70})"?')
+_NAME = re.compile(rb'\bname="([^"]*)"')
+_FILENAME = re.compile(rb'\bfilename="([^"]*)"')
+
+
+def form(content_type: str, data: bytes) -> dict[str, tuple[str | None, bytes]]:
+    """(file name, content) of each field of a multipart form. RequestError if it is none."""
+    found = _BOUNDARY.search(content_type)
+    if not content_type.startswith("multipart/form-data") or found is None:
+        raise RequestError("the body must be a form: send Content-Type: multipart/form-data with the fields file and purpose",
+                           code="unsupported_media_type", status=415)
+    mark = b"\r\n--" + found[1].encode("latin-1")
+    fields: dict[str, tuple[str | None, bytes]] = {}
+    pieces = (b"\r\n" + data).split(mark)
+    if len(pieces) < 3 or not pieces[-1].startswith(b"--"):
+        raise RequestError("the form is not complete: its last boundary is missing", code="invalid_value")
+    for piece in pieces[1:-1]:
+        head, blank, content = piece.partition(b"\r\n\r\n")
+        name = _NAME.search(head)
+        if name is None or not blank:
+            raise RequestError("a part of the form has no name", code="invalid_value")
+        filename = _FILENAME.search(head)
+        fields[name[1].decode("utf-8", "replace")] = (
+            filename[1].decode("utf-8", "replace") if filename is not None else None, content)
+    return fields
+
+
+def write_file(database: Database, owner: str, filename: str, purpose: str, content: bytes,
+               expires_at: int | None = None) -> dict[str, Any]:
+    """Stores a file; its object."""
+    value = {"id": f"file-{uuid.uuid4().hex}", "object": "file", "bytes": len(content), "created_at": int(time.time()),
+             "expires_at": expires_at, "filename": filename, "purpose": purpose, "status": "processed"}
+    database.put("file", str(value["id"]), owner, value)
+    database.put("content", str(value["id"]), owner, content)
+    return value
+
+
+def read_file(database: Database, name: str, owner: str) -> dict[str, Any]:
+    """A file's object. RequestError 404 if there is none, or no longer."""
+    found = database.get("file", name, owner)
+    value: dict[str, Any] = msgspec.json.decode(found) if found is not None else {}
+    if value.get("expires_at") is not None and value["expires_at"] <= time.time():
+        delete_file(database, name, owner)
+        value = {}
+    if not value:
+        raise missing("file", name)
+    return value
+
+
+def delete_file(database: Database, name: str, owner: str) -> None:
+    database.delete("file", name, owner)
+    database.delete("content", name, owner)
+
+
+def paged(http: Request, most: int) -> tuple[str | None, int, bool]:
+    """(after, limit, newest first) of a list's query."""
+    query, limit = http.query_params, http.query_params.get("limit", "20")
+    if not limit.isdigit() or not 1 <= int(limit) <= most:
+        raise RequestError(f"limit is {limit!r}; possible are 1 to {most}", param="limit", code="invalid_value")
+    return query.get("after"), int(limit), query.get("order", "desc") != "asc"
+
+
+def listed(bodies: Sequence[bytes], more: bool) -> Response:
+    """A page of stored objects."""
+    data = [msgspec.json.decode(body) for body in bodies]
+    return json_response({"object": "list", "data": data, "first_id": data[0]["id"] if data else None,
+                          "last_id": data[-1]["id"] if data else None, "has_more": more})
+
+
+class Files:
+    """The endpoints."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def routes(self) -> Sequence[Route]:
+        one = "/v1/files/{file}"
+        return (
+            Route("POST", "/v1/files", self.upload, "Store a file, sent as a form with the fields file and purpose"),
+            Route("GET", "/v1/files", self.list, "A page of the files"),
+            Route("GET", one, self.get, "About a file"),
+            Route("DELETE", one, self.delete, "Delete a file", answer=Deleted),
+            Route("GET", one + "/content", self.content, "A file's content"),
+        )
+
+    async def upload(self, http: Request) -> Response:
+        """Stores a file of at most --max-body-bytes, while all files have at most --store-bytes."""
+        owner = owner_of(http.scope["api_key"])
+        with self.state.limits.receiving() as account:
+            chunks: list[bytes] = []
+            async for chunk in http.stream():
+                account.add(len(chunk))
+                chunks.append(chunk)
+        fields = form(http.headers.get("content-type", ""), b"".join(chunks))
+        if "file" not in fields or "purpose" not in fields:
+            missed = "file" if "file" not in fields else "purpose"
+            raise RequestError(f"Missing required parameter: '{missed}'", param=missed, code="missing_required_parameter")
+        purpose = fields["purpose"][1].decode("utf-8", "replace")
+        if purpose not in PURPOSES:
+            raise RequestError(f"purpose is {purpose[:100]!r}; possible are {', '.join(PURPOSES)}", param="purpose",
+                               code="invalid_value")
+        seconds = fields.get("expires_after[seconds]", (None, b""))[1].decode("latin-1")
+        if seconds and not (seconds.isdigit() and 3600 <= int(seconds) <= 2_592_000):
+            raise RequestError(f"expires_after.seconds is {seconds[:20]!r}; possible are 3600 to 2592000",
+                               param="expires_after",
+                               code="invalid_value")
+        expires = int(time.time()) + int(seconds) if seconds else None
+        filename, content = fields["file"]
+
+        def work(database: Database) -> dict[str, Any]:
+            if database.bytes_of("content") + len(content) > database.most_bytes:
+                raise RequestError(f"all files together would have more than {database.most_bytes:,} bytes (--store-bytes); "
+                                   "delete some", param="file", code="store_full", status=413)
+            return write_file(database, owner, filename or "file", purpose, content, expires)
+
+        return json_response(await self.state.store.run(work))
+
+    async def list(self, http: Request) -> Response:
+        owner, (after, limit, newest) = owner_of(http.scope["api_key"]), paged(http, 10_000)
+        page = await self.state.store.run(lambda database: database.page("file", owner, after, limit, newest))
+        purpose = http.query_params.get("purpose")
+        return listed([body for body in page.bodies if purpose is None or msgspec.json.decode(body)["purpose"] == purpose],
+                      page.more)
+
+    async def get(self, http: Request) -> Response:
+        name, owner = http.path_params["file"], owner_of(http.scope["api_key"])
+        return json_response(await self.state.store.run(lambda database: read_file(database, name, owner)))
+
+    async def delete(self, http: Request) -> Response:
+        name, owner = http.path_params["file"], owner_of(http.scope["api_key"])
+
+        def work(database: Database) -> None:
+            read_file(database, name, owner)
+            delete_file(database, name, owner)
+
+        await self.state.store.run(work)
+        return json_response(Deleted(name, "file"))
+
+    async def content(self, http: Request) -> Response:
+        name, owner = http.path_params["file"], owner_of(http.scope["api_key"])
+
+        def work(database: Database) -> bytes:
+            read_file(database, name, owner)
+            return database.get("content", name, owner) or b""
+
+        return Response(await self.state.store.run(work), media_type="application/octet-stream")

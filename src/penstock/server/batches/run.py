@@ -1,0 +1,244 @@
+"""Runs batches in the capacity that others leave: their lines go through the application's own routes, at the lowest priority.
+
+Each answer is in the store before it counts. A batch that the server's end has cut off goes on at the next start; lines that
+were being answered are asked again, so that each has one answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from penstock.core.errors import RequestError
+from penstock.observe.log import LOG
+from penstock.server.batches.files import read_file, write_file
+from penstock.server.batches.lines import LOWEST, Ask, answer_of, answered, parse, write_answer, written
+from penstock.server.dialect import ErrorShapes
+from penstock.server.state import State
+from penstock.server.store import Database
+
+BUSY = (429, 503)
+PAUSE_SECONDS = 0.5
+"""Until a line that found the server busy is asked again."""
+
+Batch = dict[str, Any]
+
+
+class Runner:
+    """The batches that run now. Everything is on the event loop but the store's calls."""
+
+    def __init__(self, state: State, app: ASGIApp, shapes: Callable[[], ErrorShapes]) -> None:
+        """`app` answers requests whose keys were checked; `shapes` gives it the shapes of errors."""
+        self.state = state
+        self._app = app
+        self._shapes = shapes
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._flying = 0
+
+    async def resume(self) -> None:
+        """Goes on with what an earlier server left."""
+        for name, owner, body in await self.state.store.run(lambda database: database.all("batch")):
+            if msgspec.json.decode(body)["status"] in ("validating", "in_progress", "finalizing", "cancelling"):
+                self.start(name, owner)
+
+    def start(self, name: str, owner: str) -> None:
+        """Runs a stored batch."""
+        task = self._tasks[name] = asyncio.create_task(self._run(name, owner))
+        task.add_done_callback(lambda _: self._tasks.pop(name, None))
+
+    async def stop(self) -> None:
+        """Stops all, to be resumed by the next server."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def cancel(self, name: str, owner: str) -> None:
+        """Ends a batch: its open lines are aborted, and all without an answer get an error."""
+        task = self._tasks.get(name)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self.start(name, owner)
+
+    # -- one batch
+
+    async def _run(self, name: str, owner: str) -> None:
+        try:
+            await self._work(name, owner)
+        except RequestError as error:
+            # Its file has gone, or the store has failed.
+            await self._change(name, owner, status="failed", failed_at=int(time.time()),
+                               errors=_errors([{"code": error.code, "line": None, "message": error.message, "param": None}]))
+        except Exception:
+            LOG.exception("the batch %s stopped; it goes on at the next start", name)
+            raise
+
+    async def _work(self, name: str, owner: str) -> None:
+        store = self.state.store
+
+        def read(database: Database) -> tuple[Batch, bytes, set[int], int]:
+            found = database.get("batch", name, owner)
+            if found is None:
+                raise RequestError("the batch was deleted", code="not_found", status=404)
+            batch: Batch = msgspec.json.decode(found)
+            read_file(database, batch["input_file_id"], owner)
+            content = database.get("content", batch["input_file_id"], owner) or b""
+            return batch, content, *answered(database, name)
+
+        batch, content, done, failed = await store.run(read)
+        asks, errors = await asyncio.to_thread(parse, content, batch["endpoint"])
+        if errors:
+            await self._change(name, owner, status="failed", failed_at=int(time.time()), errors=_errors(errors))
+            return
+        counts = {"total": len(asks), "completed": len(done) - failed, "failed": failed}
+        if batch["status"] == "validating":
+            batch = await self._change(name, owner, status="in_progress", in_progress_at=int(time.time()),
+                                       request_counts=counts)
+        left = [ask for ask in asks if ask.place not in done]
+        reason = "batch_cancelled" if batch["status"] == "cancelling" else None
+        if reason is None:
+            reason = await self._ask_all(name, owner, batch, left, counts)
+        await self._finish(name, owner, asks, reason)
+
+    async def _ask_all(self, name: str, owner: str, batch: Batch, left: list[Ask], counts: dict[str, int]) -> str | None:
+        """Asks lines as there is room for them. The reason why some were not asked, if so."""
+        pending: set[asyncio.Task[None]] = set()
+        waiting = iter(left)
+        try:
+            while True:
+                room = batch["expires_at"] - time.time()
+                if room <= 0:
+                    return "batch_expired"
+                ask = next(waiting, None) if self._spare() else None
+                if ask is not None:
+                    self._flying += 1
+                    task = asyncio.create_task(self._ask(name, owner, batch["endpoint"], ask, counts))
+                    task.add_done_callback(self._landed)
+                    pending.add(task)
+                    continue
+                if not pending and self._spare():
+                    return None
+                done, pending = await asyncio.wait(pending or {asyncio.create_task(asyncio.sleep(PAUSE_SECONDS))},
+                                                   timeout=min(room, PAUSE_SECONDS), return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                if done:
+                    await self._change(name, owner, request_counts=counts)
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+    def _landed(self, _: asyncio.Task[None]) -> None:
+        self._flying -= 1
+
+    def _spare(self) -> bool:
+        """Whether one more line may run: half of the rows, less what others use, and one line in any case."""
+        info = self.state.llm.info
+        if info is None or self.state.not_ready():
+            return False
+        others = max(0, self.state.llm.live - self._flying)
+        return self._flying < max(1, info.max_num_seqs // 2 - others)
+
+    async def _ask(self, name: str, owner: str, endpoint: str, ask: Ask, counts: dict[str, int]) -> None:
+        request_id = f"{name}-{ask.place}"
+        body = msgspec.json.encode({"priority": LOWEST, **ask.body})
+        while True:
+            status, content = await self._send(endpoint, body, owner, request_id)
+            if status not in BUSY:
+                break
+            await asyncio.sleep(PAUSE_SECONDS)
+        if self.state.llm.dead is not None:
+            raise RuntimeError("the engine has stopped")
+        answer = await asyncio.to_thread(lambda: answer_of(ask.custom_id, request_id, status, msgspec.Raw(content)))
+        failed = status != 200
+        await self.state.store.run(lambda database: write_answer(database, name, ask, answer, failed))
+        counts["failed" if failed else "completed"] += 1
+
+    async def _send(self, path: str, body: bytes, owner: str, request_id: str) -> tuple[int, bytes]:
+        """(status, content) of an answer of the application to a request of this owner."""
+        status, chunks, sent, never = 500, list[bytes](), False, asyncio.Event()
+
+        async def receive() -> Message:
+            nonlocal sent
+            if sent:
+                await never.wait()
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                chunks.append(message.get("body", b""))
+
+        # The key itself is not kept; batches of a key share a cache among themselves.
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "root_path": "",
+                 "raw_path": path.encode(), "query_string": b"", "headers": [(b"content-type", b"application/json")],
+                 "client": None, "server": None, "request_id": request_id, "api_key": owner.encode(), "admin": False,
+                 "error_shape": self._shapes().of(path)}
+        with contextlib.suppress(Exception):
+            await self._app(scope, receive, send)
+        content = b"".join(chunks)
+        return (status, content) if content else (500, b'{"error":{"message":"the request failed unexpectedly"}}')
+
+    async def _finish(self, name: str, owner: str, asks: list[Ask], reason: str | None) -> None:
+        """Writes the files. Lines without an answer get `reason`, so that each has one."""
+        why = {"batch_expired": "the batch's completion window ended before this line was answered",
+               "batch_cancelled": "the batch was cancelled before this line was answered"}
+
+        def work(database: Database) -> None:
+            done, _ = answered(database, name)
+            for ask in asks:
+                if ask.place not in done:
+                    error = {"code": str(reason), "message": why.get(str(reason), "not asked")}
+                    write_answer(database, name, ask, answer_of(ask.custom_id, "", 0, None, error), True)
+            done, failed = answered(database, name)
+            batch: Batch = msgspec.json.decode(database.get("batch", name, owner) or b"{}")
+            files = {}
+            for kind, wrong in (("output", False), ("error", True)):
+                content = written(database, name, wrong)
+                if content:
+                    files[f"{kind}_file_id"] = write_file(database, owner, f"{name}_{kind}.jsonl", "batch_output",
+                                                          content)["id"]
+            status = {None: "completed", "batch_expired": "expired", "batch_cancelled": "cancelled"}[reason]
+            now = int(time.time())
+            batch |= {**files, "status": status, "finalizing_at": now, f"{status}_at": now,
+                      "request_counts": {"total": len(asks), "completed": len(done) - failed, "failed": failed}}
+            database.put("batch", name, owner, batch)
+            database.sql("delete from lines where batch=?", name)
+
+        await self.state.store.run(lambda database: _together(database, work))
+
+    async def _change(self, name: str, owner: str, **fields: Any) -> Batch:
+        def work(database: Database) -> Batch:
+            found = database.get("batch", name, owner)
+            batch: Batch = {**(msgspec.json.decode(found) if found is not None else {}), **fields}
+            if found is not None:
+                database.put("batch", name, owner, batch)
+            return batch
+
+        return await self.state.store.run(work)
+
+
+def _together(database: Database, work: Callable[[Database], None]) -> None:
+    """All writes of `work`, or none."""
+    database.sql("begin immediate")
+    try:
+        work(database)
+    except BaseException:
+        database.sql("rollback")
+        raise
+    database.sql("commit")
+
+
+def _errors(data: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"object": "list", "data": data}
