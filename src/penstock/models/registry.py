@@ -95,6 +95,8 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
 def _task(architecture: str) -> tuple[str, str]:
     """(the architecture with a language model's head, the task): a backbone alone embeds, one with a head of labels
     classifies."""
+    if architecture in registry().architectures:
+        return architecture, "generate"
     for suffix, task in (("ForSequenceClassification", "classify"), ("TextModel", "embed"), ("Model", "embed")):
         if architecture.endswith(suffix) and architecture not in registry().architectures:
             return architecture.removesuffix(suffix) + "ForCausalLM", task
