@@ -50,6 +50,9 @@ class RecurrenceSpec:
     def states(self, _dtype: str) -> tuple[StateSpec, ...]:
         return (StateSpec((Field("s", (self.width,), "float32", per="page"),), Snapshot()),)
 
+    def share(self, _ranks: int) -> RecurrenceSpec:
+        return self
+
     def build(self, path: str, build: Build) -> Recurrence:
         return Recurrence(self, path, build)
 

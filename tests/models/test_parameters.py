@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,9 +55,10 @@ def test_two_ranks_add_up_to_the_whole() -> None:
     x = torch.randn(5, 24, generator=generator)
 
     def built(tensors: dict[str, torch.Tensor], reduce: object = None) -> MLP:
+        group = None if reduce is None else SimpleNamespace(rank=0, size=2, reduce=reduce)
         values = Values({name: pack(PLAIN, tuple(tensor.shape), {"weight": tensor}, torch.float32, kernels)
                          if tensor.dim() == 2 else tensor for name, tensor in tensors.items()})
-        return MLP(spec, "mlp", Build(values, kernels, CPU, 64, reduce))  # type: ignore[arg-type]
+        return MLP(spec, "mlp", Build(values, kernels, CPU, 64, group))  # type: ignore[arg-type]
 
     def held(rank: int) -> dict[str, torch.Tensor]:
         found = {}

@@ -14,7 +14,7 @@ from penstock.core.errors import ModelError
 from penstock.models import describe, weights
 from penstock.models.mapped import Checkpoint
 from penstock.models.registry import family_of
-from penstock.models.transfer import opened
+from penstock.models.transfer import Bytes, opened
 from penstock.ops.linear import Weight
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect
@@ -75,7 +75,7 @@ def test_many_stretches_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     cuts = [(start, 1 + start * 7 % 20_000) for start in range(0, 270_000, 1_001)]
     with opened(DEVICE) as transfer:
         targets = [torch.zeros(size, dtype=torch.uint8, device=DEVICE) for _, size in cuts]
-        for arrival in [transfer.send(tmp_path / "file", start, target)
+        for arrival in [transfer.send(tmp_path / "file", Bytes.of(start, target), target)
                         for (start, _), target in zip(cuts, targets, strict=True)]:
             arrival.wait()
         for (start, size), target in zip(cuts, targets, strict=True):
@@ -84,7 +84,8 @@ def test_many_stretches_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_an_empty_tensor_is_there_at_once(tmp_path: Path) -> None:
     with opened(DEVICE) as transfer:
-        transfer.send(tmp_path / "no file", 0, torch.empty(0, 3, device=DEVICE)).wait()
+        empty = torch.empty(0, 3, device=DEVICE)
+        transfer.send(tmp_path / "no file", Bytes.of(0, empty), empty).wait()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,3 +104,14 @@ def test_dummy_weights_repeat_a_stretch(dtype: torch.dtype, monkeypatch: pytest.
     first, again, other = ({n: v.data if isinstance(v, Weight) else v for n, v in m.items()} for m in made)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["embedding.weight"], other["embedding.weight"])
+
+
+def test_columns_are_read_without_what_lies_between(tmp_path: Path) -> None:
+    """A rank's part of a tensor along any axis, in chunks of whole runs."""
+    whole = torch.arange(6 * 50 * 8, dtype=torch.int16).view(6, 50, 8)
+    (tmp_path / "file").write_bytes(b"head" + whole.numpy().tobytes())
+    with opened(DEVICE) as transfer:
+        for axis, first, count in ((0, 2, 3), (1, 7, 20), (2, 5, 3), (1, 0, 50)):
+            target = torch.empty_like(whole.narrow(axis, first, count).contiguous()).to(DEVICE)
+            transfer.send(tmp_path / "file", Bytes.cut(4, whole.shape, 2, axis, first, count), target).wait()
+            assert torch.equal(target.cpu(), whole.narrow(axis, first, count))

@@ -34,7 +34,7 @@ class Value:
     apply: Callable[[Engine, list[Worker]], None] | None = None
     """What is done to the engine before it runs."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What the run itself is told: batch, fork, again, tight, ranks."""
+    """What the run itself is told: batch, fork, again, tight, ranks (that all do the same), tensors (that divide layers)."""
 
 
 def options(name: str, *values: Any) -> dict[str, Value]:
@@ -114,14 +114,12 @@ AXES: dict[str, dict[str, Value]] = {
                 "model": Value({"speculative_model": "itself", "draft_policy": "fixed", "num_speculative_tokens": 3}),
                 "adaptive": Value({"speculative_model": "itself"})},
     "mask": {"none": Value(), "open": Value(apply=_mask)},
-    "layout": running("ranks", 1, 2),
+    "layout": {**running("ranks", 1, 2), **{f"tp{count}": Value(run={"tensors": count}) for count in (2, 3)}},
     "graph": {"eager": Value({"enforce_eager": True})} | ({"captured": Value()} if torch.cuda.is_available() else {}),
 }
 """The first value of each axis is the plainest."""
 
 EXCLUDED: list[tuple[tuple[str, str], tuple[str, str]]] = [
-    # Pages behind the device know no ranks yet (contract 7: a store's version knows rank and shard).
-    *((("tier", tier), ("layout", "2")) for tier in ("host", "evict", "disk")),
     *((("tier", tier), ("reuse", "off")) for tier in ("host", "evict", "disk")),
 ]
 """Pairs that cannot be had together."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.ranks import RankGroup
 from penstock.worker.rank import Rank
 from tests.data import MODELS, need
+from tests.system.ranks import Threaded
 from tests.system.routes import AXES, Route, covering, every, made, named, possible
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -68,7 +70,7 @@ def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, only: int |
          ) -> tuple[dict[tuple[int, int], list[int]], int]:
     """Outputs by (prompt, index), and the number of preemptions."""
     found = made(route, scratch)
-    told = {"batch": 1, "fork": 1, "tight": False, "again": False, "ranks": 1, **found.run}
+    told = {"batch": 1, "fork": 1, "tight": False, "again": False, "ranks": 1, "tensors": 1, **found.run}
     rows = told["batch"] * told["fork"]
     options = {"model": str(folder), "max_num_seqs": rows, "max_model_len": 128, "device": "cpu", "threads": 1,
                **found.options}
@@ -83,8 +85,15 @@ def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, only: int |
         if "cache_host_bytes" in options:
             options["cache_host_bytes"] *= models
     settled = EngineOptions(**options)
-    ranks = [Rank(settled) for _ in range(told["ranks"])]
-    engine = Engine(settled, rank=ranks[0] if len(ranks) == 1 else RankGroup(ranks))
+    ranks: list[Rank]
+    if told["tensors"] > 1:
+        settled = replace(settled, tensor_parallel_size=told["tensors"])
+        group: RankGroup = Threaded(settled)
+        ranks = group.ranks
+    else:
+        ranks = [Rank(settled) for _ in range(told["ranks"])]
+        group = RankGroup(ranks)
+    engine = Engine(settled, rank=ranks[0] if len(ranks) == 1 else group)
     for change in found.apply:
         change(engine, [rank.worker for rank in ranks])
     prompts, out = _prompts(vocabulary, max(BATCHES)), dict[tuple[int, int], list[int]]()

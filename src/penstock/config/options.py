@@ -22,7 +22,6 @@ Options = TypeVar("Options")
 
 _IGNORED: dict[str, tuple[Any, ...]] = {
     "disable_log_stats": (True, False),
-    "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "tokenizer_mode": ("auto",),

@@ -66,7 +66,8 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         raise ConfigError(f"depth is {depth}; it may be 1 to {MOST_DEPTH}, and more than 2 gains nothing")
     return EngineConfig(
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
-        page=options.block_size or 16, depth=depth, threads=options.threads or facts.cores,
+        page=options.block_size or 16, depth=depth,
+        threads=options.threads or max(1, facts.cores // options.tensor_parallel_size),
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
         kernels=options.kernels, batch_invariant=gpu and options.batch_invariant,
         graph_tokens=min(budget, graph_tokens(parameters)) if gpu and not options.enforce_eager else 0,
@@ -102,10 +103,13 @@ class MemoryLimits:
     """The KV cache's size, if the user gives it."""
     exact_length: bool
     """Whether the user gives max_model_len, which is then not lowered to fit."""
+    ranks: int = 1
+    """How many share a computer's memory."""
 
 
 def memory_limits(options: EngineOptions) -> MemoryLimits:
-    return MemoryLimits(options.gpu_memory_utilization, options.kv_cache_memory_bytes, options.max_model_len is not None)
+    return MemoryLimits(options.gpu_memory_utilization, options.kv_cache_memory_bytes, options.max_model_len is not None,
+                        options.tensor_parallel_size)
 
 
 def plan_memory(limits: MemoryLimits, config: EngineConfig, states: list[StateSpec], weight_bytes: int, step_bytes: int,
@@ -179,4 +183,7 @@ _MOST = 0.98
 def cache_room(limits: MemoryLimits, facts: DeviceFacts, free_bytes: int, step_bytes: int) -> int:
     """The most bytes that the cache may take of what is free beside the weights; less than all where the user does not say."""
     left = max(0, free_bytes - step_bytes)
+    if facts.kind == "cpu":
+        # Ranks share the computer's memory.
+        left //= limits.ranks
     return int(left * _CPU_KV_SHARE) if limits.cache_bytes is None and facts.kind == "cpu" else left

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODEL, MEMORY, CACHE, SCHEDULING = "Model", "Memory", "Cache", "Scheduling"
-SPECULATION, EXECUTION, SERVER = "Speculative decoding", "Execution", "Server"
+SPECULATION, EXECUTION, PARALLEL, SERVER = "Speculative decoding", "Execution", "Several devices", "Server"
 LIMITS, OBSERVABILITY = "Limits", "Observability"
 """Headings of `--help`."""
 
@@ -114,7 +114,9 @@ class EngineOptions:
                                "fixed: always as many", ("adaptive", "fixed"), group=SPECULATION)
     speculative_config: dict[str, Any] = option({}, "all of this as vLLM writes it: method, model, num_speculative_tokens, "
                                                 "prompt_lookup_max, prompt_lookup_min", group=SPECULATION)
-    device: str = option("auto", "auto, cpu, cuda or cuda:N", group=EXECUTION)
+    device: str = option("auto", "auto, cpu, cuda or cuda:N; with several ranks N is the first one's", group=EXECUTION)
+    tensor_parallel_size: int = option(1, "devices (on a CPU: processes) that divide every layer among them",
+                                       group=PARALLEL, least=1)
     threads: int | None = option(None, "CPU threads for kernels; by default all cores", group=EXECUTION, least=1)
     kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch",
                                      group=EXECUTION)

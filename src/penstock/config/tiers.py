@@ -16,7 +16,7 @@ _LEAST_SLABS = 4
 
 @dataclass(frozen=True)
 class TierPlan:
-    """The tiers behind the device. With 0 host slabs there are none."""
+    """The tiers behind the device, of each rank. With 0 host slabs there are none."""
 
     host_slabs: int
     disk: str | None
@@ -27,6 +27,7 @@ class TierPlan:
     """Whether pages are written to stores as soon as they are kept, not when they are evicted."""
     always: bool
     """Whether cached pages are loaded even where computing them is faster."""
+    ranks: int = 1
 
 
 def names_leave(options: EngineOptions) -> bool:
@@ -38,7 +39,10 @@ def plan_tiers(options: EngineOptions, layout: CacheLayout) -> TierPlan:
     """Raises ConfigError for sizes that could not hold a page, and for settings of tiers that are not there."""
     stores = options.cache_disk is not None or options.cache_remote is not None
     least = _LEAST_SLABS * layout.slab_bytes
+    ranks = options.tensor_parallel_size
     asked = options.cache_host_bytes
+    if asked is not None:
+        asked //= ranks
     if asked is None:
         asked = max(_WAY_BYTES, least) if stores else 0
     if asked < 0 or (stores and not asked):
@@ -49,5 +53,6 @@ def plan_tiers(options: EngineOptions, layout: CacheLayout) -> TierPlan:
                           f"{_LEAST_SLABS} are the least; raise it to {least:,} or more, or leave it out")
     if options.cache_disk is not None and options.cache_disk_bytes < least:
         raise ConfigError(f"cache_disk_bytes is {options.cache_disk_bytes:,}; the least for this model is {least:,}")
-    return TierPlan(asked // layout.slab_bytes, options.cache_disk, options.cache_disk_adopt, options.cache_disk_bytes,
-                    options.cache_remote, options.cache_write == "through", options.cache_load == "always")
+    # The ranks' pages are of equal size, and what one holds, all hold.
+    return TierPlan(asked // layout.slab_bytes, options.cache_disk, options.cache_disk_adopt, options.cache_disk_bytes // ranks,
+                    options.cache_remote, options.cache_write == "through", options.cache_load == "always", ranks)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 
 class PageName(NamedTuple):
     """Names a page in every store by its contents: the cache group, and the key of the context that it ends."""
@@ -16,7 +18,7 @@ class PageName(NamedTuple):
     key: bytes
 
 
-class Save(NamedTuple):
+class Save(msgspec.Struct, frozen=True, array_like=True, tag="save"):
     """Copy a page of the device to a slot of the host, as it is before the plan's own copies, loads and step. The slots of a
     plan's saves share no byte, so these may be carried out in any order."""
 
@@ -25,7 +27,7 @@ class Save(NamedTuple):
     slot: int
 
 
-class Write(NamedTuple):
+class Write(msgspec.Struct, frozen=True, array_like=True, tag="write"):
     """Write a slot of the host to a store. Answered by a WriteResult, until which the slot must not change."""
 
     id: int
@@ -47,7 +49,7 @@ class Piece(NamedTuple):
     """Index of the source store, -1 if it is on the host."""
 
 
-class Load(NamedTuple):
+class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Fill pages of the device. Answered by a LoadResult with the ticket, until which its slots must not change."""
 
     ticket: int

@@ -5,12 +5,15 @@ Owned by one thread. It handles tokens only; `inputs` and `outputs` translate fr
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
+from typing import cast
 
+import msgspec
 import numpy as np
 
 from penstock.cache.manager import Cache
@@ -25,7 +28,8 @@ from penstock.engine.constraints import Constraints
 from penstock.engine.events import CacheEvents, open_events
 from penstock.engine.executor import Direct, Executor, Pending, Threaded
 from penstock.engine.loading import tokenizer_folder
-from penstock.engine.ranks import Progress, Rank, make_rank
+from penstock.engine.ranks import Progress, Rank
+from penstock.engine.remote import RemoteGroup
 from penstock.engine.tiers import Naming, Weights, set_up
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.drafting import draft_policy
@@ -34,6 +38,19 @@ from penstock.scheduler.scheduler import Scheduler
 
 _FLUSH_SECONDS = 5.0
 """The longest that `close` waits for pages being written to stores."""
+
+
+_RANK = "penstock.worker.rank:Rank"
+"""The class that makes a rank from options; named, because the engine's half must not import torch."""
+
+
+def make_rank(options: EngineOptions) -> Rank:
+    """The ranks that the options ask for: one in this process, or several in processes of their own. ConfigError if a device
+    cannot be used."""
+    if options.tensor_parallel_size > 1:
+        return RemoteGroup(msgspec.json.encode(options), options.tensor_parallel_size)
+    module, _, attribute = _RANK.partition(":")
+    return cast(Rank, getattr(importlib.import_module(module), attribute)(options))
 
 
 class Engine:
@@ -80,7 +97,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
             vocab_size=survey.vocab_size, step_target=config.step_target), POLICIES[options.scheduling_policy](),
             drafting=draft_policy(config.speculation) if config.speculation is not None else None)
-        self.executor: Executor = Threaded(self.rank) if survey.device.kind == "cpu" else Direct(self.rank)
+        self.executor: Executor = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)
         undo.callback(self._end)
         folder = None if options.skip_tokenizer_init else tokenizer_folder(options, survey.folder)
         self.constraints = Constraints(self.scheduler, survey.vocab_size, folder)

@@ -7,10 +7,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Protocol
 
+from penstock.core.errors import EngineDeadError
 from penstock.core.plan import Masks, StepPlan, StepResult
 
 
@@ -122,7 +123,9 @@ class Direct:
     def close(self) -> None:
         """Waits for the submitted plans."""
         if self._last is not None and self._unmasked is None:
-            self._last.result()
+            # Ranks that are lost finish nothing.
+            with suppress(EngineDeadError):
+                self._last.result()
         self._last = None
 
 

@@ -453,7 +453,7 @@ class EngineProcess:
         if not self._inbox.closed:
             self._receive()
         if not self._stopping:
-            self._die(f"the engine process {_ended(status)}", "other")
+            self._die(f"the engine process {ended(status)}", "other")
 
     def _die(self, reason: str, kind: str) -> None:
         if self.dead is not None:
@@ -510,7 +510,8 @@ def child_environment() -> dict[str, str]:
     return environment
 
 
-def _ended(status: int) -> str:
+def ended(status: int) -> str:
+    """How a process ended, in words."""
     if status < 0:
         name = signal.Signals(-status).name
         hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""

@@ -1,33 +1,34 @@
-"""The ranks of an engine: starts them, and combines several into one. Knows only the interface of a rank.
-
-Ranks are imported by name at run time, because the engine's half must not import torch and a rank may run in another process.
-"""
+"""The ranks of an engine: the interface of one, and several as one."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import Protocol, TypeVar
+
+import numpy as np
 
 from penstock.config.resolve import EngineConfig
-from penstock.config.schema import EngineOptions
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import Masks, StepPlan, StepResult
 from penstock.core.rank import Loaded, Prepared, Survey
+from penstock.core.transfer import LoadResult, WriteResult
 from penstock.engine.executor import Begun, Launches
-from penstock.stores.behind import Behind
-
-RANK = "penstock.worker.rank:Rank"
-"""The class that makes a rank from options."""
+from penstock.stores.behind import Opening
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) while weights load."""
 
 
 class Rank(Launches, Protocol):
-    """One device's half of the engine: `worker/rank.py::Rank`, a fake, or a RankGroup."""
+    """One device's half of the engine: `worker/rank.py::Rank`, a RemoteRank, a fake, or a RankGroup."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `launch` returns without waiting for the device."""
+        ...
 
     def survey(self) -> Survey: ...
 
@@ -35,17 +36,14 @@ class Rank(Launches, Protocol):
 
     def load(self, progress: Progress | None = None) -> Loaded: ...
 
-    def prepare(self, layout: CacheLayout, max_model_len: int, behind: Behind | None) -> Prepared: ...
+    def prepare(self, layout: CacheLayout, max_model_len: int, opening: Opening | None) -> Prepared: ...
 
     def close(self) -> None:
         """Frees everything that the rank has allocated. May be called at any time, and repeatedly."""
         ...
 
 
-def make_rank(options: EngineOptions, name: str = RANK) -> Rank:
-    """A rank of this process. ConfigError if its device cannot be used."""
-    module, _, attribute = name.partition(":")
-    return cast(Rank, getattr(importlib.import_module(module), attribute)(options))
+Found = TypeVar("Found")
 
 
 class RankGroup:
@@ -56,37 +54,85 @@ class RankGroup:
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self.ranks = list(ranks)
+        self._loads: dict[int, list[LoadResult]] = {}
+        self._writes: dict[int, list[WriteResult]] = {}
+
+    @property
+    def overlaps(self) -> bool:
+        return all(rank.overlaps for rank in self.ranks)
 
     def survey(self) -> Survey:
-        first, *others = [rank.survey() for rank in self.ranks]
+        first, *others = self._each(lambda rank: rank.survey())
         for other in others:
             assert replace(other, device=first.device) == first, "ranks of one engine have the same model"
         return first
 
     def check(self, config: EngineConfig) -> None:
-        for rank in self.ranks:
-            rank.check(config)
+        self._each(lambda rank: rank.check(config))
 
     def load(self, progress: Progress | None = None) -> Loaded:
         """Loads every rank. Returns the smallest room, and the largest memory use of weights and steps, of all ranks."""
-        found = [rank.load(progress if rank is self.ranks[0] else None) for rank in self.ranks]
+        found = self._each(lambda rank: rank.load(progress if rank is self.ranks[0] else None))
         first = found[0]
         assert all(other.states == first.states and other.computation == first.computation for other in found)
         return replace(first, room=min(one.room for one in found), weight_bytes=max(one.weight_bytes for one in found),
                        step_bytes=max(one.step_bytes for one in found), graph_bytes=max(one.graph_bytes for one in found),
                        notes=list(dict.fromkeys(note for one in found for note in one.notes)))
 
-    def prepare(self, layout: CacheLayout, max_model_len: int, behind: Behind | None) -> Prepared:
-        assert behind is None, "pages behind the device know no ranks yet"
-        first, *_ = [rank.prepare(layout, max_model_len, None) for rank in self.ranks]
+    def prepare(self, layout: CacheLayout, max_model_len: int, opening: Opening | None) -> Prepared:
+        first, *_ = self._each(lambda rank: rank.prepare(layout, max_model_len, opening))
         return first
+
+    def _each(self, call: Callable[[Rank], Found]) -> list[Found]:
+        """What a call returns for each rank. Ranks wait for each other, so all are called at once; the first error is raised
+        without waiting for the others."""
+        pool = ThreadPoolExecutor(len(self.ranks), "penstock-ranks")
+        try:
+            calls = [pool.submit(call, rank) for rank in self.ranks]
+            wait(calls, return_when=FIRST_EXCEPTION)
+            for one in calls:
+                if one.done():
+                    one.result()
+            return [one.result() for one in calls]
+        finally:
+            pool.shutdown(wait=False)
 
     def launch(self, plan: StepPlan) -> Begun:
         return _Together([rank.launch(plan) for rank in self.ranks], self.agree)
 
     def agree(self, results: Sequence[StepResult]) -> StepResult:
-        """The result of a step, given the results of all ranks."""
-        return results[0]
+        """The result of a step, given the results of all ranks. A transfer has ended once it has on all ranks."""
+        first, *others = results
+        for i, other in enumerate(others, 1):
+            if not np.array_equal(other.tokens, first.tokens):
+                raise RuntimeError(f"ranks 0 and {i} chose different tokens in step {first.id}: {first.tokens.tolist()} and "
+                                   f"{other.tokens.tolist()}")
+        first.load_results = self._loaded([found for one in results for found in one.load_results])
+        first.write_results = self._written([found for one in results for found in one.write_results])
+        return first
+
+    def _loaded(self, found: Sequence[LoadResult]) -> list[LoadResult]:
+        ended = []
+        for one in found:
+            of = self._loads.setdefault(one.ticket, [])
+            of.append(one)
+            if len(of) == len(self.ranks):
+                del self._loads[one.ticket]
+                lost, missed = (tuple(dict.fromkeys(name for part in of for name in getattr(part, field)))
+                                for field in ("lost", "missed"))
+                seconds = max(part.seconds for part in of)
+                ended.append(LoadResult(one.ticket, all(part.ok for part in of), seconds, lost, missed))
+        return ended
+
+    def _written(self, found: Sequence[WriteResult]) -> list[WriteResult]:
+        ended = []
+        for one in found:
+            of = self._writes.setdefault(one.id, [])
+            of.append(one)
+            if len(of) == len(self.ranks):
+                del self._writes[one.id]
+                ended.append(WriteResult(one.id, all(part.ok for part in of), max(part.seconds for part in of)))
+        return ended
 
     def close(self) -> None:
         with ExitStack() as closing:
@@ -100,10 +146,13 @@ class _Together:
     def __init__(self, pending: Sequence[Begun], agree: Callable[[Sequence[StepResult]], StepResult]) -> None:
         self._pending = pending
         self._agree = agree
+        self._result: StepResult | None = None
 
     def choose(self, masks: Masks) -> None:
         for one in self._pending:
             one.choose(masks)
 
     def result(self) -> StepResult:
-        return self._agree([one.result() for one in self._pending])
+        if self._result is None:
+            self._result = self._agree([one.result() for one in self._pending])
+        return self._result

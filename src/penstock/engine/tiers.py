@@ -12,7 +12,7 @@ from penstock.cache.tiers.hierarchy import Hierarchy, Policy
 from penstock.checkpoint import Fingerprint, sample
 from penstock.config.tiers import TierPlan
 from penstock.core.layout import CacheLayout
-from penstock.stores.behind import Behind
+from penstock.stores.behind import Opening
 from penstock.stores.opening import open_stores
 from penstock.stores.version import Version
 
@@ -22,7 +22,7 @@ class Tiers:
     """Both halves of the tiers; None where there are no tiers behind the device."""
 
     hierarchy: Hierarchy | None = None
-    behind: Behind | None = None
+    behind: Opening | None = None
 
     def close(self) -> None:
         """Ends the bookkeeping; the worker ends its own half."""
@@ -50,24 +50,23 @@ class Weights:
 
 
 def set_up(plan: TierPlan, weights: Weights, dtype: str, layout: CacheLayout, computation: str) -> Tiers:
-    """Opens the stores, once for each half. `computation` is `Decoder.computation`. ConfigError if a store can never be
+    """Opens the engine's stores; ranks open theirs. `computation` is `Decoder.computation`. ConfigError if a store can never be
     opened."""
     if not plan.host_slabs:
         return Tiers()
     stored = plan.disk is not None or plan.remote is not None
-    version = Version(weights.model, dtype, weights.sample() if stored else "", computation, layout)
+    version = Version(weights.model, dtype, weights.sample() if stored else "", computation, layout,
+                      ranks=plan.ranks)
     # Only the disk store's size is bounded by the engine.
     bounds = {"disk": plan.disk_bytes}
     policy = Policy(through=plan.through, always=plan.always)
     with ExitStack() as undo:
-        halves = []
-        for wait in (True, False):
-            halves.append(open_stores(plan.disk, plan.remote, version, plan.adopt, wait))
-            for store in halves[-1]:
-                undo.callback(store.close)
-        hierarchy = Hierarchy(layout, plan.host_slabs, [(store, bounds.get(store.tier)) for store in halves[0]], policy)
+        stores = open_stores(plan.disk, plan.remote, version, plan.adopt)
+        for store in stores:
+            undo.callback(store.close)
+        hierarchy = Hierarchy(layout, plan.host_slabs, [(store, bounds.get(store.tier)) for store in stores], policy)
         undo.pop_all()
-    return Tiers(hierarchy, Behind(plan.host_slabs, halves[1], version.id))
+    return Tiers(hierarchy, Opening(plan.host_slabs, plan.disk, plan.remote, plan.adopt, version))
 
 
 _SMALL_BYTES, _SMALL_SECONDS = 1 << 28, 0.5

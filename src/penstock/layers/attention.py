@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from penstock.core.errors import ModelError
 from penstock.core.state import Everything, Field, StateSpec, Window
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, LinearSpec
@@ -15,6 +16,7 @@ from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.rope import RopeSpec
 from penstock.layers.step import StateView, Step, Works
 from penstock.ops.attention import Geometry
+from penstock.parallel.group import Group
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,20 @@ class QueryKeyNorm:
     def fused(self) -> bool:
         """Whether the kernel that rotates can do it."""
         return isinstance(self.norm, RMSNormSpec) and not (self.whole or self.own or self.after)
+
+
+@dataclass(frozen=True)
+class Divided:
+    """How many heads all ranks have together, where a spec describes one rank's part."""
+
+    ranks: int
+    heads: int
+    kv_heads: int
+
+    def copies(self, rank: int) -> int:
+        """How many ranks hold this rank's KV head."""
+        held = [other * self.kv_heads // self.ranks for other in range(self.ranks)]
+        return held.count(held[rank]) if self.kv_heads < self.ranks else 1
 
 
 @dataclass(frozen=True)
@@ -56,31 +72,42 @@ class AttentionSpec:
     """A head's ALiBi slope: what a score loses for each position between query and key."""
     gate: bool = False
     """Results are multiplied by the sigmoid of one more projection of x, element by element."""
+    divided: Divided | None = None
 
     name = "attention"
 
     @property
     def qkv(self) -> LinearSpec:
-        size = self.head_size
-        outputs: tuple[Piece, ...] = (Piece("q", self.heads * size, size), Piece("k", self.kv_heads * size, size),
-                   Piece("v", self.kv_heads * size, size))
-        if self.gate:
-            outputs += (Piece("gate", self.heads * size, size),)
-        return LinearSpec(self.width, outputs, self.bias, Split.ROWS)
+        gate = (self._queries("gate"),) if self.gate else ()
+        return LinearSpec(self.width, (self._queries("q"), self._keys("k"), self._keys("v"), *gate), self.bias, Split.ROWS)
 
     @property
     def output(self) -> LinearSpec:
         return LinearSpec(self.heads * self.head_size, (Piece("o", self.width),), self.output_bias, Split.COLUMNS,
-                          self.head_size)
+                          self.head_size, self.kv_heads)
+
+    def _queries(self, name: str) -> Piece:
+        return Piece(name, self.heads * self.head_size, self.head_size, groups=self.kv_heads)
+
+    def _keys(self, name: str) -> Piece:
+        return Piece(name, self.kv_heads * self.head_size, self.head_size, copied=True)
+
+    def share(self, ranks: int) -> AttentionSpec:
+        if self.norm is not None and self.norm.whole and not isinstance(self.norm.norm, RMSNormSpec):
+            raise ModelError("a LayerNorm of all heads together cannot be divided; use tensor_parallel_size 1")
+        heads, kv_heads = (piece.room(ranks) // self.head_size for piece in (self._queries("q"), self._keys("k")))
+        return replace(self, heads=heads, kv_heads=kv_heads, divided=Divided(ranks, self.heads, self.kv_heads))
 
     def parameters(self, path: str) -> Iterator[Parameter]:
         yield from self.qkv.parameters(f"{path}.qkv")
         if self.norm is not None:
-            heads, kv_heads = (self.heads, self.kv_heads) if self.norm.whole or self.norm.own else (1, 1)
-            yield from self.norm.norm.parameters(f"{path}.q_norm", heads * self.head_size)
-            yield from self.norm.norm.parameters(f"{path}.k_norm", kv_heads * self.head_size)
+            each = self.norm.whole or self.norm.own
+            for piece in (self._queries("q_norm"), self._keys("k_norm")):
+                for parameter in self.norm.norm.parameters(f"{path}.{piece.name}", piece.rows if each else self.head_size):
+                    yield replace(parameter, split=Split.ROWS, unit=piece.unit, groups=piece.groups,
+                                  copied=piece.copied) if each else parameter
         if self.sinks:
-            yield Parameter(f"{path}.sinks", (self.heads,), split=Split.ROWS)
+            yield Parameter(f"{path}.sinks", (self.heads,), split=Split.ROWS, groups=self.kv_heads)
         yield from self.output.parameters(f"{path}.o")
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
@@ -117,9 +144,11 @@ class Attention:
             self.q_norm, self.k_norm = (build.values.tensor(f"{path}.{name}.weight") for name in ("q_norm", "k_norm"))
             self.eps, self.offset = spec.norm.norm.eps, spec.norm.norm.offset
         elif spec.norm is not None:
-            self._norms = HeadNorm(spec.norm, f"{path}.q_norm", build), HeadNorm(spec.norm, f"{path}.k_norm", build)
+            self._norms = HeadNorm(spec, f"{path}.q_norm", build), HeadNorm(spec, f"{path}.k_norm", build, keys=True)
         self.sinks = build.values.tensor(f"{path}.sinks").float() if spec.sinks else None
-        self.slopes = torch.tensor(spec.slopes, dtype=torch.float32, device=build.device) if spec.slopes else None
+        self.slopes: torch.Tensor | None = None
+        if spec.slopes:
+            self.slopes = torch.tensor(_own_slopes(spec, build), dtype=torch.float32, device=build.device)
         self._kernels = build.kernels
 
     @property
@@ -165,13 +194,20 @@ class Attention:
 class HeadNorm:
     """The norm of queries or of keys [T, heads, D]."""
 
-    def __init__(self, spec: QueryKeyNorm, path: str, build: Build) -> None:
-        self._spec = spec
-        self._norm = build_norm(spec.norm, path, build)
+    def __init__(self, spec: AttentionSpec, path: str, build: Build, keys: bool = False) -> None:
+        assert spec.norm is not None
+        self._spec = spec.norm
+        self._norm = build_norm(spec.norm.norm, path, build)
+        self._group, self._count, self._copies = build.group, 0, 1
+        if build.group is not None and spec.divided is not None:
+            self._count = (spec.divided.kv_heads if keys else spec.divided.heads) * spec.head_size
+            # Key heads that several ranks hold count once.
+            self._copies = spec.divided.copies(build.group.rank) if keys else 1
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._spec.whole:
-            return self._norm(x.flatten(1)).view(x.shape)
+            flat = x.flatten(1)
+            return (self._norm(flat) if self._group is None else self._together(flat, self._group)).view(x.shape)
         if not self._spec.own:
             return self._norm(x.flatten(0, 1)).view(x.shape)
         norm, wide = self._norm, x.float()
@@ -183,3 +219,19 @@ class HeadNorm:
         if isinstance(norm, LayerNorm) and norm.bias is not None:
             wide = wide + norm.bias.float().view(x.shape[1:])
         return wide.to(x.dtype)
+
+    def _together(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """RMSNorm of the heads of all ranks together."""
+        norm, wide = self._norm, x.float()
+        assert isinstance(norm, RMSNorm)
+        squares = group.reduce(wide.pow(2).sum(-1, keepdim=True) / self._copies)
+        return (wide * torch.rsqrt(squares / self._count + norm.eps) * (norm.weight.float() + norm.offset)).to(x.dtype)
+
+
+def _own_slopes(spec: AttentionSpec, build: Build) -> list[float]:
+    """The slopes of a rank's heads; those of heads that only fill up are 0."""
+    if build.group is None or spec.divided is None:
+        return list(spec.slopes)
+    whole = Piece("slopes", spec.divided.heads, groups=spec.divided.kv_heads)
+    first, last = whole.share(build.group.rank, spec.divided.ranks)
+    return [*spec.slopes[first:last], *[0.0] * (spec.heads - last + first)]

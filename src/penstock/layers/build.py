@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +10,7 @@ from penstock.layers.rope import RopeSpec
 from penstock.ops.experts import Stack
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Kernels
+from penstock.parallel.group import Group
 
 RopeTable = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, float32 [max_model_len, rotated dimensions / 2]."""
@@ -43,8 +43,8 @@ class Build:
     kernels: Kernels
     device: torch.device
     max_model_len: int
-    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Sums the ranks' shares of a projection whose inputs are divided among them; None on a single rank."""
+    group: Group | None = None
+    """The ranks of tensor parallelism, whose shares of a projection's inputs add up to the result; None on a single rank."""
     tables: dict[RopeSpec, RopeTable] = field(default_factory=dict)
 
     def rope(self, spec: RopeSpec) -> RopeTable:

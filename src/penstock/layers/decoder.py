@@ -16,24 +16,27 @@ from penstock.layers.norm import build_norm
 from penstock.layers.spec import ModelSpec
 from penstock.layers.step import BASE, Adapted, StateView, Step, Works
 from penstock.ops.registry import Kernels
+from penstock.parallel.group import Group
 
 
 class Decoder:
     """Tokens in, logits out. `values` has every parameter that the spec lists, by its path."""
 
     def __init__(self, spec: ModelSpec, values: Values, kernels: Kernels, *, dtype: torch.dtype, device: torch.device,
-                 max_model_len: int) -> None:
+                 max_model_len: int, group: Group | None = None) -> None:
+        """`group`: the ranks of tensor parallelism, if `spec` is one rank's part."""
         self.spec = spec
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
         self._max_model_len = max_model_len
         self.states: list[StateSpec] = spec.states(str(dtype).removeprefix("torch."))
-        build = Build(values, kernels, device, max_model_len)
+        build = Build(values, kernels, device, max_model_len, group)
+        self.group = group
         self.embedding = Embedding(spec.embedding, build, dtype)
         self.blocks = [Block(block, f"blocks.{i}", build) for i, block in enumerate(spec.blocks)]
         self.norm = build_norm(spec.norm, "norm", build)
-        self.logits = Head(spec.head, self.embedding.weight, build)
+        self.logits = Head(spec.head, self.embedding.weight, build, len(spec.labels) or spec.vocab_size)
         self.works = Works()
         held = [*values.values(), *(tensor for table in build.tables.values() for tensor in table)]
         self.weight_bytes: int = sum(value.nbytes for value in held)
@@ -91,5 +94,13 @@ class Decoder:
             self.head(torch.empty(count, self.spec.width, dtype=self.dtype, device=self.device))
 
     def head(self, hidden: torch.Tensor, step: Adapted = BASE) -> torch.Tensor:
-        """Logits [M, vocabulary], float32, of hidden states [M, width]. `step` says which rows have which adapter."""
+        """Logits [M, vocabulary], float32, of hidden states [M, width]; of several ranks, each its share of the vocabulary.
+        `step` says which rows have which adapter."""
         return self.logits(hidden, step)
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of the whole vocabulary, given this rank's share."""
+        if self.group is None:
+            return logits
+        outputs = len(self.spec.labels) or self.spec.vocab_size
+        return self.group.gather(logits).transpose(0, 1).flatten(1)[:, :outputs].contiguous()

@@ -12,6 +12,7 @@ from penstock.layers.linear import Linear, LinearSpec
 from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.step import Adapted, Step
 from penstock.ops.linear import Weight
+from penstock.parallel.group import Group
 from penstock.quant.scheme import PLAIN
 
 
@@ -26,8 +27,8 @@ class EmbeddingSpec:
     round_scale: bool = False
     positions: int = 0
 
-    def parameters(self, vocab_size: int, width: int) -> Iterator[Parameter]:
-        yield Parameter("embedding.weight", (vocab_size, width), PLAIN, split=Split.ROWS)
+    def parameters(self, vocab: Piece, width: int) -> Iterator[Parameter]:
+        yield Parameter("embedding.weight", (vocab.rows, width), PLAIN, split=Split.ROWS, unit=vocab.unit)
         if self.positions:
             yield Parameter("positions.weight", (self.positions, width), PLAIN)
 
@@ -39,9 +40,11 @@ class Embedding:
         self.weight = build.values.matrix("embedding.weight")
         self.positions = build.values.matrix("positions.weight") if spec.positions else None
         self._scale = torch.tensor(spec.scale, dtype=dtype).item() if spec.round_scale else spec.scale
+        self._group = build.group
 
     def __call__(self, step: Step) -> torch.Tensor:
-        out = self.weight.ops.gather(step.tokens, self.weight)
+        tokens, group = step.tokens, self._group
+        out = self.weight.ops.gather(tokens, self.weight) if group is None else self._shared(tokens, group)
         if step.delta is not None:
             out = step.delta("embedding", step.tokens, out)
         if self._scale != 1.0:
@@ -49,6 +52,14 @@ class Embedding:
         if self.positions is not None:
             out = out + self.positions.ops.gather(step.positions, self.positions)
         return out
+
+    def _shared(self, tokens: torch.Tensor, group: Group) -> torch.Tensor:
+        """Each rank has the rows of its share of the vocabulary, and zeros for other tokens. The sum over ranks is exact."""
+        rows = self.weight.n
+        place = tokens - group.rank * rows
+        held = (place >= 0) & (place < rows)
+        out = self.weight.ops.gather(place.clamp(0, rows - 1), self.weight)
+        return group.reduce(out.masked_fill_(~held[:, None], 0))
 
 
 @dataclass(frozen=True)
@@ -60,19 +71,23 @@ class HeadSpec:
     divisor: float = 1.0
     softcap: float = 0.0
 
-    def parameters(self, vocab_size: int, width: int) -> Iterator[Parameter]:
-        found = LinearSpec(width, (Piece("head", vocab_size),), self.bias, Split.ROWS).parameters("head")
+    def parameters(self, vocab: Piece, width: int) -> Iterator[Parameter]:
+        found = LinearSpec(width, (Piece("head", vocab.rows, vocab.unit),), self.bias, Split.ROWS).parameters("head")
         return (parameter for parameter in found if not (self.tied and parameter.name == "head.weight"))
 
 
 class Head(Linear):
-    """Hidden states [M, width] -> logits [M, vocabulary], float32."""
+    """Hidden states [M, width] -> logits [M, vocabulary], float32; of several ranks, each its share of the vocabulary."""
 
-    def __init__(self, spec: HeadSpec, embedding: Weight, build: Build) -> None:
+    def __init__(self, spec: HeadSpec, embedding: Weight, build: Build, vocab_size: int) -> None:
+        """`vocab_size`: that of all ranks together."""
         self.path = "head"
         self.spec = spec
         self.weight = embedding if spec.tied else build.values.matrix("head.weight")
         self.bias = build.values.tensor("head.bias") if spec.bias else None
+        rank = 0 if build.group is None else build.group.rank
+        self._real = min(self.weight.n, max(0, vocab_size - rank * self.weight.n))
+        """Columns that are tokens; those behind are padding."""
 
     def __call__(self, x: torch.Tensor, step: Adapted) -> torch.Tensor:
         logits = self.weight.ops.apply(x, self.weight, self.bias, torch.float32)
@@ -82,4 +97,6 @@ class Head(Linear):
             logits.div_(self.spec.divisor)
         if self.spec.softcap:
             logits.div_(self.spec.softcap).tanh_().mul_(self.spec.softcap)
+        if self._real < logits.shape[1]:
+            logits[:, self._real:] = -torch.inf
         return logits

@@ -6,7 +6,7 @@ A mixer without a state. How tokens are routed is data (`ops/routing.py::Routing
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from penstock.core.state import StateSpec
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, LinearSpec
 from penstock.layers.mlp import MLP, MLPSpec
-from penstock.layers.parameter import Parameter, Piece, Split
+from penstock.layers.parameter import Parameter, Piece, Split, even_unit
 from penstock.layers.step import StateView, Step, Works
 from penstock.ops.experts import Glu
 from penstock.ops.linear import Weight
@@ -42,7 +42,16 @@ class ExpertsSpec:
     inward: bool = False
     """Weights multiply the experts' inputs, not their results (Llama 4)."""
 
+    divided: tuple[int, int] = (0, 1)
+    """(the whole's `inner`, ranks), where this describes one rank's part."""
+
     name = "mlp"
+
+    def share(self, ranks: int) -> ExpertsSpec:
+        """Every rank has its share of the channels of all experts."""
+        shared = 0 if self.shared is None else self.shared.share(ranks).inner
+        return replace(self, inner=Piece("up", self.inner, even_unit(self.inner)).room(ranks), shared_inner=shared,
+                       divided=(self.inner, ranks))
 
     @property
     def router(self) -> LinearSpec:
@@ -71,14 +80,16 @@ class ExpertsSpec:
     def _stacks(self, path: str) -> Iterator[Parameter]:
         """gate_up [E * 2 F, W] and down [E * W, F]: an expert's matrices behind the previous expert's."""
         count, inner, picks = self.routing.experts, self.inner, self.routing.picks
-        halves = tuple(Piece(f"{path}.{e}.{half}.weight", inner) for e in range(count) for half in ("gate", "up"))
+        unit = even_unit(inner)
+        halves = tuple(Piece(f"{path}.{e}.{half}.weight", inner, unit) for e in range(count) for half in ("gate", "up"))
         yield Parameter(f"{path}.gate_up.weight", (count * 2 * inner, self.width), PLAIN, halves, split=Split.ROWS, stack=count,
                         live=picks * 3 * inner)
         if self.bias:
-            yield Parameter(f"{path}.gate_up.bias", (count, 2 * inner))
+            # Every rank has all of them and takes its own.
+            yield Parameter(f"{path}.gate_up.bias", (count, 2 * (self.divided[0] or inner)))
         downs = tuple(Piece(f"{path}.{e}.down.weight", self.width) for e in range(count))
-        yield Parameter(f"{path}.down.weight", (count * self.width, inner), PLAIN, downs, split=Split.COLUMNS, stack=count,
-                        live=picks * 2 * self.width)
+        yield Parameter(f"{path}.down.weight", (count * self.width, inner), PLAIN, downs, split=Split.COLUMNS, unit=unit,
+                        stack=count, live=picks * 2 * self.width)
         if self.bias:
             yield Parameter(f"{path}.down.bias", (count, self.width))
 
@@ -115,10 +126,14 @@ class Experts:
         self.up, self.down = (values.stack(f"{path}.experts.{name}.weight") for name in ("gate_up", "down"))
         self.up_bias, self.down_bias = (values.tensor(f"{path}.experts.{name}.bias") if spec.bias else None
                                         for name in ("gate_up", "down"))
+        if build.group is not None and self.up_bias is not None:
+            self.up_bias = _own_bias(self.up_bias, spec, build.group.rank)
+            # It is added once.
+            self.down_bias = self.down_bias if build.group.rank == 0 else None
         self.shared = None if spec.shared is None else MLP(spec.shared, f"{path}.shared", build)
         self.shared_gate = Linear(spec.gate, f"{path}.shared_gate", build) if spec.shared_gate else None
         self._route = build.kernels.route
-        self._reduce = build.reduce
+        self._reduce = None if build.group is None else build.group.reduce
 
     @property
     def linears(self) -> Sequence[Linear]:
@@ -146,3 +161,10 @@ class Experts:
         return out + (shared if self.shared_gate is None else self.shared_gate(x, step).sigmoid() * shared)
 
 
+def _own_bias(bias: torch.Tensor, spec: ExpertsSpec, rank: int) -> torch.Tensor:
+    """A rank's channels of the biases [E, 2 F] of gate and up, filled up with zeros."""
+    whole, ranks = spec.divided
+    first, last = Piece("up", whole, even_unit(whole)).share(rank, ranks)
+    own = bias.new_zeros(len(bias), 2, spec.inner)
+    own[:, :, :last - first] = bias.view(len(bias), 2, whole)[:, :, first:last]
+    return own.view(len(bias), -1)

@@ -8,7 +8,7 @@ by block, for fewer operations; `AttentionOps.library_spans` names those segment
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +82,10 @@ class LatentAttentionSpec:
         size = self.key_size + self.value_size
         yield Parameter(f"{path}.kv_b.weight", (self.heads * size, self.rank), PLAIN, split=Split.ROWS, unit=size, decoded=True)
         yield from self.output.parameters(f"{path}.o")
+
+    def share(self, ranks: int) -> LatentAttentionSpec:
+        """Ranks divide the heads; all hold every latent."""
+        return replace(self, heads=Piece("q", self.heads).room(ranks))
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
         return (StateSpec((Field("latent", (1, self.latent_size), dtype, split="whole"),), Everything()),)

@@ -7,7 +7,7 @@ kernel (`Activated`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,8 @@ class LinearSpec:
     split: Split = Split.WHOLE
     unit: int = 1
     """Inputs that stay together on one rank, if they are split."""
+    groups: int = 0
+    """Runs of such inputs, as in `Piece`."""
 
     @property
     def rows(self) -> int:
@@ -40,11 +42,13 @@ class LinearSpec:
             if kind == "bias" and not self.bias:
                 continue
             parent = path.rpartition(".")[0]
-            pieces = tuple(Piece(f"{parent}.{piece.name}.{kind}", piece.rows, piece.unit) for piece in self.outputs)
+            pieces = tuple(replace(piece, name=f"{parent}.{piece.name}.{kind}") for piece in self.outputs)
             # A bias is added to the sum over ranks, so ranks that divide the inputs have it whole.
             split = Split.WHOLE if kind == "bias" and self.split is Split.COLUMNS else self.split
+            columns = self.split is Split.COLUMNS
             yield Parameter(f"{path}.{kind}", shape, PLAIN if kind == "weight" else None, pieces if len(pieces) > 1 else (),
-                            split=split, unit=self.unit if self.split is Split.COLUMNS else self.outputs[0].unit)
+                            split=split, unit=self.unit if columns else self.outputs[0].unit,
+                            groups=self.groups if columns else self.outputs[0].groups)
 
 
 def matrix(spec: LinearSpec, path: str, build: Build) -> Weight:
@@ -63,7 +67,7 @@ class Linear:
         self.weight = matrix(spec, path, build)
         self.bias = build.values.tensor(f"{path}.bias") if spec.bias else None
         self._apply = self.weight.ops.apply
-        self._reduce = build.reduce if spec.split is Split.COLUMNS else None
+        self._reduce = build.group.reduce if build.group is not None and spec.split is Split.COLUMNS else None
         members = self.weight.members if isinstance(self.weight, Joined) else (self.weight,)
         self.shape: tuple[object, ...] = (*(type(one.ops) for one in members), self.weight.n, self.weight.k, self.bias is None)
         """Equal for projections that launch the same kernels for the same rows."""

@@ -37,6 +37,12 @@ class MixerSpec(Protocol):
         """Its cache entries, per position or per page; `dtype` is the model's, a torch name."""
         ...
 
+    def share(self, ranks: int) -> MixerSpec:
+        """One rank's part: the same mixer with fewer heads or channels, whose parameters have the shapes that
+        `Parameter.share` leaves to a rank. It is the same for every rank: those that get fewer are filled up with zeros. A
+        mixer whose parameters are all WHOLE returns itself."""
+        ...
+
     def build(self, path: str, build: Build) -> Mixer: ...
 
 

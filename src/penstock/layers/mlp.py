@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from penstock.core.state import StateSpec
 from penstock.layers.build import Build
 from penstock.layers.linear import Activated, Linear, LinearSpec
-from penstock.layers.parameter import Parameter, Piece, Split
+from penstock.layers.parameter import Parameter, Piece, Split, even_unit
 from penstock.layers.step import StateView, Step, Works
 
 
@@ -28,12 +28,20 @@ class MLPSpec:
 
     @property
     def input(self) -> LinearSpec:
-        outputs = (Piece("gate", self.inner), Piece("up", self.inner)) if self.gated else (Piece("up", self.inner),)
+        names = ("gate", "up") if self.gated else ("up",)
+        outputs = tuple(Piece(name, self.inner, self._unit) for name in names)
         return LinearSpec(self.width, outputs, self.bias, Split.ROWS)
 
     @property
     def output(self) -> LinearSpec:
-        return LinearSpec(self.inner, (Piece("down", self.width),), self.bias, Split.COLUMNS)
+        return LinearSpec(self.inner, (Piece("down", self.width),), self.bias, Split.COLUMNS, self._unit)
+
+    @property
+    def _unit(self) -> int:
+        return even_unit(self.inner)
+
+    def share(self, ranks: int) -> MLPSpec:
+        return replace(self, inner=Piece("up", self.inner, self._unit).room(ranks))
 
     def parameters(self, path: str) -> Iterator[Parameter]:
         yield from self.input.parameters(f"{path}.gate_up" if self.gated else f"{path}.up")

@@ -33,6 +33,52 @@ class Piece:
     rows: int
     unit: int = 1
     """Rows that stay together on one rank: those of a head."""
+    groups: int = 0
+    """Equal runs of units (the query heads of a KV head) that are dealt out whole while there are enough for all ranks; else
+    each run is divided among some ranks. 0: units belong to no run."""
+    copied: bool = False
+    """If there are fewer units than ranks, several ranks hold the same one (KV heads) instead of some holding none."""
+
+    def share(self, rank: int, ranks: int) -> tuple[int, int]:
+        """The half-open interval of rows that a rank holds, counted from the piece's beginning.
+
+        Ranks take equal numbers of units in order, as many as the first needs; the last ones may have fewer, or none.
+        """
+        units = self.rows // self.unit
+        assert units * self.unit == self.rows, f"{self.name} has {self.rows} rows, which are no whole units"
+        if self.copied and units < ranks:
+            first = rank * units // ranks
+            last = first + 1
+        elif self.groups:
+            each = units // self.groups
+            if self.groups >= ranks:
+                first, last = (part * each for part in deal(self.groups, rank, ranks))
+            else:
+                run = rank * self.groups // ranks
+                peers = [other for other in range(ranks) if other * self.groups // ranks == run]
+                first, last = (run * each + part for part in deal(each, rank - peers[0], len(peers)))
+        else:
+            first, last = deal(units, rank, ranks)
+        return first * self.unit, last * self.unit
+
+    def room(self, ranks: int) -> int:
+        """Rows that every rank allots: the largest share. Ranks with fewer fill up with zeros, so that all are built alike."""
+        return max(last - first for first, last in (self.share(rank, ranks) for rank in range(ranks)))
+
+
+def even_unit(length: int) -> int:
+    """Channels of a plain axis that stay together on one rank: 128, which suits kernels and the blocks of most schemes, but
+    fewer on short axes, so that there are at least 16 runs to deal out."""
+    unit = 128
+    while unit > 1 and (length % unit or length < 16 * unit):
+        unit //= 2
+    return unit
+
+
+def deal(units: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The half-open interval of units that a rank gets: ceil(units / ranks) each, until there are none left."""
+    each = -(-units // ranks)
+    return min(units, rank * each), min(units, (rank + 1) * each)
 
 
 @dataclass(frozen=True)
@@ -50,6 +96,9 @@ class Parameter:
     split: Split = Split.WHOLE
     unit: int = 1
     """Rows or columns that stay together on one rank, where there are no pieces to say so."""
+    groups: int = 0
+    copied: bool = False
+    """These two are a Piece's, where there are none."""
     stack: int = 0
     """Of the experts' matrices of a layer: so many, of equal shape, joined by rows. 0: it is a single matrix."""
     live: int = 0
@@ -81,21 +130,20 @@ class Parameter:
         return sum(part.nbytes for part in self.parts(dtype))
 
     def share(self, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """The half-open intervals of rows or columns that a rank holds, one for each piece, counted from the whole's beginning.
-
-        Units are dealt out in order, as evenly as whole ones can be; of a piece with fewer units than ranks (KV heads) several
-        ranks hold the same one.
-        """
+        """The half-open intervals of rows or columns that a rank holds, one for each piece, from the whole's beginning on."""
         if self.split is Split.WHOLE or ranks == 1:
             return [(0, self.shape[0])]
-        length = self.shape[0 if self.split is Split.ROWS else 1]
-        pieces = self.pieces if self.pieces and self.split is Split.ROWS else (Piece(self.name, length, self.unit),)
         found, at = [], 0
-        for piece in pieces:
-            units = piece.rows // piece.unit
-            assert units * piece.unit == piece.rows, f"{piece.name} has {piece.rows} rows, which are no whole units"
-            first = units * rank // ranks
-            last = units * (rank + 1) // ranks if units >= ranks else first + 1
-            found.append((at + first * piece.unit, at + last * piece.unit))
+        for piece in self.divided:
+            first, last = piece.share(rank, ranks)
+            found.append((at + first, at + last))
             at += piece.rows
         return found
+
+    @property
+    def divided(self) -> tuple[Piece, ...]:
+        """What ranks divide, rows or columns, as pieces."""
+        if self.pieces and self.split is Split.ROWS:
+            return self.pieces
+        return (Piece(self.name, self.shape[0 if self.split is Split.ROWS else 1], self.unit, self.groups,
+                      self.copied),)

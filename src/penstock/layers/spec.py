@@ -18,7 +18,7 @@ from penstock.layers.attention import AttentionSpec
 from penstock.layers.block import BlockSpec
 from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.norm import NormSpec
-from penstock.layers.parameter import Parameter
+from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.quant.scheme import Scheme
 
 
@@ -43,6 +43,39 @@ class ModelSpec:
     """Names of the labels of a classifier, whose head has one row for each."""
     task: str = "generate"
     """generate, or, where the checkpoint has no language model's head: embed or classify."""
+    ranks: int = 1
+    """This describes the part of one of so many ranks of tensor parallelism (`share`). `vocab_size` is that of all together."""
+
+    def share(self, ranks: int) -> ModelSpec:
+        """One rank's part. It is the same for every rank; which rows of a parameter are in it, `Parameter.share` says."""
+        if ranks == 1:
+            return self
+        blocks = tuple(dataclasses.replace(block, stages=tuple(tuple(dataclasses.replace(branch, body=branch.body.share(ranks))
+                                                                     for branch in stage) for stage in block.stages))
+                       for block in self.blocks)
+        own = dataclasses.replace(self, blocks=blocks, ranks=ranks)
+        cut = {parameter.scheme.name for parameter in self.parameters()
+               if parameter.scheme is not None and not _divides(parameter, ranks)}
+        if cut or len(list(own.parameters())) != len(list(self.parameters())):
+            names = ", ".join(sorted(cut))
+            raise ModelError(f"{ranks} ranks would cut apart blocks in which matrices are stored ({names}); use another "
+                             "tensor_parallel_size")
+        return own
+
+    @property
+    def vocab(self) -> Piece:
+        """The rows of embedding and head that this describes."""
+        # Rows of 64 tokens keep a rank's logits aligned.
+        whole = Piece("vocabulary", self.vocab_size, 64 if self.vocab_size % 64 == 0 else 1)
+        return dataclasses.replace(whole, rows=whole.room(self.ranks))
+
+    @property
+    def outputs(self) -> Piece:
+        """The rows of the head: of the vocabulary, or one for each label."""
+        if not self.labels:
+            return self.vocab
+        whole = Piece("labels", len(self.labels))
+        return dataclasses.replace(whole, rows=whole.room(self.ranks))
 
     def states(self, dtype: str) -> list[StateSpec]:
         """Those of all mixers, in the order in which they run; `dtype` is the model's, a torch name."""
@@ -64,11 +97,11 @@ class ModelSpec:
                      for one in (self._stored(parameter) if self.schemes and parameter.scheme is not None else (parameter,)))
 
     def _parameters(self) -> Iterator[Parameter]:
-        yield from self.embedding.parameters(self.vocab_size, self.width)
+        yield from self.embedding.parameters(self.vocab, self.width)
         for i, block in enumerate(self.blocks):
             yield from block.parameters(f"blocks.{i}")
         yield from self.norm.parameters("norm", self.width)
-        yield from self.head.parameters(len(self.labels) or self.vocab_size, self.width)
+        yield from self.head.parameters(self.outputs, self.width)
 
     def _stored(self, parameter: Parameter) -> Iterator[Parameter]:
         found = [self._scheme(piece.name.removesuffix(".weight"), parameter) for piece in parameter.pieces]
@@ -84,7 +117,7 @@ class ModelSpec:
                              f"they are {names}")
         for piece, scheme in zip(parameter.pieces, found, strict=True):
             yield dataclasses.replace(parameter, name=piece.name, shape=(piece.rows, parameter.shape[1]), scheme=scheme,
-                                      pieces=(), unit=piece.unit)
+                                      pieces=(), unit=piece.unit, groups=piece.groups, copied=piece.copied)
 
     def _scheme(self, stem: str, parameter: Parameter) -> Scheme:
         assert parameter.scheme is not None
@@ -111,3 +144,12 @@ class ModelSpec:
     def nbytes(self, dtype: str) -> int:
         """Bytes of the parameters as stored, in a model of `dtype`; packing and the rope tables may add a little."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
+
+
+def _divides(parameter: Parameter, ranks: int) -> bool:
+    """Whether ranks divide a parameter between the blocks in which it is stored."""
+    if parameter.scheme is None or parameter.split is Split.WHOLE:
+        return True
+    grain = parameter.scheme.grain[0 if parameter.split is Split.ROWS else 1]
+    return grain == 1 or (bool(grain) and all(place % grain == 0 for rank in range(ranks)
+                                            for share in parameter.share(rank, ranks) for place in share))

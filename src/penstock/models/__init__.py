@@ -18,17 +18,21 @@ from penstock.models import weights
 from penstock.models.registry import checkpoint_of, describe, family_of, registry
 from penstock.models.weights import Progress
 from penstock.ops.registry import Kernels
+from penstock.parallel.axis import ALONE, Place
+from penstock.parallel.group import Group
 
 __all__ = ["Decoder", "ModelSpec", "describe", "load", "registry"]
 
 
 def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, device: torch.device, kernels: Kernels,
-         load_format: str = "auto", max_model_len: int, seed: int = 0, progress: Progress | None = None) -> Decoder:
+         load_format: str = "auto", max_model_len: int, seed: int = 0, progress: Progress | None = None, place: Place = ALONE,
+         group: Group | None = None) -> Decoder:
     """A model ready to run: described by `config` (as `read_config` gives it), weights from `folder`'s safetensors.
 
     load_format "dummy" needs no folder: weights are random, a function of `seed`. `max_model_len` is the length of the rope
     tables, and decides how some rope scalings behave (layers/rope.py). `progress` is called with (bytes done, bytes in all).
-    ModelError names what is wrong with the config or the files.
+    `place` is that of a rank, which loads its share and exchanges with its `group`. ModelError names what is wrong with the
+    config or the files.
     """
     spec = describe(config)
     learned = spec.embedding.positions
@@ -36,11 +40,13 @@ def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, dev
         raise ModelError(f"max_model_len {max_model_len} is beyond the {learned} positions that this model has learned; "
                          f"lower it to at most {learned}")
     if load_format == "dummy":
-        values = weights.dummy(spec, dtype=dtype, device=device, kernels=kernels, seed=seed, progress=progress)
+        values = weights.dummy(spec, dtype=dtype, device=device, kernels=kernels, seed=seed, progress=progress,
+                               place=place)
     else:
         assert folder is not None, "only dummy weights need no folder"
         _, family = family_of(config)
         checkpoint = checkpoint_of(Path(folder), config, spec, str(dtype).removeprefix("torch."), device)
         values = weights.stream(spec, family.RULES, checkpoint, dtype=dtype, device=device,
-                                kernels=kernels, progress=progress)
-    return Decoder(spec, values, kernels, dtype=dtype, device=device, max_model_len=max_model_len)
+                                kernels=kernels, progress=progress, place=place)
+    return Decoder(spec.share(place.tensors), values, kernels, dtype=dtype, device=device, max_model_len=max_model_len,
+                   group=group)

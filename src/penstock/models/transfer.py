@@ -4,12 +4,14 @@ asynchronously. `models/weights.py` knows what the bytes mean.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +20,8 @@ from penstock.core.errors import ModelError
 _CHUNK = 16 << 20
 """Bytes per read: large enough for full disk bandwidth, small enough that all threads work on a large matrix."""
 _THREADS = 16
+_READ_AHEAD = 128 << 10
+"""The system's default."""
 _BUFFERS = 2
 """Pinned buffers per thread: one is read into while the other is copied to the device."""
 
@@ -50,6 +54,25 @@ class Arrival:
             event.wait()
 
 
+class Bytes(NamedTuple):
+    """Where a tensor lies in a file: from `start` on in runs of `run` bytes, whose beginnings are `pitch` bytes apart."""
+
+    start: int
+    run: int
+    pitch: int
+
+    @classmethod
+    def of(cls, start: int, tensor: torch.Tensor) -> Bytes:
+        """A whole tensor, in one run."""
+        return cls(start, tensor.nbytes, tensor.nbytes)
+
+    @classmethod
+    def cut(cls, start: int, shape: Sequence[int], itemsize: int, axis: int, first: int, count: int) -> Bytes:
+        """`count` places from `first` on along an axis of the tensor of `shape` that lies at `start`."""
+        place = math.prod(shape[axis + 1:]) * itemsize
+        return cls(start + first * place, count * place, shape[axis] * place)
+
+
 class Transfer:
     """The reading threads and their buffers. Use `opened`."""
 
@@ -63,15 +86,18 @@ class Transfer:
         for thread in self._threads:
             thread.start()
 
-    def send(self, path: Path, start: int, target: torch.Tensor) -> Arrival:
-        """Fills `target`, a contiguous tensor on the device, with the file's bytes from `start` on. Does not wait."""
+    def send(self, path: Path, there: Bytes, target: torch.Tensor) -> Arrival:
+        """Fills `target`, a contiguous tensor on the device, with the bytes of the file that are `there`. Does not wait."""
         flat = target.view(-1).view(torch.uint8)
         # The target's memory may have been another tensor's, which the current stream has still to read.
         free = torch.cuda.current_stream(self._device).record_event() if flat.is_cuda else None
-        firsts = range(0, len(flat), _CHUNK)
+        # Chunks of whole runs, where there are several.
+        size = _CHUNK if there.run >= len(flat) else max(there.run, _CHUNK // there.run * there.run)
+        firsts = range(0, len(flat), size)
         arrival = Arrival(len(firsts))
         for first in firsts:
-            self._chunks.put(_Chunk(path, start + first, flat[first:first + _CHUNK], free, arrival))
+            begin = there.start + first // there.run * there.pitch + first % there.run
+            self._chunks.put(_Chunk(path, there._replace(start=begin), flat[first:first + size], free, arrival))
         return arrival
 
     def close(self, give_up: bool) -> None:
@@ -108,9 +134,10 @@ class Transfer:
 
 
 class _Chunk:
-    def __init__(self, path: Path, start: int, target: torch.Tensor, free: torch.cuda.Event | None, arrival: Arrival) -> None:
+    def __init__(self, path: Path, there: Bytes, target: torch.Tensor, free: torch.cuda.Event | None,
+                 arrival: Arrival) -> None:
         self.path = path
-        self.start = start
+        self.there = there
         self.target = target
         self.free = free
         self.arrival = arrival
@@ -127,15 +154,12 @@ class _Buffer:
         """Reads the chunk and starts its copy; the event is recorded behind the copy."""
         if self._sent is not None:
             self._sent.synchronize()
-        size, done = len(chunk.target), 0
+        size, there = len(chunk.target), chunk.there
+        if size > len(self._memory):
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._memory.is_pinned())
         view = self._memory.numpy().data[:size]
-        if hasattr(os, "posix_fadvise"):  # the default read-ahead is 128 KiB
-            os.posix_fadvise(file, chunk.start, size, os.POSIX_FADV_WILLNEED)
-        while done < size:
-            count = os.preadv(file, [view[done:]], chunk.start + done)
-            if count == 0:
-                raise ModelError(f"{chunk.path} ends at byte {chunk.start + done}, while it is being read; download it again")
-            done += count
+        for run, first in enumerate(range(0, size, there.run)):
+            self._read(file, chunk.path, there.start + run * there.pitch, view[first:first + there.run])
         if chunk.free is None:
             chunk.target.copy_(self._memory[:size])
             return None
@@ -143,6 +167,18 @@ class _Buffer:
         chunk.target.copy_(self._memory[:size], non_blocking=True)
         self._sent = torch.cuda.current_stream(chunk.target.device).record_event()
         return self._sent
+
+
+    @staticmethod
+    def _read(file: int, path: Path, start: int, view: memoryview) -> None:
+        size, done = len(view), 0
+        if size > _READ_AHEAD and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, start, size, os.POSIX_FADV_WILLNEED)
+        while done < size:
+            count = os.preadv(file, [view[done:]], start + done)
+            if count == 0:
+                raise ModelError(f"{path} ends at byte {start + done}, while it is being read; download it again")
+            done += count
 
 
 @contextmanager

@@ -26,29 +26,15 @@ from penstock.layers.parameter import Parameter, Piece
 from penstock.layers.spec import ModelSpec
 from penstock.models.mapped import Checkpoint, stored_dtype
 from penstock.models.rules import Change, Rule
-from penstock.models.transfer import Arrival, opened
+from penstock.models.shares import Cut, Shares, Source, stored
+from penstock.models.transfer import Arrival, Bytes, opened
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Kernels
+from penstock.parallel.axis import ALONE, Place
 from penstock.quant.scheme import PLAIN, Part, Scheme, pack
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint's tensor, and where it goes: a parameter's stored tensor `part`, in which it fills places from `first` on
-    along the axis `axis`."""
-
-    name: str
-    part: str
-    row: int
-    """The first of the parameter's rows that it holds something of."""
-    rows: int
-    axis: int | None
-    first: int
-    count: int
-    change: Change | None
 
 
 @dataclass(frozen=True)
@@ -62,14 +48,6 @@ class _Place:
     rows: int
     first: int
     """Where they begin along the part's axis of rows."""
-
-
-def stored(parameter: Parameter, dtype: str, rows: int | None = None) -> tuple[Part, ...]:
-    """The tensors that hold a parameter, or so many rows of it, in a model of `dtype`."""
-    if parameter.scheme is not None:
-        return parameter.parts(dtype, rows)
-    shape = parameter.shape if rows is None else (rows, *parameter.shape[1:])
-    return (Part("", shape, parameter.dtype or dtype),)
 
 
 def _places(spec: ModelSpec, dtype: str) -> dict[str, _Place]:
@@ -197,14 +175,16 @@ def _coverage(spec: ModelSpec, rules: Sequence[Rule], sources: dict[str, list[So
 
 
 def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device,
-           kernels: Kernels, progress: Progress | None) -> Values:
-    """Every parameter from the checkpoint, in `dtype`, packed where the operation `linear` reads it."""
+           kernels: Kernels, progress: Progress | None, place: Place = ALONE) -> Values:
+    """Every parameter from the checkpoint, in `dtype`, packed where the operation `linear` reads it. `spec` is the whole model;
+    of each parameter, the share of the rank at `place` is read."""
     try:
         sources = assign(spec, rules, checkpoint.tensors, str(dtype).removeprefix("torch."))
     except ModelError as error:
         raise ModelError(f"{checkpoint.folder}: {error}") from None
     read = _to_host if device.type == "cpu" else _to_device
-    return read(spec, sources, checkpoint, dtype, device, kernels, _Progress(checkpoint, sources, progress))
+    shares = Shares(spec, place, str(dtype).removeprefix("torch."))
+    return read(shares, sources, checkpoint, dtype, device, kernels, _Progress(checkpoint, sources, progress))
 
 
 class _Progress:
@@ -212,27 +192,34 @@ class _Progress:
 
     def __init__(self, checkpoint: Checkpoint, sources: dict[str, list[Source]], told: Progress | None) -> None:
         self._total = sum(checkpoint.tensors[source.name].nbytes for found in sources.values() for source in found)
+        self._seen = set[str]()
         self._done = 0
         self._told = told
 
     def add(self, tensor: Stored) -> None:
+        if tensor.name in self._seen:
+            return
+        self._seen.add(tensor.name)
         self._done += tensor.nbytes
         if self._told is not None:
             self._told(self._done, self._total)
 
 
-def _to_host(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
+def _to_host(shares: Shares, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
              device: torch.device, kernels: Kernels, progress: _Progress) -> Values:
     """Loads one parameter after another from the mapped files, to bound host memory."""
     values = Values()
     with checkpoint.mapped():
-        for parameter, bench in _order(spec):
-            wholes = {suffix: bench.take(shape, kind) for suffix, (shape, kind) in _wholes(parameter, sources, dtype).items()}
+        for parameter, bench in _order(shares.spec):
+            wholes = {suffix: bench.take(shape, kind)
+                      for suffix, (shape, kind) in _wholes(shares, parameter, sources, dtype).items()}
+            shares.clear(parameter, wholes)
             for source in sources[parameter.name]:
                 tensor = checkpoint.read(source.name)
                 if source.change is not None:
-                    tensor = source.change(tensor, spec)
-                _rows(wholes[source.part], source).copy_(tensor)
+                    tensor = source.change(tensor, shares.whole)
+                for cut in shares.cuts(parameter, source):
+                    cut.target(wholes[source.part]).copy_(cut.source(tensor))
                 del tensor
                 checkpoint.drop(source.name)
                 progress.add(checkpoint.tensors[source.name])
@@ -245,62 +232,66 @@ _WAITING = 2 << 30
 """The most bytes on a device that still have to be converted or rearranged."""
 
 
-def _to_device(spec: ModelSpec, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
+def _to_device(shares: Shares, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
                device: torch.device, kernels: Kernels, progress: _Progress) -> Values:
     """Transfers all tensors concurrently to their final place; conversions and rearrangements are done on the device."""
     wholes: dict[str, dict[str, torch.Tensor]] = {}
-    coming: deque[tuple[Source, torch.Tensor, torch.Tensor, Arrival]] = deque()
+    coming: deque[tuple[Source, torch.Tensor, list[tuple[torch.Tensor, Cut | None]], Arrival]] = deque()
     waiting = 0
 
     def finish_one() -> None:
         nonlocal waiting
-        source, raw, rows, arrival = coming.popleft()
+        source, raw, targets, arrival = coming.popleft()
         arrival.wait()
-        if raw is not rows:
-            rows.copy_(raw if source.change is None else source.change(raw, spec))
+        if targets:
+            arranged = raw if source.change is None else source.change(raw, shares.whole)
+            for target, cut in targets:
+                target.copy_(arranged if cut is None else cut.source(arranged))
             waiting -= raw.nbytes
         progress.add(checkpoint.tensors[source.name])
 
     with opened(device) as transfer, checkpoint.mapped():
-        for parameter, _ in _order(spec):
+        for parameter, _ in _order(shares.spec):
             mine = wholes[parameter.name] = {suffix: torch.empty(shape, dtype=kind, device=device) for suffix, (shape, kind)
-                                             in _wholes(parameter, sources, dtype).items()}
+                                             in _wholes(shares, parameter, sources, dtype).items()}
+            shares.clear(parameter, mine)
             for source in sources[parameter.name]:
                 tensor = checkpoint.tensors[source.name]
-                raw = rows = _rows(mine[source.part], source)
+                kind = stored_dtype(tensor.dtype)
+                targets = [(cut.target(mine[source.part]), cut) for cut in shares.cuts(parameter, source)]
                 if tensor.made:
-                    rows.copy_(checkpoint.read(source.name))
-                    checkpoint.drop(source.name)
+                    if targets:
+                        arranged = checkpoint.read(source.name)
+                        for target, cut in targets:
+                            target.copy_(cut.source(arranged))
+                        checkpoint.drop(source.name)
                     progress.add(tensor)
                     continue
-                if source.change is not None or stored_dtype(tensor.dtype) != raw.dtype or not raw.is_contiguous():
-                    raw = torch.empty(tensor.shape, dtype=stored_dtype(tensor.dtype), device=device)
+                if source.change is not None and targets:
+                    raw = torch.empty(tensor.shape, dtype=kind, device=device)
                     waiting += raw.nbytes
-                coming.append((source, raw, rows, transfer.send(tensor.file, tensor.start, raw)))
+                    coming.append((source, raw, [*targets], transfer.send(tensor.file, Bytes.of(tensor.start, raw), raw)))
+                for target, cut in targets if source.change is None else ():
+                    direct = kind == target.dtype and target.is_contiguous()
+                    raw = target if direct else torch.empty(target.shape, dtype=kind, device=device)
+                    waiting += 0 if direct else raw.nbytes
+                    there = Bytes.of(tensor.start, raw) if cut.taken is None else Bytes.cut(
+                        tensor.start, tensor.shape, kind.itemsize, *cut.taken)
+                    coming.append((source, raw, [] if direct else [(target, None)], transfer.send(tensor.file, there, raw)))
                 while waiting > _WAITING:
                     finish_one()
         while coming:
             finish_one()
     return Values((parameter.name, _place(wholes.pop(parameter.name), parameter, dtype, device, kernels))
-                  for parameter in spec.parameters())
+                  for parameter in shares.spec.parameters())
 
 
-def _wholes(parameter: Parameter, sources: dict[str, list[Source]],
+def _wholes(shares: Shares, parameter: Parameter, sources: dict[str, list[Source]],
             dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each stored tensor of a parameter. Of one that comes in pieces, the pieces one behind the other."""
-    found = {}
-    for part in stored(parameter, str(dtype).removeprefix("torch.")):
-        shape = list(part.shape)
-        if part.rows is not None:
-            shape[part.rows] = max(source.first + source.count for source in sources[parameter.name]
-                                   if source.part == part.suffix)
-        found[part.suffix] = tuple(shape), getattr(torch, part.dtype)
-    return found
-
-
-def _rows(whole: torch.Tensor, source: Source) -> torch.Tensor:
-    """The part of a stored tensor that a source fills."""
-    return whole if source.axis is None else whole.narrow(source.axis, source.first, source.count)
+    """Shape and type of each stored tensor of a parameter."""
+    shapes = shares.shapes(parameter, sources[parameter.name])
+    return {part.suffix: (shapes[part.suffix], getattr(torch, part.dtype))
+            for part in stored(parameter, str(dtype).removeprefix("torch."))}
 
 
 class _Workbench:
@@ -355,18 +346,20 @@ _RANDOM = 1_000_003
 
 
 def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels: Kernels, seed: int,
-          progress: Progress | None) -> Values:
-    """Random parameters of the same shapes, for benchmarks; a function of the seed alone.
+          progress: Progress | None, place: Place = ALONE) -> Values:
+    """Random parameters of the same shapes, for benchmarks; a function of the seed alone. Ranks have shares of the same ones.
 
     Matrices are N(0, 1 / columns), so that activations and logits have unit scale. They repeat one array of random numbers:
     drawing a billion takes a minute, copying them a second.
     """
     stretch = torch.randn(_RANDOM, generator=torch.Generator().manual_seed(seed))
     scaled: dict[int, torch.Tensor] = {}
+    shares = Shares(spec, place, str(dtype).removeprefix("torch."))
     done, total = 0, spec.size * dtype.itemsize
     values = Values()
     host = device.type == "cpu"
-    for parameter, bench in _order(spec):
+    for own, bench in _order(shares.spec):
+        parameter = shares.of(own)
         if parameter.scheme is not None:
             columns = parameter.shape[1]
             if columns not in scaled:
@@ -377,7 +370,7 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
             whole = torch.full(parameter.shape, parameter.rest, dtype=getattr(torch, parameter.dtype or str(dtype)[6:]),
                                device=device)
         parts = {"": whole} if parameter.scheme is None else parameter.scheme.encode(whole)
-        values[parameter.name] = _place(parts, parameter, dtype, device, kernels)
+        values[own.name] = _place(shares.taken(own, parts), own, dtype, device, kernels)
         del whole, parts
         done += parameter.size * dtype.itemsize
         if progress is not None:

@@ -93,25 +93,41 @@ class SampleOps:
     def choose(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
                position: torch.Tensor, threshold: torch.Tensor | None = None, out: torch.Tensor | None = None,
                shift: torch.Tensor | None = None) -> torch.Tensor:
-        """The next tokens [S] int32, which are also written into `tokens` at their positions. They are in `out` if that is
-        given, which may be the host's memory: there they are once the device has come so far. With `shift` [1] int32 they are
-        so many elements behind the start of `out`, which is returned as it is: a captured graph then writes to another place
-        each time.
+        """The next tokens [S] int32: `elect` of `candidates`.
 
         Rows without Feature.RANDOM take the largest logit, the lowest id of equals. Rows with it draw from the softmax of their
         scaled logits, of those that are not below `threshold` [S] float32 (see `threshold`). NOT_FINITE (0 in `tokens`) where a
         logit is NaN or +inf, or all are -inf.
+        """
+        values, places = self.candidates(logits, table, row, position, threshold)
+        return self.elect(values, places, tokens, row, position, out, shift)
+
+    def candidates(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor, position: torch.Tensor,
+                   threshold: torch.Tensor | None = None, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best token of each of some parts of a line, the parts in the order of the vocabulary: values [S, P] float32 and
+        ids [S, P] int32. `first` is the id of the logits' first token, where they are a share of the vocabulary.
+
+        The value of a token is its logit; for rows with Feature.RANDOM a race's, whose winner is drawn.
         """
         mine = table[row.long()]
         drawn = (mine[:, Column.FEATURES] & int(Feature.RANDOM) > 0).nonzero()[:, 0]
         if len(drawn) < len(row):
             best, value = _largest(logits)
         if len(drawn) == len(row):
-            best, value = _largest(_race(logits, mine, position, threshold))
+            best, value = _largest(_race(logits, mine, position, threshold, first))
         elif len(drawn):
-            some = _race(logits[drawn], mine[drawn], position[drawn], None if threshold is None else threshold[drawn])
+            some = _race(logits[drawn], mine[drawn], position[drawn], None if threshold is None else threshold[drawn], first)
             best[drawn], value[drawn] = _largest(some)
-        chosen = best.int().masked_fill_(~torch.isfinite(value), NOT_FINITE)
+        return value[:, None], best[:, None].int() + first
+
+    def elect(self, values: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
+              position: torch.Tensor, out: torch.Tensor | None = None, shift: torch.Tensor | None = None) -> torch.Tensor:
+        """The best candidate of each line [S] int32, the lowest id of equals, which is also written into `tokens` at its
+        position. Results are in `out` if that is given, which may be the host's memory: there they are once the device has
+        come so far. With `shift` [1] int32 they are so many elements behind the start of `out`, which is returned as it is: a
+        captured graph then writes to another place each time."""
+        best, value = _largest(values)
+        chosen = places.gather(1, best[:, None])[:, 0].masked_fill(~torch.isfinite(value), NOT_FINITE)
         real = row >= 0
         if bool(real.all()):
             tokens[row.long(), position.long()] = chosen.clamp(min=0)
@@ -233,13 +249,14 @@ def _largest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return best, x.gather(1, best[:, None])[:, 0].float()
 
 
-def _race(logits: torch.Tensor, mine: torch.Tensor, position: torch.Tensor, threshold: torch.Tensor | None) -> torch.Tensor:
-    """Values whose largest is the token drawn, for the table's lines `mine` [S, WIDTH]."""
+def _race(logits: torch.Tensor, mine: torch.Tensor, position: torch.Tensor, threshold: torch.Tensor | None,
+          first: int) -> torch.Tensor:
+    """Values whose largest is the token drawn, for the table's lines `mine` [S, WIDTH]. `first` is the first token's id."""
     x = logits * mine.view(torch.float32)[:, Column.INVERSE_TEMPERATURE, None]
     if threshold is not None:
         x.masked_fill_(x < threshold[:, None], -torch.inf)
     key = noise.keys(mine[:, Column.SEED_KEY], position)[:, None]
-    ids = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)[None]
+    ids = torch.arange(first, first + x.shape[1], dtype=torch.int32, device=x.device)[None]
     # argmax(x - log E) is argmin(E / p) without the exponential and the sum of a softmax.
     return noise.exponential(key, ids).log_().neg_().add_(x)
 

@@ -96,10 +96,10 @@ def _exponential(key, ids, fast: tl.constexpr):
     return tl.where(v < 0.0625, series, -_log(u, fast))
 
 
-@triton.jit(do_not_specialize=["stride", "tiles", "row", "position"])
-def race(logits, stride, tiles, table, row, position, threshold, values, places, tile: tl.constexpr, vocab: tl.constexpr,
-         align: tl.constexpr, fast: tl.constexpr, linked: tl.constexpr):
-    """Argmax over `tiles` tiles of a line: program (line, part) -> values, places [S, parts].
+@triton.jit(do_not_specialize=["stride", "tiles", "row", "position", "begins"])
+def race(logits, stride, tiles, table, row, position, threshold, begins, values, places, tile: tl.constexpr,
+         vocab: tl.constexpr, align: tl.constexpr, fast: tl.constexpr, linked: tl.constexpr):
+    """Argmax over `tiles` tiles of a line: program (line, part) -> values, places [S, parts]. Ids are counted from `begins`.
 
     The value is the logit, or for random rows the scaled logit minus the logarithm of an exponential variate (Gumbel-max). A
     NaN logit counts as +inf.
@@ -125,7 +125,7 @@ def race(logits, stride, tiles, table, row, position, threshold, values, places,
         for begin in range(first, last, tile):
             ids = begin + tl.arange(0, tile)
             x = tl.load(logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32) * inverse
-            value = tl.where(x < lowest, float("-inf"), x - _log(_exponential(key, ids, fast), fast))
+            value = tl.where(x < lowest, float("-inf"), x - _log(_exponential(key, ids + begins, fast), fast))
             value = tl.where(x == x, value, float("inf"))
             better = value > best
             best, place = tl.where(better, value, best), tl.where(better, ids, place)
@@ -138,7 +138,7 @@ def race(logits, stride, tiles, table, row, position, threshold, values, places,
             best, place = tl.where(better, value, best), tl.where(better, ids, place)
     most = tl.max(best, 0)
     tl.store(values + line * parts + part, most)
-    tl.store(places + line * parts + part, tl.min(tl.where(best == most, place, 0x7FFFFFFF), 0))
+    tl.store(places + line * parts + part, begins + tl.min(tl.where(best == most, place, 0x3FFFFFFF), 0))
 
 
 @triton.jit(do_not_specialize=["parts", "length", "row", "position", "tokens", "out", "shift"])

@@ -16,6 +16,8 @@ from penstock.ops.sample import SampleOps
 
 _RACE, _TILE, _KNOWN, _EDITS = 1024, 4096, 1024, 64
 """Elements per program: to choose; to filter, allow and score; of a row's tokens; of its edits."""
+_PARTS = 256
+"""A line has at most so many parts, unless the vocabulary is huge: one compiled kernel serves all numbers of lines."""
 _SLOTS = 32
 """The most alternatives that the kernels of `score` find: more than core/sampling.py's MAX_LOGPROBS. Wide beams ask for
 more."""
@@ -39,25 +41,30 @@ def _linked(device: torch.device) -> dict[str, bool]:
 class TritonSample(SampleOps):
     """SampleOps without synchronisation. Logits rows are contiguous; their stride may be anything."""
 
-    def choose(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
-               position: torch.Tensor, threshold: torch.Tensor | None = None, out: torch.Tensor | None = None,
-               shift: torch.Tensor | None = None) -> torch.Tensor:
+    def candidates(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor, position: torch.Tensor,
+                   threshold: torch.Tensor | None = None, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         from penstock.ops import sample_kernels as kernels  # Triton: heavy, and not everywhere
 
         lines, device = len(logits), logits.device
         stride, shape = _strided(logits)
-        link = _linked(device)
         tiles = -(-shape["vocab"] // _RACE)
         # Eight programs per multiprocessor saturate memory; beyond that each takes several tiles.
         each = -(-tiles * lines // (8 * gpu.multiprocessors(device)))
         parts = -(-tiles // each)
         values = torch.empty((lines, parts), dtype=torch.float32, device=device)
         places = torch.empty((lines, parts), dtype=torch.int32, device=device)
-        out = torch.empty(lines, dtype=torch.int32, device=device) if out is None else out
-        kernels.race[(lines, parts)](logits, stride, each, table, row, position, threshold, values, places, tile=_RACE,
-                                     fast=device.type != "cpu", num_warps=4, **shape, **link)
+        kernels.race[(lines, parts)](logits, stride, each, table, row, position, threshold, first, values, places, tile=_RACE,
+                                     fast=device.type != "cpu", num_warps=4, **shape, **_linked(device))
+        return values, places
+
+    def elect(self, values: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
+              position: torch.Tensor, out: torch.Tensor | None = None, shift: torch.Tensor | None = None) -> torch.Tensor:
+        from penstock.ops import sample_kernels as kernels
+
+        lines, parts = values.shape
+        out = torch.empty(lines, dtype=torch.int32, device=values.device) if out is None else out
         kernels.decide[(lines,)](values, places, parts, row, position, tokens, tokens.shape[1], out, shift,
-                                 wide=gpu.covering(tiles), num_warps=1, **link)
+                                 wide=max(_PARTS, gpu.covering(parts)), num_warps=1, **_linked(values.device))
         return out
 
     def threshold(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

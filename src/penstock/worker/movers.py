@@ -272,10 +272,10 @@ def _overwritten(plan: StepPlan, page: int) -> Iterator[tuple[int, int]]:
 
 def _runs(pairs: Iterable[Save]) -> Iterator[tuple[int, int, int, int]]:
     """Merges pages that are consecutive on both sides into runs (group, page, slot, count)."""
-    first: Save | None = None
+    first: tuple[int, int, int] | None = None
     count = 0
-    for pair in sorted(pairs):
-        if first is not None and pair == (first.group, first.page + count, first.slot + count):
+    for pair in sorted((save.group, save.page, save.slot) for save in pairs):
+        if first is not None and pair == (first[0], first[1] + count, first[2] + count):
             count += 1
             continue
         if first is not None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 
 from penstock import models
@@ -25,10 +26,12 @@ from penstock.observe.log import LOG
 from penstock.ops import compile as compiling
 from penstock.ops import gpu, registry
 from penstock.ops.compile import Compilation
+from penstock.parallel.axis import ALONE, Place
+from penstock.parallel.group import Group, join
 from penstock.platform.allocator import keep_freed_memory
 from penstock.platform.facts import detect, device_name
 from penstock.platform.kept import Kept
-from penstock.stores.behind import Behind
+from penstock.stores.behind import Opening
 from penstock.worker import memory
 from penstock.worker.drafters import loading as drafters
 from penstock.worker.drafters.ngram import SCRATCH
@@ -40,19 +43,41 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables that configure torch's allocator."""
 
 
+class Start(msgspec.Struct, array_like=True):
+    """What a rank in a process of its own is made of: the first line on its standard input."""
+
+    address: str
+    """Of its sockets."""
+    options: EngineOptions
+    place: Place
+
+
 class Rank:
     """One device's part of an engine. Not thread-safe."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, place: Place = ALONE) -> None:
         self._options = options
         self._limits = memory_limits(options)
+        self._place = place
+        self._group: Group | None = None
         self._facts = detect(options.device)
-        self._device = torch.device(device_name(options.device, self._facts))
+        name = device_name(options.device, self._facts)
+        if self._facts.kind == "cuda" and not place.alone:
+            # Each rank has a GPU of its own, from the one on that was asked for.
+            name = f"cuda:{int(name.partition(':')[2] or 0) + place.tensor}"
+            self._facts = detect(name)
+            torch.cuda.set_device(name)
+        self._device = torch.device(name)
         self._compiles = self._facts.kind == "cuda" and compiling.watch()
         self._compilations: list[Compilation] = []
         self._drafter: LoadedDrafter | None = None
         self._model: models.Decoder | None = None
         self._worker: Worker | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `launch` returns without waiting for the device."""
+        return self._facts.kind != "cpu"
 
     @property
     def worker(self) -> Worker:
@@ -64,7 +89,7 @@ class Rank:
         """Inspects the device and the model's small files. ConfigError or ModelError if one of them cannot be used."""
         self._folder = resolve_folder(self._options.model, self._options.revision)
         self._checkpoint = read_config(self._folder)
-        spec = self._spec = models.describe(self._checkpoint)
+        spec = self._spec = models.describe(self._checkpoint).share(self._place.tensors)
         return Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.max_positions, spec.size,
                       dtype_of(self._folder, self._checkpoint), spec.task, spec.labels)
 
@@ -89,6 +114,8 @@ class Rank:
         """Loads weights while kernels compile, and measures the working memory of steps. ConfigError or ModelError says what to
         change."""
         options, device, config, kernels = self._options, self._device, self._config, self._kernels
+        if not self._place.alone:
+            self._group = self._join()
         compiled = [compilation(config, spec, kernels, device) for spec in self._specs] if self._compiles else []
         self._compilations = found = [one for one in compiled if one is not None]
         # Libraries with a slow first use load in parallel.
@@ -97,7 +124,8 @@ class Rank:
             how: dict[str, Any] = {"dtype": getattr(torch, config.dtype), "device": device, "kernels": kernels,
                                    "load_format": options.load_format, "max_model_len": config.max_model_len,
                                    "seed": options.seed}
-            self._model = model = models.load(self._folder, self._checkpoint, **how, progress=progress)
+            self._model = model = models.load(self._folder, self._checkpoint, **how, progress=progress, place=self._place,
+                                                group=self._group)
             if config.speculation is not None:
                 self._drafter = drafters.load(config.speculation, self._draft, **how)
             warming.result()
@@ -121,6 +149,10 @@ class Rank:
         draft = self._drafter.model if self._drafter is not None else None
         return [model] if draft is None else [model, draft]
 
+    def _join(self) -> Group | None:
+        """Meets the other ranks."""
+        return join(self._place, self._device)
+
     def _working(self, model: models.Decoder) -> memory.Working:
         """Returns the working memory of steps. Measuring it takes 2 s on a GPU, so the result is cached on disk for later
         starts."""
@@ -140,14 +172,14 @@ class Rank:
             kept.write(list(working))
         return working
 
-    def prepare(self, layout: CacheLayout, max_model_len: int, behind: Behind | None) -> Prepared:
-        """Allocates the cache and the rows, captures CUDA graphs and warms up. `behind`: the tiers behind the device; this rank
-        closes its stores."""
+    def prepare(self, layout: CacheLayout, max_model_len: int, opening: Opening | None) -> Prepared:
+        """Allocates the cache and the rows, captures CUDA graphs and warms up. `opening`: the tiers behind the device."""
         assert self._model is not None
         config = self._config
         if self._device.type == "cpu":
             # Not before loading, whose buffers must not stay.
             keep_freed_memory()
+        behind = None if opening is None else opening.open(self._place.tensor, self._place.tensors)
         with compiling.explained(self._facts.capability), memory.explained(self._device):
             try:
                 self._worker = worker = Worker(self._model, layout, config.max_num_seqs, max_model_len, self._device,
@@ -174,6 +206,9 @@ class Rank:
         if self._worker is not None:
             self._worker.close()
         self._drafter = None
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.close()
 
 
 def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Kernels,

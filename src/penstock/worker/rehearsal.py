@@ -51,7 +51,12 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
         for lines in _examples(1, tokens):
             logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))
             if lines in (1, 2, rows) and kernels.chosen["sample"].capturable:
-                _sample(kernels, logits, known)
+                # Several ranks exchange candidates; what else there is to do, each does with the gathered logits.
+                whole = torch.empty(lines, spec.vocab_size, dtype=logits.dtype, device=_META) if spec.ranks > 1 else logits
+                _sample(kernels, whole, known)
+                if spec.ranks > 1:
+                    kernels.sample.candidates(logits, torch.empty(rows, WIDTH, dtype=_INTS, device=_META),
+                                              *torch.empty(2, lines, dtype=_INTS, device=_META))
     return list(jobs.values())
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.plan import Ints
+from penstock.layers.decoder import Decoder
 from penstock.ops.sample import Feature, SampleOps
 from penstock.worker.rows import Rows
 from penstock.worker.scoring import Scores
@@ -83,9 +84,11 @@ class Sampled:
 class Sampler:
     """Serves the rows of one worker."""
 
-    def __init__(self, ops: SampleOps, rows: Rows, capturable: bool = False) -> None:
-        """`capturable`: a CUDA graph can hold `ops.choose`."""
+    def __init__(self, ops: SampleOps, rows: Rows, capturable: bool = False, model: Decoder | None = None) -> None:
+        """`capturable`: a CUDA graph can hold `ops.choose`. `model`: says which share of the vocabulary its logits are; None:
+        all of it."""
         self._ops = ops
+        self._model = model if model is not None and model.group is not None else None
         self._capturable = capturable
         self._rows = rows
         self._staging = Staging(torch.int32, rows.device)
@@ -106,6 +109,18 @@ class Sampler:
         """
         return self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, threshold, out)
 
+    def _choose(self, logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, threshold: torch.Tensor | None,
+                out: torch.Tensor | None, shift: torch.Tensor | None) -> torch.Tensor:
+        """Ranks that have shares of the logits exchange the best token of each part of them, never logits."""
+        ops, table, tokens = self._ops, self._rows.parameters.table, self._rows.tokens
+        group = None if self._model is None else self._model.group
+        if group is None:
+            return ops.choose(logits, table, tokens, row, position, threshold, out, shift)
+        values, places = ops.candidates(logits, table, row, position, threshold, group.rank * logits.shape[1])
+        both = group.gather(torch.stack((values.view(torch.int32), places)))
+        both = both.permute(1, 2, 0, 3).reshape(2, len(values), -1)
+        return ops.elect(both[0].view(torch.float32), both[1], tokens, row, position, out, shift)
+
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold `choose_at`."""
@@ -120,8 +135,7 @@ class Sampler:
         """Runs `choose` for plain rows and writes to host memory at the offset in `shift` [1] int32, so that each replay of a
         captured graph can use another place."""
         assert self._outbox is not None
-        self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, None, self._outbox.memory,
-                         shift)
+        self._choose(logits, row, position, None, self._outbox.memory, shift)
 
     def launch(self, logits: torch.Tensor, lines: LogitsRows, masks: RowMasks | None = None, stay: bool = False) -> Sampled:
         """Samples tokens from logits [S, V] float32, which are modified in place, and writes them to their rows. `stay`: keep
@@ -132,7 +146,9 @@ class Sampler:
         if self._outbox is not None and not stay and not every & int(Feature.LOGPROBS):
             out = self._outbox.take(len(lines.rows))
         if masks is None and not every & _MORE:
-            return Sampled(self.choose(logits, lines.row, lines.position, None, out), None)
+            return Sampled(self._choose(logits, lines.row, lines.position, None, out, None), None)
+        if self._model is not None:
+            logits = self._model.whole(logits)
         picks = [np.flatnonzero(features & which) for which in (_EDITED, int(Feature.PENALTY), int(Feature.LOGPROBS))]
         edited, penalized, asking = self._bring(picks)
         rows, parameters = self._rows, self._rows.parameters

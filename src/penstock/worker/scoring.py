@@ -63,7 +63,7 @@ def prompts(model: Decoder, ops: SampleOps, hidden: torch.Tensor, plan: StepPlan
         for first in range(start, end, _LINES):
             last = min(end, first + _LINES)
             at = int(query_start[segment]) + first - start
-            logits = model.head(hidden[at:at + size(last - first)])[:last - first]
+            logits = model.whole(model.head(hidden[at:at + size(last - first)])[:last - first])
             found = ops.score(logits, rows.tokens[row, first + 1:last + 1], top)
             parts.append((np.full(last - first, segment, np.int32), np.arange(first + 1, last + 1, dtype=np.int32), found))
     return Scores(parts)

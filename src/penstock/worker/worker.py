@@ -82,6 +82,10 @@ class Launched:
         """Whether the second launch is pending."""
         return self._choose is not None
 
+    def ended(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._choose is None and self._interval.ended()
+
     def choose(self, masks: Masks | None) -> None:
         """Enqueues the second launch, which samples tokens from the logits. Called once; by `Worker.launch` if nothing is
         masked."""
@@ -161,7 +165,7 @@ class Worker:
         watched = {work.group for work in model.works if work.ops.shares(work.geometry)}
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
         self.runner = Runner(model, self.rows, layout.page)
-        self.sampler = Sampler(model.kernels.sample, self.rows, model.kernels.chosen["sample"].capturable)
+        self.sampler = Sampler(model.kernels.sample, self.rows, model.kernels.chosen["sample"].capturable, model)
         self.verifier = Verifier(self.rows)
         self.clock = Clock(device)
         self.graphs: Graphs | None = None

@@ -29,7 +29,7 @@ CPU = DeviceFacts("cpu", "test", 8 << 30, 2)
     ({"gpu_memory_utilization": float("nan")}, "a fraction above 0, at most 1"),
     ({"step_target_ms": 0}, "step_target_ms is 0.0; it must be above 0"),
     ({"max_model_length": 8}, "there is no option 'max_model_length'; similar are max_model_len"),
-    ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be at least 1"),
 ])
 def test_every_door_refuses_the_same(given: dict[str, Any], said: str) -> None:
     words = []

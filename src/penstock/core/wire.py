@@ -1,0 +1,74 @@
+"""How the engine and ranks in other processes write to each other: msgpack by msgspec, typed on both sides, never pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from penstock.core import state
+from penstock.core.state import Field, Retention, StateSpec
+
+T = TypeVar("T")
+
+_ARRAY = 1
+"""The msgpack extension of an array: its dtype and shape, then its bytes."""
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        array = np.ascontiguousarray(value)
+        head = msgspec.msgpack.encode((array.dtype.str, array.shape))
+        return msgspec.msgpack.Ext(_ARRAY, len(head).to_bytes(1, "little") + head + array.tobytes())
+    if isinstance(value, np.integer | np.floating):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent to another process")
+
+
+def _extension(code: int, data: memoryview) -> Any:
+    if code != _ARRAY:
+        raise ValueError(f"extension {code} of a message is not known")
+    end = 1 + data[0]
+    dtype, shape = msgspec.msgpack.decode(data[1:end], type=tuple[str, tuple[int, ...]])
+    # A copy: the array may be changed, and the message's memory be reused.
+    return np.frombuffer(bytearray(data[end:]), dtype).reshape(shape)
+
+
+def _decoded(kind: Any, value: Any) -> Any:
+    return Path(value) if kind is Path else value
+
+
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_encoded).encode
+
+
+def decoder(kind: type[T]) -> Callable[[bytes], T]:
+    """Decodes messages of one type."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decoded, ext_hook=_extension).decode
+
+
+class Keep(msgspec.Struct, array_like=True):
+    """A retention: its class in core/state.py, and its fields."""
+
+    kind: str
+    values: dict[str, int]
+
+
+class State(msgspec.Struct, array_like=True):
+    """A StateSpec, whose retention could be any class."""
+
+    fields: list[Field]
+    keep: Keep
+
+    @classmethod
+    def of(cls, spec: StateSpec) -> State:
+        return cls(list(spec.fields), Keep(type(spec.keep).__name__, dict(vars(spec.keep))))
+
+    def spec(self) -> StateSpec:
+        kind = getattr(state, self.keep.kind)
+        assert isinstance(kind, type) and kind is not Retention, self.keep.kind
+        return StateSpec(tuple(self.fields), kind(**self.keep.values))

@@ -1,0 +1,291 @@
+"""Ranks in processes of their own: starts them, tells them what to do, and notices when one is lost.
+
+Each rank has two ZMQ sockets in a folder that only this user may enter. A rank that has ended, is stopped, or has been silent
+for too long is lost, and with it the group: every other rank may be waiting for it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from penstock.core.control import (
+    ANSWERS,
+    Answer,
+    Beat,
+    Failed,
+    Loading,
+    Preparing,
+    Said,
+    Stepped,
+    StoresToOpen,
+    Told,
+)
+from penstock.core.errors import ConfigError, EngineDeadError, ModelError
+from penstock.core.layout import CacheLayout
+from penstock.core.plan import Masks, StepPlan, StepResult
+from penstock.core.rank import Loaded, Prepared, Survey
+from penstock.core.wire import decoder, encode
+from penstock.engine.executor import Begun
+from penstock.engine.process import child_environment, ended, own_folder
+from penstock.engine.ranks import Progress, RankGroup
+from penstock.parallel.axis import Place
+from penstock.stores.behind import Opening
+
+_SILENCE = 4.0
+"""Seconds without a sign of life after which a rank that is ready is lost."""
+_STARTING = 120.0
+"""The same before it is ready: importing and loading may keep the thread that says so from running."""
+_STOPPED = 2.0
+"""The same for a process that the system reports as stopped."""
+_POLL_MS = 200
+_CLOSE_SECONDS = 10.0
+
+
+class RemoteRank:
+    """The engine's handle of one rank. Calls wait for their answer; steps are answered in order."""
+
+    def __init__(self, options: bytes, place: Place, name: str, address: str, context: zmq.Context[Any]) -> None:
+        self.name = name
+        self._outbox, self._inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        for socket, end in ((self._outbox, "-in"), (self._inbox, "-out")):
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(address + end)
+        self._decode: Callable[[bytes], Said] = decoder(Said)  # type: ignore[arg-type]  # a union of types
+        self._results: deque[StepResult] = deque()
+        self._answers: deque[msgspec.Raw] = deque()
+        self._progress: Progress | None = None
+        self._ready = False
+        self.lost: str | None = None
+        """Why the rank is gone."""
+        self.process = subprocess.Popen([sys.executable, "-P", "-m", "penstock.worker.process"], stdin=subprocess.PIPE,
+                                        env=child_environment())
+        assert self.process.stdin is not None
+        # As worker/rank.py::Start, which would bring torch.
+        self.process.stdin.write(msgspec.json.encode((address, msgspec.Raw(options), place)) + b"\n")
+        self.process.stdin.flush()
+        self._heard = time.monotonic()
+
+    # -- calls
+
+    def survey(self) -> Survey:
+        found: Survey = self._ask("survey")
+        return found
+
+    def check(self, config: Any) -> None:
+        self._ask("check", config)
+
+    def load(self, progress: Progress | None = None) -> Loaded:
+        self._progress = progress
+        facts: Loaded = self._ask("load").facts()
+        return facts
+
+    def prepare(self, layout: CacheLayout, max_model_len: int, opening: Opening | None) -> Prepared:
+        stores = None
+        if opening is not None:
+            version = opening.version
+            stores = StoresToOpen(opening.host_slabs, opening.disk, opening.remote, opening.adopt, version.model, version.dtype,
+                                  version.weights, version.computation)
+        found: Prepared = self._ask("prepare", Preparing(layout.page, layout.slabs, max_model_len, stores))
+        self._ready = True
+        return found
+
+    def _ask(self, call: str, argument: Any = None) -> Any:
+        self.tell(call, encode(argument))
+        while not self._answers:
+            self.listen(_POLL_MS)
+            self.look()
+        answer = self._answers.popleft()
+        kind = ANSWERS[call]
+        return None if kind is None else decoder(kind)(answer)
+
+    def tell(self, call: str, body: bytes) -> None:
+        """Sends a call or a launch, whose argument is encoded."""
+        self._raise()
+        self._outbox.send(encode(Told(call, msgspec.Raw(body))))
+
+    # -- steps
+
+    def take(self) -> StepResult | None:
+        """The oldest result that has arrived."""
+        return self._results.popleft() if self._results else None
+
+    # -- life
+
+    def listen(self, timeout: int) -> None:
+        """Takes in all messages that are there; waits for one for up to `timeout` milliseconds."""
+        if not self._inbox.poll(timeout):
+            return
+        while True:
+            try:
+                message = self._decode(self._inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            self._heard = time.monotonic()
+            if isinstance(message, Stepped):
+                self._results.append(message.result)
+            elif isinstance(message, Answer):
+                self._answers.append(message.body)
+            elif isinstance(message, Loading):
+                if self._progress is not None:
+                    self._progress(message.done, message.total)
+            elif isinstance(message, Failed):
+                self._fail(message)
+            else:
+                assert isinstance(message, Beat)
+
+    def _fail(self, failed: Failed) -> None:
+        if failed.kind != "other":
+            raise (ConfigError if failed.kind == "config" else ModelError)(failed.reason)
+        self.lost = f"{self.name} failed: {failed.reason}"
+        self._raise()
+
+    def look(self) -> None:
+        """Raises EngineDeadError if the rank is lost. Call `listen` before."""
+        status = self.process.poll()
+        if status is not None:
+            self.listen(0)
+            self.lost = f"{self.name} {ended(status)}"
+        else:
+            silent = time.monotonic() - self._heard
+            if silent > (_SILENCE if self._ready else _STARTING):
+                self.lost = f"{self.name} has been silent for {silent:.1f} s"
+            elif silent > _STOPPED and _stopped(self.process.pid):
+                self.lost = f"{self.name} is stopped (SIGSTOP)"
+        self._raise()
+
+    def _raise(self) -> None:
+        if self.lost is not None:
+            raise EngineDeadError(self.lost)
+
+    def end(self) -> None:
+        """Asks the process to end."""
+        if self.lost is None and self.process.poll() is None:
+            with suppress(zmq.ZMQError):
+                self._outbox.send(encode(Told("close")), zmq.NOBLOCK)
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Waits so long for the process to end, then kills it."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self._outbox.close()
+        self._inbox.close()
+
+
+class RemoteGroup(RankGroup):
+    """Ranks in processes. A plan is encoded once."""
+
+    ranks: list[RemoteRank]  # type: ignore[assignment]
+
+    overlaps = True
+
+    def __init__(self, options: bytes, count: int) -> None:
+        """Starts `count` processes with the encoded options. None is left if that fails."""
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._folder = own_folder()
+        super().__init__([])
+        self._closed = False
+        self._lost: str | None = None
+        try:
+            for rank in range(count):
+                place = Place(rank, count, self._folder)
+                self.ranks.append(RemoteRank(options, place, f"rank {rank} of {count}", f"ipc://{self._folder}/rank-{rank}",
+                                             self._context))
+        except BaseException:
+            self.close()
+            raise
+
+    def launch(self, plan: StepPlan) -> Begun:
+        self.tell("launch", plan)
+        return _RemoteStep(self)
+
+    def tell(self, call: str, argument: Any) -> None:
+        """Sends a launch to every rank."""
+        self._raise()
+        body = encode(argument)
+        for rank in self.ranks:
+            rank.tell(call, body)
+
+    def _raise(self) -> None:
+        if self._lost is not None:
+            raise EngineDeadError(self._lost)
+
+    def look(self, first: RemoteRank | None = None) -> None:
+        """Takes in what ranks say, for a while if the `first` has said nothing. Raises EngineDeadError if one is lost; then no
+        process is left, as none can go on without the others."""
+        self._raise()
+        try:
+            if first is not None:
+                first.listen(_POLL_MS)
+            for rank in self.ranks:
+                rank.listen(0)
+                rank.look()
+        except EngineDeadError as error:
+            self._lost = str(error)
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends all processes: politely if none is lost."""
+        if self._closed:
+            return
+        self._closed = True
+        whole = all(rank.lost is None and rank.process.poll() is None for rank in self.ranks)
+        with ExitStack() as closing:
+            closing.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            closing.callback(self._context.destroy, 0)
+            for rank in self.ranks:
+                if whole:
+                    rank.end()
+                else:
+                    rank.process.kill()
+                closing.callback(rank.close, _CLOSE_SECONDS)
+
+
+class _RemoteStep:
+    """A step of ranks in processes. Results must be taken in the order of launches."""
+
+    def __init__(self, group: RemoteGroup) -> None:
+        self._group = group
+        self._found: list[StepResult | None] = [None] * len(group.ranks)
+        self._result: StepResult | None = None
+
+    def choose(self, masks: Masks) -> None:
+        self._group.tell("choose", masks)
+
+    def result(self) -> StepResult:
+        if self._result is None:
+            for i, rank in enumerate(self._group.ranks):
+                while self._found[i] is None:
+                    self._found[i] = rank.take()
+                    if self._found[i] is None:
+                        # Any rank may be the one that this one waits for.
+                        self._group.look(rank)
+            self._result = self._group.agree([one for one in self._found if one is not None])
+        return self._result
+
+
+def _stopped(pid: int) -> bool:
+    """Whether the system says that a process is stopped or traced."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in "Tt"
+

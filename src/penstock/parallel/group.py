@@ -1,0 +1,125 @@
+"""Groups of ranks that exchange tensors: over torch.distributed between processes, or between threads of one process.
+
+Sums are made in the order of the ranks and rounded once, so that every rank has the same bits, whatever else is in the step.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+
+from penstock.parallel.axis import Place
+
+
+class Group(Protocol):
+    """The ranks of one axis, as one of them sees it. All ranks make the same calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' x, which may be overwritten, in x's dtype."""
+        ...
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, *x.shape]: the x of all ranks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum in order, rounded once."""
+    if len(parts) == 2:
+        return parts[0] + parts[1]
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
+
+
+_JOIN_SECONDS = 120.0
+"""The longest that ranks wait for each other at their start."""
+
+
+class Processes:
+    """Ranks in processes: gloo between CPUs, NCCL between GPUs."""
+
+    def __init__(self, place: Place, device: torch.device) -> None:
+        """Waits until all ranks have joined."""
+        import torch.distributed as dist
+
+        self.rank, self.size = place.tensor, place.tensors
+        cuda = device.type == "cuda"
+        # All ranks are on this machine: nothing is bound to another interface.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        store = torch._C._distributed_c10d.FileStore(  # noqa: SLF001 (not exported)
+            f"{place.rendezvous}/ranks", self.size)
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=self.rank, world_size=self.size,
+                                timeout=timedelta(seconds=_JOIN_SECONDS), device_id=device if cuda else None)
+        self._reduce = dist.all_reduce
+        # Its name in torch 2.13, and before.
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._end = dist.destroy_process_group
+        self._sums = cuda and self.size == 2
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._sums:
+            # Of two addends there is only one order.
+            self._reduce(x)
+            return x
+        return added(self.gather(x).unbind())
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        # As bytes: gloo does not know every type.
+        self._gather(found.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8))
+        return found
+
+    def close(self) -> None:
+        self._end()
+
+
+class Threads:
+    """Ranks in threads of one process, for tests."""
+
+    def __init__(self, rank: int, shared: Shared) -> None:
+        self.rank, self.size = rank, shared.size
+        self._shared = shared
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return added(self.gather(x).unbind())
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        shared = self._shared
+        shared.given[self.rank] = x
+        shared.barrier.wait()
+        found = torch.stack(shared.given)  # type: ignore[arg-type]
+        # Nobody may go on and overwrite its part before all have read it.
+        shared.barrier.wait()
+        return found
+
+    def close(self) -> None:
+        self._shared.barrier.abort()
+
+
+class Shared:
+    """What `Threads` of one group share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.given: list[torch.Tensor | None] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=_JOIN_SECONDS)
+
+
+def join(place: Place, device: torch.device) -> Group | None:
+    """This rank's group of tensor parallelism; None if it is alone. Waits for the others."""
+    return None if place.alone else Processes(place, device)

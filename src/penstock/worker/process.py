@@ -1,0 +1,179 @@
+"""A rank in a process of its own: the loop that carries out what the engine tells it. Nothing is ever pickled.
+
+The main thread does all work; a second one says twice a second that the process lives.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_type_hints
+
+import msgspec
+import zmq
+
+from penstock.core.control import (
+    BEAT_SECONDS,
+    STEPS,
+    Answer,
+    Beat,
+    Failed,
+    LoadedFacts,
+    Loading,
+    Preparing,
+    Said,
+    Stepped,
+    StoresToOpen,
+    Told,
+)
+from penstock.core.errors import ConfigError, ModelError
+from penstock.core.layout import CacheLayout, lay_out
+from penstock.core.plan import Masks, StepPlan
+from penstock.core.wire import decoder, encode
+from penstock.stores.behind import Opening
+from penstock.stores.version import Version
+from penstock.worker.rank import Rank, Start
+from penstock.worker.worker import Launched
+
+_WATCH_SECONDS = 2e-5
+"""The interval at which a step on the device is looked at while no message comes."""
+
+
+class Loop:
+    """Carries out messages in order, and sends the results of steps as they end."""
+
+    def __init__(self, rank: Rank, inbox: zmq.Socket[bytes], say: Callable[[Said], None]) -> None:
+        self.rank = rank
+        self._inbox = inbox
+        self._say = say
+        self._read = decoder(Told)
+        self._bodies = {"check": decoder(get_type_hints(Rank.check)["config"]), "prepare": decoder(Preparing)}
+        self._plans: Callable[[bytes], StepPlan] = decoder(StepPlan)
+        self._masks: Callable[[bytes], Masks] = decoder(Masks)
+        self._flying: deque[Launched] = deque()
+        self._states: Any = None
+
+    def run(self) -> None:
+        """Returns at the call `close`, or after a step that failed: its rank cannot go on."""
+        while True:
+            told = self._next()
+            if told is None:
+                self._say(Stepped(self._flying.popleft().result()))
+            elif told.call == "close":
+                return
+            elif told.call in STEPS:
+                self._step(told)
+            else:
+                self._call(told)
+
+    def _next(self) -> Told | None:
+        """The next message; None if the oldest step in flight has ended first."""
+        while self._flying and not self._flying[0].waits:
+            if self._inbox.poll(0):
+                break
+            if self._flying[0].ended():
+                return None
+            time.sleep(_WATCH_SECONDS)
+        return self._read(self._inbox.recv())
+
+    def _step(self, told: Told) -> None:
+        if told.call == "launch":
+            self._flying.append(self.rank.launch(self._plans(told.body)))
+        else:
+            self._flying[-1].choose(self._masks(told.body))
+
+    def _call(self, told: Told) -> None:
+        decode = self._bodies.get(told.call)
+        arguments = [] if decode is None else [decode(told.body)]
+        try:
+            value = getattr(self, f"_{told.call}")(*arguments)
+        except (ConfigError, ModelError) as error:
+            self._say(Failed(str(error), "config" if isinstance(error, ConfigError) else "model"))
+            return
+        self._say(Answer(msgspec.Raw(encode(value))))
+
+    def _survey(self) -> Any:
+        return self.rank.survey()
+
+    def _check(self, config: Any) -> None:
+        self.rank.check(config)
+
+    def _load(self) -> LoadedFacts:
+        loaded = self.rank.load(lambda done, total: self._say(Loading(done, total)))
+        self._states = loaded.states
+        return LoadedFacts.of(loaded)
+
+    def _prepare(self, asked: Preparing) -> Any:
+        layout = replace(lay_out(self._states, asked.page, 0), slabs=asked.slabs)
+        stores = asked.stores
+        return self.rank.prepare(layout, asked.max_model_len, None if stores is None else _opening(stores, layout))
+
+
+def _opening(stores: StoresToOpen, layout: CacheLayout) -> Opening:
+    version = Version(stores.model, stores.dtype, stores.weights, stores.computation, layout)
+    return Opening(stores.host_slabs, stores.disk, stores.remote, stores.adopt, version)
+
+
+def main() -> None:
+    """The process's entry point. It ends with the engine, whatever happens."""
+    # The engine decides when to stop; a terminal's Ctrl-C reaches the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    threading.Thread(target=_die_with_engine, name="penstock-engine-watch", daemon=True).start()
+    context = zmq.Context()
+    inbox, outbox = _connected(context, zmq.PULL, start.address + "-in"), _connected(context, zmq.PUSH, start.address + "-out")
+    threading.Thread(target=_beat, args=(_connected(context, zmq.PUSH, start.address + "-out"),), name="penstock-beat",
+                     daemon=True).start()
+
+    def say(message: Said) -> None:
+        outbox.send(encode(message))
+
+    status = 0
+    try:
+        rank = Rank(start.options, start.place)
+        Loop(rank, inbox, say).run()
+        rank.close()
+    except Exception as error:  # noqa: BLE001 (reported to the engine)
+        status = 1
+        if not isinstance(error, ConfigError | ModelError):
+            traceback.print_exc()
+        kind = "config" if isinstance(error, ConfigError) else "model" if isinstance(error, ModelError) else "other"
+        say(Failed(str(error) if kind != "other" else f"{type(error).__name__}: {error}", kind))
+    outbox.close(linger=2000)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Exit without joining threads of native libraries.
+    os._exit(status)
+
+
+def _connected(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.connect(address)
+    return socket
+
+
+def _beat(outbox: zmq.Socket[bytes]) -> None:
+    pause, message = threading.Event(), encode(Beat())
+    while True:
+        outbox.send(message)
+        pause.wait(BEAT_SECONDS)
+
+
+def _die_with_engine() -> None:
+    """Exits when standard input ends: only the engine holds the other end of this pipe."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Ranks of tensor parallelism in threads of one process: they compute what ranks in processes do, and start at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from penstock.config.schema import EngineOptions
+from penstock.core.plan import Masks, StepPlan, StepResult
+from penstock.engine.executor import Begun
+from penstock.engine.ranks import RankGroup
+from penstock.parallel.axis import Place
+from penstock.parallel.group import Group, Shared, Threads
+from penstock.worker.rank import Rank
+
+
+class ThreadRank(Rank):
+    """A rank whose group is in this process."""
+
+    def __init__(self, options: EngineOptions, place: Place, shared: Shared) -> None:
+        super().__init__(options, place)
+        self._shared = shared
+
+    def _join(self) -> Group:
+        return Threads(self._place.tensor, self._shared)
+
+
+class Threaded(RankGroup):
+    """Runs each rank's part of a step in a thread of its own, as they wait for each other."""
+
+    ranks: list[Any]
+
+    def __init__(self, options: EngineOptions) -> None:
+        count = options.tensor_parallel_size
+        shared = Shared(count)
+        super().__init__([ThreadRank(options, Place(rank, count), shared) for rank in range(count)])
+        self._pools = [ThreadPoolExecutor(1) for _ in self.ranks]
+
+    def all(self, calls: list[Callable[[], Any]]) -> list[Any]:
+        return [found.result() for found in [pool.submit(call) for pool, call in zip(self._pools, calls, strict=True)]]
+
+    def launch(self, plan: StepPlan) -> Begun:
+        return _Step(self, self.all([lambda rank=rank: rank.launch(plan) for rank in self.ranks]))
+
+    def close(self) -> None:
+        super().close()
+        for pool in self._pools:
+            pool.shutdown()
+
+
+class _Step:
+    def __init__(self, group: Threaded, begun: list[Any]) -> None:
+        self._group = group
+        self._begun = begun
+
+    def choose(self, masks: Masks) -> None:
+        self._group.all([lambda one=one: one.choose(masks) for one in self._begun])
+
+    def result(self) -> StepResult:
+        return self._group.agree(self._group.all([one.result for one in self._begun]))

@@ -1,0 +1,98 @@
+"""Greedy tokens are those of one rank, however the model is divided: every family's shapes, and the trained models.
+
+Ranks are threads of this process (`ranks.py`); those in processes are in test_processes.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import canary
+from penstock.checkpoint import read_config
+from penstock.config.schema import EngineOptions
+from penstock.core.errors import PenstockError
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.engine.engine import Engine
+from penstock.models.registry import describe
+from tests.models.families import CASES, Case, make
+from tests.system.ranks import Threaded
+
+ASSETS = Path(__file__).parents[1] / "assets"
+MEMBERS = ["canary", *sorted(folder.name for folder in ASSETS.iterdir() if (folder / "config.json").is_file())]
+PROMPTS = [[1, 5, 9, 44, 17, 60, 8], [1, *range(40, 75)], [1, 44]]
+RANKS = (2, 3, 4)
+FIRST = [next(case for case in CASES if case.kind == kind) for kind in dict.fromkeys(case.kind for case in CASES)]
+"""One case of each family."""
+
+
+def options(folder: Path | str, **more: Any) -> EngineOptions:
+    return EngineOptions(**{"model": str(folder), "device": "cpu", "dtype": "float32", "threads": 1, "max_num_seqs": 4,
+                            "max_num_batched_tokens": 64, "max_model_len": 128, "skip_tokenizer_init": True, **more})
+
+
+def greedy(engine: Engine, **params: Any) -> list[list[int]]:
+    """The continuations of PROMPTS; the engine is closed."""
+    try:
+        for i, prompt in enumerate(PROMPTS):
+            engine.submit(Request(str(i), prompt, SamplingParams(
+                **{"temperature": 0, "max_tokens": 16, "seed": i, "ignore_eos": True, **params})))
+        found: list[list[int]] = [[] for _ in PROMPTS]
+        while engine.busy:
+            for update in engine.turn():
+                assert update.finish_reason in (None, "length"), update
+                found[int(update.request_id)] += update.token_ids
+        return found
+    finally:
+        engine.close()
+
+
+def same(folder: Path | str, ranks: int, **params: Any) -> None:
+    wanted = greedy(Engine(options(folder)), **params)
+    asked = options(folder, tensor_parallel_size=ranks)
+    assert greedy(Engine(asked, rank=Threaded(asked)), **params) == wanted
+
+
+@pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
+def test_a_shape_of_every_family(case: Case, tmp_path: Path) -> None:
+    make(case, tmp_path)
+    same(tmp_path, RANKS[CASES.index(case) % 3])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_shape_of_every_family(case: Case, ranks: int, tmp_path: Path) -> None:
+    make(case, tmp_path)
+    same(tmp_path, ranks)
+
+
+@functools.cache
+def runs(name: str) -> bool:
+    try:
+        describe(read_config(canary.model_folder() if name == "canary" else ASSETS / name))
+    except PenstockError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("name", "ranks"), [
+    (name, ranks) if i % 3 == at else pytest.param(name, ranks, marks=pytest.mark.exhaustive)
+    for i, name in enumerate(MEMBERS) for at, ranks in enumerate(RANKS)])
+def test_every_trained_model(name: str, ranks: int) -> None:
+    if not runs(name):
+        pytest.skip("no family runs it yet")
+    same("canary" if name == "canary" else ASSETS / name, ranks)
+
+
+@pytest.mark.parametrize("params", [
+    {"temperature": 0.9}, {"temperature": 0.9, "top_k": 12}, {"temperature": 1.2, "top_p": 0.7},
+    {"temperature": 0.9, "min_p": 0.05}, {"repetition_penalty": 1.3}, {"logit_bias": {7: 3.0, 3000: 5.0}},
+    {"allowed_token_ids": [5, 900, 2047, 2048, 4095]}, {"logprobs": 3, "prompt_logprobs": 2}], ids=str)
+def test_every_way_of_choosing(params: dict[str, Any]) -> None:
+    """The race of a random choice is run by token, wherever its logit is."""
+    same("canary", 3, **params)

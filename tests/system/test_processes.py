@@ -1,0 +1,185 @@
+"""Ranks in processes: the same tokens over gloo, and what is told and left when one is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock import LLM, SamplingParams
+from penstock.core.control import LoadedFacts
+from penstock.core.errors import ConfigError, EngineDeadError
+from penstock.core.plan import Enter, Masks, Move, Proposal, StepPlan, StepResult
+from penstock.core.transfer import Load, LoadResult, PageName, Piece, Save, Write
+from penstock.core.wire import decoder, encode
+from penstock.engine.remote import RemoteGroup
+from tests.system.served import Served, served
+
+PROMPTS = ["Once upon a time", "The cat sat on the mat, and", "a"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def llm(**more: Any) -> LLM:
+    return LLM("canary", **{"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 512, "max_num_seqs": 8, **more})
+
+
+def tokens(model: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(found.outputs[0].token_ids) for found in model.generate(PROMPTS, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """Two ranks with every tier."""
+    with llm(tensor_parallel_size=2, cache_host_bytes=1 << 22, cache_disk=str(tmp_path_factory.mktemp("pages")),
+             cache_load="always", kv_cache_memory_bytes=1 << 20) as model:
+        yield model
+
+
+def test_plans_and_results_arrive_as_they_were_sent() -> None:
+    name = PageName(1, b"\x00key")
+    plan = StepPlan(7, [Enter(1, [3, 4], 2, SamplingParams(temperature=0.5, logit_bias={3: 1.0}), -5, [2])], [4],
+                    [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 3), np.int32)], [Move(0, 1, 2)],
+                    np.array([1], np.int32), np.array([0], np.int32), np.array([2], np.int32), np.array([1], np.int32),
+                    slack=np.array([1], np.int32), proposals=[Proposal(1, 2, [9])],
+                    transfers=[Save(0, 1, 2), Write(3, 0, name, 2), Load(4, [Piece(name, 1, -1, 0)], 0.5)])
+    found = decoder(StepPlan)(encode(plan))
+    assert found.enter == plan.enter and found.transfers == plan.transfers and found.moves == plan.moves
+    assert found.proposals == plan.proposals
+    for field in ("rows", "starts", "counts", "wants", "masked", "slack"):
+        assert np.array_equal(getattr(found, field), getattr(plan, field)) and getattr(found, field).dtype == np.int32
+    assert [edit.shape for edit in found.edits] == [(2, 3), (0, 3)]
+    found.rows[0] = 3
+    result = StepResult(7, np.array([5], np.int32), np.array([1], np.int32), load_results=[LoadResult(4, False, lost=(name,))])
+    again = decoder(StepResult)(encode(result))
+    assert again.load_results == result.load_results and again.tokens.tolist() == [5]
+    assert decoder(Masks)(encode(Masks(np.full((2, 3), -1, np.int32)))).bits.tolist() == [[-1] * 3] * 2
+    with pytest.raises(TypeError, match="cannot be sent"):
+        encode(object())
+    with pytest.raises(ValueError, match="extension"):
+        decoder(Masks)(msgspec.msgpack.encode({"bits": msgspec.msgpack.Ext(9, b"")}))
+
+
+def test_two_processes_say_what_one_says(two: LLM) -> None:
+    with llm() as one:
+        wanted = tokens(one)
+        drawn = SamplingParams(temperature=0.8, max_tokens=12, seed=3, logprobs=2, ignore_eos=True)
+        assert tokens(two) == wanted
+        assert tokens(two, drawn) == tokens(one, drawn)
+        constrained = SamplingParams(temperature=0, max_tokens=12, structured_outputs={"regex": "[0-9]{6}"})  # type: ignore[arg-type]
+        assert tokens(two, constrained) == tokens(one, constrained)
+    assert two.info.weight_bytes < 0.6 * one.info.weight_bytes
+
+
+def test_pages_come_back_from_every_ranks_tiers(two: LLM) -> None:
+    before = tokens(two)
+    filler = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    two.generate([f"{i} and " * 120 for i in range(4)], filler, use_tqdm=False)
+    assert tokens(two) == before
+    assert sum(tier.hit_tokens for tier in two.stats().tiers) > 0, "no page came back"
+
+
+def test_no_ranks_are_no_engine() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 0"):
+        llm(tensor_parallel_size=0)
+
+
+@pytest.mark.exhaustive
+def test_what_a_rank_refuses_is_said() -> None:
+    before = set(_rank_processes())
+    with pytest.raises(ConfigError, match="max_model_len"):
+        llm(tensor_parallel_size=2, max_model_len=1 << 20)
+    assert not set(_rank_processes()) - before
+
+
+def _rank_processes() -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and b"penstock.worker.process" in (entry / "cmdline").read_bytes():
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent in (os.getpid(), 1):
+                    found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(("which", "how"), [
+    (1, signal.SIGKILL), *(pytest.param(*one, marks=pytest.mark.exhaustive)
+                           for one in ((0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)))])
+def test_a_lost_rank_is_noticed(how: signal.Signals, which: int) -> None:
+    """Within 5 s, while steps run; nothing is left, and the error says who."""
+    model = llm(tensor_parallel_size=2)
+    group = model.engine.rank
+    assert isinstance(group, RemoteGroup)
+    processes = [rank.process for rank in group.ranks]
+    lost: list[float] = []
+
+    def strike() -> None:
+        time.sleep(0.5)
+        lost.append(time.monotonic())
+        os.kill(processes[which].pid, how)
+
+    threading.Thread(target=strike).start()
+    with pytest.raises(EngineDeadError, match=r"rank [01] of 2"):
+        while True:
+            tokens(model, SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+    assert time.monotonic() - lost[0] < 5.5
+    model.close()
+    assert all(process.poll() is not None for process in processes)
+    assert not Path(group._folder).exists()
+
+
+def test_a_server_whose_rank_dies_tells_every_request() -> None:
+    with served("canary", "--tensor-parallel-size", "2", "--max-model-len", "512", "--device", "cpu") as server:
+        answers: list[Any] = []
+
+        def ask() -> None:
+            answers.append(server.post("/v1/completions", prompt="Once", max_tokens=400, temperature=0, ignore_eos=True))
+
+        assert server.complete(prompt="Once", max_tokens=4)["usage"]["completion_tokens"] == 4
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        os.kill(_ranks_of(server)[1], signal.SIGSTOP)
+        began = time.monotonic()
+        for thread in threads:
+            thread.join(20)
+        assert time.monotonic() - began < 6 and len(answers) == 3
+        assert any(answer.status_code in (500, 503) for answer in answers)
+        assert all(answer.status_code in (200, 500, 503) for answer in answers)
+        assert server.ended(20) == 1
+        assert "rank 1 of 2" in server.log
+
+
+def _ranks_of(server: Served) -> list[int]:
+    """The rank processes below a server, in the order of their start."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    engines = [pid for pid, parent in parents.items() if parent == server.process.pid]
+    return sorted(pid for pid, parent in parents.items() if parent in engines
+                  and b"penstock.worker.process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def test_states_of_any_retention_are_sent() -> None:
+    from penstock.core.rank import Loaded
+    from penstock.core.state import Ahead, Chunk, Everything, Field, Snapshot, StateSpec, Window
+
+    page = (Field("s", (2,), "float32", per="page"),)
+    states = [StateSpec((Field("k", (2, 4), "float32"),), keep) for keep in (Everything(), Window(5), Chunk(8), Ahead(2))]
+    loaded = Loaded([*states, StateSpec(page, Snapshot())], 1, 2, 3, 4, None, "name", [("a", "b")])
+    assert decoder(LoadedFacts)(encode(LoadedFacts.of(loaded))).facts() == loaded
