@@ -30,14 +30,37 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 48, "num_attention_heads": 40, "vocab_size": 152064, "max_position_embeddings": 131072,
         "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
         "bos_token_id": 151643, "eos_token_id": 151645},
+    "qwen30b_a3b": _COMMON | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "bos_token_id": 151643, "eos_token_id": 151645},
+    "dsv2lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
+        "intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "vocab_size": 102400, "max_position_embeddings": 163840, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "attention_bias": False,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax",
+        "norm_topk_prob": False, "routed_scaling_factor": 1.0, "bos_token_id": 100000, "eos_token_id": 100001,
+        "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+                         "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}},
 }
-"""Config files of the shapes of Llama 3.1 8B, Qwen3 0.6B and Qwen2.5 14B; the last one for long prompts only."""
+"""Config files of the shapes of Llama 3.1 8B, Qwen3 0.6B, Qwen2.5 14B (for long prompts only), Qwen3 30B-A3B and DeepSeek V2
+Lite."""
 
 PEER: dict[str, dict[str, float]] = {
     "llama8b": {"decode_b1": 1.254, "decode_b8": 0.7386, "decode_b32": 1.088, "decode_b128": 2.545, "decode_b256": 4.677,
                 "prefill_8k": 0.2130, "prefill_16x2k": 0.7579, "offline_mix1000": 28.28, "prefix_64x4k": 0.7735},
     "qwen06b": {"decode_b1": 0.4286, "decode_b8": 0.2525, "decode_b32": 0.3341, "decode_b128": 0.7025, "decode_b256": 1.193,
                 "prefill_8k": 0.0342, "prefill_16x2k": 0.0881, "offline_mix1000": 9.968, "prefix_64x4k": 0.5072},
+    "qwen30b_a3b": {"decode_b1": 1.076, "decode_b8": 1.255, "decode_b32": 2.293, "decode_b128": 3.412, "decode_b256": 4.747,
+                    "prefill_8k": 0.1537, "prefill_16x2k": 0.477, "offline_mix1000": 35.6},
+    "dsv2lite": {"decode_b1": 0.891, "decode_b8": 0.662, "decode_b32": 0.810, "decode_b128": 1.441, "decode_b256": 2.423,
+                 "prefill_8k": 0.1015, "prefill_16x2k": 0.380},
 }
 """Seconds of vLLM 0.25.1 on one H200, its defaults, gpu_memory_utilization 0.85, median of 3 (measured 2026-11-21)."""
 
@@ -46,6 +69,10 @@ TARGET: dict[str, dict[str, float]] = {
                 "prefill_8k": 0.205, "prefill_16x2k": 0.74, "offline_mix1000": 24.5, "prefix_64x4k": 0.70},
     "qwen06b": {"decode_b1": 0.235, "decode_b8": 0.17, "decode_b32": 0.24, "decode_b128": 0.60, "decode_b256": 1.05,
                 "prefill_8k": 0.030, "prefill_16x2k": 0.083, "offline_mix1000": 7.5, "prefix_64x4k": 0.35},
+    "qwen30b_a3b": {"decode_b1": 0.62, "decode_b8": 0.95, "decode_b32": 1.85, "decode_b128": 2.4, "decode_b256": 3.2,
+                    "prefill_8k": 0.11, "prefill_16x2k": 0.37, "offline_mix1000": 22.0},
+    "dsv2lite": {"decode_b1": 0.42, "decode_b8": 0.36, "decode_b32": 0.55, "decode_b128": 1.1, "decode_b256": 1.9,
+                 "prefill_8k": 0.07, "prefill_16x2k": 0.25},
 }
 """What Penstock is out to reach on the same card."""
 
@@ -145,21 +172,45 @@ class Sizes(NamedTuple):
 
     layers: int
     layer: int
-    """Weights of a layer."""
+    """Weights of a layer that a token takes; of a mixture, with its picked experts."""
     weights: int
-    """All that a step reads: the layers' and the head's."""
+    """All that a step of one token reads: the layers' and the head's."""
     queries: int
     """Width of all query heads."""
     entry: int
     """Bytes of a position in the cache, in bf16."""
+    experts: int = 0
+    picks: int = 0
+    expert: int = 0
+    """Weights of one expert, in all layers."""
+
+    def read(self, rows: float) -> float:
+        """Weights that a step of so many tokens reads, if routers send them anywhere alike."""
+        if not self.experts:
+            return self.weights
+        picked: float = self.experts * (1 - (1 - self.picks / self.experts) ** rows)
+        return self.weights + (picked - self.picks) * self.expert
 
 
 def sizes(config: dict[str, Any]) -> Sizes:
-    """Of a llama-like config.json."""
-    width, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    queries, keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    layer = width * (queries + 2 * keys) + queries * width + 3 * width * inner
-    return Sizes(layers, layer, layers * layer + config["vocab_size"] * width, queries, 2 * keys * 2 * layers)
+    """Of a llama-like config.json, with latent attention or not, with experts or not."""
+    width, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+    if "kv_lora_rank" in config:
+        names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        rank, rope, nope, value = (config[name] for name in names)
+        queries, entry = heads * (nope + rope), 2 * (rank + rope)
+        attention = width * (queries + rank + rope) + rank * heads * (nope + value) + heads * value * width
+    else:
+        queries, keys = heads * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+        attention, entry = width * (queries + 2 * keys) + queries * width, 2 * keys * 2
+    experts = config.get("num_experts") or config.get("n_routed_experts") or 0
+    picks, dense = config.get("num_experts_per_tok", 0), config.get("first_k_dense_replace", 0)
+    inner = 3 * width * config.get("moe_intermediate_size", 0)
+    mixed = (layers - dense) * (inner * (picks + config.get("n_shared_experts", 0)) + width * experts) if experts else 0
+    plain = (dense if experts else layers) * 3 * width * config["intermediate_size"]
+    layer = attention + (mixed + plain) // layers
+    return Sizes(layers, layer, layers * layer + config["vocab_size"] * width, queries, entry * layers, experts, picks,
+                 inner * (layers - dense))
 
 
 def floor(shape: str, asks: list[Ask], rows: int) -> float:
@@ -172,15 +223,15 @@ def floor(shape: str, asks: list[Ask], rows: int) -> float:
                   + 2 * (len(ask.prompt) ** 2 - shared ** 2) * size.queries * size.layers / ATTENTION for ask in asks)
     steps = max(max(ask.output for ask in asks) - 1, sum(ask.output - 1 for ask in asks) / rows)
     cache = sum((ask.output - 1) * (len(ask.prompt) - shared + ask.output / 2) for ask in asks) + steps * shared
-    reading = (steps * size.weights * 2 + cache * size.entry) / COPY
+    reading = (steps * size.read(min(rows, len(asks))) * 2 + cache * size.entry) / COPY
     computing = sum(2 * size.weights * (ask.output - 1) for ask in asks) / PRODUCT
     return prefill + max(reading, computing)
 
 
-def step_bytes(shape: str, batch: int, context: int) -> int:
+def step_bytes(shape: str, batch: int, context: int) -> float:
     """What a step of `batch` rows with so many positions each must read: weights and cache."""
     size = sizes(SHAPES[shape])
-    return size.weights * 2 + batch * context * size.entry
+    return size.read(batch) * 2 + batch * context * size.entry
 
 
 def step_floor(shape: str, batch: int, context: int) -> float:

@@ -169,7 +169,7 @@ class _Bench:
         _say(f"  {'workload':16} {'seconds':>8} " + ("usual     cost" if usual else "   floor   target     peer   of peer"))
         found = {}
         for name, asks in workloads(self.name):
-            if self.args.workload and name not in self.args.workload:
+            if name not in PEER[self.name] or (self.args.workload and name not in self.args.workload):
                 continue
             seconds = self._seconds(name, asks)
             median = statistics.median(seconds)
