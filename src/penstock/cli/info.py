@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.checkpoint import dtype_of, read_config, resolve_folder
+from penstock.checkpoint import dtype_of, resolve_folder
 from penstock.cli.model import add_model, model_or_canary
 from penstock.config.flags import add_flags, from_args
 from penstock.config.resolve import EngineConfig, MemoryPlan, memory_limits, resolve
@@ -54,7 +54,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
 
     facts = detect(options.device)
     folder = resolve_folder(options.model, options.revision)
-    checkpoint = read_config(folder)
+    checkpoint = models.configured(folder, options.quantization, options.quantization_rules)
     spec = models.describe(checkpoint)
     own_dtype = dtype_of(folder, checkpoint)
     config = resolve(options, spec.max_positions, own_dtype, facts, spec.size)

@@ -62,6 +62,10 @@ class EngineOptions:
                                             "a model is never run", group=MODEL)
     load_format: str = option("auto", "auto: safetensors; dummy: random weights, for benchmarks", ("auto", "dummy"),
                               group=MODEL)
+    quantization: str | None = option(None, "quantize a plain checkpoint while it is loaded: fp8, int8, int4, mxfp4, nvfp4, "
+                                      "nf4, q8_0, q4_0 ...; a quantized one's own method is found without this", group=MODEL)
+    quantization_rules: dict[str, str] = option({}, "exceptions, as PATTERN=SCHEME: modules (with * or re:...), first or last "
+                                                "layer, and a scheme or plain; the first that fits decides", group=MODEL)
     dtype: str = option("auto", "of weights, activations and cache; auto: the checkpoint's",
                         ("auto", "float32", "float16", "bfloat16"), group=MODEL)
     seed: int = option(0, "of dummy weights, and of the seeds drawn for requests that bring none", group=MODEL)

@@ -15,13 +15,13 @@ from penstock.core.errors import ModelError
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.models import weights
-from penstock.models.registry import checkpoint_of, describe, family_of, registry
+from penstock.models.registry import checkpoint_of, configured, describe, family_of, registry
 from penstock.models.weights import Progress
 from penstock.ops.registry import Kernels
 from penstock.parallel.axis import ALONE, Place
 from penstock.parallel.group import Group
 
-__all__ = ["Decoder", "ModelSpec", "describe", "load", "registry"]
+__all__ = ["Decoder", "ModelSpec", "configured", "describe", "load", "registry"]
 
 
 def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, device: torch.device, kernels: Kernels,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from penstock.checkpoint import read_config
 from penstock.core.errors import ModelError
 from penstock.layers.embedding import HeadSpec
 from penstock.layers.spec import ModelSpec
@@ -23,6 +24,7 @@ from penstock.models.config import Config
 from penstock.models.mapped import Checkpoint
 from penstock.models.translated import Translated, with_schemes
 from penstock.quant import dialects
+from penstock.quant.dialects import at_load
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,12 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     names = config.get("id2label") or {}
     count = len(names) or int(config.get("num_labels", 2))
     return tuple(str(names.get(str(place), f"LABEL_{place}")) for place in range(count))
+
+
+def configured(folder: Path, quantization: str | None = None, rules: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A folder's config, with what the options ask of its weights (`quantization`, `quantization_rules`) in it. ConfigError for
+    what cannot be asked of it."""
+    return at_load.requested(read_config(folder), quantization, rules or {})
 
 
 def checkpoint_of(folder: Path, config: Mapping[str, Any], spec: ModelSpec, dtype: str,

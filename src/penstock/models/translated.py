@@ -120,6 +120,8 @@ class Translated(Checkpoint):
                 continue
             ending = next((ending for ending in endings if name.endswith(ending)), None)
             stem = name[:-len(ending)] if ending else name
+            if ending is None and reader.bare:
+                ending = ".weight"
             if ending is not None and stem not in forms:
                 forms[stem] = _form_of(stem, rules, reader, shapes)
             found = forms.get(stem) if ending is not None else None
@@ -143,12 +145,15 @@ class Translated(Checkpoint):
         if self._cached[0] != owner:
             module = self._modules[owner]
             raw = {given: self.view(stored).to(self._device or "cpu") for given, stored in module.raw.items()}
-            if module.change is not None:
+            if module.change is not None and module.form.plain:
                 raw = {given: module.change(tensor, self._spec) for given, tensor in raw.items()}
             try:
-                self._cached = owner, module.form.parts(raw)
+                parts = module.form.parts(raw)
             except ModelError as error:
                 raise ModelError(f"{self.folder}: {owner}: {error}") from None
+            if module.change is not None and module.form.stacked:
+                parts = {part: module.change(tensor, self._spec) for part, tensor in parts.items()}
+            self._cached = owner, parts
         return self._cached[1][suffix]
 
     def drop(self, name: str) -> None:
@@ -181,7 +186,7 @@ def _form_of(module: str, rules: Sequence[Rule], reader: Reader,
 def _misfits(name: str, module: _Module, spec: ModelSpec) -> Iterator[str]:
     """Why a module's tensors are not what its form takes."""
     form, raw = module.form, module.raw
-    if module.change is not None and not form.plain:
+    if module.change is not None and not form.plain and not form.stacked:
         yield f"{name} has to be rearranged for this family, which can be done with plain matrices, not with {form.scheme.name}"
         return
     known = {given.suffix: given for given in form.given}
@@ -191,7 +196,7 @@ def _misfits(name: str, module: _Module, spec: ModelSpec) -> Iterator[str]:
                 yield f"{name}.{suffix} is missing; {form.scheme.name} needs it"
             continue
         kind, shape = TORCH_NAMES.get(raw[suffix].dtype, raw[suffix].dtype), raw[suffix].shape
-        if module.change is not None:
+        if module.change is not None and form.plain:
             shape = tuple(module.change(torch.empty(shape, device="meta"), spec).shape)
         if kind not in given.dtypes:
             yield f"{name}.{suffix} is {kind}; possible are {', '.join(given.dtypes)}"

@@ -106,7 +106,8 @@ def _matched(rules: Sequence[Rule], name: str) -> tuple[Rule | None, str | None]
     """The rule for a tensor and its target. The parts of a matrix follow the rule of its weight."""
     stem, _, suffix = name.rpartition(".")
     # A checkpoint of a bare backbone leaves out the prefix.
-    for asked, ending in ((name, ""), (f"model.{name}", ""), (f"{stem}.weight", suffix), (f"model.{stem}.weight", suffix)):
+    for asked, ending in ((name, ""), (f"model.{name}", ""), (f"{stem}.weight", suffix), (f"model.{stem}.weight", suffix),
+                          (stem, suffix)):
         for rule in rules:
             target = rule.match(asked)
             if target is not None:

@@ -44,6 +44,8 @@ class Form:
     """Parts whose bytes are those of a given tensor, and its suffix."""
     plain: bool = False
     """The given tensor is a plain matrix, which a family may rearrange first."""
+    stacked: bool = False
+    """The parts are of the experts of a layer, [E, columns, rows], which a family rearranges as it does the plain matrices."""
 
 
 class Reader(ABC):
@@ -52,6 +54,8 @@ class Reader(ABC):
     arranged = False
     """Matrices are [outputs, inputs] already: rules of families do not rearrange them."""
 
+    bare = False
+    """A module's tensor may have the module's own name, as stacks of experts do; it counts as its weight."""
     suffixes: tuple[str, ...] = ()
     """What the names of tensors may end in behind a module's."""
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from penstock import models
-from penstock.checkpoint import dtype_of, read_config, resolve_folder
+from penstock.checkpoint import dtype_of, resolve_folder
 from penstock.config.resolve import EngineConfig, cache_room, memory_limits
 from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts
@@ -88,7 +88,7 @@ class Rank:
     def survey(self) -> Survey:
         """Inspects the device and the model's small files. ConfigError or ModelError if one of them cannot be used."""
         self._folder = resolve_folder(self._options.model, self._options.revision)
-        self._checkpoint = read_config(self._folder)
+        self._checkpoint = models.configured(self._folder, self._options.quantization, self._options.quantization_rules)
         spec = self._spec = models.describe(self._checkpoint).share(self._place.tensors)
         return Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.max_positions, spec.size,
                       dtype_of(self._folder, self._checkpoint), spec.task, spec.labels)

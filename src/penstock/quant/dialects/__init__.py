@@ -27,7 +27,8 @@ def reader(config: Mapping[str, Any]) -> Reader:
     method = str(config.get("quant_method") or _unnamed(config)).lower()
     known = dialects()
     if method not in known:
-        raise ModelError(f"quantization_config: quant_method is {method or None!r}; possible are {', '.join(sorted(known))}. "
+        possible = ", ".join(sorted(known.keys() - {"at-load"}))
+        raise ModelError(f"quantization_config: quant_method is {method or None!r}; possible are {possible}. "
                          "Take a folder of another format, or the model's unquantized folder")
     found: Reader = known[method].reader(config)
     return found

@@ -17,12 +17,13 @@ class _MXFP4(Reader):
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._plain = config.get("modules_to_not_convert") or []
 
-    def form(self, module: str, n: int, k: int) -> Form | None:
-        """n counts the rows of all experts."""
+    def form(self, module: str, n: int, k: int) -> Form | None:  # noqa: ARG002 (a family's rule arranges all experts)
         if ".experts." not in f"{module}." or named(module, self._plain):
             return None
+        # Blocks lie along the inputs, last, where the plain tensors are [E, inputs, outputs].
         return Form(MXFP4(), (Given("_blocks", ("uint8",)), Given("_scales", ("uint8",))),
-                    lambda raw: {"weight": raw["_blocks"].reshape(n, k // 2), "scale": raw["_scales"].reshape(n, k // 32)})
+                    lambda raw: {"weight": raw["_blocks"].flatten(-2).transpose(1, 2), "scale": raw["_scales"].transpose(1, 2)},
+                    stacked=True)
 
 
 def reader(config: Mapping[str, Any]) -> Reader:

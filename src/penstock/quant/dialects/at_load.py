@@ -1,0 +1,102 @@
+"""Not a dialect of checkpoints: a plain checkpoint that is quantized while it is loaded, as `--quantization` asks.
+
+`requested` puts the request where a quantized checkpoint has its own `quantization_config`, so that all else follows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.core.errors import ConfigError, ModelError
+from penstock.quant.form import FLOATS, Form, Given, Reader, named, outside_linears
+from penstock.quant.fp8 import FP8
+from penstock.quant.gguf import GGUF
+from penstock.quant.gguf_encoding import ENCODERS
+from penstock.quant.integer import Grouped, Int8
+from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
+from penstock.quant.normal import Table4
+from penstock.quant.scheme import Scheme
+
+METHODS = ("at-load",)
+PLAIN = "plain"
+
+
+def _grouped(bits: int, zeros: str = "") -> Callable[[int], Scheme | None]:
+    def of(k: int) -> Scheme | None:
+        # The largest group that fills the rows: short last groups are what other programs do not read.
+        return next((Grouped(bits, group, zeros) for group in (128, 64, 32) if k % group == 0), None)
+    return of
+
+
+def _blocks(scheme: Scheme) -> Callable[[int], Scheme | None]:
+    return lambda k: scheme if k % scheme.grain[1] == 0 else None
+
+
+SCHEMES: dict[str, Callable[[int], Scheme | None]] = {
+    "fp8": lambda _: FP8("token"), "fp8_block": lambda _: FP8("group", (128, 128)), "fp8_weights": lambda _: FP8(),
+    "int8": lambda _: Int8("token"), "int8_weights": lambda _: Int8(), "int4": _grouped(4), "int4_zeros": _grouped(4, "uint8"),
+    "int3": _grouped(3), "int2": _grouped(2, "uint8"), "mxfp4": _blocks(MXFP4()), "mxfp8": _blocks(MXFP8()),
+    "nvfp4": _blocks(NVFP4(divides=True)), "nf4": _blocks(Table4("nf4")), "fp4": _blocks(Table4("fp4")),
+    **{kind: _blocks(GGUF(kind)) for kind in ENCODERS},
+}
+"""By the names of the option: the scheme for rows of k columns, or None where it has no whole blocks of them."""
+
+
+def requested(config: dict[str, Any], scheme: str | None, rules: Mapping[str, str]) -> dict[str, Any]:
+    """A model's config with what the options ask for. ConfigError for a scheme that is not known, or a model that is quantized
+    already in another way."""
+    given = config.get("quantization_config")
+    if scheme is None:
+        if rules:
+            raise ConfigError("quantization_rules are given without quantization; name a scheme, or leave them out")
+        return config
+    if given:
+        method = given.get("quant_method")
+        if str(scheme).replace("_", "-") == str(method).replace("_", "-"):
+            return config
+        raise ConfigError(f"quantization is {scheme!r}, but the model is quantized already, by {method!r}. Leave the option "
+                          "out, or take the model's unquantized folder")
+    for name in (scheme, *rules.values()):
+        if name not in SCHEMES and name != PLAIN:
+            raise ConfigError(f"quantization: {name!r} is not known; possible are {', '.join(SCHEMES)}, and {PLAIN} in rules")
+    return {**config, "quantization_config": {"quant_method": METHODS[0], "scheme": scheme, "rules": dict(rules),
+                                              "layers": config.get("num_hidden_layers") or config.get("n_layer") or 0}}
+
+
+class _AtLoad(Reader):
+    suffixes = ("weight",)
+    bare = True
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._scheme: str = config["scheme"]
+        self._rules: Mapping[str, str] = config["rules"]
+        self._layers = int(config["layers"])
+
+    def form(self, module: str, n: int, k: int) -> Form | None:
+        scheme = self.scheme(module, k)
+        if scheme is None:
+            return None
+        return Form(scheme, (Given("weight", FLOATS, ((n, k),)),), lambda raw: scheme.encode(raw["weight"].float()), plain=True)
+
+    def scheme(self, module: str, k: int) -> Scheme | None:
+        """What a module's matrix is stored by; None: plain."""
+        name = next((name for pattern, name in self._rules.items() if self._fits(module, pattern)), None)
+        if name is None:
+            name = PLAIN if outside_linears(module) else self._scheme
+        if name == PLAIN:
+            return None
+        return SCHEMES[name](k)
+
+    def _fits(self, module: str, pattern: str) -> bool:
+        layer = re.search(r"\.?(?:layers|h)\.([0-9]+)\.", module)
+        if pattern in ("first", "last"):
+            return layer is not None and int(layer[1]) == (0 if pattern == "first" else self._layers - 1)
+        return named(module, [pattern])
+
+
+def reader(config: Mapping[str, Any]) -> _AtLoad:
+    if config["scheme"] not in SCHEMES:
+        raise ModelError(f"quantization_config: scheme is {config['scheme']!r}; possible are {', '.join(SCHEMES)}")
+    return _AtLoad(config)
