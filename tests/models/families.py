@@ -6,12 +6,18 @@ partial rotation and windows shorter than the prompt, as far as the family allow
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.models import foreign
+from tests.models.foreign import Weights
 
 PROMPT = 75
 """Tokens in a prompt; windows are shorter."""
@@ -30,6 +36,11 @@ class Case:
     config: dict[str, Any]
     max_model_len: int = 256
     greedy: int = 64
+    attention: str = "eager"
+    """transformers' implementation of it."""
+
+    rewrite: Callable[[Weights, dict[str, Any]], tuple[Weights, dict[str, Any]]] | None = None
+    """To the tensors and the config of a family that transformers lacks, and whose arithmetic is that of `kind`."""
 
     @property
     def model(self) -> str:
@@ -75,6 +86,14 @@ MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.
 MIXED = {"first_k_dense_replace": 1, "n_routed_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
          "n_shared_experts": 1}
 OSS = {"num_local_experts": 7, "num_experts_per_tok": 2}
+MLA3 = {name: value for name, value in MLA.items() if name != "first_k_dense_replace"} | {"q_lora_rank": 22}
+FALCON = {"vocab_size": 199, "hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 5, "ffn_hidden_size": 88,
+          "max_position_embeddings": 512, **ENDS}
+BLOOM = {"vocab_size": 199, "hidden_size": 60, "n_layer": 3, **ENDS}
+MPT = {"vocab_size": 199, "d_model": 60, "n_layers": 3, "n_heads": 5, "max_seq_len": 512, **ENDS}
+OPT = {"vocab_size": 199, "hidden_size": 60, "ffn_dim": 88, "num_hidden_layers": 3, "num_attention_heads": 5,
+       "max_position_embeddings": 300, "word_embed_proj_dim": 60, **ENDS}
+NEO = {"vocab_size": 199, "hidden_size": 60, "num_layers": 4, "num_heads": 5, "max_position_embeddings": 300, **ENDS}
 
 CASES = [
     Case("llama-plain", "Llama", {**ODD, "rms_norm_eps": 1e-5}),
@@ -172,6 +191,94 @@ CASES = [
     Case("deepseek3-halved", "DeepseekV3", {**MLA, **TIED, **MSCALE, "rope_interleave": False, "q_lora_rank": 28,
                                             "attention_bias": True, "kv_lora_rank": 32}),
     Case("deepseek3-one", "DeepseekV3", {**MLA, "num_attention_heads": 1, "num_key_value_heads": 1, "q_lora_rank": 7}),
+    Case("arcee-plain", "Arcee", ODD),
+    Case("arcee-biased", "Arcee", {**WIDE, **TIED, **BIASED, "mlp_bias": True}),
+    Case("arcee-yarn", "Arcee", {**EVEN, **rope("yarn", **YARN)}),
+    Case("apertus-plain", "Apertus", ODD),
+    Case("apertus-llama3", "Apertus", {**WIDE, **LLAMA3, **TIED}),
+    Case("apertus-one-kv", "Apertus", {**EVEN, **ONE_KV, **BIASED}),
+    Case("seed-oss-plain", "SeedOss", ODD),
+    Case("seed-oss-biased", "SeedOss", {**WIDE, "attention_out_bias": True, "mlp_bias": True}),
+    Case("seed-oss-unbiased", "SeedOss", {**EVEN, **TIED, "attention_bias": False}),
+    Case("internlm2-plain", "Llama", ODD, rewrite=foreign.internlm2),
+    Case("internlm2-grouped", "Llama", WIDE, rewrite=foreign.internlm2),
+    Case("internlm3-dynamic", "Llama", {**EVEN, **DYNAMIC}, 512, rewrite=foreign.internlm3),
+    Case("helium-plain", "Helium", ODD),
+    Case("helium-grouped", "Helium", {**EVEN, **BIASED, "mlp_bias": True}),
+    Case("ernie45-plain", "Ernie4_5", ODD),
+    Case("ernie45-biased", "Ernie4_5", {**WIDE, **TIED, "use_bias": True}),
+    Case("hunyuan-plain", "HunYuanDenseV1", ODD),
+    Case("hunyuan-biased", "HunYuanDenseV1", {**WIDE, **TIED, **BIASED}),
+    Case("hunyuan-one-kv", "HunYuanDenseV1", {**EVEN, **ONE_KV}),
+    Case("cwm-plain", "Cwm", {**ODD, "sliding_window": 20, "num_hidden_layers": 5, **LLAMA3}),
+    Case("jais2-plain", "Jais2", ODD),
+    Case("jais2-unbiased", "Jais2", {**EVEN, **TIED, "attention_bias": False, "mlp_bias": False}),
+    Case("nemotron-plain", "Nemotron", ODD),
+    Case("nemotron-biased", "Nemotron", {**WIDE, **TIED, **BIASED, "mlp_bias": True}),
+    Case("nemotron-partial", "Nemotron", {**EVEN, "partial_rotary_factor": 0.25}),
+    Case("starcoder2-plain", "Starcoder2", {**ODD, "sliding_window": None}),
+    Case("starcoder2-window", "Starcoder2", {**EVEN, "sliding_window": 22, "use_bias": False}),
+    Case("glm-plain", "Glm", ODD),
+    Case("glm-unbiased", "Glm", {**WIDE, **TIED, "attention_bias": False, "partial_rotary_factor": 1.0}),
+    Case("glm4-plain", "Glm4", ODD),
+    Case("glm4-one-kv", "Glm4", {**EVEN, **ONE_KV, "partial_rotary_factor": 0.25}),
+    Case("chatglm-plain", "Glm", ODD, rewrite=foreign.chatglm),
+    Case("chatglm-grouped", "Glm", {**EVEN, **rope("default", rope_theta=50000.0, partial_rotary_factor=0.5)},
+         rewrite=foreign.chatglm),
+    Case("cohere-plain", "Cohere", {**ODD, "logit_scale": 0.7}),
+    Case("cohere-normed", "Cohere", {**EVEN, **BIASED, "use_qk_norm": True, "logit_scale": 1.3, "tie_word_embeddings": True}),
+    Case("cohere2-window", "Cohere2", {**EVEN, "sliding_window": 21, "num_hidden_layers": 5, "logit_scale": 0.9}),
+    Case("cohere2-chosen", "Cohere2", {**ODD, **TIED, "sliding_window": 9, "logit_scale": 0.9, "layer_types": [
+        "full_attention", "sliding_attention", "sliding_attention"]}),
+    Case("exaone4-plain", "Exaone4", {**ODD, "sliding_window": 20, "num_hidden_layers": 5}),
+    Case("exaone4-global", "Exaone4", {**WIDE, **TIED, "sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    Case("exaone4-pattern", "Exaone4", {**EVEN, "sliding_window": 18, "sliding_window_pattern": 2}),
+    Case("gemma-plain", "Gemma", ODD),
+    Case("gemma-tied", "Gemma", {**WIDE, **TIED, **BIASED}),
+    Case("gemma-one-kv", "Gemma", {**EVEN, **ONE_KV}),
+    Case("olmo-plain", "Olmo", ODD),
+    Case("olmo-clamped", "Olmo", {**EVEN, **TIED, **BIASED, "clip_qkv": 0.8}),
+    Case("olmo3-plain", "Olmo3", {**ODD, "sliding_window": 20, "num_hidden_layers": 5}),
+    Case("olmo3-yarn", "Olmo3", {**EVEN, **rope("yarn", **YARN, attention_factor=1.2), "sliding_window": 20,
+                                 "num_hidden_layers": 4}),
+    Case("phi-plain", "Phi", ODD),
+    Case("phi-normed", "Phi", {**EVEN, "qk_layernorm": True, "partial_rotary_factor": 0.75}),
+    Case("stablelm-plain", "StableLm", {**ODD, "partial_rotary_factor": 0.5}),
+    Case("stablelm-parallel", "StableLm", {**EVEN, "use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True}),
+    Case("persimmon-plain", "Persimmon", NEOX),
+    Case("persimmon-unnormed", "Persimmon", {**NEOX, "qk_layernorm": False, "num_attention_heads": 3}),
+    Case("falcon-new", "Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 5, "bias": True}),
+    Case("falcon-grouped", "Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_attention_heads": 6}),
+    Case("falcon-one-norm", "Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 1,
+                                       "num_ln_in_parallel_attn": 1}),
+    Case("falcon-multi-query", "Falcon", FALCON),
+    # transformers' eager attention adds Falcon's slopes twice.
+    Case("falcon-alibi", "Falcon", {**FALCON, "hidden_size": 64, "num_attention_heads": 4, "alibi": True, "multi_query": False,
+                                    "parallel_attn": False, "bias": True, "tie_word_embeddings": True}, attention="sdpa"),
+    Case("bloom-plain", "Bloom", {**BLOOM, "n_head": 5}),
+    Case("bloom-even", "Bloom", {**BLOOM, "n_head": 4, "tie_word_embeddings": False}),
+    Case("bloom-one", "Bloom", {**BLOOM, "n_head": 1}),
+    Case("mpt-plain", "Mpt", MPT),
+    Case("mpt-clamped", "Mpt", {**MPT, "n_heads": 4, "attn_config": {"clip_qkv": 0.9, "softmax_scale": 0.3}}),
+    Case("opt-plain", "OPT", OPT),
+    Case("opt-unbiased", "OPT", {**OPT, "enable_bias": False, "num_attention_heads": 3, "tie_word_embeddings": False}),
+    Case("gptj-plain", "GPTJ", {**GPT2, "rotary_dim": 6}),
+    Case("gptj-inner", "GPTJ", {**GPT2, "n_embd": 64, "n_head": 4, "rotary_dim": 16, "n_inner": 90}),
+    Case("bigcode-one-kv", "GPTBigCode", GPT2),
+    Case("bigcode-all", "GPTBigCode", {**GPT2, "n_head": 3, "multi_query": False, "tie_word_embeddings": False}),
+    Case("gpt-neo-plain", "GPTNeo", {**NEO, "attention_types": [[["global", "local"], 2]], "window_size": 19}),
+    Case("gpt-neo-global", "GPTNeo", {**NEO, "attention_types": [[["global"], 4]], "intermediate_size": 77}),
+    Case("baichuan-7b", "Llama", ODD, rewrite=foreign.baichuan),
+    Case("minicpm-plain", "Granite", {**ODD, "embedding_multiplier": 3.0, "attention_multiplier": 12 ** -0.5,
+                                      "residual_multiplier": 1.4 / 3 ** 0.5, "logits_scaling": 2.0}, rewrite=foreign.minicpm),
+    Case("minicpm3-plain", "MiniCPM3", {**MLA3, "scale_emb": 3, "dim_model_base": 30}),
+    Case("minicpm3-tied", "MiniCPM3", {**MLA3, **TIED, "q_lora_rank": 25, "v_head_dim": 9, "scale_depth": 2.0}),
+    Case("youtu-plain", "Youtu", {**MLA3, "q_lora_rank": None}),
+    Case("youtu-halved", "Youtu", {**MLA3, **TIED, "rope_interleave": False}),
+    Case("ministral3-plain", "Ministral3", {**ODD, **rope("yarn", factor=4.0, original_max_position_embeddings=20,
+                                                           llama_4_scaling_beta=0.3)}),
+    Case("ministral3-window", "Ministral3", {**EVEN, "sliding_window": 24, **rope(
+        "yarn", factor=8.0, original_max_position_embeddings=32, llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0)}),
     Case("neox-parallel", "GPTNeoX", {**NEOX, "hidden_size": 80, "rotary_pct": 0.25}),
     Case("neox-serial", "GPTNeoX", {**NEOX, "use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new",
                                     "rotary_emb_base": 500}),
@@ -182,15 +289,24 @@ CASES = [
     Case("gpt2-scaled", "GPT2", {**GPT2, "n_embd": 64, "n_head": 4, "scale_attn_by_inverse_layer_idx": True}),
 ]
 
+SAMPLED = {cases[at].name for family in {case.name.partition("-")[0]: None for case in CASES}
+           for cases in [[case for case in CASES if case.name.partition("-")[0] == family]] for at in (0, -1)}
+"""The first and the last case of each family, which CI runs; `make test-all` runs all."""
+
 
 def make(case: Case, folder: Path) -> torch.nn.Module:
     """A model whose logits vary, saved to `folder` as float32 safetensors."""
     config = getattr(transformers, f"{case.kind}Config")(**case.config)
-    config._attn_implementation = config._experts_implementation = "eager"
+    config._attn_implementation, config._experts_implementation = case.attention, "eager"
     torch.manual_seed(0)
     model = getattr(transformers, case.model)(config).float().eval()
     randomise(model)
     model.save_pretrained(folder)
+    if case.rewrite is not None:
+        weights = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+        weights, values = case.rewrite(weights, json.loads((folder / "config.json").read_text()))
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(values))
     return model
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from penstock.core.errors import ModelError
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect
-from tests.models.families import CASES, PROMPT, Case, make
+from tests.models.families import CASES, PROMPT, SAMPLED, Case, make
 from tests.models.harness import Runner, open_model
 
 
@@ -30,7 +30,8 @@ def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> tuple[torch
     return logits, ids
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case.name in SAMPLED else pytest.mark.exhaustive)
+                                  for case in CASES], ids=[case.name for case in CASES])
 def test_against_transformers(case: Case, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     prompt = torch.randint(3, case.config["vocab_size"], (PROMPT,), generator=torch.Generator().manual_seed(5)).tolist()

@@ -70,6 +70,10 @@ class AttentionSpec:
     """Each head has a learned score that takes part in the softmax and has no value (gpt-oss)."""
     slopes: tuple[float, ...] = ()
     """A head's ALiBi slope: what a score loses for each position between query and key."""
+    clip: float = 0.0
+    """Queries, keys and values are clamped to its either side, before anything else; 0: they are not."""
+    growth: tuple[float, int] | None = None
+    """(b, n): queries are multiplied by 1 + b log(1 + floor(position / n)) after the rotation."""
     gate: bool = False
     """Results are multiplied by the sigmoid of one more projection of x, element by element."""
     divided: Divided | None = None
@@ -104,8 +108,11 @@ class AttentionSpec:
             each = self.norm.whole or self.norm.own
             for piece in (self._queries("q_norm"), self._keys("k_norm")):
                 for parameter in self.norm.norm.parameters(f"{path}.{piece.name}", piece.rows if each else self.head_size):
+                    kind = parameter.name.rpartition(".")[2]
+                    heads = tuple(Piece(f"{path}.{piece.name}.{i}.{kind}", self.head_size)
+                                  for i in range(piece.rows // self.head_size if self.norm.own else 0))
                     yield replace(parameter, split=Split.ROWS, unit=piece.unit, groups=piece.groups,
-                                  copied=piece.copied) if each else parameter
+                                  copied=piece.copied, pieces=heads) if each else parameter
         if self.sinks:
             yield Parameter(f"{path}.sinks", (self.heads,), split=Split.ROWS, groups=self.kv_heads)
         yield from self.output.parameters(f"{path}.o")
@@ -172,17 +179,22 @@ class Attention:
         tokens, heads, kv_heads = x.shape[0], spec.heads, spec.kv_heads
         qkv = self.qkv(x, step).view(tokens, (2 if spec.gate else 1) * heads + 2 * kv_heads, spec.head_size)
         q, k, v = qkv[:, :heads], qkv[:, heads:heads + kv_heads], qkv[:, heads + kv_heads:heads + 2 * kv_heads]
+        if spec.clip:
+            qkv.clamp_(-spec.clip, spec.clip)
         cos, sin = self.cos, self.sin
         if self._norms is not None:
             assert spec.norm is not None
             if spec.norm.after and cos is not None:
                 # Heads of no keys: rotated, and nothing is written.
-                qk = kernels.rope_write(qkv[:, :heads + kv_heads], k[:, :0], v[:, :0], step.positions, group.slots, self.k,
-                                        self.v, cos, sin, interleaved=self.interleaved)
+                qk = kernels.rope_write(qkv[:, :heads + kv_heads], k[:, :0], v[:, :0], step.positions, group.slots,
+                                        self.k[:, :0], self.v[:, :0], cos, sin, interleaved=self.interleaved)
                 q, k, cos, sin = qk[:, :heads], qk[:, heads:], None, None
             q, k = self._norms[0](q), self._norms[1](k)
         q = kernels.rope_write(q, k, v, step.positions, group.slots, self.k, self.v, cos, sin, self.q_norm, self.k_norm,
                                self.eps, self.offset, self.interleaved)
+        if spec.growth is not None:
+            steepness, length = spec.growth
+            q = q * (1.0 + steepness * torch.log1p((step.positions // length).float())).to(q.dtype)[:, None, None]
         out = kernels.attention.apply(q, self.k, self.v, group.table, step.query_start, step.context, spec.scale, spec.window,
                                       spec.softcap, self.sinks, step.work[self.work], step.library[self.work], self.slopes)
         if spec.gate:

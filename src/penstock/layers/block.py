@@ -25,6 +25,8 @@ class BranchSpec:
     pre: NormSpec | None = None
     post: NormSpec | None = None
     scale: float = 1.0
+    same: bool = False
+    """It reads the normed input of its stage's first branch."""
 
     def parameters(self, path: str) -> Iterator[Parameter]:
         for name, norm in (("pre", self.pre), ("post", self.post)):
@@ -62,6 +64,7 @@ class Branch:
         self.pre = build_norm(spec.pre, f"{path}.pre", build) if spec.pre is not None else None
         self.post = build_norm(spec.post, f"{path}.post", build) if spec.post is not None else None
         self.scale = spec.scale
+        self.same = spec.same
 
     def enter(self, delta: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(the body's input, the stream) for the stream `residual + delta`. `residual` may be overwritten."""
@@ -98,7 +101,8 @@ class Block:
             at = ends if i == self._last else None
             delta = first.leave(x, step, at)
             for branch in others:
-                x, _ = branch.enter(None, residual)
+                if not branch.same:
+                    x, _ = branch.enter(None, residual)
                 delta = delta + branch.leave(x, step, at)
             if at is not None:
                 residual = residual.index_select(0, at)

@@ -9,6 +9,7 @@ import torch
 
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, LinearSpec
+from penstock.layers.norm import NormSpec, build_norm
 from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.step import Adapted, Step
 from penstock.ops.linear import Weight
@@ -20,17 +21,22 @@ from penstock.quant.scheme import PLAIN
 class EmbeddingSpec:
     """Rows of a table times `scale`, plus rows of a table of `positions` learned positions if that is not 0.
 
-    `round_scale`: the scale is rounded to the model's dtype first.
+    `round_scale`: the scale is rounded to the model's dtype first. `first_position`: rows before that of position 0. `norm` is
+    of the sum.
     """
 
     scale: float = 1.0
     round_scale: bool = False
     positions: int = 0
+    first_position: int = 0
+    norm: NormSpec | None = None
 
     def parameters(self, vocab: Piece, width: int) -> Iterator[Parameter]:
         yield Parameter("embedding.weight", (vocab.rows, width), PLAIN, split=Split.ROWS, unit=vocab.unit)
         if self.positions:
-            yield Parameter("positions.weight", (self.positions, width), PLAIN)
+            yield Parameter("positions.weight", (self.first_position + self.positions, width), PLAIN)
+        if self.norm is not None:
+            yield from self.norm.parameters("embedding.norm", width)
 
 
 class Embedding:
@@ -39,6 +45,8 @@ class Embedding:
     def __init__(self, spec: EmbeddingSpec, build: Build, dtype: torch.dtype) -> None:
         self.weight = build.values.matrix("embedding.weight")
         self.positions = build.values.matrix("positions.weight") if spec.positions else None
+        self.norm = build_norm(spec.norm, "embedding.norm", build) if spec.norm is not None else None
+        self._first = spec.first_position
         self._scale = torch.tensor(spec.scale, dtype=dtype).item() if spec.round_scale else spec.scale
         self._group = build.group
 
@@ -50,8 +58,9 @@ class Embedding:
         if self._scale != 1.0:
             out = out * self._scale
         if self.positions is not None:
-            out = out + self.positions.ops.gather(step.positions, self.positions)
-        return out
+            at = step.positions + self._first if self._first else step.positions
+            out = out + self.positions.ops.gather(at, self.positions)
+        return out if self.norm is None else self.norm(out)
 
     def _shared(self, tokens: torch.Tensor, group: Group) -> torch.Tensor:
         """Each rank has the rows of its share of the vocabulary, and zeros for other tokens. The sum over ranks is exact."""

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from penstock.core.state import StateSpec
 from penstock.layers.build import Build
 from penstock.layers.linear import Activated, Linear, LinearSpec
 from penstock.layers.parameter import Parameter, Piece, Split, even_unit
-from penstock.layers.step import StateView, Step, Works
+from penstock.layers.step import Adapted, StateView, Step, Works
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class MLPSpec:
 
     def parameters(self, path: str) -> Iterator[Parameter]:
         yield from self.input.parameters(f"{path}.gate_up" if self.gated else f"{path}.up")
+        if self.activation == "xielu":
+            for name in ("alpha_p", "alpha_n", "beta", "eps"):
+                yield Parameter(f"{path}.act.{name}", (1,), rest=0.5)
         yield from self.output.parameters(f"{path}.down")
 
     def states(self, _dtype: str) -> tuple[StateSpec, ...]:
@@ -60,7 +64,9 @@ class MLP:
     looks_around = False
 
     def __init__(self, spec: MLPSpec, path: str, build: Build) -> None:
-        self.up = Activated(spec.input, f"{path}.gate_up" if spec.gated else f"{path}.up", build, spec.activation, spec.gated)
+        inner = f"{path}.gate_up" if spec.gated else f"{path}.up"
+        self.up: Linear = Xielu(spec.input, inner, build, f"{path}.act") if spec.activation == "xielu" else Activated(
+            spec.input, inner, build, spec.activation, spec.gated)
         self.down = Linear(spec.output, f"{path}.down", build)
 
     @property
@@ -75,3 +81,17 @@ class MLP:
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         return self.down(self.up(x if ends is None else x.index_select(0, ends), step), step)
+
+
+class Xielu(Linear):
+    """A projection followed by xIELU (Huang and Schlag 2024), whose two slopes are learned in each layer."""
+
+    def __init__(self, spec: LinearSpec, path: str, build: Build, act: str) -> None:
+        super().__init__(spec, path, build)
+        self.rising, self.falling, self.beta, self.eps = (build.values.tensor(f"{act}.{name}")
+                                                          for name in ("alpha_p", "alpha_n", "beta", "eps"))
+
+    def __call__(self, x: torch.Tensor, step: Adapted) -> torch.Tensor:
+        x = super().__call__(x, step)
+        rising, falling = F.softplus(self.rising), self.beta + F.softplus(self.falling)
+        return torch.where(x > 0, rising * x * x, (torch.expm1(torch.minimum(x, self.eps)) - x) * falling) + self.beta * x

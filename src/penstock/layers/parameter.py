@@ -143,7 +143,7 @@ class Parameter:
     @property
     def divided(self) -> tuple[Piece, ...]:
         """What ranks divide, rows or columns, as pieces."""
-        if self.pieces and self.split is Split.ROWS:
+        if self.pieces and self.split is Split.ROWS and not (self.groups or self.copied):
             return self.pieces
         return (Piece(self.name, self.shape[0 if self.split is Split.ROWS else 1], self.unit, self.groups,
                       self.copied),)

@@ -30,6 +30,8 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
+    "quick_gelu": "quick_gelu",
 }
 """transformers' names of activations and ours (ops/activation.py)."""
 
@@ -39,6 +41,23 @@ class Config:
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self.given = values
         self.values = {**(defaults or {}), **{name: value for name, value in values.items() if value is not None}}
+
+    def changed(self, **values: Any) -> Config:
+        """The same with other values."""
+        found = Config({**self.given, **values})
+        found.values = {**self.values, **values}
+        return found
+
+    def renamed(self, **names: str) -> Config:
+        """The same with the values of some keys under other names."""
+        found = Config({names.get(name, name): value for name, value in self.given.items()})
+        found.values = {names.get(name, name): value for name, value in self.values.items()}
+        return found
+
+    def named(self, architecture: str, model_type: str) -> bool:
+        """Whether it is a config of that architecture, or of that type where it names no architecture."""
+        architectures = self.values.get("architectures")
+        return architecture in architectures if architectures else self.values.get("model_type") == model_type
 
     def wrong(self, name: str, possible: str) -> ModelError:
         """The error for a value that cannot be honoured."""

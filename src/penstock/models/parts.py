@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from penstock.core.errors import ModelError
@@ -12,7 +13,7 @@ from penstock.layers.experts import ExpertsSpec
 from penstock.layers.latent import LatentAttentionSpec
 from penstock.layers.mixer import MixerSpec
 from penstock.layers.mlp import MLPSpec
-from penstock.layers.norm import NormSpec, RMSNormSpec
+from penstock.layers.norm import LayerNormSpec, NormSpec, RMSNormSpec
 from penstock.layers.rope import NoScaling, RopeSpec, YarnScaling
 from penstock.layers.spec import ModelSpec
 from penstock.models.config import ACTIVATIONS, Config
@@ -30,6 +31,26 @@ def head_size(config: Config) -> int:
 
 def rms_norm(config: Config, offset: float = 0.0) -> RMSNormSpec:
     return RMSNormSpec(config.number("rms_norm_eps", 1e-6), offset)
+
+
+def layer_norm(config: Config, name: str = "layer_norm_eps", *, bias: bool = True, offset: float = 0.0) -> LayerNormSpec:
+    return LayerNormSpec(config.number(name, 1e-5), bias, offset=offset)
+
+
+def even_heads(config: Config) -> tuple[int, int, int]:
+    """(width, heads, head size) where the width is shared evenly among the heads."""
+    width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if width % heads:
+        raise config.wrong("hidden_size", f"a multiple of the number of heads ({heads})")
+    return width, heads, width // heads
+
+
+def slopes(heads: int, most: int = 8) -> tuple[float, ...]:
+    """ALiBi's (Press et al. 2022): 2^(-most i / n) for i from 1 on, where n is the power of two from `heads` up; if heads are
+    fewer, every second one first."""
+    count = 1 << (heads - 1).bit_length()
+    found = [2.0 ** (-most * i / count) for i in range(1, count + 1)]
+    return tuple((found if count == heads else found[1::2] + found[::2])[:heads])
 
 
 def attention(config: Config, *, rope: RopeSpec | None, window: int = 0, scale: float | None = None, softcap: float = 0.0,
@@ -59,6 +80,12 @@ def gated_mlp(config: Config, *, activation: str = "hidden_act", bias: bool = Fa
     """By `intermediate_size` and the activation under the key `activation`."""
     return MLPSpec(config.integer("hidden_size"), config.integer("intermediate_size"), config.choice(activation, ACTIVATIONS),
                    bias=bias)
+
+
+def plain_mlp(config: Config, *, bias: bool = False) -> MLPSpec:
+    """The same without a gate."""
+    return dataclasses.replace(gated_mlp(config.changed(hidden_act="silu"), bias=bias), gated=False,
+                               activation=config.choice("hidden_act", {**ACTIVATIONS, "xielu": "xielu"}))
 
 
 def experts(config: Config, routing: Routing, *, inner: str = "moe_intermediate_size", shared_inner: int = 0,

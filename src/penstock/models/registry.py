@@ -85,7 +85,7 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
     given = config.get("quantization_config")
     if given:
         spec = with_schemes(spec, family.RULES, dialects.reader(given))
-    _, task = _task(architecture)
+    task = "generate" if architecture in registry().architectures else _task(architecture)[1]
     if task == "embed":
         # There is no head; the embedding's matrix stands in, and no token is chosen with it.
         return dataclasses.replace(spec, task=task, head=HeadSpec(tied=True))

@@ -87,6 +87,18 @@ def stacked_transposed(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
+def by_group(tensor: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+    """Reorders rows from (KV head, its queries, key, value), as Falcon stores them, to all queries, all keys, all values."""
+    attention = spec.attentions[0]
+    rows = tensor.view(attention.kv_heads, -1, attention.head_size, *tensor.shape[1:])
+    return torch.cat([part.flatten(0, 2) for part in (rows[:, :-2], rows[:, -2:-1], rows[:, -1:])])
+
+
+def flat(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
+    """All elements in a row."""
+    return tensor.reshape(-1)
+
+
 EMBEDDING = (
     Rule("model.embed_tokens.weight", "embedding.weight"),
     Rule("model.norm.weight", "norm.weight"),
@@ -132,6 +144,14 @@ PRE_NORMS = (
 
 LLAMA = (*EMBEDDING, *ATTENTION, *MLP, *PRE_NORMS)
 """The names of Llama and of most later families."""
+
+LAYER_NORM_LLAMA = (
+    Rule("model.norm.*", "norm.*"),
+    Rule("model.layers.#.input_layernorm.*", "blocks.#.attention.pre.*"),
+    Rule("model.layers.#.post_attention_layernorm.*", "blocks.#.mlp.pre.*"),
+    *LLAMA,
+)
+"""Those with LayerNorms, which may have biases."""
 
 SANDWICH_NORMS = (
     Rule("model.layers.#.input_layernorm.weight", "blocks.#.attention.pre.weight"),

@@ -16,9 +16,13 @@ def activate(x, kind: tl.constexpr):
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif kind == "gelu_tanh":
         x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif kind == "quick_gelu":
+        x = x * tl.sigmoid(1.702 * x)
     else:
-        tl.static_assert(kind == "relu")
+        tl.static_assert(kind == "relu" or kind == "relu2")
         x = tl.maximum(x, 0.0)
+        if kind == "relu2":
+            x = x * x
     return x
 
 

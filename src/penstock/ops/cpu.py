@@ -24,7 +24,7 @@ from penstock.platform.facts import DeviceFacts
 _CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """As csrc/dtypes.h."""
 
-_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "quick_gelu": 5}
 """As csrc/rows.cpp."""
 
 

@@ -1,0 +1,29 @@
+"""Apertus: queries and keys normed, a plain feed-forward layer with a learned activation (xIELU)."""
+
+from __future__ import annotations
+
+from penstock.layers.attention import QueryKeyNorm
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import Config, rope
+from penstock.models.rules import Rule, flat
+
+ARCHITECTURES = ("ApertusForCausalLM",)
+MODEL_TYPES = ("apertus",)
+DEFAULTS = {"hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5}
+RULES = (
+    *rules.EMBEDDING,
+    *rules.ATTENTION,
+    *rules.MLP,
+    Rule("model.layers.#.attention_layernorm.weight", "blocks.#.attention.pre.weight"),
+    Rule("model.layers.#.feedforward_layernorm.weight", "blocks.#.mlp.pre.weight"),
+    Rule("model.layers.#.mlp.act_fn.*", "blocks.#.mlp.act.*", flat),
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    norm = parts.rms_norm(config)
+    attention = parts.attention(config, rope=rope(config, parts.head_size(config), theta=12000000.0), norm=QueryKeyNorm(norm),
+                                bias=config.flag("attention_bias", False))
+    block = parts.pre_norm_block(attention, parts.plain_mlp(config), norm)
+    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm)

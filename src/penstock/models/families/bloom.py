@@ -1,0 +1,41 @@
+"""BLOOM: ALiBi, a norm behind the embedding, LayerNorms and biases throughout."""
+
+from __future__ import annotations
+
+from penstock.layers.attention import AttentionSpec
+from penstock.layers.embedding import EmbeddingSpec, HeadSpec
+from penstock.layers.mlp import MLPSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts
+from penstock.models.config import Config
+from penstock.models.rules import Rule, interleaved
+
+ARCHITECTURES = ("BloomForCausalLM",)
+MODEL_TYPES = ("bloom",)
+_LAYER = "[transformer.]h.#."
+RULES = (
+    Rule("[transformer.]word_embeddings.weight", "embedding.weight"),
+    Rule("[transformer.]word_embeddings_layernorm.*", "embedding.norm.*"),
+    Rule(_LAYER + "input_layernorm.*", "blocks.#.attention.pre.*"),
+    Rule(_LAYER + "self_attention.query_key_value.*", "blocks.#.attention.qkv.*", interleaved),
+    Rule(_LAYER + "self_attention.dense.*", "blocks.#.attention.o.*"),
+    Rule(_LAYER + "post_attention_layernorm.*", "blocks.#.mlp.pre.*"),
+    Rule(_LAYER + "mlp.dense_h_to_4h.*", "blocks.#.mlp.up.*"),
+    Rule(_LAYER + "mlp.dense_4h_to_h.*", "blocks.#.mlp.down.*"),
+    Rule("[transformer.]ln_f.*", "norm.*"),
+    Rule("lm_head.weight", "head.weight"),
+)
+LENGTH = 1 << 20
+"""ALiBi has no longest context; the config names none."""
+
+
+def spec(config: Config) -> ModelSpec:
+    config.absent("apply_residual_connection_post_layernorm")
+    config = config.renamed(n_embed="hidden_size", n_head="num_attention_heads", n_layer="num_hidden_layers")
+    width, heads, size = parts.even_heads(config)
+    norm = parts.layer_norm(config, "layer_norm_epsilon")
+    attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=True, output_bias=True, slopes=parts.slopes(heads))
+    block = parts.pre_norm_block(attention, MLPSpec(width, 4 * width, "gelu_tanh", gated=False, bias=True), norm)
+    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm, embedding=EmbeddingSpec(norm=norm),
+                         head=HeadSpec(config.flag("tie_word_embeddings", True)),
+                         max_positions=config.integer("seq_length", LENGTH))

@@ -1,0 +1,45 @@
+"""ChatGLM 2 and 3, and GLM-4 in its first form: GLM-4 with matrices merged and names of its own."""
+
+from __future__ import annotations
+
+from penstock.layers.attention import AttentionSpec
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.embedding import HeadSpec
+from penstock.layers.mlp import MLPSpec
+from penstock.layers.norm import RMSNormSpec
+from penstock.layers.rope import RopeSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts
+from penstock.models.config import Config
+from penstock.models.rules import Rule
+
+ARCHITECTURES = ("ChatGLMModel", "ChatGLMForConditionalGeneration", "ChatGLMForCausalLM")
+MODEL_TYPES = ("chatglm",)
+RULES = (
+    Rule("transformer.embedding.word_embeddings.weight", "embedding.weight"),
+    Rule("transformer.rotary_pos_emb.inv_freq", None),
+    Rule("transformer.encoder.layers.#.input_layernorm.weight", "blocks.#.attention.pre.weight"),
+    Rule("transformer.encoder.layers.#.self_attention.query_key_value.*", "blocks.#.attention.qkv.*"),
+    Rule("transformer.encoder.layers.#.self_attention.dense.*", "blocks.#.attention.o.*"),
+    Rule("transformer.encoder.layers.#.post_attention_layernorm.weight", "blocks.#.mlp.pre.weight"),
+    Rule("transformer.encoder.layers.#.mlp.dense_h_to_4h.*", "blocks.#.mlp.gate_up.*"),
+    Rule("transformer.encoder.layers.#.mlp.dense_4h_to_h.*", "blocks.#.mlp.down.*"),
+    Rule("transformer.encoder.final_layernorm.weight", "norm.weight"),
+    Rule("transformer.output_layer.weight", "head.weight"),
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    config.absent("apply_residual_connection_post_layernorm", "add_bias_linear")
+    if not config.flag("rmsnorm", True):
+        raise config.wrong("rmsnorm", "true")
+    norm = RMSNormSpec(config.number("layernorm_epsilon", 1e-5))
+    width, heads, size = config.integer("hidden_size"), config.integer("num_attention_heads"), config.integer("kv_channels")
+    kv_heads = config.integer("multi_query_group_num") if config.flag("multi_query_attention", False) else heads
+    turn = RopeSpec(10000.0 * config.number("rope_ratio", 1.0), size // 2, interleaved=True)
+    attention = AttentionSpec(width, heads, kv_heads, size, size**-0.5, turn, bias=config.flag("add_qkv_bias", False))
+    mlp = MLPSpec(width, config.integer("ffn_hidden_size"), "silu")
+    block = BlockSpec(((BranchSpec(attention, norm),), (BranchSpec(mlp, norm),)))
+    config = config.changed(vocab_size=config.integer("padded_vocab_size"))
+    return parts.decoder(config, [block] * config.integer("num_layers"), norm, head=HeadSpec(False),
+                         max_positions=config.integer("seq_length"))

@@ -1,0 +1,63 @@
+"""Falcon, all generations: one or several groups of heads, ALiBi or rotation, branches side by side or not."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.layers.attention import AttentionSpec
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.embedding import HeadSpec
+from penstock.layers.mlp import MLPSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts
+from penstock.models.config import ACTIVATIONS, Config, rope
+from penstock.models.rules import Rule, by_group
+
+ARCHITECTURES = ("FalconForCausalLM", "RWForCausalLM")
+MODEL_TYPES = ("falcon", "RefinedWeb", "RefinedWebModel")
+DEFAULTS = {"activation": "gelu", "max_position_embeddings": 2048}
+_LAYER = "[transformer.]h.#."
+RULES = (
+    Rule("[transformer.]word_embeddings.weight", "embedding.weight"),
+    Rule(_LAYER + "self_attention.query_key_value.*", "blocks.#.attention.qkv.*", by_group),
+    Rule(_LAYER + "self_attention.dense.*", "blocks.#.attention.o.*"),
+    Rule(_LAYER + "input_layernorm.*", "blocks.#.attention.pre.*"),
+    Rule(_LAYER + "ln_attn.*", "blocks.#.attention.pre.*"),
+    Rule(_LAYER + "post_attention_layernorm.*", "blocks.#.mlp.pre.*"),
+    Rule(_LAYER + "ln_mlp.*", "blocks.#.mlp.pre.*"),
+    Rule(_LAYER + "mlp.dense_h_to_4h.*", "blocks.#.mlp.up.*"),
+    Rule(_LAYER + "mlp.dense_4h_to_h.*", "blocks.#.mlp.down.*"),
+    Rule("[transformer.]ln_f.*", "norm.*"),
+    Rule("lm_head.weight", "head.weight"),
+)
+
+
+def _slopes(heads: int, size: int) -> tuple[float, ...]:
+    """Falcon rounds them to bfloat16, and scales them together with the scores."""
+    return tuple((torch.tensor(parts.slopes(heads)).bfloat16().double() * size**-0.5).tolist())
+
+
+def _kv_heads(config: Config, heads: int, new: bool) -> int:
+    if new:
+        return config.integer("num_kv_heads", heads)
+    return 1 if config.flag("multi_query", True) else heads
+
+
+def spec(config: Config) -> ModelSpec:
+    width, heads, size = parts.even_heads(config)
+    new, bias = config.flag("new_decoder_architecture", False), config.flag("bias", False)
+    alibi = config.flag("alibi", False)
+    norm = parts.layer_norm(config, "layer_norm_epsilon")
+    attention = BranchSpec(AttentionSpec(
+        width, heads, _kv_heads(config, heads, new), size, size**-0.5, None if alibi else rope(config, size), bias=bias,
+        output_bias=bias, slopes=_slopes(heads, size) if alibi else ()), norm)
+    mlp = MLPSpec(width, config.integer("ffn_hidden_size", 4 * width), config.choice("activation", ACTIVATIONS), gated=False,
+                  bias=bias)
+    if new and config.integer("num_ln_in_parallel_attn", 2) == 2:
+        block = BlockSpec(((attention, BranchSpec(mlp, norm)),))
+    elif new or config.flag("parallel_attn", True):
+        block = BlockSpec(((attention, BranchSpec(mlp, same=True)),))
+    else:
+        block = BlockSpec(((attention,), (BranchSpec(mlp, norm),)))
+    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm,
+                         head=HeadSpec(config.flag("tie_word_embeddings", True)))

@@ -1,0 +1,29 @@
+"""GLM-4 (9B) and GLM-4-0414: interleaved partial rotation; 0414 has norms after its branches, too."""
+
+from __future__ import annotations
+
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import Config, rope
+from penstock.models.rules import Rule
+
+ARCHITECTURES = ("GlmForCausalLM", "Glm4ForCausalLM")
+MODEL_TYPES = ("glm", "glm4")
+DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
+            "rms_norm_eps": 1.5625e-07}
+RULES = (
+    Rule("model.layers.#.mlp.gate_up_proj.*", "blocks.#.mlp.gate_up.*"),
+    Rule("model.layers.#.post_self_attn_layernorm.weight", "blocks.#.attention.post.weight"),
+    Rule("model.layers.#.post_mlp_layernorm.weight", "blocks.#.mlp.post.weight"),
+    *rules.LLAMA,
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    norm, bias = parts.rms_norm(config), config.flag("attention_bias", True)
+    turn = rope(config, parts.head_size(config), fraction=0.5, interleaved=True)
+    attention = parts.attention(config, rope=turn, bias=bias, output_bias=False)
+    post = norm if config.named("Glm4ForCausalLM", "glm4") else None
+    block = BlockSpec(((BranchSpec(attention, norm, post),), (BranchSpec(parts.gated_mlp(config), norm, post),)))
+    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm)

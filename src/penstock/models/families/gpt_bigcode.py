@@ -1,0 +1,44 @@
+"""GPT-BigCode (StarCoder, SantaCoder): GPT-2 in which all query heads share one key and value."""
+
+from __future__ import annotations
+
+from penstock.layers.attention import AttentionSpec
+from penstock.layers.embedding import EmbeddingSpec, HeadSpec
+from penstock.layers.mlp import MLPSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts
+from penstock.models.config import ACTIVATIONS, Config
+from penstock.models.rules import Rule, by_group
+
+ARCHITECTURES = ("GPTBigCodeForCausalLM",)
+MODEL_TYPES = ("gpt_bigcode",)
+DEFAULTS = {"activation_function": "gelu_pytorch_tanh", "n_positions": 1024}
+_LAYER = "[transformer.]h.#."
+RULES = (
+    Rule("[transformer.]wte.weight", "embedding.weight"),
+    Rule("[transformer.]wpe.weight", "positions.weight"),
+    Rule(_LAYER + "ln_1.*", "blocks.#.attention.pre.*"),
+    Rule(_LAYER + "attn.c_attn.*", "blocks.#.attention.qkv.*", by_group),
+    Rule(_LAYER + "attn.c_proj.*", "blocks.#.attention.o.*"),
+    Rule(_LAYER + "ln_2.*", "blocks.#.mlp.pre.*"),
+    Rule(_LAYER + "mlp.c_fc.*", "blocks.#.mlp.up.*"),
+    Rule(_LAYER + "mlp.c_proj.*", "blocks.#.mlp.down.*"),
+    Rule("[transformer.]ln_f.*", "norm.*"),
+    Rule("lm_head.weight", "head.weight"),
+    Rule(_LAYER + "attn.bias", None),
+    Rule(_LAYER + "attn.masked_bias", None),
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    config = config.renamed(n_embd="hidden_size", n_head="num_attention_heads", n_layer="num_hidden_layers")
+    config.absent("add_cross_attention")
+    width, heads, size = parts.even_heads(config)
+    norm, positions = parts.layer_norm(config, "layer_norm_epsilon"), config.integer("n_positions")
+    attention = AttentionSpec(width, heads, 1 if config.flag("multi_query", True) else heads, size,
+                              size**-0.5 if config.flag("scale_attn_weights", True) else 1.0, bias=True, output_bias=True)
+    mlp = MLPSpec(width, config.integer("n_inner", 4 * width), config.choice("activation_function", ACTIVATIONS), gated=False,
+                  bias=True)
+    return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm,
+                         embedding=EmbeddingSpec(positions=positions), max_positions=positions,
+                         head=HeadSpec(config.flag("tie_word_embeddings", True)))

@@ -1,0 +1,56 @@
+"""GPT-Neo: learned positions, scores without a scale, a window in every second layer."""
+
+from __future__ import annotations
+
+from penstock.layers.attention import AttentionSpec
+from penstock.layers.embedding import EmbeddingSpec, HeadSpec
+from penstock.layers.mlp import MLPSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts
+from penstock.models.config import ACTIVATIONS, Config
+from penstock.models.rules import Rule
+
+ARCHITECTURES = ("GPTNeoForCausalLM",)
+MODEL_TYPES = ("gpt_neo",)
+DEFAULTS = {"activation_function": "gelu_new", "max_position_embeddings": 2048}
+_LAYER = "[transformer.]h.#."
+RULES = (
+    Rule("[transformer.]wte.weight", "embedding.weight"),
+    Rule("[transformer.]wpe.weight", "positions.weight"),
+    Rule(_LAYER + "ln_1.*", "blocks.#.attention.pre.*"),
+    Rule(_LAYER + "attn.attention.q_proj.weight", "blocks.#.attention.q.weight"),
+    Rule(_LAYER + "attn.attention.k_proj.weight", "blocks.#.attention.k.weight"),
+    Rule(_LAYER + "attn.attention.v_proj.weight", "blocks.#.attention.v.weight"),
+    Rule(_LAYER + "attn.attention.out_proj.*", "blocks.#.attention.o.*"),
+    Rule(_LAYER + "attn.attention.bias", None),
+    Rule(_LAYER + "attn.attention.masked_bias", None),
+    Rule(_LAYER + "ln_2.*", "blocks.#.mlp.pre.*"),
+    Rule(_LAYER + "mlp.c_fc.*", "blocks.#.mlp.up.*"),
+    Rule(_LAYER + "mlp.c_proj.*", "blocks.#.mlp.down.*"),
+    Rule("[transformer.]ln_f.*", "norm.*"),
+    Rule("lm_head.weight", "head.weight"),
+)
+
+
+def _local(config: Config, layers: int) -> list[bool]:
+    """Which layers have a window, by attention_types: [[[kind, ...], repetitions], ...]."""
+    given = config.values.get("attention_types") or [[["global", "local"], layers // 2]]
+    found = [kind == "local" for kinds, times in given for _ in range(times) for kind in kinds]
+    if len(found) != layers:
+        raise config.wrong("attention_types", f"kinds for {layers} layers")
+    return found
+
+
+def spec(config: Config) -> ModelSpec:
+    config = config.renamed(num_heads="num_attention_heads", num_layers="num_hidden_layers")
+    width, heads, size = parts.even_heads(config)
+    layers, norm = config.integer("num_hidden_layers"), parts.layer_norm(config, "layer_norm_epsilon")
+    positions, window = config.integer("max_position_embeddings"), config.integer("window_size", 256)
+    mlp = MLPSpec(width, config.integer("intermediate_size", 4 * width), config.choice("activation_function", ACTIVATIONS),
+                  gated=False, bias=True)
+    blocks = []
+    for local in _local(config, layers):
+        attention = AttentionSpec(width, heads, heads, size, 1.0, window=window if local else 0, output_bias=True)
+        blocks.append(parts.pre_norm_block(attention, mlp, norm))
+    return parts.decoder(config, blocks, norm, embedding=EmbeddingSpec(positions=positions), max_positions=positions,
+                         head=HeadSpec(config.flag("tie_word_embeddings", True)))

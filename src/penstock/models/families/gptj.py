@@ -1,0 +1,46 @@
+"""GPT-J: branches side by side with one norm, interleaved partial rotation, a head with bias."""
+
+from __future__ import annotations
+
+from penstock.layers.attention import AttentionSpec
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.embedding import HeadSpec
+from penstock.layers.mlp import MLPSpec
+from penstock.layers.rope import RopeSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts
+from penstock.models.config import ACTIVATIONS, Config
+from penstock.models.rules import Rule
+
+ARCHITECTURES = ("GPTJForCausalLM",)
+MODEL_TYPES = ("gptj",)
+DEFAULTS = {"activation_function": "gelu_new", "n_positions": 2048}
+_LAYER = "[transformer.]h.#."
+RULES = (
+    Rule("[transformer.]wte.weight", "embedding.weight"),
+    Rule(_LAYER + "ln_1.*", "blocks.#.attention.pre.*"),
+    Rule(_LAYER + "attn.q_proj.weight", "blocks.#.attention.q.weight"),
+    Rule(_LAYER + "attn.k_proj.weight", "blocks.#.attention.k.weight"),
+    Rule(_LAYER + "attn.v_proj.weight", "blocks.#.attention.v.weight"),
+    Rule(_LAYER + "attn.out_proj.weight", "blocks.#.attention.o.weight"),
+    Rule(_LAYER + "mlp.fc_in.*", "blocks.#.mlp.up.*"),
+    Rule(_LAYER + "mlp.fc_out.*", "blocks.#.mlp.down.*"),
+    Rule("[transformer.]ln_f.*", "norm.*"),
+    Rule("lm_head.*", "head.*"),
+    Rule(_LAYER + "attn.bias", None),
+    Rule(_LAYER + "attn.masked_bias", None),
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    config = config.renamed(n_embd="hidden_size", n_head="num_attention_heads", n_layer="num_hidden_layers")
+    width, heads, size = parts.even_heads(config)
+    norm = parts.layer_norm(config, "layer_norm_epsilon")
+    turn = RopeSpec(10000.0, config.nullable_integer("rotary_dim", 64) or size, interleaved=True)
+    mlp = MLPSpec(width, config.integer("n_inner", 4 * width), config.choice("activation_function", ACTIVATIONS), gated=False,
+                  bias=True)
+    attention = AttentionSpec(width, heads, heads, size, size**-0.5, turn)
+    block = BlockSpec(((BranchSpec(attention, norm), BranchSpec(mlp, same=True)),))
+    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm,
+                         head=HeadSpec(config.flag("tie_word_embeddings", False), bias=True),
+                         max_positions=config.integer("n_positions"))

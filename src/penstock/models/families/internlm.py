@@ -1,0 +1,33 @@
+"""InternLM 2 and 3: Llama; InternLM 2 stores queries, keys and values of each group of heads together."""
+
+from __future__ import annotations
+
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import Config, rope
+from penstock.models.rules import Rule, by_group
+
+ARCHITECTURES = ("InternLM2ForCausalLM", "InternLM3ForCausalLM")
+MODEL_TYPES = ("internlm2", "internlm3")
+DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
+RULES = (
+    *rules.LLAMA,
+    Rule("model.tok_embeddings.weight", "embedding.weight"),
+    Rule("output.weight", "head.weight"),
+    Rule("model.layers.#.attention.wqkv.*", "blocks.#.attention.qkv.*", by_group),
+    Rule("model.layers.#.attention.wo.*", "blocks.#.attention.o.*"),
+    Rule("model.layers.#.attention_norm.weight", "blocks.#.attention.pre.weight"),
+    Rule("model.layers.#.feed_forward.w1.*", "blocks.#.mlp.gate.*"),
+    Rule("model.layers.#.feed_forward.w3.*", "blocks.#.mlp.up.*"),
+    Rule("model.layers.#.feed_forward.w2.*", "blocks.#.mlp.down.*"),
+    Rule("model.layers.#.ffn_norm.weight", "blocks.#.mlp.pre.weight"),
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    norm = parts.rms_norm(config)
+    whole = next((config.flag(name, False) for name in ("bias", "mlp_bias") if name in config.values), False)
+    bias = next((config.flag(name, False) for name in ("qkv_bias", "attention_bias") if name in config.values), whole)
+    attention = parts.attention(config, rope=rope(config, parts.head_size(config)), bias=bias, output_bias=whole)
+    mlp = parts.gated_mlp(config, bias=whole and config.named("InternLM3ForCausalLM", "internlm3"))
+    return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm)

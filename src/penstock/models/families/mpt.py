@@ -1,0 +1,48 @@
+"""MPT: ALiBi, LayerNorms without bias, no biases."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from penstock.layers.attention import AttentionSpec
+from penstock.layers.embedding import HeadSpec
+from penstock.layers.mlp import MLPSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts
+from penstock.models.config import Config
+from penstock.models.rules import Rule
+
+ARCHITECTURES = ("MptForCausalLM", "MPTForCausalLM")
+MODEL_TYPES = ("mpt",)
+_LAYER = "[transformer.]blocks.#."
+RULES = (
+    Rule("[transformer.]wte.weight", "embedding.weight"),
+    Rule(_LAYER + "norm_1.weight", "blocks.#.attention.pre.weight"),
+    Rule(_LAYER + "attn.Wqkv.weight", "blocks.#.attention.qkv.weight"),
+    Rule(_LAYER + "attn.out_proj.weight", "blocks.#.attention.o.weight"),
+    Rule(_LAYER + "norm_2.weight", "blocks.#.mlp.pre.weight"),
+    Rule(_LAYER + "ffn.up_proj.weight", "blocks.#.mlp.up.weight"),
+    Rule(_LAYER + "ffn.down_proj.weight", "blocks.#.mlp.down.weight"),
+    Rule("[transformer.]norm_f.weight", "norm.weight"),
+    Rule("lm_head.weight", "head.weight"),
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    config = config.renamed(d_model="hidden_size", n_heads="num_attention_heads", n_layers="num_hidden_layers")
+    given = Config(config.values.get("attn_config") or {})
+    given.absent("prefix_lm", "qk_ln", "attn_uses_sequence_id")
+    if not given.flag("alibi", True):
+        raise given.wrong("alibi", "true: learned positions are not there")
+    if not config.flag("no_bias", True):
+        raise config.wrong("no_bias", "true")
+    config.absent("logit_scale")
+    width, heads, size = parts.even_heads(config)
+    norm = parts.layer_norm(config, "layer_norm_epsilon", bias=False)
+    attention = AttentionSpec(width, heads, heads, size, given.number("softmax_scale", size**-0.5),
+                              slopes=parts.slopes(heads, most=given.integer("alibi_bias_max", 8)))
+    attention = dataclasses.replace(attention, clip=given.nullable_number("clip_qkv", 0.0))
+    # transformers' modules have this ratio whatever the config says.
+    block = parts.pre_norm_block(attention, MLPSpec(width, 4 * width, "gelu", gated=False), norm)
+    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm, head=HeadSpec(True),
+                         max_positions=config.integer("max_seq_len", 2048))

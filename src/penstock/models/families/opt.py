@@ -1,0 +1,48 @@
+"""OPT: learned positions from 2 on, LayerNorms before each branch, biases."""
+
+from __future__ import annotations
+
+from penstock.layers.attention import AttentionSpec
+from penstock.layers.embedding import EmbeddingSpec, HeadSpec
+from penstock.layers.mlp import MLPSpec
+from penstock.layers.norm import LayerNormSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts
+from penstock.models.config import ACTIVATIONS, Config
+from penstock.models.rules import Rule
+
+ARCHITECTURES = ("OPTForCausalLM",)
+MODEL_TYPES = ("opt",)
+DEFAULTS = {"activation_function": "relu", "max_position_embeddings": 2048}
+_DECODER = "[model.]decoder."
+_LAYER = _DECODER + "layers.#."
+RULES = (
+    Rule(_DECODER + "embed_tokens.weight", "embedding.weight"),
+    Rule(_DECODER + "embed_positions.weight", "positions.weight"),
+    Rule(_LAYER + "self_attn_layer_norm.*", "blocks.#.attention.pre.*"),
+    Rule(_LAYER + "self_attn.q_proj.*", "blocks.#.attention.q.*"),
+    Rule(_LAYER + "self_attn.k_proj.*", "blocks.#.attention.k.*"),
+    Rule(_LAYER + "self_attn.v_proj.*", "blocks.#.attention.v.*"),
+    Rule(_LAYER + "self_attn.out_proj.*", "blocks.#.attention.o.*"),
+    Rule(_LAYER + "final_layer_norm.*", "blocks.#.mlp.pre.*"),
+    Rule(_LAYER + "fc1.*", "blocks.#.mlp.up.*"),
+    Rule(_LAYER + "fc2.*", "blocks.#.mlp.down.*"),
+    Rule(_DECODER + "final_layer_norm.*", "norm.*"),
+    Rule("lm_head.weight", "head.weight"),
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    if not config.flag("do_layer_norm_before", True):
+        raise config.wrong("do_layer_norm_before", "true: norms after each sum (OPT-350m) are not there")
+    config.absent("_remove_final_layer_norm")
+    width, heads, size = parts.even_heads(config)
+    if config.integer("word_embed_proj_dim", width) != width:
+        raise config.wrong("word_embed_proj_dim", f"hidden_size ({width})")
+    norm = LayerNormSpec(1e-5, *([config.flag("layer_norm_elementwise_affine", True)] * 2))
+    bias, positions = config.flag("enable_bias", True), config.integer("max_position_embeddings")
+    attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias)
+    mlp = MLPSpec(width, config.integer("ffn_dim"), config.choice("activation_function", ACTIVATIONS), gated=False, bias=bias)
+    return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm,
+                         embedding=EmbeddingSpec(positions=positions, first_position=2), max_positions=positions,
+                         head=HeadSpec(config.flag("tie_word_embeddings", True)))

@@ -1,0 +1,34 @@
+"""Phi-1, 1.5 and 2: parallel branches with one norm, partial rotation, biases throughout."""
+
+from __future__ import annotations
+
+from penstock.layers.attention import QueryKeyNorm
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.embedding import HeadSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import Config, rope
+from penstock.models.rules import Rule
+
+ARCHITECTURES = ("PhiForCausalLM",)
+MODEL_TYPES = ("phi",)
+DEFAULTS = {"hidden_act": "gelu_new", "max_position_embeddings": 2048}
+RULES = (
+    Rule("model.layers.#.self_attn.dense.*", "blocks.#.attention.o.*"),
+    Rule("model.layers.#.self_attn.q_layernorm.*", "blocks.#.attention.q_norm.*"),
+    Rule("model.layers.#.self_attn.k_layernorm.*", "blocks.#.attention.k_norm.*"),
+    Rule("model.layers.#.mlp.fc1.*", "blocks.#.mlp.up.*"),
+    Rule("model.layers.#.mlp.fc2.*", "blocks.#.mlp.down.*"),
+    Rule("model.final_layernorm.*", "norm.*"),
+    Rule("lm_head.bias", "head.bias"),
+    *rules.LAYER_NORM_LLAMA,
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    norm = parts.layer_norm(config)
+    attention = parts.attention(config, rope=rope(config, parts.head_size(config), fraction=0.5), bias=True,
+                                norm=QueryKeyNorm(norm) if config.flag("qk_layernorm", False) else None)
+    branches = BranchSpec(attention, norm), BranchSpec(parts.plain_mlp(config, bias=True), same=True)
+    return parts.decoder(config, [BlockSpec((branches,))] * config.integer("num_hidden_layers"), norm,
+                         head=HeadSpec(config.flag("tie_word_embeddings", False), bias=True))

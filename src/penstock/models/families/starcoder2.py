@@ -1,0 +1,27 @@
+"""StarCoder 2: LayerNorms, biases, a plain feed-forward layer, perhaps a sliding window."""
+
+from __future__ import annotations
+
+from penstock.layers.embedding import HeadSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import Config, rope
+from penstock.models.rules import Rule
+
+ARCHITECTURES = ("Starcoder2ForCausalLM",)
+MODEL_TYPES = ("starcoder2",)
+DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096, "num_key_value_heads": 2}
+RULES = (
+    Rule("model.layers.#.mlp.c_fc.*", "blocks.#.mlp.up.*"),
+    Rule("model.layers.#.mlp.c_proj.*", "blocks.#.mlp.down.*"),
+    *rules.LAYER_NORM_LLAMA,
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    norm, bias = parts.layer_norm(config, "norm_epsilon"), config.flag("use_bias", True)
+    attention = parts.attention(config, rope=rope(config, parts.head_size(config)), bias=bias,
+                                window=config.nullable_integer("sliding_window", 0))
+    block = parts.pre_norm_block(attention, parts.plain_mlp(config, bias=bias), norm)
+    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm,
+                         head=HeadSpec(config.flag("tie_word_embeddings", True)))

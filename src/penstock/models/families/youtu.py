@@ -1,0 +1,22 @@
+"""Youtu-LLM: dense layers with latent attention."""
+
+from __future__ import annotations
+
+from penstock.layers.embedding import HeadSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import Config, rope
+
+ARCHITECTURES = ("YoutuForCausalLM",)
+MODEL_TYPES = ("youtu",)
+DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 131072, "kv_lora_rank": 512, "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
+RULES = (*rules.EMBEDDING, *rules.LATENT_ATTENTION, *rules.MLP, *rules.PRE_NORMS)
+
+
+def spec(config: Config) -> ModelSpec:
+    norm = parts.rms_norm(config)
+    turn = rope(config, config.integer("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True))
+    block = parts.pre_norm_block(parts.latent_attention(config, turn), parts.gated_mlp(config), norm)
+    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm,
+                         head=HeadSpec(config.flag("tie_word_embeddings", True)))
