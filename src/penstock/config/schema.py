@@ -121,6 +121,7 @@ class EngineOptions:
     device: str = option("auto", "auto, cpu, cuda or cuda:N; with several ranks N is the first one's", group=EXECUTION)
     tensor_parallel_size: int = option(1, "devices (on a CPU: processes) that divide every layer among them",
                                        group=PARALLEL, least=1)
+    disable_custom_all_reduce: bool = option(False, "leave short messages between GPUs to NCCL, too", group=PARALLEL)
     threads: int | None = option(None, "CPU threads for kernels; by default all cores", group=EXECUTION, least=1)
     kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch",
                                      group=EXECUTION)

@@ -13,7 +13,11 @@ from typing import Protocol
 
 import torch
 
+from penstock.observe.log import LOG
+from penstock.ops import gpu
 from penstock.parallel.axis import Place
+from penstock.parallel.peer import Peers, shared
+from penstock.platform.facts import detect
 
 
 class Group(Protocol):
@@ -53,8 +57,8 @@ _JOIN_SECONDS = 120.0
 class Processes:
     """Ranks in processes: gloo between CPUs, NCCL between GPUs."""
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        """Waits until all ranks have joined."""
+    def __init__(self, place: Place, device: torch.device, peers: bool = True) -> None:
+        """Waits until all ranks have joined. `peers`: GPUs that can, exchange short messages by our own kernel."""
         import torch.distributed as dist
 
         self.rank, self.size = place.tensor, place.tensors
@@ -70,8 +74,16 @@ class Processes:
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._end = dist.destroy_process_group
         self._sums = cuda and self.size == 2
+        self._peers: Peers | None = None
+        if cuda and peers and not gpu.supports(detect(str(device)), torch.bfloat16):
+            try:
+                self._peers, self._kept = shared(self.rank, self.size, device)
+            except RuntimeError as error:
+                LOG.warning("GPUs cannot map each other's memory, NCCL exchanges short messages: %s", error)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers.reduce(x)
         if self._sums:
             # Of two addends there is only one order.
             self._reduce(x)
@@ -79,6 +91,8 @@ class Processes:
         return added(self.gather(x).unbind())
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers.gather(x)
         found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         # As bytes: gloo does not know every type.
         self._gather(found.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8))
@@ -120,6 +134,6 @@ class Shared:
         self.barrier = threading.Barrier(size, timeout=_JOIN_SECONDS)
 
 
-def join(place: Place, device: torch.device) -> Group | None:
+def join(place: Place, device: torch.device, peers: bool) -> Group | None:
     """This rank's group of tensor parallelism; None if it is alone. Waits for the others."""
-    return None if place.alone else Processes(place, device)
+    return None if place.alone else Processes(place, device, peers)

@@ -151,7 +151,7 @@ class Rank:
 
     def _join(self) -> Group | None:
         """Meets the other ranks."""
-        return join(self._place, self._device)
+        return join(self._place, self._device, not self._options.disable_custom_all_reduce)
 
     def _working(self, model: models.Decoder) -> memory.Working:
         """Returns the working memory of steps. Measuring it takes 2 s on a GPU, so the result is cached on disk for later

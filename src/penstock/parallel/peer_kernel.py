@@ -1,0 +1,58 @@
+"""The Triton kernel by which GPUs that can write into each other's memory exchange short messages: pushed at once to every peer
+(one-shot), no host and no library between. `parallel/peer.py` owns the memory.
+
+A block exchanges its own run of the message in its own places and by its own flags, so blocks never wait for each other. Its
+epoch counts its exchanges. Data has two places, used in turn: a rank that is two epochs ahead has seen that all have read the
+older one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit(do_not_specialize=["count", "rank"])
+def exchange(x, out, buffers, flags, epochs, count, rank, size: tl.constexpr, most: tl.constexpr, run: tl.constexpr,
+             room: tl.constexpr, gather: tl.constexpr, linked: tl.constexpr):
+    """x [count] of `size` ranks -> out: their sum in the order of the ranks, rounded once, or with `gather` [size, count].
+
+    buffers, flags [size] int64: the ranks' memory, [2, size, most, room] of x's type and [size, most] int32. epochs [most]
+    int32 is this rank's own. Program b exchanges `run` elements from b x run on; `room` >= run.
+    """
+    if linked:
+        gdc_launch_dependents()
+        gdc_wait()
+    block = tl.program_id(0)
+    epoch = tl.load(epochs + block) + 1
+    at = tl.arange(0, run)
+    there = block * run + at < count
+    value = tl.load(x + block * run + at, mask=there)
+    half = (epoch & 1) * size
+    for peer in tl.static_range(size):
+        buffer = tl.load(buffers + peer).to(tl.pointer_type(x.dtype.element_ty))
+        tl.store(buffer + ((half + rank) * most + block) * room + at, value, mask=there)
+    # All threads have written before one of them says so.
+    tl.debug_barrier()
+    for peer in tl.static_range(size):
+        flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(flag + rank * most + block, epoch, sem="release", scope="sys")
+    own = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    for source in tl.static_range(size):
+        seen = tl.atomic_add(own + source * most + block, 0, sem="acquire", scope="sys")
+        # The difference is right even where epochs have wrapped.
+        while seen - epoch < 0:
+            seen = tl.atomic_add(own + source * most + block, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    mine = tl.load(buffers + rank).to(tl.pointer_type(x.dtype.element_ty))
+    total = tl.zeros((run,), tl.float32)
+    for source in tl.static_range(size):
+        part = tl.load(mine + ((half + source) * most + block) * room + at, mask=there, cache_modifier=".cg")
+        if gather:
+            tl.store(out + source * count + block * run + at, part, mask=there)
+        else:
+            total += part.to(tl.float32)
+    if not gather:
+        tl.store(out + block * run + at, total.to(x.dtype.element_ty), mask=there)
+    tl.store(epochs + block, epoch)
