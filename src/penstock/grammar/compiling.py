@@ -6,6 +6,8 @@ while it compiles.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _THREADS = 2
+_NICE = 10
+"""Priority of the threads: about a tenth of the share of a step's thread where both want a processor."""
 _CACHED = 256
 """Compiled grammars that are kept."""
 _CACHED_CHARACTERS = 8_000_000
@@ -75,7 +79,7 @@ class Compiler:
         self._waiting[request.id] = request
         if key not in self._running:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(_THREADS, "penstock-grammar")
+                self._pool = ThreadPoolExecutor(_THREADS, "penstock-grammar", _yield_to_steps)
             self._running[key] = future = self._pool.submit(self._compile, *key)
             future.add_done_callback(lambda _: self._news.set())
         return True
@@ -165,6 +169,13 @@ class Compiler:
                                        code="no_tokenizer")
                 self._tokenizers[eos_ids] = build(tokenizer, self._vocab_size, eos_ids)
             return self._tokenizers[eos_ids]
+
+
+def _yield_to_steps() -> None:
+    """Lowers this thread's priority: on few processors, compiling would hold up the steps of all others."""
+    with contextlib.suppress(OSError):
+        # Refused where threads have no priority of their own.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _key(request: Request) -> tuple[str, tuple[int, ...]]:

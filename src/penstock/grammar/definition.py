@@ -19,6 +19,7 @@ from penstock.core.errors import RequestError
 from penstock.core.sampling import StructuredOutputsParams
 from penstock.core.structure import Node
 from penstock.grammar import schema as schemas
+from penstock.grammar.order import with_orders
 from penstock.grammar.schema import OPTIONS, UnenforceableError, enforceable, resolve_in
 from penstock.grammar.tags import tags_node
 from penstock.grammar.tools import lark_of, lark_text, regex_text
@@ -94,8 +95,12 @@ def json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
         schema = _closed(schema)
     try:
         checked = enforceable(schema)
-        grammar = _json_grammar(checked, params)
+        grammar = _json_grammar(with_orders(checked), params)
         message = _fault(grammar)
+        if message:
+            # The orders are too much for llguidance, or the schema is.
+            grammar = _json_grammar(checked, params)
+            message = _fault(grammar)
         if message:
             raise _located(checked, params, message)
     except UnenforceableError as error:

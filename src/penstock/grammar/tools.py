@@ -10,6 +10,7 @@ from collections.abc import Sequence as List
 from penstock.core.errors import RequestError
 from penstock.core.structure import Either, Json, Lark, Literal, Node, Regex, Repeat, Sequence, Triggered, Until
 from penstock.grammar.lark import check_productive, with_schemas
+from penstock.grammar.order import with_orders
 from penstock.grammar.schema import OPTIONS, enforceable
 
 _ANY = "(?s:.*)"
@@ -31,7 +32,7 @@ def lark_text(text: str) -> str:
         lark = any_to_lark(text)
     except Exception as error:  # noqa: BLE001 (the converter raises plain Exception)
         raise RequestError(f"the grammar is neither Lark nor GBNF (EBNF): {error}") from None
-    lark = with_schemas(lark, lambda schema: {**enforceable(schema), "x-guidance": OPTIONS})
+    lark = with_schemas(lark, lambda schema: {**with_orders(enforceable(schema)), "x-guidance": OPTIONS})
     check_productive(lark)
     return lark
 
@@ -61,7 +62,7 @@ class _Writer:
         if isinstance(node, Literal):
             return self._literal(node.text)
         if isinstance(node, Json):
-            return self._rule(f"%json {json.dumps({**enforceable(node.schema), 'x-guidance': OPTIONS})}")
+            return self._rule(f"%json {json.dumps({**with_orders(enforceable(node.schema)), 'x-guidance': OPTIONS})}")
         if isinstance(node, Regex):
             return self._terminal(regex_text(node.pattern))
         if isinstance(node, Lark):
