@@ -36,6 +36,22 @@ class Lark:
 
 
 @dataclass(frozen=True, slots=True)
+class Quoted:
+    """A text of a Lark grammar as a JSON string, with its quotation marks."""
+
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text as it is that is valid under a schema's pattern, format, minLength and maxLength, and in which `stop` does not
+    occur. A Literal that begins with `stop` must follow in the same Sequence."""
+
+    schema: Any
+    stop: str
+
+
+@dataclass(frozen=True, slots=True)
 class Until:
     """Any text in which `stop` does not occur. A Literal that begins with `stop` must follow in the same Sequence."""
 
@@ -80,6 +96,10 @@ class Triggered:
     """Markers that may occur there even where they are special tokens, which are no text."""
     last: bool = False
     """The answer ends behind the first tag; `least` is then 0 and `most` 1."""
+    start: Node | None = None
+    """With `last`: in place of text, the answer may be this from its very start."""
+    unlike: tuple[str, ...] = ()
+    """With `last`: regexes, of which none may match in the text."""
 
 
-Node = Literal | Json | Regex | Lark | Until | Sequence | Either | Repeat | Triggered
+Node = Literal | Json | Regex | Lark | Quoted | Text | Until | Sequence | Either | Repeat | Triggered

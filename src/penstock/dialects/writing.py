@@ -12,8 +12,21 @@ from string import Formatter
 from typing import Any
 
 from penstock.core.errors import RequestError
-from penstock.core.structure import Either, Json, Literal, Node, Regex, Repeat, Sequence, Triggered, Until
-from penstock.dialects.description import Dialect, Form, Named, Python, Tags, Written
+from penstock.core.structure import (
+    Either,
+    Json,
+    Literal,
+    Node,
+    Quoted,
+    Regex,
+    Repeat,
+    Sequence,
+    Text,
+    Triggered,
+    Until,
+)
+from penstock.dialects.description import HARMONY, Block, Dialect, Form, Named, Python, Tags, Written
+from penstock.dialects.description import Json as JsonForm
 from penstock.dialects.schemas import Tools
 
 
@@ -63,20 +76,56 @@ def structure(dialect: Dialect, tools: Tools, parallel: bool) -> Node:
 
 def triggered(dialect: Dialect, tools: Tools, parallel: bool) -> Node | None:
     """Returns the structure of an answer that may call the tools: text, then calls; a call once begun must be completed.
-    None for a dialect whose calls cannot be told from text where they begin."""
+    None for a dialect that writes no calls."""
     how = dialect.written
-    begins = tuple(dict.fromkeys(block.begin for block in dialect.blocks))
-    begin = next((each for each in begins if how is not None and (how.head + how.call).startswith(each)), None)
-    if how is None or begin is None or any(block.bare for block in dialect.blocks):
+    if how is None:
         return None
-    rest = replace(how, head=how.head.removeprefix(begin)) if how.head else replace(how, call=how.call.removeprefix(begin))
-    body = _calls(dialect, rest, tools, False)
-    if parallel and dialect.parallel:
-        again = Repeat(Sequence((Literal(how.separator), _either(dialect, how, tools))))
-        body = Sequence((Literal(rest.head), _either(dialect, rest, tools), again, Literal(how.tail)))
+    if dialect.harmony:
+        return _messages(dialect, how, tools)
+    begins = tuple(dict.fromkeys(block.begin for block in dialect.blocks if not block.bare))
+    unlike = tuple(_bare_call(block) for block in dialect.blocks if block.bare)
+    begin = next((each for each in begins if (how.head + how.call).startswith(each)), None)
     reasoning = dialect.reasoning
     special = (*dialect.hidden, *((*reasoning.start, *reasoning.end) if reasoning else ()))
-    return Triggered(((begin, body),), 0, 1, tuple(each for each in begins if each != begin), special, last=True)
+    never = tuple(each for each in begins if each != begin)
+    if begin is None:
+        # Calls begin like text, and only where the answer begins. The first literal reaches to where text cannot follow it.
+        first = replace(how, head="", call=how.head.replace("{", "{{") + how.call)
+        calls = _one_or_more(dialect, first, how, tools, parallel)
+        return Triggered((), 0, 1, never, special, last=True, start=calls, unlike=unlike)
+    first = replace(how, head=how.head.removeprefix(begin)) if how.head else replace(how, call=how.call.removeprefix(begin))
+    calls = _one_or_more(dialect, first, how, tools, parallel)
+    return Triggered(((begin, calls),), 0, 1, never, special, last=True, unlike=unlike)
+
+
+def _one_or_more(dialect: Dialect, first: Written, how: Written, tools: Tools, parallel: bool) -> Node:
+    """Calls of which the first is written in a way of its own."""
+    again: tuple[Node, ...] = ()
+    if parallel and dialect.parallel:
+        again = (Repeat(Sequence((Literal(how.separator), _either(dialect, how, tools)))),)
+    return Sequence((Literal(first.head), _either(dialect, first, tools), *again, Literal(how.tail)))
+
+
+_KEYS = "name|tool_name|function|arguments|parameters|type|id"
+_SPACES = "[ \\t\\r\\n]*"
+
+
+def _bare_call(block: Block) -> str:
+    """A regex of how calls begin in a block whose marker may be text too: text that goes on like this is taken for a call."""
+    opening = rf'\{{{_SPACES}"(?:{_KEYS})"' if isinstance(block.form, JsonForm) else r"[A-Za-z_][A-Za-z0-9_.\-]*\("
+    marker = "".join(f"\\x{{{ord(char):x}}}" for char in block.begin) if not block.keep else ""
+    begins = rf"{marker}{_SPACES}(?:\[{_SPACES})?{opening}"
+    return f"^{_SPACES}{begins}" if block.first else begins
+
+
+def _messages(dialect: Dialect, how: Written, tools: Tools) -> Node:
+    """Harmony: messages to the user or to itself, and as the last one of these or a call of a tool. No text is outside of them,
+    so that no call can begin but by its header."""
+    start, channel, message, end = HARMONY[0], HARMONY[1], HARMONY[2], HARMONY[4]
+    said = [Sequence((Literal(f"{channel}{name}{message}"), Until(end), Literal(end), Literal(start + "assistant")))
+            for name in ("analysis", "commentary", "final")]
+    last = Sequence((Literal(f"{channel}final{message}"), Until(end)))
+    return Sequence((Repeat(Either(tuple(said))), Either((last, _either(dialect, how, tools)))))
 
 
 def _calls(dialect: Dialect, how: Written, tools: Tools, parallel: bool) -> Node:
@@ -95,6 +144,12 @@ def _call(dialect: Dialect, how: Written, tools: Tools, name: str) -> Node:
     properties, required, schema = tools.properties(name)
     fields: dict[str, Node] = {"name": Literal(name), "index": Regex("[0-9]{1,3}")}
     if not how.parameter:
+        grammars = {key: value["lark"] for key, value in properties.items() if isinstance(value, Mapping) and "lark" in value}
+        if grammars:
+            # A custom tool, whose text is its only parameter.
+            [(key, grammar)] = grammars.items()
+            fields["arguments"] = Sequence((Literal(f'{{"{key}": '), Quoted(grammar), Literal("}")))
+            return _filled(how.call, fields)
         # Parameters that the schema does not list are possible only where it says so.
         fields["arguments"] = Json({"properties": {}, "additionalProperties": False, **schema, "type": "object"})
         return _filled(how.call, fields)
@@ -123,13 +178,16 @@ def _parameter(how: Written, form: Form, key: str, schema: Any, types: frozenset
     text = types == {"string"}
     value: Node = Json(whole)
     stop = form.quote if isinstance(form, Named) else how.parameter.split("{value}")[1]
-    if text and not isinstance(form, Python):
-        unheld = sorted({"pattern", "format", "minLength", "maxLength"} & set(schema))
-        if unheld:
-            raise RequestError(f"{unheld[0]} of the tools' parameter {key} cannot be enforced: this model's dialect writes "
-                               "texts between tags. Leave it out, or use enum", param="tools", code="unsupported_schema")
+    if "lark" in schema and not isinstance(form, Python):
+        raise RequestError("the Lark grammar of a custom tool cannot be enforced: this model's dialect writes texts between "
+                           'tags. Send a regex (syntax "regex"), or leave format out', param="tools",
+                           code="unsupported_parameter")
+    if "lark" in schema:
+        value = Quoted(schema["lark"])
+    elif text and not isinstance(form, Python):
         given = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        value = Either(tuple(Literal(str(each)) for each in given)) if given else Until(stop)
+        held = {key: schema[key] for key in ("pattern", "format", "minLength", "maxLength") if key in schema}
+        value = Either(tuple(Literal(str(each)) for each in given)) if given else Text(held, stop) if held else Until(stop)
         if isinstance(form, Named):
             value = Sequence((Literal(stop), value, Literal(stop)))
     return _filled(how.parameter, {"key": Literal(key), "value": value, "string": Literal(json.dumps(text))})

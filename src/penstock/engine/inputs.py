@@ -35,9 +35,6 @@ DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "m
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
 """Parameters whose default generation_config.json may set, by their name there."""
 
-
-_UNTRIGGERED = "there is no marker by which a call in the dialect"
-
 CHARACTERS_A_TOKEN = 8
 """Upper bound of a token's mean length in most texts. Texts longer than this times the context are tokenized in steps."""
 
@@ -80,8 +77,8 @@ class Inputs:
         self.choice = dialect or choose(template.sources if template is not None else ())
         self.constrain_tools = constrain_tools
         if constrain_tools and triggered(self.choice.dialect, Tools([{"name": "tool"}]), True) is None:
-            raise ConfigError(f"constrain_tools is auto, but {_UNTRIGGERED} {self.choice.dialect.name} begins; leave it off, "
-                              "or name the model's dialect with --tool-call-parser")
+            raise ConfigError(f"constrain_tools is auto, but {self.choice.why}; leave it off, or name the model's dialect with "
+                              "--tool-call-parser")
         self._shown = [token for marker in self.choice.dialect.markers() if tokenizer is not None
                        and (token := tokenizer.token_id(marker)) is not None and token in tokenizer.special_ids]
 
@@ -125,16 +122,12 @@ class Inputs:
 
     def held(self, tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> str:
         """The grammar of an answer that may call these tools: free text, and calls that fit their schemas once they have
-        begun. RequestError for a dialect whose calls cannot be told from text."""
+        begun. RequestError for a model whose dialect is not known."""
         node = triggered(self.choice.dialect, Tools(tools), parallel)
-        if self.choice.dialect.written is None:
+        if node is None or self.tokenizer is None:
             raise RequestError(f"strict tools cannot be enforced: {self.choice.why}. Name the model's dialect with "
                                "--tool-call-parser, or leave strict and format out", param="tools",
                                code="unsupported_parameter")
-        if node is None or self.tokenizer is None:
-            raise RequestError(f"strict tools cannot be enforced with tool_choice auto: {_UNTRIGGERED} "
-                               f"{self.choice.dialect.name} begins. Send tool_choice required or a tool's name, or leave "
-                               "strict and format out", param="tools", code="unsupported_parameter")
         return node_grammar(node, self._special())
 
     def _special(self) -> dict[str, int]:

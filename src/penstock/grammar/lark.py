@@ -22,7 +22,7 @@ Term = tuple[str, str]
 def with_schemas(text: str, change: Callable[[Any], Any]) -> str:
     """The grammar with each schema behind %json replaced by `change` of it. RequestError if one is not JSON."""
     out, at = [], 0
-    for kind, begin, end in _spans(text):
+    for kind, begin, end in spans(text):
         if kind == "json":
             while end < len(text) and text[end].isspace():
                 end += 1
@@ -39,7 +39,7 @@ def _decode(text: str, at: int) -> tuple[Any, int]:
         raise RequestError(f"the schema behind %json is not JSON: {error}") from None
 
 
-def _spans(text: str) -> Iterator[tuple[str, int, int]]:
+def spans(text: str) -> Iterator[tuple[str, int, int]]:
     """(kind, begin, end) of the tokens, embedded JSON left out."""
     at = 0
     while at < len(text):
@@ -78,7 +78,7 @@ def _rules(text: str) -> dict[str, list[Term]]:
     rules = {}
     for found, following in zip(heads, [*(head.start() for head in heads[1:]), len(text)], strict=True):
         body = text[found.end():following]
-        rules[found[1]] = [(kind, body[begin:end]) for kind, begin, end in _spans(body)
+        rules[found[1]] = [(kind, body[begin:end]) for kind, begin, end in spans(body)
                            if kind not in ("skip", "newline", "other")]
     return rules
 

@@ -33,6 +33,25 @@ def translate(pattern: str) -> str:
     return "".join(out)
 
 
+def alternatives(pattern: str) -> list[str]:
+    """The parts of a pattern between the bars that are in no group and no class."""
+    found, depth, inside, at = [""], 0, False, 0
+    while at < len(pattern):
+        piece = pattern[at:at + 2] if pattern[at] == "\\" else pattern[at]
+        at += len(piece)
+        if inside:
+            inside = piece != "]"
+        elif piece == "[":
+            inside = True
+        elif piece in ("(", ")"):
+            depth += 1 if piece == "(" else -1
+        elif piece == "|" and not depth:
+            found.append("")
+            continue
+        found[-1] += piece
+    return found
+
+
 def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
     """The escape at `at`, translated, and where it ends."""
     letter = pattern[at + 1]

@@ -6,11 +6,28 @@ import json
 import re
 from collections.abc import Mapping
 from collections.abc import Sequence as List
+from typing import Any
 
 from penstock.core.errors import RequestError
-from penstock.core.structure import Either, Json, Lark, Literal, Node, Regex, Repeat, Sequence, Triggered, Until
+from penstock.core.structure import (
+    Either,
+    Json,
+    Lark,
+    Literal,
+    Node,
+    Quoted,
+    Regex,
+    Repeat,
+    Sequence,
+    Text,
+    Triggered,
+    Until,
+)
+from penstock.grammar.formats import KNOWN, schema_of
 from penstock.grammar.lark import check_productive, with_schemas
 from penstock.grammar.order import with_orders
+from penstock.grammar.patterns import alternatives, translate
+from penstock.grammar.quoting import quoted
 from penstock.grammar.schema import OPTIONS, enforceable
 
 _ANY = "(?s:.*)"
@@ -49,6 +66,29 @@ def regex_text(pattern: str) -> str:
     return f"/(?:{''.join(out)})/"
 
 
+def matching(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    """Regexes that all must match the whole of a text that is valid under a schema's keywords for strings. RequestError for a
+    format that is not known."""
+    found: list[str] = []
+    if "format" in schema:
+        meaning = schema_of(schema["format"])
+        if meaning is None:
+            raise RequestError(f"the format {schema['format']!r} is not known; known are {', '.join(KNOWN)}. Use pattern")
+        found += matching(meaning)
+    if "pattern" in schema:
+        found.append("|".join(_unanchored(one) for one in alternatives(translate(schema["pattern"]))))
+    if schema.keys() & {"minLength", "maxLength"}:
+        found.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
+    return tuple(f"(?:{regex_text(one)[1:-1]})" for one in found)
+
+
+def _unanchored(pattern: str) -> str:
+    """A pattern that may match anywhere, as one for the whole text."""
+    begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    inner = pattern[1 if begin else 0:-1 if end else None]
+    return f"{'' if begin else _ANY}(?:{inner}){'' if end else _ANY}"
+
+
 class _Writer:
     """Collects rules; `write` gives the name or the expression that stands for a node."""
 
@@ -67,8 +107,13 @@ class _Writer:
             return self._terminal(regex_text(node.pattern))
         if isinstance(node, Lark):
             return self._rule(f"%lark {{\n{lark_text(node.grammar)}\n}}")
+        if isinstance(node, Quoted):
+            # Checked as it was given, so that errors are about that.
+            return self._rule(f'"\\"" %lark {{\n{quoted(lark_text(node.grammar))}\n}} "\\""')
         if isinstance(node, Until):
             return self._without((node.stop,))
+        if isinstance(node, Text):
+            raise AssertionError("a Literal that begins with its stop must follow a Text")
         if isinstance(node, Sequence):
             return self._sequence(node.parts)
         if isinstance(node, Either):
@@ -102,14 +147,17 @@ class _Writer:
         plain = [stop for stop in stops if stop not in self._special]
         return self._free_of(plain)
 
-    def _free_of(self, plain: List[str]) -> str:
-        """Any text in which none of these occurs, spelled out."""
-        return self._terminal(" & ".join([f"/{_ANY}/", *(f"~/{_ANY}{_escaped(stop)}{_ANY}/" for stop in plain)]))
+    def _free_of(self, plain: List[str], unlike: List[str] = ()) -> str:
+        """Any text in which none of `plain` occurs, spelled out, and none of the regexes `unlike` matches (at its start: ^)."""
+        never = [*(_ANY + _escaped(stop) for stop in plain),
+                 *((_ANY if not pattern.startswith("^") else "") + regex_text(pattern)[1:-1] for pattern in unlike)]
+        return self._terminal(" & ".join([f"/{_ANY}/", *(f"~/{one}{_ANY}/" for one in never)]))
 
-    def _upto(self, stop: str) -> str:
-        """Any text up to the first `stop`, and that."""
+    def _upto(self, stop: str, patterns: tuple[str, ...] = ()) -> str:
+        """Any text that matches the patterns, up to the first `stop`, and that."""
         found = self._split.match(stop) if self._split else None
-        text = self._terminal(f"/{_ANY}/")
+        here = [f"~/{_ANY}{_escaped(stop)}{_ANY}/"] if patterns and found is None else []
+        text = self._terminal(" & ".join([*(f"/{pattern}/" for pattern in patterns), *here] or [f"/{_ANY}/"]))
         if found is not None:
             return f"{text} {self._literal(stop)}"
         return self._rule(f"{text} {_quoted(stop)}", "[lazy]")
@@ -117,8 +165,8 @@ class _Writer:
     def _sequence(self, parts: tuple[Node, ...]) -> str:
         out, stop = [], ""
         for part, following in zip(parts, (*parts[1:], None), strict=True):
-            if isinstance(part, Until) and isinstance(following, Literal) and following.text.startswith(part.stop):
-                out.append(self._upto(part.stop))
+            if isinstance(part, Until | Text) and isinstance(following, Literal) and following.text.startswith(part.stop):
+                out.append(self._upto(part.stop, matching(part.schema) if isinstance(part, Text) else ()))
                 stop = part.stop
                 continue
             out.append(self.write(Literal(part.text.removeprefix(stop)) if stop and isinstance(part, Literal) else part))
@@ -145,7 +193,7 @@ class _Writer:
     def _ending(self, node: Triggered) -> str:
         """Text, and one tag at its end. A parser does not tell a special token from its text, so no trigger is spelled out."""
         triggers = tuple(trigger for trigger, _ in node.tags)
-        text, before = self._free_of((*triggers, *node.never)), self._free_of(node.never)
+        text, before = self._free_of((*triggers, *node.never), node.unlike), self._free_of(node.never, node.unlike)
         markers = [self._literal(marker) for marker in node.special if marker in self._special]
         begin = f"({text} ({' | '.join(markers)}))* " if markers else ""
         found = [text]
@@ -153,7 +201,8 @@ class _Writer:
             spelled = not (self._split and self._split.match(trigger))
             opening = self._rule(f"{before} {_quoted(trigger)}", "[lazy]") if spelled else f"{text} {self._literal(trigger)}"
             found.append(f"{opening} {self.write(body)}")
-        return self._rule(f"{begin}({' | '.join(found)})")
+        free = f"{begin}({' | '.join(found)})"
+        return self._rule(free if node.start is None else f"{self.write(node.start)} | {self._rule(free)}")
 
 
 def _times(expression: str, least: int, most: int | None) -> str:

@@ -92,17 +92,15 @@ def strict(body: ChatRequest, tools: list[dict[str, Any]]) -> bool:
 
 
 def as_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as templates know it: a custom one is a function of one text. RequestError for a grammar that cannot be a
-    pattern of that text."""
+    """A tool as templates know it: a custom one is a function of one text. Its grammar is a
+    keyword of that text."""
     if tool.get("type") != "custom":
         return {"type": "function", **tool}
     custom = tool["custom"]
     text, grammar = {"type": "string"}, (custom.get("format") or {}).get("grammar")
     if grammar is not None and grammar["syntax"] == "lark":
-        raise RequestError(f"the Lark grammar of the custom tool {custom['name']} cannot be enforced, because models write the "
-                           'text as a JSON string; send a regex (syntax "regex"), or leave format out', param="tools",
-                           code="unsupported_parameter")
-    if grammar is not None:
+        text["lark"] = grammar["definition"]
+    elif grammar is not None:
         text["pattern"] = f"^(?:{grammar['definition']})$"
     return {"type": "function", "function": {
         "name": custom["name"], "description": custom.get("description", ""),

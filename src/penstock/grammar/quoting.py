@@ -1,0 +1,148 @@
+"""A Lark grammar of texts as a grammar of the same texts within a JSON string: quotation marks, backslashes and line breaks are
+escaped in every terminal. Exact, but for control characters without a short escape, which are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from re import _constants as op  # type: ignore[attr-defined]  # not in the stubs; sre_parse, its old name, is deprecated
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any
+
+from penstock.core.errors import RequestError
+from penstock.grammar.lark import spans
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
+_PLAIN = r'[^"\\\x00-\x1f]'
+"""Characters that stand in a string as they are."""
+_COMMON = {
+    "DIGIT": "/[0-9]/", "HEXDIGIT": "/[a-fA-F0-9]/", "INT": "/[0-9]+/", "SIGNED_INT": "/[+-]?[0-9]+/", "LETTER": "/[A-Za-z]/",
+    "LCASE_LETTER": "/[a-z]/", "UCASE_LETTER": "/[A-Z]/", "WORD": "/[A-Za-z]+/", "CNAME": "/[_A-Za-z][_A-Za-z0-9]*/",
+    "DECIMAL": r"/[0-9]+\.[0-9]*|\.[0-9]+/",
+    "FLOAT": r"/(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+/",
+    "NUMBER": r"/[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?/",
+    "SIGNED_NUMBER": r"/[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?)/",
+    "WS_INLINE": r"/[ \t]+/", "WS": r"/[ \t\f\r\n]+/", "CR": r"/\r/", "LF": r"/\n/", "NEWLINE": r"/(?:\r?\n)+/",
+    "ESCAPED_STRING": r'/"(?:[^"\\]|\\.)*"/',
+}
+"""Terminals of Lark's library `common`."""
+
+
+def quoted(grammar: str) -> str:
+    """The grammar of the escaped texts, without the quotation marks around them. RequestError for what cannot be said so."""
+    out: list[str] = []
+    terms = [(kind, grammar[begin:end]) for kind, begin, end in spans(grammar)]
+    at = 0
+    while at < len(terms):
+        kind, text = terms[at]
+        if kind == "string" and [one[1] for one in terms[at + 1:at + 3]] == [".", "."] and at + 3 < len(terms):
+            first, last = (_unquoted(one[1]) for one in (terms[at], terms[at + 3]))
+            out.append(_regex(f"[{re.escape(first)}-{re.escape(last)}]", ""))
+            at += 4
+            continue
+        if kind == "string":
+            out.append(_string(text))
+        elif kind == "regex":
+            body, _, flags = text[1:].rpartition("/")
+            out.append(_regex(body.replace("\\/", "/"), flags))
+        elif kind == "other":
+            out.append(_directive(text))
+        elif kind in ("json", "lark", "special") or text == "~":
+            raise RequestError(f"{text} is not possible in the grammar of a tool whose text is written as a JSON string")
+        else:
+            out.append(text)
+        at += 1
+    return "".join(out)
+
+
+def _directive(line: str) -> str:
+    word, _, rest = line.partition(" ")
+    if word == "%ignore":
+        return f"%ignore {quoted(rest)}"
+    found = re.fullmatch(r"common\.([A-Z_]+)\s*(?:->\s*([A-Z_0-9]+))?\s*", rest)
+    if word == "%import" and found and found[1] in _COMMON:
+        return quoted(f"{found[2] or found[1]}: {_COMMON[found[1]]}")
+    raise RequestError(f"{line.strip()!r} is not possible in the grammar of a tool; %ignore and %import common.NAME are, with "
+                       f"{', '.join(_COMMON)}")
+
+
+def _unquoted(text: str) -> str:
+    try:
+        return str(json.loads(text.removesuffix("i")))
+    except ValueError:
+        raise RequestError(f"the string {text} of the grammar has an escape that JSON does not know") from None
+
+
+def _string(text: str) -> str:
+    plain = _unquoted(text)
+    escaped = json.dumps(plain, ensure_ascii=False)[1:-1]
+    if text.endswith("i") and escaped != plain:
+        raise RequestError(f"the string {text} of the grammar cannot ignore case; write it as a regex")
+    return json.dumps(escaped, ensure_ascii=False) + "i" * text.endswith("i")
+
+
+def _regex(pattern: str, flags: str) -> str:
+    wanted = {"i": re.IGNORECASE, "s": re.DOTALL, "x": re.VERBOSE, "u": 0}
+    try:
+        found = parser.parse(pattern, sum(wanted[flag] for flag in flags))
+        body = _Escaped().sequence(found, found.state.flags)
+    except (re.error, KeyError) as error:
+        raise RequestError(f"the regex {pattern!r} of the grammar cannot be escaped: {error}") from None
+    return "/" + body.replace("/", "\\/") + "/"
+
+
+class _Escaped:
+    """Writes a parsed regex in Rust's syntax, with its characters escaped as in JSON. KeyError for what has no such form."""
+
+    def sequence(self, parts: Any, flags: int) -> str:
+        return "".join(self._part(kind, value, flags) for kind, value in parts)
+
+    def _part(self, kind: Any, value: Any, flags: int) -> str:
+        if kind is op.LITERAL and not flags & re.IGNORECASE:
+            if value < 32 and chr(value) not in _ESCAPES:
+                raise KeyError(f"the control character U+{value:04X} is not possible in a string")
+            return re.escape(_ESCAPES.get(chr(value), chr(value)))
+        if kind in (op.LITERAL, op.NOT_LITERAL):
+            return self._characters([(op.LITERAL, value)], kind is op.NOT_LITERAL, flags)
+        if kind is op.ANY:
+            return self._characters([] if flags & re.DOTALL else [(op.LITERAL, 10)], True, flags)
+        if kind is op.IN:
+            negated = value[0][0] is op.NEGATE
+            return self._characters(value[negated:], negated, flags)
+        if kind is op.BRANCH:
+            return "(?:" + "|".join(self.sequence(branch, flags) for branch in value[1]) + ")"
+        if kind is op.SUBPATTERN:
+            _, added, removed, inner = value
+            return f"(?:{self.sequence(inner, (flags | added) & ~removed)})"
+        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+            least, most, inner = value
+            return f"(?:{self.sequence(inner, flags)}){{{least},{'' if most is op.MAXREPEAT else most}}}"
+        raise KeyError(f"{kind} is not possible")
+
+    def _characters(self, members: list[Any], negated: bool, flags: int) -> str:
+        """One character of a class: as it is, or one of the escapes."""
+        escapes = [re.escape(escape) for special, escape in _ESCAPES.items() if _is_member(special, members) != negated]
+        named = "".join(_member(kind, value) for kind, value in members)
+        # An empty class is no syntax; [^] is all.
+        wanted = (f"[^{named}]" if negated else f"[{named}]") if named else r"[\s\S]"
+        plain = f"(?{'i' if flags & re.IGNORECASE else ''}:[{wanted}&&{_PLAIN}])"
+        return "(?:" + "|".join([plain, *escapes]) + ")" if escapes else plain
+
+
+def _member(kind: Any, value: Any) -> str:
+    if kind is op.LITERAL:
+        return f"\\x{{{value:x}}}"
+    if kind is op.RANGE:
+        return f"\\x{{{value[0]:x}}}-\\x{{{value[1]:x}}}"
+    return {op.CATEGORY_DIGIT: r"\d", op.CATEGORY_NOT_DIGIT: r"\D", op.CATEGORY_SPACE: r"\s", op.CATEGORY_NOT_SPACE: r"\S",
+            op.CATEGORY_WORD: r"\w", op.CATEGORY_NOT_WORD: r"\W"}[value]
+
+
+def _is_member(character: str, members: list[Any]) -> bool:
+    """Whether one of the characters that have escapes is in a class."""
+    code, space = ord(character), character.isspace()
+    categories = {op.CATEGORY_DIGIT: False, op.CATEGORY_NOT_DIGIT: True, op.CATEGORY_SPACE: space,
+                  op.CATEGORY_NOT_SPACE: not space, op.CATEGORY_WORD: False, op.CATEGORY_NOT_WORD: True}
+    return any(code == value if kind is op.LITERAL else value[0] <= code <= value[1] if kind is op.RANGE else categories[value]
+               for kind, value in members)
