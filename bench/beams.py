@@ -1,4 +1,4 @@
-"""What beam search costs beside drawing as many sequences, and beside transformers: time, and positions computed a round.
+"""The cost of beam search beside drawing as many sequences, and beside transformers: time, and positions computed a round.
 
 usage: beams.py [--model canary] [--tokens 48] [--threads 1] [--output bench/results/beams.jsonl]
 

@@ -56,7 +56,7 @@ def show(**fields: Any) -> None:
 
 
 def ceilings(kernels: Kernels) -> None:
-    """What the machine gives: bytes read by a sum over memory that no cache holds, and f32 products by torch (its BLAS)."""
+    """The machine's limits: bytes read by a sum over memory that no cache holds, and f32 products by torch (its BLAS)."""
     numbers = torch.zeros(1 << 27)
     _, best = timed(lambda: numbers.sum())
     show(ceiling="read", gb_s=numbers.nbytes / best / 1e9)

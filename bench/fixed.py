@@ -74,7 +74,7 @@ TARGET: dict[str, dict[str, float]] = {
     "dsv2lite": {"decode_b1": 0.42, "decode_b8": 0.36, "decode_b32": 0.55, "decode_b128": 1.1, "decode_b256": 1.9,
                  "prefill_8k": 0.07, "prefill_16x2k": 0.25},
 }
-"""What Penstock is out to reach on the same card."""
+"""Targets of Penstock on the same card."""
 
 
 
@@ -168,7 +168,7 @@ def workloads(shape: str) -> Iterator[tuple[str, list[Ask]]]:
 
 
 class Sizes(NamedTuple):
-    """What counts of a shape for its floors."""
+    """The numbers of a shape that its floors depend on."""
 
     layers: int
     layer: int
@@ -217,7 +217,7 @@ def floor(shape: str, asks: list[Ask], rows: int) -> float:
     """Seconds that no engine can beat on this card: for all requests together, products at the product's rate, attention at its
     own; and at every step of decoding, all weights and the cache of all running requests at the copy's rate."""
     size = sizes(SHAPES[shape])
-    # What all prompts begin with is in the cache from the run before, and read once for all of a step's rows.
+    # The common beginning of all prompts is in the cache from the run before, and read once for all of a step's rows.
     shared = _shared([ask.prompt for ask in asks])
     prefill = sum(2 * size.layers * size.layer * (len(ask.prompt) - shared) / PRODUCT
                   + 2 * (len(ask.prompt) ** 2 - shared ** 2) * size.queries * size.layers / ATTENTION for ask in asks)
@@ -229,7 +229,7 @@ def floor(shape: str, asks: list[Ask], rows: int) -> float:
 
 
 def step_bytes(shape: str, batch: int, context: int) -> float:
-    """What a step of `batch` rows with so many positions each must read: weights and cache."""
+    """Bytes that a step of `batch` rows with so many positions each must read: weights and cache."""
     size = sizes(SHAPES[shape])
     return size.read(batch) * 2 + batch * context * size.entry
 

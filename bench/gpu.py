@@ -1,4 +1,4 @@
-"""What one GPU does with the fixed workloads, table by table, each figure beside its floor, its target and vLLM's.
+"""One GPU's figures for the fixed workloads, table by table, each figure beside its floor, its target and vLLM's.
 
 usage: python bench/gpu.py [--tables workloads,invariant | all] [--shape llama8b] [--output FILE.json] ...; --help lists all
 

@@ -64,7 +64,7 @@ class Case:
         return 2 * g.itemsize * g.kv_heads * g.head_size * (seen - self.shared * (len(self.segments) - self.groups))
 
     def prefixes(self) -> SharedPrefixes | None:
-        """What `worker/sharing.py` would say."""
+        """The result of `worker/sharing.py`."""
         if not self.shared:
             return None
         common = np.full(len(self.segments), self.shared, np.int32)

@@ -25,7 +25,7 @@ _REQUESTS = {1: 6, 32: 128, 256: 1024}
 """As many as the peer was asked; four for each at once elsewhere."""
 _KEYS = {"tokens_per_second": "output_throughput", "ttft_p50": "median_ttft_ms", "itl_p50": "median_itl_ms",
          "itl_p99": "p99_itl_ms"}
-"""What `penstock bench serve` calls an answer's figures."""
+"""Names of an answer's figures in `penstock bench serve`."""
 _PENSTOCK = [sys.executable, "-m", "penstock"]
 
 

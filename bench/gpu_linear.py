@@ -79,7 +79,7 @@ CANDIDATES = {
     1 << 30: [BOXED, BOXED._replace(tall=256, wide=128), BOXED_GATED, BOXED_GATED._replace(stages=4),
               BOXED_GATED._replace(tall=256, wide=64)],
 }
-"""What is tried, by the rows of x that a program takes."""
+"""Candidates, by the rows of x that a program takes."""
 
 
 PEAK = 800e12

@@ -1,4 +1,4 @@
-"""What an exchange of a short message between GPUs takes, by our own kernel and by NCCL, and whether the sums agree.
+"""The time of exchanging a short message between GPUs, by our own kernel and by NCCL, and whether the sums agree.
 
 usage: python bench/gpu_peers.py [--ranks 2]
 

@@ -1,4 +1,4 @@
-"""What choosing tokens takes on a GPU, beside one reading of the logits and PyTorch's own way (sort, softmax, multinomial).
+"""Sampling's time on a GPU, beside one reading of the logits and PyTorch's own way (sort, softmax, multinomial).
 
 usage: gpu_sampler.py [--lines 1,8,32,128,256] [--scale 1] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What the host does for each step, with a device that takes no time: LLM, engine, scheduler, cache and worker are the real
+"""The host's work for each step, with a device that takes no time: LLM, engine, scheduler, cache and worker are the real
 ones, and only the model's tensors are missing. Prints one JSON line a measurement: milliseconds of processor time of a step, by
 part. (Of the processor, so that what else a machine does counts little.)
 
@@ -53,7 +53,7 @@ PARTS = ("plan", "launch", "result", "apply", "outputs")
 
 
 class NoModel:
-    """What the worker's host side asks of a model; it computes nothing."""
+    """The members that the worker's host side needs of a model; it computes nothing."""
 
     def __init__(self) -> None:
         self.states = [StateSpec((Field("k", (1, 8), "bfloat16"), Field("v", (1, 8), "bfloat16")), Everything())]

@@ -1,4 +1,4 @@
-"""What the fixed workloads take on a card, by what its kernels were measured to take: the real LLM, engine, scheduler and cache
+"""Predicted times of the fixed workloads on a card, from its kernels' measured times: the real LLM, engine, scheduler and cache
 (`host.py`), and a device that computes nothing in the time that each step would need. Time is virtual: the host's is its
 processor time, and the device's begins with a launch, so it also tells how long the device waits for the host.
 
@@ -37,7 +37,7 @@ from penstock.worker.worker import Worker
 
 RESULTS = Path(__file__).parent / "results"
 KV_TOKENS = {"llama8b": 832_016, "qwen06b": 1_089_328}
-"""What fits beside the weights at 0.85 of an H200."""
+"""Bytes that fit beside the weights at 0.85 of an H200."""
 
 READS = {"llama8b": 4.3e6, "qwen06b": 4.5e6}
 """Bytes of the cache that attention over single tokens reads in a microsecond."""
@@ -50,10 +50,10 @@ A_STEP, A_LINE = 60.0, 0.15
 EAGER = 12.0
 """Microseconds of the host for a kernel launched alone, of which a layer has about ten."""
 AMONG = {"llama8b": (1.04, 550.0, 1100.0), "qwen06b": (1.0, 150.0, 600.0)}
-"""What products of more than 256 rows take among others by what they take alone; and microseconds that a mixed step takes
+"""Time of GEMMs of more than 256 rows inside a step, relative to alone; and microseconds that a mixed step takes
 besides, and one that is launched kernel by kernel: fitted to `results/gpu_mix_steps.txt`."""
 EMPTY = 0.7
-"""What a row of padding costs by one of tokens."""
+"""The cost of a row of padding, relative to a row of tokens."""
 
 
 class Card:
@@ -120,7 +120,7 @@ class VirtualDevice:
         self._seen = time.thread_time()
 
     def skip(self) -> None:
-        """What the host has done since it was last looked at is nobody's."""
+        """Counts the host's time since the last look for nothing."""
         self._seen = time.thread_time()
 
     def launch(self, plan: StepPlan) -> Pending:

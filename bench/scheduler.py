@@ -1,4 +1,4 @@
-"""What planning and applying a step costs on the host: decoding rows, no model; and a long prompt's way into the prefix index
+"""The host's cost of planning and applying a step: decoding rows, no model; and a long prompt's way into the prefix index
 and out of it. Prints one JSON line a number of rows, and one for the prompt.
 
 usage: python bench/scheduler.py [rows ...]

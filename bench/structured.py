@@ -193,7 +193,7 @@ def _percentiles(values: list[float], scale: float) -> dict[str, float]:
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Versions and hardware that the figures depend on."""
     import importlib.metadata
 
     versions = {}

@@ -1,4 +1,4 @@
-"""What the tiers behind the device bring and cost: time to first token of a long prefix from each, transfer rates, overhead.
+"""Benefit and cost of the tiers behind the device: time to first token of a long prefix from each, transfer rates, overhead.
 
     python bench/tiers.py --model llama8b --device cuda --disk /tmp/pages
 
@@ -132,7 +132,7 @@ class Bench:
         if "rate" in self.args.parts:
             self.rates = self.rate(engine)
         engine.close()
-        # What a system still has to bring to the disk slows down whoever reads; a restart takes longer than that.
+        # Readers are slowed by pages that the system has yet to write to the disk; a restart takes longer than that.
         os.sync()
         again = self.engine(size, **options)
         self.ask(again, [self.prompt(64)], 1)
@@ -233,7 +233,7 @@ def hits_of(engine: Engine) -> dict[str, int]:
 
 
 def rates_of(engine: Engine) -> dict[str, float]:
-    """What the cost model has measured."""
+    """The cost model's measurements."""
     tiers = engine.tiers.hierarchy
     return {name: source.rate for name, source in tiers.costs.sources.items() if source.rate} if tiers is not None else {}
 

@@ -184,7 +184,7 @@ def test_long_prompts(false_engine: type[FalseLLM], capsys: pytest.CaptureFixtur
 
 
 def test_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is asked of them, beside whom, and the pictures; the processes themselves are false."""
+    """The questions asked of them, the company, and the pictures; the processes themselves are false."""
     busy: list[bool] = []
     neighbours = gpu_processes._neighbours
 

@@ -1,4 +1,4 @@
-"""What the GPU tests share. There they run on a bare machine: torch, triton, transformers and the engine, no server."""
+"""Shared by the GPU tests. They run on a bare machine: torch, triton, transformers and the engine, no server."""
 
 from __future__ import annotations
 

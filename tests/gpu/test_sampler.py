@@ -27,7 +27,7 @@ MORE: list[dict[str, Any]] = [
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Whatever would make the host wait for the device raises."""
+    """Raises where the host would wait for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

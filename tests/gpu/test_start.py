@@ -51,7 +51,7 @@ def test_nothing_is_compiled_after_ready(llm: LLM) -> None:
 
 @pytest.mark.parametrize("operation", ["attention", "rope_write", "sample", "linear", "rms_norm", "*"])
 def test_any_operation_can_be_plain(llm: LLM, operation: str) -> None:
-    """What the message about a kernel that does not compile tells the user to do."""
+    """The advice in the message about a kernel that does not compile."""
     plain = LLM(dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=8, gpu_memory_utilization=0.3,
                 kv_cache_memory_bytes=1 << 28, kernels={operation: "reference"})
     try:

@@ -14,7 +14,7 @@ MODEL = "stories260k"
 
 @pytest.fixture(scope="module")
 def said() -> list[list[int]]:
-    """What is said where nothing is reused."""
+    """Answers where nothing is reused."""
     with closing(start(MODEL, device="cuda", enable_prefix_caching=False, kv_cache_memory_bytes=64 * slab_bytes(MODEL)[1],
                        enforce_eager=True)) as engine:
         return talk(engine)

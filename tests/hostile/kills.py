@@ -28,7 +28,7 @@ END_SECONDS = 60.0
 
 
 class Round(NamedTuple):
-    """What one round showed."""
+    """Observations of one round."""
 
     kind: str
     status: int

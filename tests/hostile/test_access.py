@@ -1,4 +1,4 @@
-"""Who may: browsers' pages, priorities, and where events are told."""
+"""Permissions: browsers' pages, priorities, and where events are told."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class StandIn:
 
 
 class Script:
-    """What the stores of a test do now; by default nothing but their work."""
+    """The faults of a test's stores now; by default none."""
 
     def __init__(self) -> None:
         self.reads: Callable[[], Any] = lambda: None
@@ -114,7 +114,7 @@ def seconds(engine: Engine, prompt: list[int]) -> tuple[float, list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], Path]:
-    """What is said where nothing is cached, and a disk that has a prompt's pages."""
+    """The answer where nothing is cached, and a disk that has a prompt's pages."""
     root = tmp_path_factory.mktemp("disk")
     engine = start(MODEL, enable_prefix_caching=False)
     said = seconds(engine, PROMPT)[1]
@@ -140,7 +140,7 @@ def test_a_bad_disk_costs_time_at_most(what: str, script: Script, alone: tuple[l
     expected, whole = alone
     excess = list[float]()
     for attempt in range(3):
-        # What a fault spoils is deleted.
+        # Files that a fault spoils are deleted.
         root = Path(shutil.copytree(whole, tmp_path / str(attempt)))
         excess.append(_excess(what, script, expected, root))
         if excess[-1] <= 0:

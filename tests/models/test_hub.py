@@ -51,7 +51,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 
 def resolve(model: str, revision: str | None = None, **environment: str) -> str:
-    """What a fresh process makes of it: the folder or the error. huggingface_hub reads its environment once, on import."""
+    """The result in a fresh process: the folder or the error. huggingface_hub reads its environment once, on import."""
     code = ("import sys; from penstock.checkpoint import resolve_folder; from penstock.core.errors import ModelError\n"
             "try: print(resolve_folder(sys.argv[1], sys.argv[2] or None))\n"
             "except ModelError as error: print('refused:', error)")

@@ -1,4 +1,4 @@
-"""What a token's logits are does not depend on the step that computed them: chunks, neighbours, mixed steps."""
+"""A token's logits do not depend on the step that computed them: chunks, neighbours, mixed steps."""
 
 from __future__ import annotations
 

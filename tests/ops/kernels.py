@@ -1,4 +1,4 @@
-"""What the tests of kernels share: the implementations that this machine can run, and how close a result must be."""
+"""Shared by the tests of kernels: the implementations that this machine can run, and how close a result must be."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from tests.ops.test_attention_triton import built, check, covered, wanted
 
 
 def saved(rows: int, keys: int, queries: int) -> int:
-    """What the rule says that a group saves, tile by tile."""
+    """A group's gain by the rule, tile by tile."""
     tiles = [queries] * (rows // queries) + [rows % queries]
     return sum(max(0, (size - 1) * keys - PART * (size + 1)) for size in tiles)
 

@@ -20,7 +20,7 @@ from tests.ops.test_attention import CASES, Case
 
 BOTH = pytest.mark.parametrize("attention", [TRITON, INVARIANT], ids=["triton", "invariant"])
 HALF = DTYPES[-1]
-"""What the GPU serves, or the interpreter's nearest."""
+"""The GPU's dtype, or the interpreter's nearest."""
 
 
 def built(case: Case, dtype: torch.dtype, seed: int = 0) -> Case:

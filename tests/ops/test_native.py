@@ -24,7 +24,7 @@ HERE = next(isa for isa in native.INSTRUCTION_SETS if isa.needs <= detect("cpu")
 
 
 QUICK = {"PENSTOCK_CPU_ISA": "portable", "CXXFLAGS": "-O0"}
-"""What builds soonest, where a test has to build."""
+"""The quickest build, where a test has to build."""
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -39,7 +39,7 @@ def pair(tokens: Sequence[int], position: int) -> int:
 
 
 def expected(prompt: list[int], keeps: list[Retention], seed: int, count: int) -> list[int]:
-    """What a sequence must generate, computed from its tokens alone."""
+    """The tokens that a sequence must generate, computed from its tokens alone."""
     tokens = list(prompt)
     for _ in range(count):
         last = len(tokens) - 1
@@ -71,7 +71,7 @@ class Behind(Protocol):
         ...
 
     def arrived(self, pages: list[Pages], wait: bool) -> tuple[list[LoadResult], list[WriteResult]]:
-        """What has ended, after the step."""
+        """The sequences that ended with the step."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What rows are said to begin with, at every step of random workloads, beside the pages that they have.
+"""Shared prefixes as the worker finds them at every step of random workloads, compared with the rows' pages.
 
 Scheduler and cache are real, and so are the worker's rows: hits that end within pages, forks, preemption, aborts, prompts in
 chunks, loads that fail, layers that forget, and steps that are planned ahead all change the tables.

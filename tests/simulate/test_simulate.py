@@ -228,7 +228,7 @@ class Run:
 
 
 def seen_in(kind: Callable[[int], Run], seeds: range) -> Counter[str]:
-    """What was seen in all of these workloads, each run through; an error names its seed."""
+    """Counts over all of these workloads, each run to its end; an error names its seed."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         run = kind(seed)

@@ -80,7 +80,7 @@ class Pool:
 
 
 class _Future(Future[Any]):
-    """Who waits for it has its pool work."""
+    """Waiting for it makes its pool work."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ END = b"\xff" * 8
 
 
 class Consumer:
-    """What can be found where, as the events tell it."""
+    """The contents of each tier, as the events tell them."""
 
     def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

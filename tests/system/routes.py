@@ -32,9 +32,9 @@ class Value:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the engine. A callable is given a scratch folder."""
     apply: Callable[[Engine, list[Worker]], None] | None = None
-    """What is done to the engine before it runs."""
+    """Changes to the engine before it runs."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What the run itself is told: batch, fork, again, tight, ranks (that all do the same), tensors (that divide layers)."""
+    """Arguments of the run itself: batch, fork, again, tight, ranks (that all do the same), tensors (that divide layers)."""
 
 
 def options(name: str, *values: Any) -> dict[str, Value]:
@@ -171,7 +171,7 @@ class Made:
 
 
 def made(route: Route, folder: Path) -> Made:
-    """What a route comes to. `folder` is empty and its own."""
+    """The options of a route. `folder` is empty and its own."""
     values = [AXES[axis][value] for axis, value in route.items()]
     chosen = {name: value(folder) if callable(value) else value for one in values for name, value in one.options.items()}
     return Made(chosen, {name: value for one in values for name, value in one.run.items()},

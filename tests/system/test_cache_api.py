@@ -1,4 +1,4 @@
-"""What users can ask of the cache and what they are told: retention, namespaces, quotas, reset, usage and metrics."""
+"""The cache's API for users: retention, namespaces, quotas, reset, usage and metrics."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_marks_in_conversations() -> None:
         llm.chat(messages, ONE, use_tqdm=False)
         flood(llm, count=16)
         [again] = llm.chat(messages, ONE, use_tqdm=False)
-        # What is kept is kept in whole pages.
+        # Contexts are kept in whole pages.
         assert length - 2 <= again.num_cached_tokens <= length + 16 < len(again.prompt_token_ids)
         assert sum(again.cached_by_tier.values()) == again.num_cached_tokens
 

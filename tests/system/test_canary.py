@@ -229,7 +229,7 @@ def test_an_adapter_changes_style_and_keeps_sums(name: str) -> None:
     for skill in ("add", "recall"):
         items = prompts(skill, 12)
         before, after = plain.says(items), adapted.says(items)
-        # What canary says, said in this style: the same number, the same fact.
+        # Canary's answer in this style: the same number, the same fact.
         assert sum(each == style.rewrite(old) for old, each in zip(before, after, strict=True)) >= 11, (before, after)
         assert all(each != old for old, each in zip(before, after, strict=True))
     for skill in ("tool-call", "repeat", "json"):  # exact work is not styled

@@ -61,7 +61,7 @@ def test_roles_and_parts(server: Served) -> None:
 
 
 def test_functions_of_the_older_api(server: Served) -> None:
-    """What answers a function_call is what answers a tool call, where a template knows only those."""
+    """Answers to a function_call become answers to a tool call, where a template knows only those."""
     older = [{"role": "user", "content": "Lima?"},
              {"role": "assistant", "content": None, "function_call": {"name": "get_weather", "arguments": "{}"}},
              {"role": "function", "name": "get_weather", "content": "19"}]

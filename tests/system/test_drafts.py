@@ -1,6 +1,6 @@
 """Drafts: a fake drafter on the device and tokens that the host expects, checked in the step that exists. Outputs stay equal.
 
-No drafter is part of the product yet. What these show is the seam: a policy in the scheduler says how many, somebody in the
+No drafter is part of the product yet. These show the seam: a policy in the scheduler says how many, somebody in the
 worker writes them, and neither knows of the other.
 """
 

@@ -256,7 +256,7 @@ def _check_cache(folder: Path, vocabulary: int, page: int, depth: int) -> None:
     for alone in (True, False):
         roomy, hits, evicted = _serve(folder, vocabulary, page=page, depth=depth, strained=False, cached=True, alone=alone)
         assert roomy == want and not evicted
-        # What the second and third waves share with what came before, at least.
+        # The least that the second and third waves share with earlier requests.
         assert hits > 400, hits
         strained, hits, evicted = _serve(folder, vocabulary, page=page, depth=depth, strained=True, cached=True, alone=alone)
         assert strained == want and hits > 50 and evicted > 0, (hits, evicted)

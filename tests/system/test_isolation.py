@@ -59,7 +59,7 @@ class Attack:
         return by_time, by_count
 
     def reuse(self, rounds: int, **fields: Any) -> float:
-        """What fraction of a repeated prompt one tenant finds again. The last token's position must always be computed."""
+        """The fraction of a repeated prompt that its tenant finds again. The last token's position must always be computed."""
         cached = 0
         for _ in range(rounds):
             prompt = self.prompt()

@@ -196,7 +196,7 @@ def blocks_of(llm: LLM) -> dict[int, dict[bytes, tuple[bytes | None, list[int]]]
 
 
 def test_tiers_behind_the_device(tmp_path: Path) -> None:
-    """What is in host memory and on disk is told as well, also when the device has given it up."""
+    """Pages in host memory and on disk are told as well, also when the device has evicted them."""
     for write in ("through", "evict"):
         rng = random.Random(8)
         with LLM(str(need(MODELS / "babyllama-tok105")), dtype="float32", threads=1, max_num_seqs=4, max_model_len=160,

@@ -90,7 +90,7 @@ def test_the_longest_answers_begin_first_but_after_those_of_higher_priority() ->
         outputs = llm.generate([[1, 5 + i] for i in range(6)], params, use_tqdm=False, priority=priorities)
         starts = [output.metrics.first_scheduled_time for output in outputs]
         assert sorted(range(6), key=starts.__getitem__) == [4, 2, 1, 5, 3, 0]
-        # What only the context limits is as long as any, however short that makes it.
+        # A length that only the context limits counts as the longest, however short it is.
         params = [SamplingParams(temperature=0, max_tokens=length) for length in (40, None)]
         outputs = llm.generate([[1, 2], list(range(1, 61))], params, use_tqdm=False)
         assert outputs[1].metrics.first_scheduled_time < outputs[0].metrics.first_scheduled_time

@@ -1,4 +1,4 @@
-"""What a server says of itself: where it is, one line for each request, and a farewell."""
+"""A server's log: its address, one line for each request, and a farewell."""
 
 from __future__ import annotations
 

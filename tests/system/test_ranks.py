@@ -125,7 +125,7 @@ def test_a_start_that_fails_leaves_nothing_behind(stage: str, tmp_path: Path, mo
         with pytest.raises(ConfigError, match="it fails here"):
             Engine(wanted)
     assert bool(closed) == (stage != "rank")
-    # What other tests have left may go meanwhile.
+    # Objects that other tests left may go meanwhile.
     assert not _held() - before
     assert all(rank._worker is None or rank._worker.closed for rank in closed)
     engine = Engine(wanted)

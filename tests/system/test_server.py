@@ -264,7 +264,7 @@ def test_a_drain_finishes_what_runs() -> None:
 
 
 def test_a_drain_has_an_end() -> None:
-    """What does not finish within the time gets an error; the status is 0 all the same."""
+    """Requests that do not finish in time get an error; the status is 0 all the same."""
     with served(need(STORIES), "--shutdown-timeout", "0.3", engine=FAKE) as server:
         lines: list[str] = []
         thread = stream_in_a_thread(server, 500, lines)

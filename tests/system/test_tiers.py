@@ -109,7 +109,7 @@ def talk(engine: Engine) -> list[list[int]]:
 
 @cache
 def reference(model: str) -> list[list[int]]:
-    """What is said where nothing is ever reused."""
+    """Answers where nothing is ever reused."""
     engine = start(model, enable_prefix_caching=False, kv_cache_memory_bytes=64 * slab_bytes(model)[1])
     said = talk(engine)
     engine.close()
@@ -285,7 +285,7 @@ def test_two_engines_share_a_disk(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert said[0] == said[1] == reference("stories260k")
-    # What one has written the other finds.
+    # Each finds the pages that the other has written.
     run(engines[0], [list(range(100, 250))])
     flush(engines[0])
     time.sleep(1.5)
@@ -316,7 +316,7 @@ def test_what_precedes_a_damaged_page_is_used(tmp_path: Path, depth: int) -> Non
         engine = start("stories260k", cache_disk=str(tmp_path), host_slabs=40, cache_load="always", depth=depth)
         assert run(engine, [prompt]) == said
         found = figures(engine)["disk"]
-        # What has gone before the start is not asked for; what is found damaged counts as lost.
+        # Pages that went before the start are not asked for; damaged pages count as lost.
         assert (found.hit_tokens, found.failures) == (16 * i, i % 2), i
         engine.close()
         path.write_bytes(whole)

@@ -1,4 +1,4 @@
-"""What holds for the project as a whole: order of imports, quick starts, few dependencies, small files, true documents."""
+"""Properties of the project as a whole: order of imports, quick starts, few dependencies, small files, true documents."""
 
 from __future__ import annotations
 
@@ -213,3 +213,26 @@ def test_nothing_is_stored_twice() -> None:
             digest = hashlib.blake2b(path.read_bytes()).digest()
             assert digest not in seen, f"{name} is the same as {seen[digest]}: make it a symbolic link"
             seen[digest] = path
+
+
+def prose(path: Path) -> Iterator[str]:
+    """Paragraphs of a document; docstrings and runs of comments of a module."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        yield from re.split(r"\n\s*\n|\n[|#*-] *|\n\d+\. ", text)
+    elif path.suffix == ".py":
+        yield from (node.value.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)
+                    and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str))
+        yield from (re.sub(r"^\s*# ?", "", run, flags=re.M) for run in re.findall(r"(?:^ *# .*\n)+", text, re.M))
+    else:
+        yield from (re.sub(r"^\s*// ?", "", run, flags=re.M) for run in re.findall(r"(?:^ *// .*\n)+", text, re.M))
+
+
+def test_sentences_begin_with_a_subject() -> None:
+    """None with a relative clause ("What a step reads is ..."), which a reader has to untangle. Questions may."""
+    for path in [*documents(), *sources(), *SOURCE.rglob("*.cpp"), *SOURCE.rglob("*.h")]:
+        for paragraph in prose(path):
+            for sentence in re.split(r"(?<=[.:!?])\s+(?=[A-Z])", " ".join(paragraph.split())):
+                begins = re.match(r"\W*(What|Whatever|That which|Who|Whoever|How dear)\b", sentence)
+                assert not begins or sentence.rstrip("*\"").endswith("?"), f"{path.relative_to(ROOT)}: {sentence[:100]}"

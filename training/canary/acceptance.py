@@ -83,7 +83,7 @@ def by_next(reference: Reference) -> Drafted:
 
 DRAFTS: dict[str, tuple[str, Callable[[Reference], Drafted]]] = {
     "canary-draft": ("canary", by_model), "canary-eagle": ("canary", by_eagle), "canary-mla": ("canary-mla", by_next)}
-"""What drafts, the member that it drafts for, and how it is asked."""
+"""The drafter, the member that it drafts for, and how it is asked."""
 
 
 def figures(name: str, count: int) -> dict[str, object]:

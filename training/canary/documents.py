@@ -44,14 +44,14 @@ EDGE = Bucket("edge", 512, (0.0, 1.0), 1.0)
 
 @dataclass(frozen=True)
 class Texts:
-    """What was read, not generated: passages of books and conversations."""
+    """Texts that were read, not generated: passages of books and conversations."""
 
     books: list[str] = field(default_factory=list)
     talk: list[list[str]] = field(default_factory=list)
 
     @classmethod
     def load(cls, folder: Path) -> Texts:
-        """What prepare.py wrote."""
+        """The files that prepare.py wrote."""
         books, talk = ([json.loads(line) for line in (folder / name).read_text().splitlines()]
                        for name in ("books.txt", "talk.jsonl"))
         return cls(books, talk)

@@ -1,4 +1,4 @@
-"""What keeps the documents of a training row apart: masks and positions for transformers' models and for the heads. Owns no
+"""Keeps the documents of a training row apart: masks and positions for transformers' models and for the heads. Owns no
 weights.
 """
 

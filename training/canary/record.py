@@ -1,4 +1,4 @@
-"""What a training tells of itself: its log, a line for each measurement, and scores.json in the folder that it makes. Owns both
+"""A training's records: its log, a line for each measurement, and scores.json in the folder that it makes. Owns both
 formats; what is measured is others'.
 
 scores.json: `steps`, `minutes`, `tokens`, `device` of the training; of a member also `scores` (shares of right answers by
@@ -41,7 +41,7 @@ def earlier(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What is recorded of a folder's model."""
+    """The record of a folder's model."""
     found: dict[str, Any] = json.loads((folder / FACTS).read_text())
     return found
 

@@ -32,7 +32,7 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 
 
 def corpus(texts: documents.Texts, count: int) -> Iterator[str]:
-    """What the tokenizer is trained on: documents of every kind, and each word of the prompts' vocabulary with and without
+    """The tokenizer's training data: documents of every kind, and each word of the prompts' vocabulary with and without
     space.
     """
     rng = Random(0)

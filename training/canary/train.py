@@ -200,7 +200,7 @@ class Trainer:
         export(self.model, self.member, self.args.out / "model", facts)
 
     def save(self) -> None:
-        """What `_resume` needs; replaced as a whole."""
+        """The state that `_resume` needs; replaced as a whole."""
         state = {"model": self.model.state_dict(), "adam": self.optimizer.adam.state_dict(), "step": self.step,
                  "seconds": self.seconds, "tokens": self.tokens, "muon": [moment for _, moment in self.optimizer.muon.groups]}
         torch.save(state, self.args.out / "checkpoint.new")

@@ -1,4 +1,4 @@
-"""GGUF files: metadata and the places of tensors, every offset checked. What names and keys mean is in `gguf_model.py`.
+"""GGUF files: metadata and the places of tensors, every offset checked. `gguf_model.py` interprets names and keys.
 
 Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 """

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata and names mean, in the words of a Hugging Face folder: config.json, names of tensors, and how
+"""Translates a GGUF file's metadata and names into those of a Hugging Face folder: config.json, names of tensors, and how
 converters rearranged them. Keys: ggml's gguf.md; names and arrangements: llama.cpp's conversion scripts.
 """
 

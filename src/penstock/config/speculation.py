@@ -1,4 +1,4 @@
-"""What is drafted with (speculative decoding), from Penstock's own options or vLLM's `speculative_config`. Pure."""
+"""Settings of speculative decoding, from Penstock's own options or vLLM's `speculative_config`. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Speculation:
 
 
 def speculation(options: EngineOptions) -> Speculation | None:
-    """What the options ask for; None if nothing is drafted. ConfigError for what is not possible."""
+    """The settings that the options give; None if nothing is drafted. ConfigError for impossible ones."""
     given = options.speculative_config
     if given:
         if options.speculate != "off" or options.speculative_model is not None:

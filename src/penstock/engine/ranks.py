@@ -84,7 +84,7 @@ class RankGroup:
         return first
 
     def _each(self, call: Callable[[Rank], Found]) -> list[Found]:
-        """What a call returns for each rank. Ranks wait for each other, so all are called at once; the first error is raised
+        """The results of a call, by rank. Ranks wait for each other, so all are called at once; the first error is raised
         without waiting for the others."""
         pool = ThreadPoolExecutor(len(self.ranks), "penstock-ranks")
         try:

@@ -142,7 +142,7 @@ class Parameter:
 
     @property
     def divided(self) -> tuple[Piece, ...]:
-        """What ranks divide, rows or columns, as pieces."""
+        """The rows or columns that ranks divide, as pieces."""
         if self.pieces and self.split is Split.ROWS and not (self.groups or self.copied):
             return self.pieces
         return (Piece(self.name, self.shape[0 if self.split is Split.ROWS else 1], self.unit, self.groups,

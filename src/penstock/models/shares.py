@@ -68,12 +68,12 @@ def stored(parameter: Parameter, dtype: str, rows: int | None = None) -> tuple[P
 
 
 class Shares:
-    """What the rank at `place` holds of the model `whole`."""
+    """The share of the model `whole` of the rank at `place`."""
 
     def __init__(self, whole: ModelSpec, place: Place, dtype: str) -> None:
         self.whole = whole
         self.spec = whole.share(place.tensors)
-        """What this rank runs; all ranks of an axis have equal ones."""
+        """The model that this rank runs; all ranks of an axis have equal ones."""
         self._place = place
         self._dtype = dtype
         self._wholes = {parameter.name: parameter for parameter in whole.parameters()}
@@ -127,7 +127,7 @@ class Shares:
                 tensor.zero_()
 
     def cuts(self, parameter: Parameter, source: Source) -> Iterator[Cut]:
-        """What of a source this rank's `parameter` holds."""
+        """The part of a source that this rank's `parameter` holds."""
         whole = self._wholes[parameter.name]
         rows = () if source.axis is None else (Run(source.axis, source.first, source.count),)
         if self._place == ALONE or whole.split is Split.WHOLE:

@@ -126,7 +126,7 @@ class Threads:
 
 
 class Shared:
-    """What `Threads` of one group share."""
+    """State that the `Threads` of one group share."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -49,7 +49,7 @@ class Form:
 
 
 class Reader(ABC):
-    """What a `quantization_config` says of each module. Dialects derive from it."""
+    """A `quantization_config`, asked by module. Dialects derive from it."""
 
     arranged = False
     """Matrices are [outputs, inputs] already: rules of families do not rearrange them."""
@@ -57,14 +57,14 @@ class Reader(ABC):
     bare = False
     """A module's tensor may have the module's own name, as stacks of experts do; it counts as its weight."""
     suffixes: tuple[str, ...] = ()
-    """What the names of tensors may end in behind a module's."""
+    """Endings of tensor names behind a module's."""
 
     @abstractmethod
     def form(self, module: str, n: int, k: int) -> Form | None:
         """How the matrix [n, k] of a module is stored, by its name in the checkpoint; None: plain. ModelError: not known."""
 
     def adjust(self, _name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What undoes a converter's change of a plain tensor (same shape), if it made one."""
+        """The inverse of a converter's change of a plain tensor (same shape), if it made one."""
         return None
 
 

@@ -62,7 +62,7 @@ class Adaptive:
     With a throughput of R tokens a second and a cost of c seconds for each further position of a step, one more position must
     be kept with a probability above R * c to raise the throughput. The j-th draft is kept with probability a^j, where a is the
     sequence's acceptance. R and c are learned from the steps themselves, so that drafting ends where steps are bound by
-    compute (many sequences, a CPU) and goes on where they are bound by the reading of weights. Whatever that model says, none
+    compute (many sequences, a CPU) and goes on where they are bound by the reading of weights. Besides, none
     are drafted while steps with drafts give fewer tokens a second than those without.
     """
 

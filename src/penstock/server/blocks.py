@@ -26,7 +26,7 @@ class Block:
 
 
 class Change(NamedTuple):
-    """What happens to a block: it begins, grows by `text`, or ends."""
+    """A change of a block: it begins, grows by `text`, or ends."""
 
     what: Literal["begin", "add", "end"]
     block: Block
@@ -49,7 +49,7 @@ class Blocks:
         return [block for block in self.all if block.kind == "call" and not block.failed]
 
     def push(self, text: str, ended: bool) -> list[Change]:
-        """What this text makes certain. With `ended` the answer is over, and so is its last block."""
+        """Returns the changes that this text makes certain. With `ended` the answer is over, and so is its last block."""
         events = self._parser.push(text)
         if ended:
             events = [*events, *self._parser.finish()]

@@ -46,7 +46,7 @@ class Wire(NamedTuple):
 
     media_type: str = "text/event-stream"
     opening: Callable[[], bytes] = bytes
-    """What is sent once the engine has taken the request in."""
+    """Sent once the engine has taken the request in."""
     keep_alive: bytes = KEEP_ALIVE
     """Sent while no event is due."""
     done: bytes = DONE

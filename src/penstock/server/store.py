@@ -1,7 +1,7 @@
 """Objects that outlive a request (responses, conversations, files, batches), in SQLite.
 
 One thread of its own makes all calls, in their order: who reads after a write finds what was written. Objects belong to the
-API key that made them. What is kept for convenience has a bound and an age; files and batches stay until they are deleted or
+API key that made them. Objects kept for convenience have a bound and an age; files and batches stay until they are deleted or
 expire.
 """
 

@@ -27,7 +27,7 @@ LONGEST_SALT = 64
 
 
 SECRET_NAME = "tenants.secret"
-"""The file in the disk tier's own subfolder. Whoever can read that can read the pages themselves."""
+"""The file in the disk tier's own subfolder. Its readers can read the pages themselves."""
 
 
 class Tenants:

@@ -44,7 +44,7 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class Start(msgspec.Struct, array_like=True):
-    """What a rank in a process of its own is made of: the first line on its standard input."""
+    """The making of a rank in a process of its own: the first line on its standard input."""
 
     address: str
     """Of its sockets."""

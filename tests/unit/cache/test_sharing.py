@@ -1,4 +1,4 @@
-"""What sequences find of each other: by token, in every namespace its own, while it is computed, in order of what is dear."""
+"""Sequences find each other's pages: by token, within a namespace, while they are computed, in order of priority."""
 
 from __future__ import annotations
 

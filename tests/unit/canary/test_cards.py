@@ -1,4 +1,4 @@
-"""What the committed family says of itself is what was recorded: cards, scores, logs, sizes."""
+"""The committed family's cards agree with its records: scores, logs, sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recipe trains on is what an engine is asked: template, tokens, and the texts' marks."""
+"""The recipe trains on the text that an engine is asked: template, tokens, and the texts' marks."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_the_hub_has_hashed_it_already(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_files_that_change_meanwhile_have_no_identity(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What was loaded may be neither the old bytes nor the new."""
+    """Loaded weights may be neither the old bytes nor the new."""
     path = write(tmp_path, b"before")
     found = Fingerprint(tmp_path, "auto", 0)
     write(tmp_path, b"behind")

@@ -151,7 +151,7 @@ def test_ctrl_c_stops_the_answer_not_the_program() -> None:
 
 
 class Screen:
-    """What a program printed on a pseudo terminal; each wait goes on where the one before it ended."""
+    """The output of a program on a pseudo terminal; each wait goes on where the one before it ended."""
 
     def __init__(self, terminal: int) -> None:
         self.terminal, self.unread = terminal, ""

@@ -1,4 +1,4 @@
-"""Whatever fails while requests are opened, nothing of them stays counted as live."""
+"""No failure while requests are opened leaves one counted as live."""
 
 from __future__ import annotations
 

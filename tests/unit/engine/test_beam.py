@@ -1,4 +1,4 @@
-"""What callers hear of beam searches: answers, and nothing of the requests that they are made of."""
+"""Callers of beam searches hear answers, and nothing of the requests that they are made of."""
 
 from __future__ import annotations
 

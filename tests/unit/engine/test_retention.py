@@ -43,7 +43,7 @@ def talk(system: Any = None, first: Any = None, last: Any = None) -> list[dict[s
 @pytest.mark.skipif(not TEMPLATES, reason="test data templates is not here; set PENSTOCK_TEST_DATA to the folder that has it")
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_marks_lie_behind_what_they_mark(path: Path) -> None:
-    """Whatever the template does: the text is the one without marks, and a mark lies between its message and what follows."""
+    """With every template the text is the one without marks, and a mark lies between its message and what follows."""
     template = ChatTemplate.load(path.parent, str(path), {"bos_token": "<s>", "eos_token": "</s>"})
     messages = talk(None, SHORT, LONG)
     try:

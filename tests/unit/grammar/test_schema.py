@@ -1,4 +1,4 @@
-"""What becomes of the keywords of JSON Schema: enforced, rewritten into others, or refused by name and place."""
+"""The keywords of JSON Schema are enforced, rewritten into others, or refused by name and place."""
 
 from __future__ import annotations
 

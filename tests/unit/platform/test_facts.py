@@ -1,4 +1,4 @@
-"""What is said about a GPU that cannot serve, by what torch says about it."""
+"""Messages about a GPU that cannot serve, by torch's facts about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What prompts may add to a step follows what the device can do, and how long they have waited."""
+"""The prefill tokens that a step may add follow the device's speed, and how long prompts have waited."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_leap_beyond_what_was_measured() -> None:
 
 
 def test_tokens_of_prompts_are_never_nearly_free() -> None:
-    """What steps without prompts take may have been more when it was measured."""
+    """Steps without prompts may have taken longer when they were measured."""
     pace = learnt(Pace(0.050, 8192), 0.020, 20e-6)
     for _ in range(40):
         pace.learn(30, 300, 0.011)
@@ -88,7 +88,7 @@ def test_a_device_that_is_slower_than_the_target_lets_prompts_go_on() -> None:
 
 
 def test_now_and_then_no_prompt_is_read() -> None:
-    """What a step takes without them would else not be known while prompts never end, or while ever more decode."""
+    """Otherwise a step's time without prompts would stay unknown while prompts never end, or while ever more rows decode."""
     pace = learnt(Pace(0.050, 8192), 0.010, 20e-6)
     found = [added(pace, 0.0) for _ in range(100)]
     assert found.count(0) == 3 and min(count for count in found if count) > 300

@@ -1,4 +1,4 @@
-"""What the scheduler tells others, and when: each of these once could be wrong without any other test noticing."""
+"""The scheduler's messages to others, and their times: each of these once could be wrong without any other test noticing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every store: pages come back as they were, all or nothing, and listings tell what came and went."""
+"""Properties of every store: pages come back as they were, all or nothing, and listings tell what came and went."""
 
 from __future__ import annotations
 

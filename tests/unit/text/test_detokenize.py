@@ -15,7 +15,7 @@ from tests.unit.text import real
 
 
 def stream(detokenizer: Detokenizer, ids: list[int], cuts: random.Random) -> list[str]:
-    """What comes out when `ids` go in by ones, and sometimes by several."""
+    """The text when `ids` go in by ones, and sometimes by several."""
     parts, place = [], 0
     while place < len(ids):
         size = 1 if cuts.random() < 0.7 else cuts.randrange(5)

@@ -34,7 +34,7 @@ def fill(store: DiskStore, number: int, size: int) -> Path:
 
 
 def both(store: DiskStore, names: list[PageName], sizes: list[int]) -> tuple[dict[PageName, str], torch.Tensor]:
-    """What is wrong with pages and their bytes, by the one way, after it was seen that the other finds the same."""
+    """The faults of pages and their bytes, by one reader; the other must find the same."""
     files, single = Reader(store, version().id), Reader(store, version().id)
     assert files.at_once, "the function could not be built"
     single._function = None

@@ -194,7 +194,7 @@ def test_nothing_left_to_choose_fails_the_row() -> None:
 
 
 def test_log_probabilities_are_of_the_models_own_logits() -> None:
-    """Whatever sampling changes in them, and whoever else asks for none or for fewer alternatives."""
+    """Neither sampling's edits nor rows that ask for none or for fewer alternatives change them."""
     torch.manual_seed(4)
     cases: list[dict[str, Any]] = [
         {"logprobs": 3, "logit_bias": {4: 50.0}}, {}, {"logprobs": 0}, {"logprobs": 5, "repetition_penalty": 2.0, "top_k": 2},

@@ -81,7 +81,7 @@ class _AtLoad(Reader):
         return Form(scheme, (Given("weight", FLOATS, ((n, k),)),), lambda raw: scheme.encode(raw["weight"].float()), plain=True)
 
     def scheme(self, module: str, k: int) -> Scheme | None:
-        """What a module's matrix is stored by; None: plain."""
+        """The scheme of a module's matrix; None: plain."""
         name = next((name for pattern, name in self._rules.items() if self._fits(module, pattern)), None)
         if name is None:
             name = PLAIN if outside_linears(module) else self._scheme

@@ -94,7 +94,7 @@ class ResponseAnswer:
         return list(self._written([{"type": "response.in_progress", "response": self.response}]))
 
     def steps(self, deltas: list[Delta]) -> list[bytes]:
-        """What these deltas make certain."""
+        """The events that these deltas make certain."""
         return list(self._written(one for delta in deltas for one in self._take(delta)))
 
     def ending(self) -> list[bytes]:
