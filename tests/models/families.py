@@ -77,6 +77,8 @@ MOE = {"moe_intermediate_size": 28, "num_experts": 7, "num_experts_per_tok": 3, 
 SHARED = {"shared_expert_intermediate_size": 52}
 SIGMOID = {"moe_intermediate_size": 28, "n_routed_experts": 7, "num_experts_per_tok": 3, "n_shared_experts": 1,
            "first_k_dense_replace": 1, "norm_topk_prob": True}
+ERNIE = {**{name: value for name, value in EVEN.items() if name != "head_dim"}, "moe_intermediate_size": 28, "moe_k": 3,
+         "moe_num_experts": 7}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 0.5}
 
 MLA = {name: value for name, value in ODD.items() if name != "head_dim"} | {
@@ -153,6 +155,10 @@ CASES = [
     Case("dots1-window", "Dots1", {**EVEN, **SIGMOID, "sliding_window": 19, "max_window_layers": 1, "n_group": 7,
                                    "n_routed_experts": 14, "topk_group": 3, "num_experts_per_tok": 4}),
     Case("dots1-biased", "Dots1", {**WIDE, **TIED, **BIASED, **SIGMOID, "first_k_dense_replace": 0}),
+    Case("ernie-moe-odd", "Ernie4_5_Moe", {**ERNIE, "num_key_value_heads": 5, "num_attention_heads": 5, "hidden_size": 60}),
+    Case("ernie-moe-biased", "Ernie4_5_Moe", {**ERNIE, "use_bias": True, "moe_layer_start_index": 0, "moe_layer_interval": 2,
+                                              "moe_num_shared_experts": 1, "tie_word_embeddings": True}),
+    Case("ernie-moe-middle", "Ernie4_5_Moe", {**ERNIE, "moe_layer_end_index": 1, "moe_k": 1, "moe_num_shared_experts": 0}),
     Case("gemma2-plain", "Gemma2", {**ODD, **TIED, "sliding_window": 16, "query_pre_attn_scalar": 10}),
     Case("gemma2-grouped", "Gemma2", {**WIDE, **BIASED, "sliding_window": 33, "attn_logit_softcapping": 5.0,
                                       "final_logit_softcapping": 8.0}),

@@ -59,6 +59,25 @@ def alternating(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE whose routers send neighbours to different experts."""
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=48, intermediate_size=80, moe_intermediate_size=36, num_experts=9, num_experts_per_tok=3,
+        num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=16, vocab_size=160,
+        max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0, norm_topk_prob=True)
+    torch.manual_seed(4)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.25)
+    folder = tmp_path_factory.mktemp("mixture")
+    model.save_pretrained(folder)
+    return folder
+
+
 @cache
 def _prompts(vocabulary: int, count: int) -> list[list[int]]:
     rng = random.Random(5)
@@ -189,6 +208,11 @@ def test_latents_and_sinks_by_all_pairs(name: str, route: Route, tmp_path: Path)
     _check(ASSETS / name, 4096, route, tmp_path)
 
 
+@pytest.mark.parametrize("route", PAIRS[1::6], ids=named)
+def test_mixture(mixture: Path, route: Route, tmp_path: Path) -> None:
+    _check(mixture, 160, route, tmp_path)
+
+
 @cache
 def _all() -> list[Route]:
     return [*covering(AXES, 3), *every(CLASSIC)]
@@ -196,9 +220,9 @@ def _all() -> list[Route]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shard", range(20))
-def test_every_route(alternating: Path, shard: int, tmp_path: Path) -> None:
+def test_every_route(alternating: Path, mixture: Path, shard: int, tmp_path: Path) -> None:
     for number, route in enumerate(_all()[shard::20]):
-        for model, vocabulary in ((need(MODELS / "stories260k"), 512), (alternating, 160)):
+        for model, vocabulary in ((need(MODELS / "stories260k"), 512), (alternating, 160), (mixture, 160)):
             try:
                 _check(model, vocabulary, route, tmp_path / f"{number}-{vocabulary}")
             except AssertionError as error:
