@@ -23,7 +23,7 @@ PROMPT = 75
 """Tokens in a prompt; windows are shorter."""
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-MODELS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+MODELS = {"Llama4Text": "Llama4ForCausalLM", "Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 """Model classes that are not called `kind` + ForCausalLM."""
 
 
@@ -79,6 +79,7 @@ SIGMOID = {"moe_intermediate_size": 28, "n_routed_experts": 7, "num_experts_per_
            "first_k_dense_replace": 1, "norm_topk_prob": True}
 ERNIE = {**{name: value for name, value in EVEN.items() if name != "head_dim"}, "moe_intermediate_size": 28, "moe_k": 3,
          "moe_num_experts": 7}
+LLAMA4 = {"num_local_experts": 5, "num_experts_per_tok": 1, "intermediate_size_mlp": 70, "no_rope_layer_interval": 2}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 0.5}
 
 MLA = {name: value for name, value in ODD.items() if name != "head_dim"} | {
@@ -159,6 +160,14 @@ CASES = [
     Case("ernie-moe-biased", "Ernie4_5_Moe", {**ERNIE, "use_bias": True, "moe_layer_start_index": 0, "moe_layer_interval": 2,
                                               "moe_num_shared_experts": 1, "tie_word_embeddings": True}),
     Case("ernie-moe-middle", "Ernie4_5_Moe", {**ERNIE, "moe_layer_end_index": 1, "moe_k": 1, "moe_num_shared_experts": 0}),
+    Case("hunyuan-moe-odd", "HunYuanMoEV1", {**ODD, "num_experts": 7, "moe_topk": 3}),
+    Case("hunyuan-moe-top-1", "HunYuanMoEV1", {**EVEN, **TIED, **BIASED, "num_experts": 4, "moe_topk": 1}),
+    Case("hunyuan-moe-alpha", "HunYuanMoEV1", {**WIDE, "num_experts": 5, "moe_topk": 2,
+                                               **rope("dynamic", alpha=1000.0, factor=1.0)}),
+    Case("llama4-odd", "Llama4Text", {**ODD, **LLAMA4}),
+    Case("llama4-interleaved", "Llama4Text", {**EVEN, **TIED, **BIASED, **LLAMA4, "interleave_moe_layer_step": 2,
+                                              "num_experts_per_tok": 2, "attn_temperature_tuning": False}),
+    Case("llama4-unnormed", "Llama4Text", {**WIDE, **LLAMA4, "use_qk_norm": False, "no_rope_layers": [1, 0, 1]}),
     Case("gemma2-plain", "Gemma2", {**ODD, **TIED, "sliding_window": 16, "query_pre_attn_scalar": 10}),
     Case("gemma2-grouped", "Gemma2", {**WIDE, **BIASED, "sliding_window": 33, "attn_logit_softcapping": 5.0,
                                       "final_logit_softcapping": 8.0}),

@@ -148,7 +148,10 @@ class Attention:
         self._norms: tuple[HeadNorm, HeadNorm] | None = None
         if spec.norm is not None and spec.norm.fused:
             assert isinstance(spec.norm.norm, RMSNormSpec)
-            self.q_norm, self.k_norm = (build.values.tensor(f"{path}.{name}.weight") for name in ("q_norm", "k_norm"))
+            if spec.norm.norm.weight:
+                self.q_norm, self.k_norm = (build.values.tensor(f"{path}.{name}.weight") for name in ("q_norm", "k_norm"))
+            else:
+                self.q_norm = self.k_norm = torch.ones(spec.head_size, dtype=self.qkv.weight.dtype, device=build.device)
             self.eps, self.offset = spec.norm.norm.eps, spec.norm.norm.offset
         elif spec.norm is not None:
             self._norms = HeadNorm(spec, f"{path}.q_norm", build), HeadNorm(spec, f"{path}.k_norm", build, keys=True)

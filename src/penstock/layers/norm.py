@@ -13,13 +13,15 @@ from penstock.layers.parameter import Parameter
 
 @dataclass(frozen=True)
 class RMSNormSpec:
-    """x / rms(x) * (offset + weight)."""
+    """x / rms(x) * (offset + weight); without a `weight`, which only queries and keys may lack, x / rms(x)."""
 
     eps: float
     offset: float = 0.0
+    weight: bool = True
 
     def parameters(self, path: str, width: int) -> Iterator[Parameter]:
-        yield Parameter(f"{path}.weight", (width,), rest=1.0 - self.offset)
+        if self.weight:
+            yield Parameter(f"{path}.weight", (width,), rest=1.0 - self.offset)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""Llama 4 (text): interleaved rotation but in every fourth layer, normed queries and keys, experts fed with weighted inputs.
+
+Rotating layers attend within chunks of `attention_chunk_size` positions, and the others scale queries from `floor_scale`
+positions on. Both begin behind the context that is offered here, so attention is plain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.layers.attention import QueryKeyNorm
+from penstock.layers.norm import RMSNormSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import Config, rope
+from penstock.models.rules import Rule
+from penstock.ops.routing import Routing
+
+ARCHITECTURES = ("Llama4ForCausalLM",)
+MODEL_TYPES = ("llama4_text",)
+DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "head_dim": 128,
+            "rms_norm_eps": 1e-5, "num_experts_per_tok": 1, "num_local_experts": 16, "intermediate_size_mlp": 16384,
+            "attention_chunk_size": 8192, "floor_scale": 8192}
+RULES = (
+    Rule("model.layers.#.feed_forward.router.weight", "blocks.#.mlp.router.weight"),
+    Rule("model.layers.#.feed_forward.experts.gate_up_proj", "blocks.#.mlp.experts.gate_up.weight", rules.stacked_transposed),
+    Rule("model.layers.#.feed_forward.experts.down_proj", "blocks.#.mlp.experts.down.weight", rules.stacked_transposed),
+    *(Rule(f"model.layers.#.feed_forward.shared_expert.{name}_proj.*", f"blocks.#.mlp.shared.{name}.*")
+      for name in ("gate", "up", "down")),
+    *(Rule(f"model.layers.#.feed_forward.{name}_proj.*", f"blocks.#.mlp.{name}.*") for name in ("gate", "up", "down")),
+    *rules.LLAMA,
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    norm, bias, layers = parts.rms_norm(config), config.flag("attention_bias", False), config.integer("num_hidden_layers")
+    turn = rope(config, parts.head_size(config), theta=500000.0, interleaved=True)
+    every, step = config.integer("no_rope_layer_interval", 4), config.integer("interleave_moe_layer_step", 1)
+    turns = [(i + 1) % every != 0 for i in range(layers)]
+    if config.values.get("no_rope_layers"):  # an empty list says nothing
+        turns = config.listing("no_rope_layers", layers, (0, 1).__contains__, "0 or 1") or turns
+    sparse = config.values.get("moe_layers")
+    sparse = range(step - 1, layers, step) if sparse is None else sparse
+    routing = Routing(parts.expert_count(config), config.integer("num_experts_per_tok"), "sigmoid_after")
+    mixture = replace(parts.experts(config, routing, inner="intermediate_size",
+                                    shared_inner=config.integer("intermediate_size")), inward=True)
+    mlp = parts.gated_mlp(Config({**config.given, "intermediate_size": config.integer("intermediate_size_mlp")}, DEFAULTS))
+    # Without weights, the norm after the rotation is that before it.
+    heads = QueryKeyNorm(RMSNormSpec(norm.eps, weight=False)) if config.flag("use_qk_norm", True) else None
+    blocks = []
+    for i, turned in enumerate(turns):
+        attention = parts.attention(config, rope=turn if turned else None, norm=heads if turned else None, bias=bias)
+        blocks.append(parts.pre_norm_block(attention, mixture if i in sparse else mlp, norm))
+    plain = min(config.nullable_integer("attention_chunk_size", 8192) or 1 << 30, config.integer("max_position_embeddings"))
+    if config.flag("attn_temperature_tuning", True):
+        plain = min(plain, config.integer("floor_scale") - 1)
+    return parts.decoder(config, blocks, norm, max_positions=plain)
