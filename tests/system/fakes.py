@@ -55,6 +55,9 @@ class FakeEngine:
                 del self.live[key]
                 self.news.append(Update(*key, [], finish_reason="abort", timings=Timings()))
 
+    def undecided(self, _request_id: str) -> bool:
+        return False
+
     def reset_prefix_cache(self) -> bool:
         self.resets += 1
         return self.resets < 3

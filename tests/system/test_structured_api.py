@@ -116,6 +116,14 @@ def test_refusals(server: Served, fields: dict[str, Any], param: str, message: s
     assert error["param"] == param and message in error["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_that_compiling_finds_has_a_status(server: Served, stream: bool) -> None:
+    """The vocabulary by which grammars are checked first has a special token of that name, canary's has none."""
+    answer = server.post("/v1/chat/completions", messages=MESSAGES, stream=stream, max_tokens=5,
+                         structured_outputs={"grammar": 'start: "a" <end>'})
+    assert answer.status_code == 400 and "grammar" in answer.json()["error"]["message"]
+
+
 def test_figures(server: Served) -> None:
     metrics = server.http.get("/metrics").text
     for name in ("grammars_compiled", "grammars_cached", "forced_tokens", "masked_tokens"):

@@ -43,6 +43,10 @@ class Constraints:
                                "(--max-num-queued-reqs); try again later", code="queue_full", status=503)
         return self._compiler.add(request)
 
+    def holds(self, request_id: str) -> bool:
+        """Whether the request waits for its grammar."""
+        return self._compiler.waits(request_id)
+
     def abort(self, ids: Iterable[str]) -> None:
         """Ends requests that wait here; others are ignored."""
         for request in self._compiler.abort(ids):

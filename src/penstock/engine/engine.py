@@ -130,6 +130,10 @@ class Engine:
         elif not self.constraints.hold(request):
             self._add(request)
 
+    def undecided(self, request_id: str) -> bool:
+        """Whether a request that was submitted may still be refused, because its grammar is being compiled."""
+        return self.constraints.holds(request_id)
+
     def abort(self, ids: Iterable[str]) -> None:
         """Aborts requests by "id", or single sequences by "id/index". Unknown ids are ignored."""
         ids = list(ids)

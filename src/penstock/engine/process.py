@@ -44,6 +44,8 @@ IDLE_MS = 500
 WRITING_MS = 10
 """The interval while cached pages are being written to stores, which needs occasional turns."""
 
+UNDECIDED_SECONDS = 10.0
+"""How long a request is not confirmed while its grammar is compiled, so that a refusal has a status of its own."""
 STATS_SECONDS = 0.1
 """The least time between two snapshots while busy."""
 
@@ -139,6 +141,7 @@ class EngineLike(Protocol):
     def submit(self, request: Request) -> None: ...
     def abort(self, ids: Iterable[str]) -> None: ...
     def reset_prefix_cache(self) -> bool: ...
+    def undecided(self, request_id: str) -> bool: ...
     def turn(self) -> list[Update]: ...
     @property
     def busy(self) -> bool: ...
@@ -159,6 +162,8 @@ class Loop:
         self._arguments = {name: msgspec.msgpack.Decoder(kind).decode for name, kind in CALLS.items() if kind is not None}
         self._stopping = False
         self._stats_due = 0.0
+        self._undecided: dict[str, float] = {}
+        """Requests that may still be refused, and when they are confirmed all the same."""
 
     def run(self) -> None:
         """Returns after the shutdown call. Exceptions of the engine pass through."""
@@ -174,13 +179,21 @@ class Loop:
             worked = worked or engine.busy
             updates = engine.turn() if engine.busy or engine.writing else []
             now = time.monotonic()
+            admitted = self._decided(now) if self._undecided else []
             idle = not engine.busy
             # Send a snapshot as soon as work ends, so that the statistics of an idle engine are never stale.
             if now >= self._stats_due or (idle and busy):
                 self._stats_due = now + STATS_SECONDS
-                self.send(EngineOutputs(updates, engine.stats()))
-            elif updates:
-                self.send(EngineOutputs(updates, None))
+                self.send(EngineOutputs(updates, engine.stats(), admitted))
+            elif updates or admitted:
+                self.send(EngineOutputs(updates, None, admitted))
+
+    def _decided(self, now: float) -> list[str]:
+        """The requests that need not wait for a grammar any more, and those that have waited long. An error comes as an update."""
+        found = [name for name, late in self._undecided.items() if now >= late or not self.engine.undecided(name)]
+        for name in found:
+            del self._undecided[name]
+        return found
 
     def _take_in(self) -> None:
         admitted: list[str] = []
@@ -189,7 +202,11 @@ class Loop:
                 call = self._decode(self.inbox.recv(zmq.NOBLOCK))
             except zmq.Again:
                 break
-            if self._answer(call):
+            if not self._answer(call):
+                continue
+            if call.name == "submit" and self.engine.undecided(call.key):
+                self._undecided[call.key] = time.monotonic() + UNDECIDED_SECONDS
+            else:
                 admitted.append(call.key)
         if admitted:
             # Send at once: a turn may take long, and clients wait for the response headers.

@@ -67,6 +67,9 @@ class Compiler:
         """Requests that wait."""
         return len(self._waiting)
 
+    def waits(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
     def add(self, request: Request) -> bool:
         """Takes a request whose grammar is needed. False if it need not wait, as there is none or it is compiled."""
         if request.params.grammar is None:
