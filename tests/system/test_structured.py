@@ -140,6 +140,26 @@ def test_thinking_has_a_budget(llm: LLM, asked: StructuredOutputsParams | None) 
         assert re.fullmatch("[0-9]{3}-[0-9]{4}", tokenizer.decode(ids[7 + len(end):]))
 
 
+@pytest.mark.parametrize("route", [{}, {"depth": 1}], ids=str)
+def test_thinking_that_the_model_begins(route: dict[str, Any]) -> None:
+    """The budget counts from the model's own marker, wherever that is; a constrained answer may begin with it."""
+    with LLM(threads=1, max_model_len=256, **route) as llm:
+        tokenizer = llm.get_tokenizer()
+        end = tokenizer.encode("</ end ~ of # it>", add_special_tokens=False)
+        free = _ask(llm, None, max_tokens=20, ignore_eos=True)[0].outputs[0].token_ids
+        at = next(at for at in range(3, 12) if free[at] not in free[:at])
+        thinking: dict[str, Any] = {"reasoning_end_ids": end, "max_thinking_tokens": 4, "max_tokens": 60}
+        [found] = _ask(llm, None, reasoning_start_ids=free[at:at + 1], **thinking)
+        ids = found.outputs[0].token_ids
+        assert ids[:at + 5] == free[:at + 5] and ids[at + 5:at + 5 + len(end)] == end
+        [marker] = tokenizer.encode("<think>", add_special_tokens=False)
+        for bias, thinks in (-100.0, False), (100.0, True):
+            [found] = _ask(llm, PHONE, reasoning_start_ids=[marker], logit_bias={marker: bias}, **thinking)
+            ids = found.outputs[0].token_ids
+            assert (ids[0] == marker) == thinks and (ids[5:5 + len(end)] == end) == thinks
+            assert re.fullmatch("[0-9]{3}-[0-9]{4}", tokenizer.decode(ids[5 + len(end) if thinks else 0:]))
+
+
 def test_compiling_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one grammar takes long to compile, others are served; a request that is aborted meanwhile ends at once."""
     compile_ = Compiler._compile

@@ -116,7 +116,7 @@ def test_a_call_that_breaks_off_is_text_with_a_flag(server: Served) -> None:
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-    ({"max_thinking_tokens": 5}, "max_thinking_tokens")])
+    ({"max_thinking_tokens": -5}, "max_thinking_tokens")])
 def test_what_cannot_be_honoured_is_refused(server: Served, fields: dict[str, Any], param: str) -> None:
     answer = server.post("/v1/chat/completions", messages=ASK, tools=[WEATHER], **fields)
     assert answer.status_code == 400 and param in answer.json()["error"]["message"] + str(answer.json()["error"]["param"])

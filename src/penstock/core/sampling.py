@@ -137,8 +137,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     structure."""
     reasoning_end_ids: list[int] | None = None
     """The tokens that end the model's thinking; the answer that is constrained begins behind them. None: it begins at once."""
+    reasoning_start_ids: list[int] | None = None
+    """The tokens by which the model itself begins to think, for a prompt that has not begun it: a constrained answer may begin
+    with them if they are one token. None: the prompt has begun it. Needs `reasoning_end_ids`."""
     max_thinking_tokens: int | None = None
-    """After so many tokens of thinking its end is forced. Needs `reasoning_end_ids`."""
+    """After so many tokens of thinking (once, from where it begins) its end is forced. Needs `reasoning_end_ids`."""
 
     @property
     def constrained(self) -> bool:
@@ -200,6 +203,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
              self.max_thinking_tokens)
         need(self.max_thinking_tokens is None or bool(self.reasoning_end_ids), "max_thinking_tokens",
              "left out for a model whose end of thinking is not known", self.max_thinking_tokens)
+        need(not self.reasoning_start_ids or bool(self.reasoning_end_ids), "reasoning_start_ids",
+             "left out without reasoning_end_ids", self.reasoning_start_ids)
         if self.beam_width:
             self._check_beams()
 
@@ -241,7 +246,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             ("logit_bias", list(self.logit_bias or {})),
             ("allowed_token_ids", self.allowed_token_ids or []),
             ("stop_token_ids", self.stop_token_ids or []),
-            ("reasoning_end_ids", self.reasoning_end_ids or []),
+            ("reasoning_end_ids", self.reasoning_end_ids or []), ("reasoning_start_ids", self.reasoning_start_ids or []),
             ("bad_words", [t for word in self.bad_words_token_ids or [] for t in word]),
         ]
         for param, ids in named:

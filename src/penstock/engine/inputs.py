@@ -136,18 +136,24 @@ class Inputs:
         return {name: token for token in self.tokenizer.special_ids if (name := self.tokenizer.token_name(token))}
 
     def thinking(self, prompt: str, budget: int | None) -> dict[str, Any]:
-        """The sampling parameters of an answer that begins with thinking, as the prompt's end shows. RequestError for a
-        `budget` of thinking tokens (None: no limit) that cannot be enforced."""
+        """The sampling parameters of an answer that begins with thinking, as the prompt's end shows, or that may begin with it.
+        RequestError for a `budget` of thinking tokens (None: no limit) that cannot be enforced."""
         reasoning = self.choice.dialect.reasoning
-        begun = opened(self.choice.dialect, prompt)
-        if budget is not None and (reasoning is None or not begun) and not _closed(prompt, reasoning):
-            raise RequestError("max_thinking_tokens cannot be honoured: this prompt does not begin the model's thinking, so "
-                               "its tokens cannot be counted from there", param="max_thinking_tokens",
+        if budget is not None and (reasoning is None or self.tokenizer is None):
+            raise RequestError("max_thinking_tokens cannot be honoured: this model's way to begin and end its thinking is not "
+                               "known; leave it out, or name it with --reasoning-parser", param="max_thinking_tokens",
                                code="unsupported_parameter")
-        if not begun or reasoning is None or self.tokenizer is None:
+        if reasoning is None or self.tokenizer is None or _closed(prompt, reasoning):
             return {}
-        return {"reasoning_end_ids": self.tokenizer.encode(reasoning.end[0], add_special_tokens=False),
-                "max_thinking_tokens": budget}
+        found = {"reasoning_end_ids": self.tokenizer.encode(reasoning.end[0], add_special_tokens=False),
+                 "max_thinking_tokens": budget}
+        if opened(self.choice.dialect, prompt):
+            return found
+        start = self.tokenizer.encode(reasoning.start[0], add_special_tokens=False)
+        if budget is None and len(start) > 1:
+            # Text that could be the answer's own: a constrained answer begins at once.
+            return {}
+        return {**found, "reasoning_start_ids": start}
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True,
                 priority: int = 0, salt: str = "", tenant: str = "", retain: Sequence[Span] = (),

@@ -189,7 +189,7 @@ class Loop:
                 self.send(EngineOutputs(updates, None, admitted))
 
     def _decided(self, now: float) -> list[str]:
-        """The requests that need not wait for a grammar any more, and those that have waited long. An error comes as an update."""
+        """The requests that wait for no grammar any more, and those that have waited long. An error comes as an update."""
         found = [name for name, late in self._undecided.items() if now >= late or not self.engine.undecided(name)]
         for name in found:
             del self._undecided[name]

@@ -44,7 +44,7 @@ class MaskStats:
 class State:
     """A sequence's state in its grammar."""
 
-    __slots__ = ("at", "budget", "end", "forced", "least", "matcher", "stops", "thinking")
+    __slots__ = ("at", "begin", "budget", "end", "forced", "least", "matcher", "since", "stops", "thinking")
 
     def __init__(self, sequence: Sequence, matcher: LLMatcher | None) -> None:
         params = sequence.request.params
@@ -55,7 +55,13 @@ class State:
         """The tokens that must come next. The matcher has taken them in, but for those that end thinking."""
         self.end = params.reasoning_end_ids or []
         """The tokens that end thinking."""
-        self.thinking = bool(self.end)
+        self.begin = params.reasoning_start_ids or []
+        """The tokens that begin thinking, as long as it may begin. Before a constrained answer they must be one."""
+        self.thinking = bool(self.end) and not self.begin
+        if matcher is not None and len(self.begin) > 1:
+            self.begin = []
+        self.since = sequence.prompt_len
+        """Where thinking has begun."""
         self.budget = params.max_thinking_tokens
         self.least = sequence.prompt_len + params.min_tokens
         """Tokens that the sequence has at least before it ends."""
@@ -111,6 +117,8 @@ class Masker:
                 self._force(segment, state, bits, first)
             elif len(segment.sequence.tokens) < state.least:
                 _hold_back(segment, state, bits, first)
+            if state.begin and state.matcher is not None:
+                _allow(bits[first], state.begin[0])
         self.stats.masks += lines
         self.stats.seconds += time.perf_counter() - began
         return Masks(bits)
@@ -128,6 +136,8 @@ class Masker:
             new = sequence.tokens[state.at:]
             fresh = bool(new) or state.at == sequence.prompt_len
             state.at += len(new)
+            if state.begin and new:
+                new = self._watch(sequence, state, new)
             if state.thinking:
                 state.forced = state.forced[len(new):]
                 new = self._skip_thinking(sequence, state, new)
@@ -141,7 +151,7 @@ class Masker:
                 one.append((state.matcher, new[0]))
             elif new:
                 state.matcher.consume_tokens(new)
-            if fresh and not state.forced:
+            if fresh and not state.forced and not state.begin:
                 moved.append(row)
         pool = self._pool_for(len(one))
         if pool is not None:
@@ -167,11 +177,26 @@ class Masker:
             if len(forced) > 1 and self._propose is not None:
                 self._propose(segment.sequence, len(segment.sequence.tokens) + 1, forced[1:])
 
+    def _watch(self, sequence: Sequence, state: State, new: list[int]) -> list[int]:
+        """Looks for the beginning of thinking: anywhere, or in front of a constrained answer. Returns the tokens behind it, or
+        all of the `new` ones without it."""
+        begin, tokens = state.begin, sequence.tokens
+        first = last = sequence.prompt_len
+        if state.matcher is None:
+            first, last = max(first, len(tokens) - len(new) - len(begin)), len(tokens) - len(begin)
+        for at in range(first, last + 1):
+            if tokens[at:at + len(begin)] == begin:
+                state.begin, state.thinking, state.since = [], True, at + len(begin)
+                return tokens[state.since:]
+        if state.matcher is not None:
+            state.begin = []
+        return new
+
     def _skip_thinking(self, sequence: Sequence, state: State, new: list[int]) -> list[int]:
         """Leaves thinking where its end is among the `new` tokens. Returns those behind it."""
         end = state.end
         for at in range(len(sequence.tokens) - len(new) + 1, len(sequence.tokens) + 1):
-            if at - len(end) >= sequence.prompt_len and sequence.tokens[at - len(end):at] == end:
+            if at - len(end) >= state.since and sequence.tokens[at - len(end):at] == end:
                 state.thinking, state.forced = False, []
                 return sequence.tokens[at:]
         return []
@@ -181,7 +206,7 @@ class Masker:
         sequence = segment.sequence
         if not state.thinking or state.budget is None:
             return
-        thought = len(sequence.tokens) - sequence.prompt_len
+        thought = len(sequence.tokens) - state.since
         if thought >= state.budget and not state.forced:
             state.forced = list(state.end)
             if len(state.end) > 1 and self._propose is not None:
@@ -236,11 +261,15 @@ def _only(words: Ints, token: int) -> None:
     words.view(np.uint32)[token // 32] = 1 << token % 32
 
 
+def _allow(words: Ints, token: int) -> None:
+    words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
+
 def _end_of_thinking(state: State, segment: MaskedSegment) -> int | None:
     """Returns the number of the segment's drafts up to the end of the thinking, if they end it."""
     known, count = segment.sequence.tokens, len(state.end)
     tokens = [*known[len(known) - count + 1:], *segment.drafts]
-    first = segment.sequence.prompt_len - len(known) + count
+    first = state.since - len(known) + count
     return next((drafts for drafts in range(max(1, first), len(segment.drafts) + 1)
                  if tokens[drafts - 1:drafts - 1 + count] == state.end), None)
 
