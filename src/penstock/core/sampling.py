@@ -59,9 +59,9 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     """The answer is a JSON object, of any kind."""
     structural_tag: dict[str, Any] | str | None = None
     """Parts of the answer are constrained, between tags."""
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
     """JSON without whitespace."""
-    disable_additional_properties: bool = False
+    disable_additional_properties: bool | None = None
     """Objects have no properties but those listed, wherever the schema does not say otherwise."""
     whitespace_pattern: str | None = None
     """A regex for the whitespace in JSON; by default a few blanks, or a line break and an indentation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -42,19 +42,10 @@ class StructuralTagFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """vLLM's structured_outputs: exactly one of the first six."""
+class StructuredOutputs(StructuredOutputsParams, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """vLLM's structured_outputs, as a body has it."""
 
-    json: dict[str, Any] | str | bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: dict[str, Any] | str | None = None
-    disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
-    whitespace_pattern: str | None = None
-    disable_fallback: Literal[True, False] | None = None
+    disable_fallback: bool | None = None
     """Changes nothing: there is one way to constrain."""
 
 
@@ -88,9 +79,7 @@ def _asked(body: StructureFields) -> Iterator[tuple[StructuredOutputsParams | No
         tag = {name: value for name, value in msgspec.to_builtins(wanted).items() if value is not None}
         yield StructuredOutputsParams(structural_tag=tag), "response_format"
     if body.structured_outputs is not None:
-        given = msgspec.to_builtins(body.structured_outputs)
-        given.pop("disable_fallback", None)
-        yield StructuredOutputsParams(**given), "structured_outputs"
+        yield body.structured_outputs, "structured_outputs"
     for kind in ("json", "regex", "choice", "grammar"):
         value = getattr(body, f"guided_{kind}")
         if value is not None:
