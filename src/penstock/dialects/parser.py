@@ -9,11 +9,12 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.dialects import forms
 from penstock.dialects.channels import channels
-from penstock.dialects.description import Block, Dialect
+from penstock.dialects.description import Block, Dialect, Json
 from penstock.dialects.message import (
     Arguments,
     CallBegins,
@@ -190,11 +191,14 @@ class Parser:
         starts, strays = (reasoning.start, reasoning.end) if reasoning else ((), ())
         hidden = (*self.dialect.hidden, *strays)
         spill: tuple[str, ...] = ()
+        resumed: Block | None = None
+        """Behind a call that is none: where the next one of its block would begin."""
         start = True
         while True:
             usable = [block for block in self._blocks if start or not block.first]
             thinks = starts if not self._spoken else ()
-            markers = dict.fromkeys((*(block.begin for block in usable), *hidden, *thinks, *spill, *self._strays))
+            markers = dict.fromkeys((*(block.begin for block in usable), *hidden, *thinks, *spill, *self._strays,
+                                     *((resumed.begin,) if resumed else ())))
             if start or thinks:
                 # Some markers count only at the start.
                 yield from self._blank()
@@ -212,7 +216,10 @@ class Parser:
                     return
             if marker in spill:
                 self.content(marker)
-                spill = ()
+                spill, resumed = (), None
+            elif resumed is not None and marker == resumed.begin:
+                if not (yield from self._block([resumed], marker)):
+                    spill, resumed = (), None
             elif marker in self._strays:
                 self._strays.discard(marker)
             elif marker in thinks:
@@ -225,6 +232,7 @@ class Parser:
                 tried = [block for block in usable if block.begin == marker]
                 failed = yield from self._block(tried, marker)
                 spill = (tried[-1].end,) if failed and tried[-1].end else ()
+                resumed = _resumed(tried[-1]) if spill else None
                 start = False
             reader.cut()
 
@@ -287,6 +295,12 @@ class Parser:
             self._good = good + 1
         self.structure()
         reader.cut()
+
+
+def _resumed(block: Block) -> Block:
+    """A block from its next call on, of a known tool."""
+    begin = block.inner[0] if block.inner and not isinstance(block.form, Json) else '{"name"'
+    return replace(block, begin=begin, keep=isinstance(block.form, Json), bare=True, first=False)
 
 
 def opened(dialect: Dialect, prompt: str | None) -> bool | None:

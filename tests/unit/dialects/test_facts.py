@@ -1,0 +1,216 @@
+"""Answers as models write them, in shapes that vLLM's parser tests (tests/tool_use, tests/entrypoints/openai/tool_parsers,
+tests/reasoning) hold to be calls, reasoning or text; said again with other names and values. Each is read whole, letter by
+letter, and cut at every place."""
+# ruff: noqa: E501 (tables of answers, which read best on one line each)
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.dialects.choice import by_name, reasoning_by_name
+from penstock.dialects.description import Dialect
+from penstock.dialects.message import Message
+from penstock.dialects.parser import Parser
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {
+    key: {"type": kind} for key, kind in properties.items()}}}} for name, properties in {
+        "weather": {"city": "string", "unit": "string"}, "add": {"a": "number", "b": "number"}, "now": {},
+        "area": {"shape": "string", "sides": "object", "digits": "integer", "exact": "boolean", "rate": "float"},
+        "user": {"name": "string", "age": "integer", "home": "object", "role": "string", "ok": "boolean", "tags": "array"}}.items()]
+ROME: dict[str, Any] = {"city": "Rome", "unit": "C"}
+OSLO: dict[str, Any] = {"city": "Oslo", "unit": "C"}
+ANN: dict[str, Any] = {"name": "Ann B", "age": 37, "home": {"city": "Oslo", "zip": "01"}, "role": None, "ok": True,
+                       "tags": ["x", "y"]}
+ADDED: dict[str, Any] = {"a": 3.5, "b": 4}
+J_ROME, J_OSLO, J_ADDED = (json.dumps(value) for value in (ROME, OSLO, ADDED))
+W_ROME, W_OSLO = (f'{{"name": "weather", "arguments": {arguments}}}' for arguments in (J_ROME, J_OSLO))
+PY_ANN = "user(name='Ann B', age=37, home={'city': 'Oslo', 'zip': '01'}, role=None, ok=True, tags=['x', 'y'])"
+XML = "<function=weather>\n<parameter=city>\n{}\n</parameter>\n<parameter=unit>\nC\n</parameter>\n</function>"
+GLM = "<tool_call>weather\n    <arg_key>city</arg_key>\n    <arg_value>{}</arg_value>\n    <arg_key>unit</arg_key>\n" \
+      "    <arg_value>C</arg_value>\n    </tool_call>"
+SEED = "<seed:tool_call>\n" + XML + "\n</seed:tool_call>"
+KIMI, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+DS, DS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DS_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+DSML = '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">{}</｜DSML｜parameter>\n' \
+       '<｜DSML｜parameter name="unit" string="true">C</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+M2 = '<invoke name="weather">\n<parameter name="city">{}</parameter>\n<parameter name="unit">C</parameter>\n</invoke>\n'
+
+Calls = list[tuple[str, dict[str, Any]]]
+
+FACTS: list[tuple[str, str, str, Calls]] = [
+    # (vLLM's name of the parser, answer, content, calls)
+    *((name, "What can I do for you?", "What can I do for you?", []) for name in (
+        "hermes", "pythonic", "llama3_json", "llama4_pythonic", "mistral", "jamba", "xlam", "hunyuan_a13b", "kimi_k2", "minimax",
+        "minimax_m2", "glm45", "qwen3_coder", "seed_oss", "ernie45", "step3", "olmo3", "deepseek_v3", "deepseek_v31",
+        "phi4_mini_json", "internlm", "granite", "granite-20b-fc", "longcat", "functiongemma", "gigachat3")),
+    # JSON between tags
+    ("hermes", f"<tool_call>\n{W_ROME}\n</tool_call>", "", [("weather", ROME)]),
+    ("hermes", f"Sure.\n<tool_call>{W_ROME}</tool_call>\n<tool_call>{W_OSLO}</tool_call>", "Sure.", [("weather", ROME), ("weather", OSLO)]),
+    ("hermes", f"<tool_call>\n{W_ROME}", "", [("weather", ROME)]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}}</tool_call>', "", [("now", {})]),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "5MW 参数 \\"x\\" {y}", "unit": "</tool_cal"}}</tool_call>', "",
+     [("weather", {"city": '5MW 参数 "x" {y}', "unit": "</tool_cal"})]),
+    ("longcat", f"<longcat_tool_call>\n{W_ROME}\n</longcat_tool_call>", "", [("weather", ROME)]),
+    ("ernie45", f"<tool_call>\n{W_ROME}\n</tool_call>\n<tool_call>\n{W_OSLO}\n</tool_call>\n", "", [("weather", ROME), ("weather", OSLO)]),
+    ("granite4", f"<tool_call>{W_ROME}</tool_call>", "", [("weather", ROME)]),
+    ("granite-20b-fc", f"<function_call> {W_ROME} <function_call> {W_OSLO}", "", [("weather", ROME), ("weather", OSLO)]),
+    ("gigachat3", f"Let me see.<|function_call|>{W_ROME}", "Let me see.", [("weather", ROME)]),
+    # lists of JSON
+    ("jamba", f" <tool_calls>[\n    {W_ROME}\n]</tool_calls>", "", [("weather", ROME)]),
+    ("jamba", f" Let me call it.<tool_calls>[\n    {W_ROME},\n    {W_OSLO}\n]</tool_calls>", " Let me call it.",
+     [("weather", ROME), ("weather", OSLO)]),
+    ("hunyuan_a13b", f"I call it. <tool_calls>[{W_ROME}]</tool_calls>", "I call it. ", [("weather", ROME)]),
+    ("hunyuan_a13b", f"<tool_calls>[{W_ROME}]</tool_calls>\n</answer>", "", [("weather", ROME)]),
+    ("hunyuan_a13b", '<tool_calls>[{"name": "area", "arguments": {"sides": {"a": {"b": {"c": 1}}}}}]</tool_calls>', "",
+     [("area", {"sides": {"a": {"b": {"c": 1}}}})]),
+    ("granite", f"<|tool_call|> [{W_ROME}, {W_OSLO}]", "", [("weather", ROME), ("weather", OSLO)]),
+    ("granite", f"<tool_call>[{W_ROME}]", "", [("weather", ROME)]),
+    ("phi4_mini_json", f"functools[{W_ROME}, {W_OSLO}]", "", [("weather", ROME), ("weather", OSLO)]),
+    ("xlam", f"[{W_ROME}, {W_OSLO}]", "", [("weather", ROME), ("weather", OSLO)]),
+    ("xlam", f"<think>Let me see.</think>[{W_ROME}]", "", [("weather", ROME)]),
+    ("xlam", f"I help.\n```json\n[{W_ROME}]\n```", "I help.", [("weather", ROME)]),
+    ("xlam", f"I look.[TOOL_CALLS][{W_ROME}]", "I look.", [("weather", ROME)]),
+    ("xlam", f"I look.<tool_call>[{W_ROME}]</tool_call>", "I look.", [("weather", ROME)]),
+    ("mistral", f'[TOOL_CALLS][{{"name": "add", "arguments":{J_ADDED}}}]', "", [("add", ADDED)]),
+    ("mistral", f'[TOOL_CALLS]  [ {{"name":"add" , "arguments" : {J_ADDED} }} ]', "", [("add", ADDED)]),
+    ("mistral", f'[TOOL_CALLS] [{{"arguments":{J_ROME}, "name": "weather"}}]', "", [("weather", ROME)]),
+    ("mistral", '[TOOL_CALLS] [{"arguments":{"name": "Ann"}, "name": "user"}]', "", [("user", {"name": "Ann"})]),
+    ("mistral", f"[TOOL_CALLS]add{J_ADDED}", "", [("add", ADDED)]),
+    ("mistral", f"[TOOL_CALLS]add{J_ADDED}[TOOL_CALLS]weather{J_ROME}", "", [("add", ADDED), ("weather", ROME)]),
+    ("mistral", f"Right.[TOOL_CALLS]add[ARGS]{J_ADDED}", "Right.", [("add", ADDED)]),
+    ("minimax", f"<tool_calls>\n{W_ROME}\n{W_OSLO}\n</tool_calls>", "", [("weather", ROME), ("weather", OSLO)]),
+    ("minimax", f"I look. <tool_calls>\n{W_ROME}", "I look. ", [("weather", ROME)]),
+    ("internlm", f'I look.<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {J_ROME}}}<|action_end|>', "I look.",
+     [("weather", ROME)]),
+    # bare JSON
+    ("llama3_json", f'{{"name": "weather", "parameters": {J_ROME}}}', "", [("weather", ROME)]),
+    ("llama3_json", f'{{"name": "weather", "arguments": {J_ROME}}}', "", [("weather", ROME)]),
+    ("llama3_json", f'<|python_tag|>{{"name": "weather", "parameters": {J_ROME}}}', "", [("weather", ROME)]),
+    ("llama3_json", '{"name": "now", "parameters": {}} ; {"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}', "",
+     [("now", {}), ("add", {"a": 1}), ("now", {})]),
+    ("llama3_json", 'It is {"name": "now", "parameters": {}} Shall I go on?', "It is  Shall I go on?", [("now", {})]),
+    ("llama3_json", '{"name": "area", "parameters": {"shape": "a {b} [c]", "sides": {"in": "x {y}"}}}', "",
+     [("area", {"shape": "a {b} [c]", "sides": {"in": "x {y}"}})]),
+    ("llama3_json", '{"name": "weather", "parameters": {not json}', '{"name": "weather", "parameters": {not json}', []),
+    # Python
+    ("pythonic", "[weather(city='Rome', unit='C')]", "", [("weather", ROME)]),
+    ("pythonic", f"[{PY_ANN}]", "", [("user", ANN)]),
+    ("pythonic", "[now()]", "", [("now", {})]),
+    ("pythonic", "[area(sides={})]", "", [("area", {"sides": {}})]),
+    ("pythonic", "[user(tags=[])]", "", [("user", {"tags": []})]),
+    ("pythonic", r"""[weather(city='Ann\'s Bay', unit='\"C\"')]""", "", [("weather", {"city": "Ann's Bay", "unit": '"C"'})]),
+    ("pythonic", f"[weather(city='Rome', unit='C'), {PY_ANN}]", "", [("weather", ROME), ("user", ANN)]),
+    ("pythonic", "hello [A(A=\t)A(A=,\t)A(A=,\t", "hello [A(A=\t)A(A=,\t)A(A=,\t", []),
+    ("llama4_pythonic", "[weather(city='Rome',unit='C'),now()]", "", [("weather", ROME), ("now", {})]),
+    ("llama4_pythonic", "<|python_start|>[weather(city='Rome', unit='C'), add(a=9)]", "", [("weather", ROME), ("add", {"a": 9})]),
+    ("llama4_pythonic", f"<|python_start|>[{PY_ANN}]<|python_end|>", "", [("user", ANN)]),
+    ("olmo3", f"<function_calls>weather(city='Rome', unit='C')\n{PY_ANN}</function_calls>", "", [("weather", ROME), ("user", ANN)]),
+    ("olmo3", "<function_calls>weather(city=\"Rome\", unit=\"C\")</function_calls>", "", [("weather", ROME)]),
+    ("olmo3", "<function_calls>user(ok=true, role=null)</function_calls>", "", [("user", {"ok": True, "role": None})]),
+    # tags
+    ("qwen3_coder", f"Sure!<tool_call>\n{XML.format('Rome')}\n</tool_call>\n<tool_call>\n{XML.format('Oslo')}\n</tool_call>", "Sure!",
+     [("weather", ROME), ("weather", OSLO)]),
+    ("qwen3_coder", XML.format("Rome"), "", [("weather", ROME)]),
+    ("qwen3_coder", "<tool_call>\n<function=area>\n<parameter=shape>\nbox\n</parameter>\n<parameter=sides>\n{\"a\": 10, \n \"b\": 2}\n"
+     "</parameter>\n<parameter=digits>\n2\n</parameter>\n<parameter=exact>\ntrue\n</parameter>\n<parameter=rate>\n3.5\n</parameter>\n"
+     "</function>\n</tool_call>", "",
+     [("area", {"shape": "box", "sides": {"a": 10, "b": 2}, "digits": 2, "exact": True, "rate": 3.5})]),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n<parameter=unit>\nC\n</function>\n</tool_call>", "",
+     [("weather", ROME)]),
+    ("qwen3_xml", "<tool_call>\n<function=weather><parameter=city>Rome</parameter><parameter=unit>C</parameter></function>\n</tool_call>",
+     "", [("weather", ROME)]),
+    ("seed_oss", f"I look.\n{SEED.format('Rome')}", "I look.", [("weather", ROME)]),
+    ("glm45", GLM.format("Rome") + "\n    " + GLM.format("Oslo"), "", [("weather", ROME), ("weather", OSLO)]),
+    ("glm45", "I look. " + GLM.format("Rome"), "I look. ", [("weather", ROME)]),
+    ("glm45", "<tool_call>now\n</tool_call>", "", [("now", {})]),
+    ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>",
+     "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>", []),
+    ("glm47", "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>unit</arg_key><arg_value>C</arg_value>"
+     "</tool_call>", "", [("weather", ROME)]),
+    ("minimax_m2", f"<minimax:tool_call>\n{M2.format('Rome')}{M2.format('Oslo')}</minimax:tool_call>", "",
+     [("weather", ROME), ("weather", OSLO)]),
+    ("deepseek_v32", f"<｜DSML｜function_calls>\n{DSML.format('Rome')}{DSML.format('Oslo')}</｜DSML｜function_calls>", "",
+     [("weather", ROME), ("weather", OSLO)]),
+    ("step3", '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather"><steptml:parameter '
+     'name="city">Rome</steptml:parameter><steptml:parameter name="unit">C</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
+     "<｜tool_calls_end｜>", "", [("weather", ROME)]),
+    # names beside arguments
+    ("kimi_k2", f"I look. {KIMI} <|tool_call_begin|>\nfunctions.weather:0 <|tool_call_argument_begin|> {J_ROME} <|tool_call_end|> {KIMI_END}",
+     "I look. ", [("weather", ROME)]),
+    ("kimi_k2", f"{KIMI}{KIMI_CALL.format('weather:0', J_ROME)}{KIMI_CALL.format('add:1', J_ADDED)}{KIMI_END}", "",
+     [("weather", ROME), ("add", ADDED)]),
+    ("kimi_k2", f"{KIMI}{KIMI_CALL.format('weather:0', json.dumps(ROME, indent=2))}{KIMI_END}", "", [("weather", ROME)]),
+    ("kimi_k2", KIMI + KIMI_CALL.format("weather:0", '{"city": "<div>x</div>"}') + KIMI_END, "", [("weather", {"city": "<div>x</div>"})]),
+    ("deepseek_v31", f"Hm.{DS}{DS_CALL.format('weather', J_ROME)}{DS_CALL.format('add', J_ADDED)}{DS_END}", "Hm.",
+     [("weather", ROME), ("add", ADDED)]),
+    ("deepseek_v3", DS + DS_CALL.format("function", "weather\n```json\n" + J_ROME + "\n```") + DS_END, "", [("weather", ROME)]),
+    ("functiongemma", "<start_function_call>call:weather{city:<escape>Rome<escape>,unit:<escape>C<escape>}<end_function_call>", "",
+     [("weather", ROME)]),
+    ("functiongemma", "<start_function_call>call:add{a:3.5,b:4}<end_function_call>", "", [("add", ADDED)]),
+    ("gemma4", '<|tool_call>call:weather{city:<|"|>Rome<|"|>,unit:<|"|>C<|"|>}<tool_call|>', "", [("weather", ROME)]),
+    # harmony
+    ("openai", "<|channel|>final<|message|>Hello", "Hello", []),
+    ("openai", f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json"
+     f"<|message|>{J_ROME}<|call|>", "", [("weather", ROME)]),
+    ("openai", f"<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{J_ROME}<|call|>", "", [("weather", ROME)]),
+    ("openai", f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.add<|message|>{J_ADDED}"
+     "<|call|>", "I look.", [("add", ADDED)]),
+    # one bad call among good ones
+    ("minimax", f"<tool_calls>\n{W_ROME}\n{{not json}}\n{W_OSLO}\n</tool_calls>", "{not json}", [("weather", ROME), ("weather", OSLO)]),
+    ("kimi_k2", f"{KIMI}{KIMI_CALL.format('weather', '{')}{KIMI_CALL.format('add:1', J_ADDED)}{KIMI_END}", "*", [("add", ADDED)]),
+]
+
+REASONED: list[tuple[str, str, str, str]] = [
+    # (vLLM's name of the reasoning parser, answer, reasoning, content)
+    *((name, "<think>Let me see.</think>Right.", "Let me see.", "Right.") for name in (
+        "deepseek_r1", "qwen3", "glm45", "hunyuan_a13b", "minimax_m2", "step3", "olmo3", "ernie45", "kimi_k2", "nemotron", "rwkv")),
+    *((name, "Let me see.</think>Right.", "Let me see.", "Right.") for name in ("deepseek_r1", "step3", "olmo3", "ernie45", "minimax_m2")),
+    *((name, "<think>Let me\nsee.</think>\n\nRight.", "Let me\nsee.", "Right.") for name in ("deepseek_r1", "qwen3", "glm45")),
+    *((name, "<think>Let me see", "Let me see", "") for name in ("deepseek_r1", "qwen3", "glm45", "kimi_k2")),
+    *((name, "<think></think>Right.", "", "Right.") for name in ("deepseek_r1", "qwen3")),
+    ("deepseek_r1", "Let me see", "Let me see", ""),
+    ("qwen3", "Right.", "", "Right."),
+    ("glm45", "Right.", "", "Right."),
+    ("mistral", "[THINK]Let me see.[/THINK]Right.", "Let me see.", "Right."),
+    ("seed_oss", "<seed:think>Let me see.</seed:think>Right.", "Let me see.", "Right."),
+    ("granite", "Here is my thought process: Let me see. Here is my response: Right.", "Let me see.", "Right."),
+    ("granite", "Here's my thought process:Let me see.Here's my response:Right.", "Let me see.", "Right."),
+    ("hunyuan_a13b", "<think>\nLet me see.\n</think>\n<answer>\nRight.\n</answer>", "Let me see.", "Right."),
+    ("apertus", "<|inner_prefix|>Let me see.<|inner_suffix|>Right.", "Let me see.", "Right."),
+    ("cohere_command3", "<|START_THINKING|>Let me see.<|END_THINKING|><|START_RESPONSE|>Right.<|END_RESPONSE|>", "Let me see.", "Right."),
+    ("openai_gptoss", "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>final<|message|>Right.<|return|>",
+     "Let me see.", "Right."),
+    ("openai_gptoss", "<|channel|>analysis<|message|>Let me", "Let me", ""),
+]
+
+
+def read(dialect: Dialect, *pieces: str, tools: Any = TOOLS, prompt: str | None = None) -> Message:
+    parser = Parser(dialect, tools, prompt=prompt, new_id=lambda _: "id")
+    for piece in pieces:
+        parser.push(piece)
+    parser.finish()
+    return parser.message()
+
+
+def cut(text: str) -> list[tuple[str, ...]]:
+    return [(text,), tuple(text), *((text[:at], text[at:]) for at in range(1, len(text)))]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), FACTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_calls(name: str, text: str, content: str, calls: Calls) -> None:
+    for pieces in cut(text):
+        found = read(by_name(name), *pieces, prompt="")
+        assert [(call.name, json.loads(call.arguments)) for call in found.calls] == calls, pieces
+        assert content == "*" or found.content.strip() == content.strip(), pieces
+
+
+@pytest.mark.parametrize(("name", "text", "reasoning", "content"), REASONED, ids=lambda value: value)
+def test_reasoning(name: str, text: str, reasoning: str, content: str) -> None:
+    for pieces in cut(text):
+        found = read(reasoning_by_name(name), *pieces, tools=None)
+        assert (found.reasoning.strip(), found.content.strip()) == (reasoning, content), pieces
