@@ -22,6 +22,13 @@ BASE: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Once", "max_tokens": 1},
     "/tokenize": {"prompt": "Once"},
     "/detokenize": {"tokens": [3]},
+    "/v1/messages": {"model": "stories", "max_tokens": 1, "messages": [{"role": "user", "content": "Once"}]},
+    "/v1/messages/count_tokens": {"model": "stories", "messages": [{"role": "user", "content": "Once"}]},
+    "/v1/responses": {"input": "Once", "max_output_tokens": 1, "store": False},
+    "/v1/embeddings": {"input": "Once"}, "/pooling": {"input": "Once"}, "/classify": {"input": "Once"},
+    "/score": {"text_1": "Once", "text_2": "Twice"}, "/rerank": {"query": "Once", "documents": ["Twice"]},
+    "/api/chat": {"model": "stories", "messages": [{"role": "user", "content": "Once"}], "options": {"num_predict": 1}},
+    "/api/generate": {"model": "stories", "prompt": "Once", "options": {"num_predict": 1}},
 }
 """A good body of each route, in which one field is grown."""
 

@@ -61,13 +61,13 @@ def test_slashes_and_prefixes(server: Served) -> None:
 
 
 def test_the_page_for_people_needs_no_network(server: Served) -> None:
-    answer = server.http.get("/docs", headers={"Authorization": ""})
+    answer = server.http.get("/docs")
     page = answer.text
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     assert "src=" not in page and "<script" not in page and "http://" not in page and "https://" not in page
     for told in ("/v1/chat/completions", "max_completion_tokens", "needs a key", "href=openapi.json", 'id="Message"'):
         assert told in page
-    assert len(page) < 100_000
+    assert len(page) < 300_000
 
 
 def documents() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -83,8 +83,7 @@ def test_the_schema() -> None:
     for path, methods in openly["paths"].items():
         for method, described in methods.items():
             assert "security" not in described
-            assert ("security" in keyed["paths"][path][method]) is (path not in (
-                "/health", "/ready", "/ping", "/metrics", "/version", "/load"))
+            assert ("security" in keyed["paths"][path][method]) is (path not in ("/health", "/ready", "/ping"))
             names.add(described["operationId"])
             for content in described["responses"]["200"]["content"].values():
                 assert content["schema"], path

@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": "ask graded questions and show how many answers are right",
     "bench": "measure latency, throughput or a running server",
     "cache": "list, measure, clean and check a folder of cached pages",
+    "keys": "make, list and revoke API keys",
     "completion": "print a script that completes commands and flags in a shell",
     "version": "print the version",
 }

@@ -143,6 +143,9 @@ class ServerOptions:
     served_model_name: list[str] = option([], "name by which requests may call the model; by default its folder or id",
                                           group=SERVER)
     api_key: list[str] = option([], "key that requests must carry; also read from PENSTOCK_API_KEY", group=SERVER)
+    keys_file: str | None = option(None, "file of hashed keys with tenants, limits and expiries, made by penstock keys; it "
+                                        "is read "
+                                         "again when it changes", group=SERVER)
     admin_api_key: list[str] = option([], "key for what concerns all tenants: /reset_prefix_cache", group=SERVER)
     cache_isolation: str = option("auto", "who shares cached prompts; key: requests with the same API key, none: all, "
                                           "auto: key if the server has API keys", ("auto", "key", "none"), group=SERVER)

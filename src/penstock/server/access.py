@@ -8,13 +8,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.async_llm import Stream
 from penstock.observe.log import LOG
-from penstock.server.gate import OPEN_ROUTES
+from penstock.server.gate import PROBES
 
 _LONGEST_PATH = 200
 
 
 class AccessLog:
-    """Pure ASGI around everything else. Probes (routes that need no key) are logged at debug, or they would drown the rest."""
+    """Pure ASGI around everything else. Probes are logged at debug, or they would drown the rest."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -37,7 +37,7 @@ class AccessLog:
         try:
             await self.app(scope, receive, watched)
         finally:
-            write = LOG.debug if scope["path"] in OPEN_ROUTES else LOG.info
+            write = LOG.debug if scope["path"] in PROBES else LOG.info
             # The raw path is still percent-encoded, so that no request can write lines of its own into the log.
             path = (scope.get("raw_path") or scope["path"].encode())[:_LONGEST_PATH].decode("ascii", "backslashreplace")
             write("%s %s %s in %.3f s%s%s [%s]", scope["method"], path, status or "no answer", time.monotonic() - began,

@@ -23,6 +23,7 @@ from penstock.server.dialect import Dialect, ErrorShapes
 from penstock.server.docs import docs_page
 from penstock.server.errors import on_client_gone, on_http_exception, on_request_error
 from penstock.server.gate import OPEN_ROUTES, Gate
+from penstock.server.keys import KeyFile
 from penstock.server.ollama.dialect import Ollama
 from penstock.server.openai.dialect import OpenAI
 from penstock.server.paths import Paths
@@ -55,12 +56,15 @@ class Application:
         self.app.add_exception_handler(RequestError, on_request_error)
         self.app.add_exception_handler(EngineDeadError, on_request_error)
         self.app.add_exception_handler(Exception, on_request_error)
-        open_routes = None if options.api_key or options.admin_api_key else frozenset(route.path for route in routes)
+        keys_file = KeyFile(options.keys_file) if options.keys_file else None
+        keyed = options.api_key or options.admin_api_key or keys_file is not None
+        open_routes = None if keyed else frozenset(route.path for route in routes)
         document = openapi(routes, OPEN_ROUTES if open_routes is None else open_routes, options.root_path)
         page = docs_page(document)
         self.app.openapi = lambda: document  # type: ignore[method-assign]
         self.app.add_route("/docs", lambda request: HTMLResponse(page), methods=["GET"])
-        asgi: ASGIApp = Gate(self.app, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes, _report)
+        asgi: ASGIApp = Gate(self.app, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes, _report,
+                              keys_file)
         if options.allowed_origins:
             # CORS wraps the gate, because a browser hides refusals without CORS headers from the page.
             asgi = CORSMiddleware(asgi, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"],

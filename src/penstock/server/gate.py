@@ -18,9 +18,13 @@ from penstock.core.errors import RequestError
 from penstock.server.dialect import ErrorShapes
 from penstock.server.errors import as_request_error, error_response
 from penstock.server.ignored import ignored_header
+from penstock.server.keys import KeyFile
 
-OPEN_ROUTES = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"})
-"""Routes that need no key. All others need one, including paths that do not exist."""
+OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
+"""Routes that never need a key. Where there are keys all others need one, including paths that do not exist."""
+
+PROBES = OPEN_ROUTES | {"/metrics", "/load"}
+"""Routes that machines ask again and again."""
 
 ADMIN_ROUTES = frozenset({"/reset_prefix_cache"})
 """Routes that affect every tenant: they need an admin key if there are several keys."""
@@ -35,16 +39,17 @@ class Gate:
     """Gives each request an id, echoed as X-Request-Id; checks key, origin and content type; answers for exceptions.
 
     The scope of a request that passes has its `request_id`, its `api_key` (b"" if it came with none), whether that is an
-    `admin` key, and the `error_shape` of its path's dialect.
+    `admin` key, the `error_shape` of its path's dialect, and the file's `key` or None.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], admin_keys: Iterable[str], origins: Iterable[str],
-                 shapes: ErrorShapes, on_error: Callable[[BaseException], None]) -> None:
+                 shapes: ErrorShapes, on_error: Callable[[BaseException], None], keys_file: KeyFile | None = None) -> None:
         """`keys` open every route but those of ADMIN_ROUTES, `admin_keys` all. One key alone opens all, as does having none;
         then pages of `origins` and of this server alone may send requests from a browser."""
         self.app = app
         self.admin_keys = [key.encode() for key in admin_keys]
         self.keys = [*(key.encode() for key in keys), *self.admin_keys]
+        self.keys_file = keys_file
         self.origins = set(origins)
         self.shapes = shapes
         self.on_error = on_error
@@ -71,8 +76,9 @@ class Gate:
 
         scope["api_key"] = key = _key(headers)
         scope["admin"] = bool(self.admin_keys) and _among(key, self.admin_keys)
+        scope["key"] = None
         if scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
-            refusal = (self._refusal(key, scope["path"]) or self._cross_site(headers)
+            refusal = (self._refusal(scope, key, scope["path"]) or self._cross_site(headers)
                        or _no_json(scope["method"], scope["path"], headers))
             if refusal is not None:
                 headers_out = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
@@ -91,7 +97,7 @@ class Gate:
     def _cross_site(self, headers: dict[bytes, bytes]) -> RequestError | None:
         """The refusal of a request from another site's page in a browser, where no key protects the server."""
         origin = headers.get(b"origin")
-        if self.keys or origin is None:
+        if self.keys or self.keys_file is not None or origin is None:
             return None
         text = origin.decode("latin-1")
         # A page of this server itself, by numeric address: a host name could be rebound to this address (DNS rebinding).
@@ -101,15 +107,38 @@ class Gate:
         return RequestError(f"pages of {text[:200]} may not use this server; start it with --allowed-origins or --api-key",
                             code="origin_not_allowed", status=403)
 
-    def _refusal(self, key: bytes, path: str) -> RequestError | None:
+    def _refusal(self, scope: Scope, key: bytes, path: str) -> RequestError | None:
+        if self.keys_file is not None and not _among(key, self.keys):
+            try:
+                return self._by_file(self.keys_file, scope, key, path)
+            except RequestError as error:
+                return error
         if self.keys and not _among(key, self.keys):
             return RequestError("a valid key is needed: send Authorization: Bearer KEY, or x-api-key: KEY",
                                 code="invalid_api_key", status=401)
-        if path not in ADMIN_ROUTES or len(self.keys) < 2 or _among(key, self.admin_keys):
+        several = len(self.keys) > 1 or self.keys_file is not None
+        if path not in ADMIN_ROUTES or not several or _among(key, self.admin_keys):
             return None
-        need = "send one of its --admin-api-key" if self.admin_keys else "start the server with --admin-api-key"
-        return RequestError(f"{path} concerns all who use this server, so their own keys do not open it; {need}",
-                            code="admin_key_needed", status=403)
+        return _admin_needed(path, "send one of its --admin-api-key" if self.admin_keys else
+                             "start the server with --admin-api-key, or make a key of the class admin")
+
+    @staticmethod
+    def _by_file(file: KeyFile, scope: Scope, secret: bytes, path: str) -> RequestError | None:
+        """Lets a request in by a key of the file, as its tenant's."""
+        key = file.find(secret)
+        if key is None:
+            return RequestError("a valid key is needed: send Authorization: Bearer KEY, or x-api-key: KEY",
+                                code="invalid_api_key", status=401)
+        if path in ADMIN_ROUTES and key.kind != "admin":
+            return _admin_needed(path, "send a key of the class admin")
+        file.count(key)
+        scope["key"], scope["api_key"], scope["admin"] = key, b"tenant " + key.tenant.encode(), key.kind == "admin"
+        return None
+
+
+def _admin_needed(path: str, need: str) -> RequestError:
+    return RequestError(f"{path} concerns all who use this server, so their own keys do not open it; {need}",
+                        code="admin_key_needed", status=403)
 
 
 def _no_json(method: str, path: str, headers: dict[bytes, bytes]) -> RequestError | None:

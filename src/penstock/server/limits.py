@@ -14,6 +14,7 @@ from penstock.config.schema import ServerOptions
 from penstock.core.errors import RequestError
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
+from penstock.server.keys import Key
 
 _PIECE = 64 << 10
 """Bytes that are scanned at a time: well below a millisecond, between which other threads run."""
@@ -84,10 +85,11 @@ class Limits:
             raise RequestError(f"the text has {characters:,} characters; at most {most:,} are possible where the context has "
                                f"{longest:,} tokens (--max-text-characters)", param=param, code="context_length_exceeded")
 
-    def check_tenant(self, in_flight: int, requests: Sequence[Request]) -> None:
-        """RequestError 429 if a tenant with `in_flight` prompt tokens would exceed its limit with these requests."""
+    def check_tenant(self, in_flight: int, requests: Sequence[Request], key: Key | None = None) -> None:
+        """RequestError 429 if a tenant with `in_flight` prompt tokens would exceed its limit, which its `key` may name, with
+        these requests."""
         tokens = sum(len(request.prompt_ids) for request in requests)
-        most = self.options.max_tenant_tokens
+        most = self.options.max_tenant_tokens if key is None or key.max_tokens is None else key.max_tokens
         # One request alone is always possible: its own size has other limits.
         if in_flight and in_flight + tokens > most:
             raise RequestError(f"your prompts in flight have {in_flight:,} tokens, and this request {tokens:,}; at most "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Container, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ TEXT_ROUTES = frozenset({"/metrics"})
 def openapi(routes: Sequence[Route], open_routes: Container[str], root_path: str = "") -> dict[str, Any]:
     """The OpenAPI 3.1 document. `open_routes` are paths that need no key; `root_path` is where a proxy shows the server."""
     kinds = [kind for route in routes for kind in (route.body, *route.parts, route.answer, route.event) if kind is not None]
-    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
+    schemas, components = _short_names(*msgspec.json.schema_components(kinds, ref_template=_REF + "{name}"))
     schema_of = {str(kind): schema for kind, schema in zip(kinds, schemas, strict=True)}
     components["Error"] = _ERROR
     paths: dict[str, Any] = {}
@@ -38,6 +39,23 @@ def openapi(routes: Sequence[Route], open_routes: Container[str], root_path: str
     servers = {"servers": [{"url": "/" + root_path.strip("/")}]} if root_path.strip("/") else {}
     return {"openapi": "3.1.0", "info": {"title": "Penstock", "version": penstock.__version__}, **servers, "paths": paths,
             "components": {"schemas": components, **schemes}}
+
+
+def _short_names(schemas: Sequence[dict[str, Any]], components: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The same with short names: of types of one name in several dialects the first keeps it, others get their package's before
+    it (AnthropicMessage). msgspec names them by their modules."""
+    taken = {name for name in components if "." not in name}
+    renamed: dict[str, str] = {}
+    for name in components:
+        if "." in name:
+            *_, package, _, short = name.split(".")
+            renamed[name] = short if short not in taken else package.capitalize() + short
+            taken.add(renamed[name])
+    text = json.dumps([list(schemas), {renamed.get(name, name): schema for name, schema in components.items()}])
+    for name, short in renamed.items():
+        text = text.replace(f'"{_REF}{name}"', f'"{_REF}{short}"')
+    found_schemas, found_components = json.loads(text)
+    return found_schemas, found_components
 
 
 def _path(route: Route) -> str:

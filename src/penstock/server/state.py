@@ -9,9 +9,13 @@ from penstock.core.errors import RequestError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.server.connections import Counts
 from penstock.server.errors import UnavailableError
+from penstock.server.keys import Key
 from penstock.server.limits import Limits
 from penstock.server.store import Store
 from penstock.server.tenants import Tenants
+
+LOWEST = 2**31 - 1
+"""The priority of what runs after all others and is preempted first."""
 
 
 class State:
@@ -62,8 +66,11 @@ class State:
         self.check_name(model)
         return model
 
-    def priority(self, wanted: int | None, admin: bool) -> int:
-        """The priority of a request. RequestError 403 for one before others', unless the server allows that to this client."""
+    def priority(self, wanted: int | None, admin: bool, key: Key | None = None) -> int:
+        """The priority of a request, the lowest for a `key` of the class background. RequestError 403 for one before others',
+        unless the server allows that to this client."""
+        if key is not None and key.kind == "background":
+            return LOWEST
         if wanted is None or wanted >= 0 or admin or self._anybody_hurries:
             return wanted or 0
         raise RequestError(f"priority is {wanted}, which would be served before others; that is for holders of an "

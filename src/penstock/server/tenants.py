@@ -36,7 +36,8 @@ class Tenants:
     def __init__(self, options: ServerOptions, cache_disk: str | None = None, adopt: bool = False) -> None:
         """`cache_disk` is the disk tier's folder (`adopt`: may be one with other files in it): pages that outlive the server
         need salts that do. ConfigError if the folder or the secret's file cannot be used."""
-        self.isolated = options.cache_isolation == "key" or (options.cache_isolation == "auto" and bool(options.api_key))
+        keyed = bool(options.api_key or options.keys_file)
+        self.isolated = options.cache_isolation == "key" or (options.cache_isolation == "auto" and keyed)
         self._secret = secrets.token_bytes(SECRET_BYTES)
         if self.isolated and options.cache_secret_file:
             self._secret = read_secret(Path(options.cache_secret_file).expanduser())

@@ -17,9 +17,6 @@ MAX_LINES = 50_000
 MAX_ERRORS = 100
 """Faulty lines that are told of at most."""
 
-LOWEST = 2**31 - 1
-"""The priority of a batch's requests: they run after all others and are preempted first."""
-
 
 class Ask(NamedTuple):
     """One line."""

@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message
 from penstock.core.errors import RequestError
 from penstock.observe.log import LOG
 from penstock.server.batches.files import read_file, write_file
-from penstock.server.batches.lines import LOWEST, Ask, answer_of, answered, parse, write_answer, written
+from penstock.server.batches.lines import Ask, answer_of, answered, parse, write_answer, written
 from penstock.server.dialect import ErrorShapes
-from penstock.server.state import State
+from penstock.server.state import LOWEST, State
 from penstock.server.store import Database
 
 BUSY = (429, 503)
@@ -184,7 +184,7 @@ class Runner:
         scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "root_path": "",
                  "raw_path": path.encode(), "query_string": b"", "headers": [(b"content-type", b"application/json")],
                  "client": None, "server": None, "request_id": request_id, "api_key": owner.encode(), "admin": False,
-                 "error_shape": self._shapes().of(path)}
+                 "key": None, "error_shape": self._shapes().of(path)}
         with contextlib.suppress(Exception):
             await self._app(scope, receive, send)
         content = b"".join(chunks)

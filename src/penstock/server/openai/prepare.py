@@ -28,7 +28,7 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
         if not isinstance(prompt, list):
             text = prompt if isinstance(prompt, str) else prompt.text
             state.limits.check_text(len(text), llm.inputs.info.max_model_len)
-    priority = state.priority(body.priority, http.scope["admin"])
+    priority = state.priority(body.priority, http.scope["admin"], http.scope["key"])
     tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
     retain = retained(body)
 
@@ -46,7 +46,7 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
     if params.structured_outputs is not None:
         size += _COMPILING
     requests = await llm.work.run(size, work)
-    state.limits.check_tenant(llm.tokens_in_flight(tenant), requests)
+    state.limits.check_tenant(llm.tokens_in_flight(tenant), requests, http.scope["key"])
     for request in requests[1:]:
         request.follows = True
     return requests

@@ -177,7 +177,7 @@ async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFie
     for text in texts:
         if isinstance(text.prompt, str):
             state.limits.check_text(len(text.prompt), inputs.info.max_model_len, "input")
-    priority = state.priority(body.priority, http.scope["admin"])
+    priority = state.priority(body.priority, http.scope["admin"], http.scope["key"])
     tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
 
     def prepare() -> list[Any]:
@@ -186,7 +186,7 @@ async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFie
                 for text in texts]
 
     requests = await state.llm.work.run(sum(100 + len(text.prompt) for text in texts), prepare)
-    state.limits.check_tenant(state.llm.tokens_in_flight(tenant), requests)
+    state.limits.check_tenant(state.llm.tokens_in_flight(tenant), requests, http.scope["key"])
     for request in requests[1:]:
         request.follows = True
     found: dict[str, bytes] = {}
