@@ -67,6 +67,8 @@ class Stream:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
+        self.name, self.owner = "", b""
+        """The id by which its client knows it, and whose it is: for `AsyncLLM.abort_named`."""
         self.ends: dict[str, None] = {}
         """Totals over the stream's requests, and the finish reasons in order of appearance; for the log."""
 
@@ -378,6 +380,18 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """Ends a request; its output ends with finish_reason "abort". Unknown ids are ignored."""
         self._process.abort([self._given.get(request_id, request_id)])
+
+    def abort_named(self, names: Sequence[str], owner: bytes) -> list[str]:
+        """Ends the owner's open streams that answer under these names, which may have a prefix (cmpl-NAME). Their readers get
+        a RequestError. The names that were found."""
+        streams = {track.stream for track in self._tracks.values() if track.stream.name and track.stream.owner == owner}
+        found = []
+        for name in names:
+            for stream in streams:
+                if name == stream.name or name.endswith((f"-{stream.name}", f"_{stream.name}")):
+                    stream.close(RequestError("the request was aborted by its client (/abort_requests)", code="aborted"))
+                    found.append(name)
+        return found
 
     async def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache, in every tier. EngineDeadError if there is no engine."""

@@ -31,6 +31,7 @@ from penstock.server.pooling.dialect import Pooling
 from penstock.server.responses.dialect import Responses
 from penstock.server.schema import openapi
 from penstock.server.state import State
+from penstock.server.vllm.dialect import VLLM
 
 
 class Application:
@@ -44,7 +45,7 @@ class Application:
         self.batches = Runner(self.state, self.app, lambda: self.shapes)
         dialects: list[Dialect] = [OpenAI(self.state), Pooling(self.state), Anthropic(self.state), Responses(self.state),
                                    Ollama(self.state),
-                                   Batches(self.state, self.batches)]
+                                   Batches(self.state, self.batches), VLLM(self.state)]
         admin = Admin(self.state)
         routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes()]
         # Plain routes: the bodies are decoded by msgspec, so FastAPI's own machinery has nothing to do.

@@ -28,7 +28,7 @@ Class = Literal["user", "admin", "background"]
 
 
 class Key(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the file says of a key."""
+    """A line of the file: everything that is known of a key."""
 
     id: str
     hash: str
@@ -113,7 +113,7 @@ class KeyFile:
         """Requests that a key may send now, and when that was true."""
 
     def find(self, secret: bytes) -> Key | None:
-        """What is said of a key. RequestError if it was revoked or has expired."""
+        """The entry of a key. RequestError if it was revoked or has expired."""
         self._look()
         key = self._keys.get(hashed(secret))
         if key is not None and (key.revoked or key.expired(time.time())):

@@ -67,6 +67,7 @@ class EngineCollector(Collector):
         if self.llm.info is None:
             return
         yield from self._gauges()
+        yield from self._states()
         yield from self._counters()
         yield from self._tiers()
         yield from self._histograms()
@@ -88,6 +89,24 @@ class EngineCollector(Collector):
         ):
             yield self._one(GaugeMetricFamily(name, doc, labels=LABELS), value)
 
+    def _states(self) -> Iterator[Metric]:
+        """Gauges with a label of their own."""
+        stats = self.llm.stats
+        waits = {"capacity": stats.waiting, "deferred": stats.grammars_waiting}
+        for name, doc, label, values in (
+            ("vllm:num_requests_waiting_by_reason", "Waiting requests: for capacity, or for their grammar.", "reason", waits),
+            ("vllm:engine_sleep_state", "Whether the engine sleeps; this one never does.", "sleep_state",
+             {"awake": 1, "weights_offloaded": 0, "discard_all": 0}),
+        ):
+            gauge = GaugeMetricFamily(name, doc, labels=(*LABELS, label))
+            for value, count in values.items():
+                gauge.add_metric((*self.values, value), count)
+            yield gauge
+        lora = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that run and wait.",
+                                 labels=("model_name", "max_lora", "waiting_lora_adapters", "running_lora_adapters"))
+        lora.add_metric((self.values[0], "0", "", ""), 0)
+        yield lora
+
     def _counters(self) -> Iterator[Metric]:
         stats, figures = self.llm.stats, self.llm.figures
         for name, doc, value in (
@@ -100,6 +119,8 @@ class EngineCollector(Collector):
             ("vllm:external_prefix_cache_hits", "Prompt tokens found in host, disk and remote tiers.", self._further),
             ("penstock:prefix_cache_misses", "Prompt tokens not found in the prefix cache.",
              stats.prompt_tokens - stats.cached_tokens),
+            ("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were checked.", stats.drafted_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", stats.accepted_tokens),
             ("vllm:corrupted_requests", "Sequences that failed for logits that are not finite.", figures.finished["error"]),
             ("penstock:requests_aborted", "Sequences aborted by a client or ended by a stop string.",
              figures.finished["abort"]),

@@ -80,7 +80,7 @@ class Answer(Protocol):
 
 async def gather(request: Request, stream: Stream, add: Callable[[list[Delta]], None]) -> None:
     """Reads a stream to its end. When the client goes away its requests are aborted, and ClientDisconnect is raised."""
-    request.scope["stream"] = stream  # the access log tells its tokens
+    _name(request, stream)
     watch = asyncio.create_task(_close_when_gone(request.receive, stream))
     try:
         async for deltas in stream:
@@ -90,12 +90,19 @@ async def gather(request: Request, stream: Stream, add: Callable[[list[Delta]], 
         stream.close()
 
 
+def _name(request: Request, stream: Stream) -> None:
+    scope = request.scope
+    # The access log tells its tokens; /abort_requests finds it by its name.
+    scope["stream"] = stream
+    stream.name, stream.owner = scope.get("request_id", ""), scope.get("api_key", b"")
+
+
 async def respond(request: Request, stream: Stream, answer: Answer, streaming: bool, wire: Wire = SSE) -> Response:
     """The response to `request`. A streamed one starts once the engine has admitted the request; until then errors have a
     status of their own."""
     if streaming:
         watch = asyncio.create_task(_close_when_gone(request.receive, stream))
-        request.scope["stream"] = stream
+        _name(request, stream)
         try:
             await stream.admitted()
             return EventStream(stream, answer, watch, wire)

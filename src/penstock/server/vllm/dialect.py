@@ -1,0 +1,166 @@
+"""vLLM's own routes as a dialect: tokens in and out, aborting by name, and the operator's routes that are refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core.errors import RequestError
+from penstock.engine.outputs import Delta
+from penstock.server.answer import json_response
+from penstock.server.body import BodyReader
+from penstock.server.dialect import Route
+from penstock.server.openai.answers import Choices, Usage
+from penstock.server.openai.errors import error_body, explain_field
+from penstock.server.openai.harmless import IGNORED
+from penstock.server.openai.logprobs import Namer, chat_content, namer, prompt_entries
+from penstock.server.openai.prepare import prepare
+from penstock.server.openai.protocol import MAX_ENTRIES, MAX_IDS, CompletionRequest, Name, StreamOptions, TokenId
+from penstock.server.openai.sampling import check_stream, sampling_params
+from penstock.server.respond import event, respond
+from penstock.server.state import State
+
+REFUSED = {
+    "/sleep": "this server does not give memory back while it lives; stop it, and start it when it is needed",
+    "/wake_up": "this server does not sleep",
+    "/start_profile": "this server does not profile itself; penstock bench latency measures steps, nsys or py-spy attach",
+    "/stop_profile": "this server does not profile itself",
+    "/collective_rpc": "this server runs no methods that requests name",
+}
+"""Routes that vLLM has and this server refuses, and why."""
+
+UNREAD = ("detokenize", "output_kind", "skip_reading_prefix_cache", "spaces_between_special_tokens")
+"""Fields of vLLM's SamplingParams that change nothing in an answer of tokens."""
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /inference/v1/generate."""
+
+    token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_IDS)]
+    sampling_params: dict[str, Any] = {}
+    """As vLLM's SamplingParams; the completions route has the same fields."""
+    model: Name | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    features: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+
+
+class TokensChoice(msgspec.Struct):
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class Generated(msgspec.Struct):
+    request_id: str
+    choices: list[TokensChoice]
+    usage: Usage | UnsetType = UNSET
+    prompt_logprobs: list[Any] | None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /abort_requests."""
+
+    request_ids: Annotated[list[Name], Meta(min_length=1, max_length=MAX_ENTRIES)]
+    """Ids of answers (cmpl-...) or of requests (X-Request-Id), all by the same key."""
+
+
+class TokensAnswer:
+    """Builds an answer of tokens from deltas."""
+
+    def __init__(self, name: str, choices: Choices, namer: Namer | None) -> None:
+        """`namer` None: no log probabilities are wanted."""
+        self.name = name
+        self.choices = choices
+        self._namer = namer
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        lines = []
+        for choice, delta in self.choices.merged(deltas):
+            self.choices.count(delta)
+            scored = self._scored(delta.logprobs or [])
+            lines.append(TokensChoice(choice, delta.token_ids, delta.finish_reason, delta.stop_reason, scored))
+        return event(Generated(self.name, lines))
+
+    def last_events(self) -> bytes:
+        return event(Generated(self.name, [], self.choices.usage())) if self.choices.usage_at_end else b""
+
+    def add(self, deltas: list[Delta]) -> None:
+        self.choices.add(deltas)
+
+    def whole(self) -> Generated:
+        lines = [TokensChoice(place, growth.token_ids, growth.finish_reason, growth.stop_reason, self._scored(growth.logprobs))
+                 for place, growth in enumerate(self.choices.growths)]
+        scores = self.choices.growths[0].prompt_logprobs
+        told = prompt_entries(scores, self._namer) if scores is not None and self._namer is not None else None
+        return Generated(self.name, lines, self.choices.usage(), told)
+
+    def _scored(self, lines: Any) -> dict[str, Any] | None:
+        return None if self._namer is None else {"content": chat_content(lines, self._namer)}
+
+
+class VLLM:
+    """The dialect over one server's state."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.bodies = BodyReader(state.limits, state.llm.work, explain_field, IGNORED, state.lenient)
+
+    def routes(self) -> Sequence[Route]:
+        return (
+            Route("POST", "/inference/v1/generate", self.generate, "Continue token ids by token ids", GenerateRequest, True,
+                  answer=Generated, event=Generated),
+            Route("POST", "/abort_requests", self.abort, "End requests by their ids", AbortRequest),
+            Route("GET", "/is_sleeping", self.is_sleeping, "Always false: this server does not sleep"),
+            *(Route("POST", path, self.refused, f"Refused: {why}") for path, why in REFUSED.items()),
+        )
+
+    def error_body(self, error: RequestError) -> Any:
+        return error_body(error)
+
+    async def generate(self, http: Request) -> Response:
+        """Continues a prompt of token ids."""
+        body, state = await self.bodies.read(http, GenerateRequest), self.state
+        state.admit(body.model)
+        given = {name: value for name, value in body.sampling_params.items() if name not in UNREAD and value is not None}
+        fields = {**given, "prompt": body.token_ids, "stream": body.stream, "cache_salt": body.cache_salt,
+                  "priority": body.priority, "stream_options": body.stream_options}
+        try:
+            asked = msgspec.convert(msgspec.to_builtins(fields, str_keys=False), CompletionRequest)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"sampling_params: {error}", param="sampling_params", code="invalid_value") from None
+        check_stream(asked)
+        params = sampling_params(asked, state.llm.inputs.defaults, asked.max_tokens, asked.logprobs)
+        requests = await prepare(state, http, [body.token_ids], params, asked, add_special_tokens=False)
+        named = namer(state, asked) if asked.logprobs is not None or asked.prompt_logprobs is not None else None
+        answer = TokensAnswer(body.request_id or http.scope["request_id"], Choices(requests, asked), named)
+        if body.request_id is not None:
+            http.scope["request_id"] = body.request_id
+        return await respond(http, state.llm.open(requests), answer, bool(body.stream))
+
+    async def abort(self, http: Request) -> Response:
+        """Ends this key's requests of these ids; unknown ones are ignored."""
+        body = await self.bodies.read(http, AbortRequest)
+        self.state.admit(None)
+        ended = self.state.llm.abort_named(body.request_ids, http.scope["api_key"])
+        return json_response({"aborted": ended})
+
+    async def is_sleeping(self, http: Request) -> Response:
+        return json_response({"is_sleeping": False})
+
+    async def refused(self, http: Request) -> Response:
+        path = http.url.path
+        raise RequestError(f"{path} is not possible: {REFUSED.get(path.rstrip('/'), 'it is refused')}", code="not_implemented",
+                           status=501)

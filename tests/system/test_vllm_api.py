@@ -1,0 +1,86 @@
+"""vLLM's own routes on a trained model: tokens in and out, aborting by name, metrics under its names, refusals by name."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.data import MODELS, need
+from tests.system.served import Served, error_of, served
+
+NAMES = ("vllm:num_requests_waiting_by_reason", "vllm:engine_sleep_state", "vllm:spec_decode_num_draft_tokens_total",
+         "vllm:spec_decode_num_accepted_tokens_total", "vllm:lora_requests_info", "vllm:kv_cache_usage_perc",
+         "vllm:request_success_total", "vllm:time_to_first_token_seconds_bucket", "vllm:cache_config_info")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(need(MODELS / "stories260k"), "--max-model-len", "512") as server:
+        yield server
+
+
+def test_tokens_in_and_out(server: Served) -> None:
+    ids = server.post("/tokenize", prompt="Once upon a time").json()["tokens"]
+    wanted = server.complete(prompt=ids, temperature=0, max_tokens=12, return_token_ids=True)["choices"][0]["token_ids"]
+    sampling = {"temperature": 0, "max_tokens": 12, "detokenize": False}
+    found = server.post("/inference/v1/generate", token_ids=ids, sampling_params=sampling, request_id="mine").json()
+    assert found["request_id"] == "mine" and found["usage"]["completion_tokens"] == 12
+    assert found["choices"] == [{"index": 0, "token_ids": wanted, "finish_reason": "length", "stop_reason": None,
+                                 "logprobs": None}]
+    text = server.post("/inference/v1/generate", token_ids=ids, sampling_params=sampling, stream=True,
+                       stream_options={"include_usage": True}).text
+    *events, last = [line.removeprefix("data: ") for line in text.strip().split("\n\n")]
+    parts = [json.loads(event) for event in events]
+    assert last == "[DONE]" and parts[-1]["usage"]["completion_tokens"] == 12
+    assert [token for part in parts for choice in part["choices"] for token in choice["token_ids"]] == wanted
+    many = server.post("/inference/v1/generate", token_ids=ids, sampling_params={**sampling, "n": 2, "logprobs": 1}).json()
+    assert [choice["token_ids"] for choice in many["choices"]] == [wanted] * 2
+    assert len(many["choices"][0]["logprobs"]["content"]) == 12
+    short = server.post("/inference/v1/generate", token_ids=ids).json()
+    assert short["usage"]["completion_tokens"] <= 16, "vLLM's default"
+
+
+@pytest.mark.parametrize("body, param", [
+    ({"token_ids": []}, "token_ids"), ({"token_ids": [1], "sampling_params": {"colour": 1}}, "sampling_params"),
+    ({"token_ids": [10**6]}, "prompt"), ({"token_ids": [1], "features": {}}, "features"),
+])
+def test_refused_generations(server: Served, body: dict[str, Any], param: str) -> None:
+    assert (error_of(server.post("/inference/v1/generate", **body))["param"] or "").startswith(param)
+
+
+def test_abort(server: Served) -> None:
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(server.url + "/v1/completions", timeout=60, headers={"x-request-id": "long"}, json={
+            "prompt": "Once", "max_tokens": 480, "ignore_eos": True, "n": 64}))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until = time.monotonic() + 10
+    while not (found := server.post("/abort_requests", request_ids=["cmpl-long", "other"]).json()["aborted"]):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    thread.join()
+    assert found == ["cmpl-long"] and answers[0].status_code == 400 and error_of(answers[0])["code"] == "aborted"
+    assert server.settle()["penstock:requests_live"] == 0
+
+
+def test_refused_routes(server: Served) -> None:
+    for path in ("/sleep", "/wake_up", "/start_profile", "/stop_profile", "/collective_rpc"):
+        answer = server.post(path)
+        assert answer.status_code == 501 and path in error_of(answer)["message"]
+    assert server.http.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+def test_metrics_have_vllms_names(server: Served) -> None:
+    text = server.http.get("/metrics").text
+    for name in NAMES:
+        assert f"\n{name}{{" in text, name
+    assert 'reason="capacity"' in text and 'reason="deferred"' in text and 'sleep_state="awake"' in text
