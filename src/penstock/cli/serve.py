@@ -48,7 +48,7 @@ def run_server(engine_options: EngineOptions, options: ServerOptions, engine: st
     from penstock.observe.log import set_up
     from penstock.server.run import serve
 
-    set_up(options.log_level)
+    set_up(options.log_level, options.log_format)
     progress = LoadingLine()
     print(f"Penstock {__version__}, loading {engine_options.model}", flush=True)
 

@@ -180,6 +180,8 @@ class ServerOptions:
                                   group=LIMITS, least=1e-3)
     root_path: str = option("", "the path under which a proxy shows this server; requests may come with it or without",
                             group=SERVER)
+    reuse_port: bool = option(False, "share the port with another server of this option, and listen only once the model is "
+                                     "loaded: start the new server, then stop the old one", group=SERVER)
     uds: str | None = option(None, "listen on a Unix socket of this path instead of host and port", group=SERVER)
     ssl_keyfile: str | None = option(None, "private key for HTTPS, as PEM", group=SERVER)
     ssl_certfile: str | None = option(None, "certificate for HTTPS, as PEM", group=SERVER)
@@ -201,6 +203,8 @@ class ServerOptions:
     trust_request_chat_template: bool = option(False, "run chat templates that requests bring; a template is a program",
                                                group=SERVER)
     log_level: str = option("info", "of the server's own log", ("debug", "info", "warning", "error"), group=OBSERVABILITY)
+    log_format: str = option("text", "of the server's own log: lines of text, or a JSON object a line", ("text", "json"),
+                             group=OBSERVABILITY)
     log_requests: bool = option(True, "log one line for each request that has ended", group=OBSERVABILITY)
 
 

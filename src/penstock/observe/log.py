@@ -1,17 +1,31 @@
-"""The log of a server: one line an event, to standard error. Prompts and answers never enter it."""
+"""The log of a server: one line an event, to standard error, as text or JSON. Prompts and answers never enter it."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from datetime import UTC, datetime
 
 LOG = logging.getLogger("penstock")
 
 
-def set_up(level: str) -> None:
-    """Sends Penstock's own log, and uvicorn's warnings, to standard error."""
+class JsonLines(logging.Formatter):
+    """Each record as one JSON object: time, level, message, and the `fields` that its caller gave."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said = {"time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+                "level": record.levelname.lower(), "message": record.getMessage(), **getattr(record, "fields", {})}
+        if record.exc_info:
+            said["trace"] = self.formatException(record.exc_info)
+        return json.dumps(said, default=str)
+
+
+def set_up(level: str, form: str = "text") -> None:
+    """Sends Penstock's own log, and uvicorn's warnings, to standard error; `form` is text or json."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
+    text = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
+    handler.setFormatter(JsonLines() if form == "json" else text)
     LOG.handlers[:] = [handler]
     LOG.setLevel(level.upper())
     LOG.propagate = False

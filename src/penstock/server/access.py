@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -41,7 +42,17 @@ class AccessLog:
             # The raw path is still percent-encoded, so that no request can write lines of its own into the log.
             path = (scope.get("raw_path") or scope["path"].encode())[:_LONGEST_PATH].decode("ascii", "backslashreplace")
             write("%s %s %s in %.3f s%s%s [%s]", scope["method"], path, status or "no answer", time.monotonic() - began,
-                  _tokens(scope.get("stream")), "" if complete else ", the client left", scope.get("request_id", "-"))
+                  _tokens(scope.get("stream")), "" if complete else ", the client left", scope.get("request_id", "-"),
+                  extra={"fields": _fields(scope, path, status, time.monotonic() - began, complete)})
+
+
+def _fields(scope: Scope, path: str, status: int, seconds: float, complete: bool) -> dict[str, Any]:
+    """The same for a log of JSON objects."""
+    stream: Stream | None = scope.get("stream")
+    counts = {} if stream is None else {"prompt_tokens": stream.prompt_tokens, "cached_tokens": stream.cached_tokens,
+                                        "output_tokens": stream.output_tokens, "finish_reasons": list(stream.ends)}
+    return {"request_id": scope.get("request_id"), "method": scope["method"], "path": path, "status": status,
+            "seconds": round(seconds, 6), "complete": complete, **counts}
 
 
 def _tokens(stream: Stream | None) -> str:

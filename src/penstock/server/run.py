@@ -26,6 +26,7 @@ from penstock.core.request import EngineInfo
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.process import ENGINE
 from penstock.observe.log import LOG
+from penstock.observe.notify import notify
 from penstock.server.app import Application
 from penstock.server.connections import Connection, Connections, quiet, raise_descriptor_limit
 from penstock.server.errors import UnavailableError
@@ -73,7 +74,7 @@ class ServerRun:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         options = self.options
-        sockets = None if options.uds else [bind(options.host, options.port)]
+        sockets = None if options.uds else [bind(options.host, options.port, options.reuse_port)]
         # Listening before loading: a probe is told "loading" instead of being refused.
         protocol: Any = functools.partial(Connection, self.connections)
         idle: Any = options.idle_timeout
@@ -83,8 +84,10 @@ class ServerRun:
             ssl_certfile=options.ssl_certfile, ssl_ca_certs=options.ssl_ca_certs, ssl_cert_reqs=options.ssl_cert_reqs,
             ssl_ciphers=options.ssl_ciphers or "DEFAULT")
         load(config)
-        listener = Listener(config)
-        serving = asyncio.create_task(listener.serve(sockets))
+        listener = self._listener = Listener(config)
+        # A server that takes over from another leaves connections to that one until it is ready.
+        self._serving = None if options.reuse_port else asyncio.create_task(listener.serve(sockets))
+        self._sockets = sockets
         scheme = "https" if config.is_ssl else "http"
         try:
             return await self._serve(f"{scheme}://{_shown(options.host)}:{sockets[0].getsockname()[1]}" if sockets
@@ -94,7 +97,8 @@ class ServerRun:
             # A stuck engine does not read the shutdown call.
             await self.llm.shutdown(0.0 if self.llm.unhealthy() else ENGINE_SECONDS)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(serving, 5.0)
+                if self._serving is not None:
+                    await asyncio.wait_for(self._serving, 5.0)
             self.application.state.store.close()
 
     async def _serve(self, url: str) -> int:
@@ -111,8 +115,13 @@ class ServerRun:
         # Objects made at start-up stay: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._listener.serve(self._sockets))
+            while not self._listener.started:
+                await asyncio.sleep(0.01)
         if self.on_ready:
             self.on_ready(self.llm.info, url)
+        notify(f"READY=1\nSTATUS=serving at {url}\nMAINPID={os.getpid()}")
         resuming = asyncio.create_task(self.application.batches.resume())
         await stopping
         resuming.cancel()
@@ -121,6 +130,11 @@ class ServerRun:
 
     async def _drain(self) -> int:
         self.application.state.draining = True
+        notify("STOPPING=1")
+        if self.options.reuse_port:
+            # New connections go to the server that takes over.
+            for server in self._listener.servers:
+                server.close()
         began = time.monotonic()
         if self.llm.live and not self.llm.unhealthy():
             LOG.info("stopping: %d requests are given up to %g s to finish", self.llm.live, self.options.shutdown_timeout)
@@ -171,12 +185,14 @@ def load(config: uvicorn.Config) -> None:
                           f"--ssl-ca-certs {config.ssl_ca_certs}: {reason}") from None
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket. ConfigError says why there is none."""
+def bind(host: str, port: int, shared: bool = False) -> socket.socket:
+    """A bound socket, which may be `shared` with another process. ConfigError says why there is none."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind(address)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
