@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.config.options import checked
 from penstock.config.schema import EngineOptions
@@ -67,7 +67,7 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     return EngineConfig(
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
         page=options.block_size or 16, depth=depth,
-        threads=options.threads or max(1, facts.cores // options.tensor_parallel_size),
+        threads=options.threads or max(1, facts.cores // processes(options)),
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
         kernels=options.kernels, batch_invariant=gpu and options.batch_invariant,
         graph_tokens=min(budget, graph_tokens(parameters)) if gpu and not options.enforce_eager else 0,
@@ -107,9 +107,28 @@ class MemoryLimits:
     """How many share a computer's memory."""
 
 
+def processes(options: EngineOptions) -> int:
+    """Ranks of all engines that share a computer."""
+    return options.tensor_parallel_size * options.data_parallel_size
+
+
+def replicas(options: EngineOptions) -> list[EngineOptions]:
+    """The options of each engine of a server. Each publishes its cache events at places of its own, as vLLM's do: the next
+    port, or a name with its number."""
+    found = []
+    for rank in range(options.data_parallel_size):
+        events = dict(options.kv_events_config)
+        for name in ("endpoint", "replay_endpoint") if rank else ():
+            if isinstance(events.get(name), str):
+                head, colon, port = events[name].rpartition(":")
+                events[name] = f"{head}:{int(port) + rank}" if colon and port.isdigit() else f"{events[name]}-{rank}"
+        found.append(replace(options, data_parallel_rank=rank, kv_events_config=events))
+    return found
+
+
 def memory_limits(options: EngineOptions) -> MemoryLimits:
     return MemoryLimits(options.gpu_memory_utilization, options.kv_cache_memory_bytes, options.max_model_len is not None,
-                        options.tensor_parallel_size)
+                        processes(options))
 
 
 def plan_memory(limits: MemoryLimits, config: EngineConfig, states: list[StateSpec], weight_bytes: int, step_bytes: int,

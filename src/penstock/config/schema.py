@@ -121,6 +121,9 @@ class EngineOptions:
     device: str = option("auto", "auto, cpu, cuda or cuda:N; with several ranks N is the first one's", group=EXECUTION)
     tensor_parallel_size: int = option(1, "devices (on a CPU: processes) that divide every layer among them",
                                        group=PARALLEL, least=1)
+    data_parallel_size: int = option(1, "engines with the whole model behind one server, which sends a request where "
+                                        "least is left to compute and its prompt may be cached", group=PARALLEL, least=1)
+    data_parallel_rank: int = option(0, "which of them this engine is; the server says so to each", group=PARALLEL, least=0)
     disable_custom_all_reduce: bool = option(False, "leave short messages between GPUs to NCCL, too", group=PARALLEL)
     threads: int | None = option(None, "CPU threads for kernels; by default all cores", group=EXECUTION, least=1)
     kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch",

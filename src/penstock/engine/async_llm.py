@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock import canary
 from penstock.config.options import engine_options
+from penstock.config.resolve import replicas
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import EngineDeadError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Span, Timings, Update
@@ -23,6 +24,7 @@ from penstock.engine.loading import inputs_of, load_text
 from penstock.engine.outputs import Delta, Outputs, RequestOutput
 from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused
 from penstock.engine.rendering import Conversation, Renderers
+from penstock.engine.replicas import Replicas
 from penstock.engine.retention import Marked
 from penstock.engine.work import Workers
 from penstock.observe.figures import Figures
@@ -172,8 +174,11 @@ class AsyncLLM:
         self.figures = Figures(1)
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
-        self._process = EngineProcess(self.options, on_outputs=self._on_outputs, on_refused=self._on_refused,
-                                      on_death=self._on_death, on_loading=on_loading, engine=engine)
+        told: dict[str, Any] = {"on_outputs": self._on_outputs, "on_refused": self._on_refused, "on_death": self._on_death,
+                                "on_loading": on_loading, "engine": engine}
+        self._process: EngineProcess | Replicas = (
+            EngineProcess(self.options, **told) if self.options.data_parallel_size == 1 else
+            Replicas(replicas(self.options), **told))
         self._tracks: dict[str, Track] = {}
         self._tenant_tokens: Counter[str] = Counter()
         self._list_words = 0

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from penstock import canary
 from penstock.config.options import engine_options
+from penstock.config.resolve import replicas
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Pool, Request, Span
 from penstock.core.sampling import BeamSearchParams, SamplingParams
@@ -69,6 +70,9 @@ class LLM:
         ConfigError for an option that does not exist, naming similar ones; ModelError if the model cannot be used.
         """
         self.options = engine_options(str(model), {"tokenizer": tokenizer, **options})
+        if len(replicas(self.options)) > 1:
+            raise ConfigError("data_parallel_size needs a server, which sends each request to one of several engines: use "
+                              "penstock serve or AsyncLLM; a program of its own can make several LLMs")
         found = find(self.options)
         # Before the weights: this fails in milliseconds.
         self._tokenizer, template = load_text(found, self.options)

@@ -62,9 +62,10 @@ class Rank:
         self._group: Group | None = None
         self._facts = detect(options.device)
         name = device_name(options.device, self._facts)
-        if self._facts.kind == "cuda" and not place.alone:
-            # Each rank has a GPU of its own, from the one on that was asked for.
-            name = f"cuda:{int(name.partition(':')[2] or 0) + place.tensor}"
+        number = options.data_parallel_rank * place.tensors + place.tensor
+        if self._facts.kind == "cuda" and (number or not place.alone):
+            # Each rank of each replica has a GPU of its own, from the one on that was asked for.
+            name = f"cuda:{int(name.partition(':')[2] or 0) + number}"
             self._facts = detect(name)
             torch.cuda.set_device(name)
         self._device = torch.device(name)

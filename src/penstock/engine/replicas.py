@@ -1,0 +1,280 @@
+"""Several engine processes as one (data parallelism): the frontend's handle, and who gets which request.
+
+Every replica holds the whole model and its own cache. A request goes where least is left to compute, which counts what a
+replica may have cached of its prompt. A replica that dies takes only its own requests with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import EngineDeadError
+from penstock.core.request import EngineInfo, EngineStats, Request, TierStats, Update
+from penstock.engine.loading import Found
+from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused
+from penstock.observe.log import LOG
+
+_BLOCK = 64
+"""Tokens of a prompt's beginning that are remembered as one."""
+_BLOCKS = 256
+"""The most blocks of a prompt that are looked at."""
+_REMEMBERED = 1 << 16
+"""Blocks remembered of each replica, the most recently sent ones."""
+_DECODING = 64
+"""Tokens of work that a request stands for besides its prompt."""
+
+
+@dataclasses.dataclass
+class _Open:
+    """A request that has not ended."""
+
+    replica: int
+    work: int
+    """Tokens that it is counted with."""
+    left: int
+    """Sequences that have not ended."""
+
+
+class Balancer:
+    """Chooses a replica for each request by the work that is open there and the prompts that were sent there before."""
+
+    def __init__(self, count: int) -> None:
+        self.work = [0] * count
+        self.open: dict[str, _Open] = {}
+        self._sent = [OrderedDict[int, None]() for _ in range(count)]
+        self._turn = 0
+
+    def choose(self, request: Request, live: Sequence[int]) -> int:
+        """One of the `live` replicas, which is counted to have the request from now on."""
+        blocks = _blocks(request)
+        known = {replica: self._known(replica, blocks) * _BLOCK for replica in live}
+        self._turn += 1
+        # Equal ones take turns.
+        best = min(live, key=lambda replica: (self.work[replica] - known[replica], (replica - self._turn) % len(self.work)))
+        work = max(0, len(request.prompt_ids) - known[best]) + _DECODING * request.params.n
+        self.work[best] += work
+        self.open[request.id] = _Open(best, work, request.params.n)
+        sent = self._sent[best]
+        for block in blocks:
+            sent[block] = None
+            sent.move_to_end(block)
+        while len(sent) > _REMEMBERED:
+            sent.popitem(last=False)
+        return best
+
+    def _known(self, replica: int, blocks: Sequence[int]) -> int:
+        sent = self._sent[replica]
+        return next((i for i, block in enumerate(blocks) if block not in sent), len(blocks))
+
+    def computed(self, name: str) -> None:
+        """The prompt of a request has been computed."""
+        found = self.open.get(name)
+        if found is not None and found.work > _DECODING * found.left:
+            self._count(found, _DECODING * found.left)
+
+    def ended(self, name: str, sequences: int = 1) -> None:
+        """So many sequences of a request have ended."""
+        found = self.open.get(name)
+        if found is None:
+            return
+        found.left -= sequences
+        if found.left <= 0:
+            self._count(found, 0)
+            del self.open[name]
+
+    def forget(self, name: str) -> None:
+        """A request has ended, with all its sequences."""
+        if name in self.open:
+            self.ended(name, self.open[name].left)
+
+    def reset(self) -> None:
+        """Nothing is cached any more."""
+        for sent in self._sent:
+            sent.clear()
+
+    def _count(self, found: _Open, work: int) -> None:
+        self.work[found.replica] += work - found.work
+        found.work = work
+
+
+def _blocks(request: Request) -> list[int]:
+    """A name for each whole block of the prompt and all before it, within the request's cache namespace."""
+    found, name, ids = list[int](), hash((request.salt, request.tenant)), request.prompt_ids
+    for at in range(0, min(len(ids), _BLOCK * _BLOCKS) - _BLOCK + 1, _BLOCK):
+        name = hash((name, *ids[at:at + _BLOCK]))
+        found.append(name)
+    return found
+
+
+class Replicas:
+    """The interface of `EngineProcess`, for several of them."""
+
+    def __init__(self, options: Sequence[Any], *, on_outputs: Callable[[EngineOutputs], None],
+                 on_refused: Callable[[Refused], None], on_death: Callable[[str], None],
+                 on_loading: Callable[[int, int], None] | None = None, engine: str = ENGINE) -> None:
+        self._on_outputs = on_outputs
+        self._on_refused = on_refused
+        self._on_death = on_death
+        self._ready = False
+        """`options`: those of each replica (`config/resolve.py::replicas`)."""
+        self.balancer = Balancer(len(options))
+        self._stats = [EngineStats() for _ in options]
+        self._processes = [EngineProcess(
+            own, on_outputs=partial(self._take, i), on_refused=self._refuse,
+            on_death=partial(self._die, i), on_loading=on_loading if i == 0 else None, engine=engine)
+            for i, own in enumerate(options)]
+
+    @property
+    def pid(self) -> int | None:
+        """The first replica's."""
+        return self._processes[0].pid
+
+    @property
+    def pids(self) -> list[int | None]:
+        return [process.pid for process in self._processes]
+
+    @property
+    def dead(self) -> str | None:
+        """The reason why no replica is left; before all are ready, why one is gone."""
+        reasons = [process.dead for process in self._processes]
+        if self._ready and None in reasons:
+            return None
+        return next((reason for reason in reasons if reason is not None), None)
+
+    @property
+    def _live(self) -> list[int]:
+        return [i for i, process in enumerate(self._processes) if process.dead is None]
+
+    @property
+    def last_message(self) -> float:
+        """Of the replica that has been silent for longest."""
+        return min((self._processes[i].last_message for i in self._live), default=0.0)
+
+    @last_message.setter
+    def last_message(self, now: float) -> None:
+        for process in self._processes:
+            process.last_message = now
+
+    async def start(self) -> Found:
+        """As `EngineProcess.start`, of all at once."""
+        first, *_ = await self._all([process.start() for process in self._processes])
+        found: Found = first
+        return found
+
+    async def ready(self) -> EngineInfo:
+        """The first replica's facts, with the room of all together."""
+        infos: list[EngineInfo] = await self._all([process.ready() for process in self._processes])
+        self._ready = True
+        return msgspec.structs.replace(
+            infos[0], max_num_seqs=sum(info.max_num_seqs for info in infos), kv_tokens=sum(info.kv_tokens for info in infos),
+            pages_total=sum(info.pages_total for info in infos), notes=[*infos[0].notes, f"{len(infos)} replicas serve"])
+
+    async def _all(self, calls: Iterable[Any]) -> list[Any]:
+        try:
+            return await asyncio.gather(*calls)
+        except BaseException:
+            await self.stop(0.0)
+            raise
+
+    def tell(self, name: str, argument: Any = None, key: str = "") -> None:
+        """As `EngineProcess.tell`; a request goes to one replica, anything else to all."""
+        live = self._live
+        if not live:
+            raise EngineDeadError(self.dead or "no replica is left")
+        if name != "submit":
+            for i in live:
+                self._processes[i].tell(name, argument, key)
+            return
+        chosen = self.balancer.choose(argument, live)
+        try:
+            self._processes[chosen].tell(name, argument, key)
+        except BaseException:
+            self.balancer.forget(argument.id)
+            raise
+
+    async def ask(self, name: str, argument: Any = None) -> Any:
+        """Whether all replicas agree."""
+        if name == "reset_prefix_cache":
+            self.balancer.reset()
+        return all(await asyncio.gather(*(self._processes[i].ask(name, argument) for i in self._live)))
+
+    def abort(self, ids: list[str]) -> None:
+        """As `EngineProcess.abort`."""
+        by_replica: dict[int, list[str]] = {}
+        for one in ids:
+            found = self.balancer.open.get(one.partition("/")[0])
+            if found is not None:
+                by_replica.setdefault(found.replica, []).append(one)
+                if "/" not in one:
+                    self.balancer.forget(one)
+        for replica, names in by_replica.items():
+            self._processes[replica].abort(names)
+
+    async def stop(self, timeout: float = 10.0) -> None:
+        """As `EngineProcess.stop`."""
+        await asyncio.gather(*(process.stop(timeout) for process in self._processes))
+
+    def _take(self, replica: int, outputs: EngineOutputs) -> None:
+        for update in outputs.updates:
+            if update.token_ids:
+                self.balancer.computed(update.request_id)
+            if update.finish_reason == "error":
+                self.balancer.forget(update.request_id)
+            elif update.finish_reason is not None:
+                self.balancer.ended(update.request_id)
+        if outputs.stats is not None:
+            self._stats[replica] = outputs.stats
+        self._on_outputs(EngineOutputs(outputs.updates, None if outputs.stats is None else together(self._stats),
+                                       outputs.admitted))
+
+    def _refuse(self, refused: Refused) -> None:
+        self.balancer.forget(refused.key)
+        self._on_refused(refused)
+
+    def _die(self, replica: int, reason: str) -> None:
+        if not self._live or not self._ready:
+            self._on_death(reason)
+            return
+        lost = [name for name, found in self.balancer.open.items() if found.replica == replica]
+        LOG.error("replica %d of %d is gone, the others go on; its %d requests fail: %s", replica, len(self._processes),
+                  len(lost), reason)
+        self._stats[replica] = EngineStats()
+        for name in lost:
+            self.balancer.forget(name)
+        self._on_outputs(EngineOutputs([Update(name, 0, [], "error", error=f"its replica is gone: {reason}", status=503)
+                                        for name in lost], together(self._stats)))
+
+
+_NOT_ADDED = ("time", "kv_usage", "tiers", "cache_identity", "accepted_by_place")
+
+
+def together(stats: Sequence[EngineStats]) -> EngineStats:
+    """The statistics of all replicas: counts and seconds are added, `kv_usage` is that of all memory."""
+    names = [name for name in EngineStats.__struct_fields__ if name not in _NOT_ADDED]
+    found = EngineStats(**{name: sum(getattr(one, name) for one in stats) for name in names})
+    found.time = max(one.time for one in stats)
+    found.kv_usage = sum(one.kv_usage * one.pages_total for one in stats) / max(1, found.pages_total)
+    found.cache_identity = next((one.cache_identity for one in stats if one.cache_identity), "")
+    places = max(len(one.accepted_by_place) for one in stats)
+    found.accepted_by_place = [sum(one.accepted_by_place[i] for one in stats if i < len(one.accepted_by_place))
+                               for i in range(places)]
+    tiers: dict[str, TierStats] = {}
+    for tier in (tier for one in stats for tier in one.tiers):
+        if tier.name not in tiers:
+            tiers[tier.name] = msgspec.structs.replace(tier)
+            continue
+        for name in TierStats.__struct_fields__:
+            value = getattr(tier, name)
+            if name == "available":
+                tiers[tier.name].available = min(tiers[tier.name].available, value)
+            elif name != "name":
+                setattr(tiers[tier.name], name, getattr(tiers[tier.name], name) + value)
+    found.tiers = list(tiers.values())
+    return found

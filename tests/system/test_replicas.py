@@ -1,0 +1,114 @@
+"""Several engines behind one server: who gets which request, and what a lost one takes with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from penstock import LLM
+from penstock.config.resolve import replicas
+from penstock.config.schema import EngineOptions
+from penstock.core.errors import ConfigError
+from penstock.core.request import EngineStats, Request, TierStats
+from penstock.core.sampling import SamplingParams
+from penstock.engine.replicas import Balancer, together
+from tests.system.served import served
+
+
+def request(name: str, prompt: list[int], salt: str = "") -> Request:
+    return Request(name, prompt, SamplingParams(), salt=salt)
+
+
+def test_requests_go_where_least_is_left_to_compute() -> None:
+    balancer = Balancer(2)
+    first = balancer.choose(request("a", [*range(640)]), [0, 1])
+    assert balancer.choose(request("b", [7] * 640), [0, 1]) == 1 - first, "the other one has nothing to do"
+    assert balancer.choose(request("c", [*range(640), 5]), [0, 1]) == first, "its beginning was sent there"
+    assert balancer.choose(request("d", [*range(640), 5], salt="x"), [0, 1]) == 1 - first, "another namespace knows nothing"
+    assert balancer.choose(request("e", [*range(640)]), [1 - first]) == 1 - first, "one that is gone gets nothing"
+    for name in "abcde":
+        balancer.computed(name)
+        balancer.ended(name)
+    assert balancer.work == [0, 0] and not balancer.open
+    balancer.reset()
+    assert {balancer.choose(request(str(i), [*range(640)]), [0, 1]) for i in range(2)} == {0, 1}, "equal ones take turns"
+
+
+def test_a_hot_beginning_does_not_pile_up() -> None:
+    """Once enough work waits where a prompt is cached, it is computed elsewhere, too."""
+    balancer = Balancer(2)
+    chosen = [balancer.choose(request(str(i), [*range(640), i]), [0, 1]) for i in range(40)]
+    assert {chosen.count(0), chosen.count(1)} <= {*range(12, 29)}
+
+
+def test_options_of_each() -> None:
+    events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": "ipc:///tmp/replay"}
+    one, two = replicas(EngineOptions(data_parallel_size=2, kv_events_config=events))
+    assert (one.data_parallel_rank, one.kv_events_config["endpoint"]) == (0, "tcp://*:5557")
+    assert two.kv_events_config["endpoint"] == "tcp://*:5558" and two.kv_events_config["replay_endpoint"] == "ipc:///tmp/replay-1"
+    with pytest.raises(ConfigError, match="data_parallel_size needs a server"):
+        LLM("canary", data_parallel_size=2)
+
+
+def test_statistics_together() -> None:
+    one = EngineStats(time=1.0, running=2, kv_usage=0.5, pages_total=10, tiers=[TierStats("device", hit_tokens=3)],
+                      accepted_by_place=[4, 1])
+    two = EngineStats(time=2.0, running=3, kv_usage=1.0, pages_total=30, cache_identity="x", accepted_by_place=[1],
+                      tiers=[TierStats("device", hit_tokens=4), TierStats("host", available=0)])
+    found = together([one, two])
+    assert (found.time, found.running, found.kv_usage, found.cache_identity) == (2.0, 5, 0.875, "x")
+    assert found.accepted_by_place == [5, 1]
+    assert [(tier.name, tier.hit_tokens, tier.available) for tier in found.tiers] == [("device", 7, 1), ("host", 0, 0)]
+    assert one.tiers[0].hit_tokens == 3
+
+
+def test_two_replicas_serve_and_one_goes_on_alone() -> None:
+    with served("canary", "--data-parallel-size", "2", "--device", "cpu", "--max-model-len", "512") as server:
+        def once() -> str:
+            text: str = server.complete(prompt="Once upon a time", temperature=0, max_tokens=12)["choices"][0]["text"]
+            return text
+
+        texts = [once() for _ in range(4)]
+        assert len(set(texts)) == 1
+        children = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+                    if _parent(pid) == server.process.pid and "penstock.engine.process" in _command(pid)]
+        assert len(children) == 2
+        answers: list[Any] = []
+
+        def ask(word: str) -> None:
+            answers.append(server.post("/v1/completions", prompt=word, temperature=0, max_tokens=480, ignore_eos=True))
+
+        threads = [threading.Thread(target=ask, args=(word,)) for word in ("red", "green")]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        os.kill(children[0], signal.SIGKILL)
+        for thread in threads:
+            thread.join(60)
+        assert sorted(answer.status_code for answer in answers) == [200, 503]
+        assert "its replica is gone" in next(answer.text for answer in answers if answer.status_code == 503)
+        assert once() == texts[0]
+        assert server.http.get("/health").status_code == 200
+        os.kill(children[1], signal.SIGKILL)
+        assert server.ended(20) == 1
+
+
+def _parent(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline") as file:
+            return file.read()
+    except OSError:
+        return ""
