@@ -49,8 +49,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
                          "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}},
 }
-"""Config files of the shapes of Llama 3.1 8B, Qwen3 0.6B, Qwen2.5 14B (for long prompts only), Qwen3 30B-A3B and DeepSeek V2
-Lite."""
+SHAPES["llama8b-fp8"] = SHAPES["llama8b"] | {"quantization_config": {
+    "quant_method": "fp8", "activation_scheme": "dynamic"}}
+SHAPES["llama8b-awq"] = SHAPES["llama8b"] | {"quantization_config": {
+    "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}}
+"""Config files of the shapes of Llama 3.1 8B (in bf16, FP8 and INT4; the floors of all are bf16's), Qwen3 0.6B, Qwen2.5 14B
+(for long prompts only), Qwen3 30B-A3B and DeepSeek V2 Lite."""
 
 PEER: dict[str, dict[str, float]] = {
     "llama8b": {"decode_b1": 1.254, "decode_b8": 0.7386, "decode_b32": 1.088, "decode_b128": 2.545, "decode_b256": 4.677,
@@ -61,6 +65,10 @@ PEER: dict[str, dict[str, float]] = {
                     "prefill_8k": 0.1537, "prefill_16x2k": 0.477, "offline_mix1000": 35.6},
     "dsv2lite": {"decode_b1": 0.891, "decode_b8": 0.662, "decode_b32": 0.810, "decode_b128": 1.441, "decode_b256": 2.423,
                  "prefill_8k": 0.1015, "prefill_16x2k": 0.380},
+    "llama8b-fp8": {"decode_b1": 0.896, "decode_b8": 0.533, "decode_b32": 0.870, "decode_b128": 1.853, "decode_b256": 3.351,
+                    "prefill_8k": 0.1437, "prefill_16x2k": 0.4865, "offline_mix1000": 22.2},
+    "llama8b-awq": {"decode_b1": 1.021, "decode_b8": 0.617, "decode_b32": 0.974, "decode_b128": 2.414, "decode_b256": 4.333,
+                    "prefill_8k": 0.1937, "prefill_16x2k": 0.682},
 }
 """Seconds of vLLM 0.25.1 on one H200, its defaults, gpu_memory_utilization 0.85, median of 3 (measured 2026-11-21)."""
 
@@ -73,6 +81,10 @@ TARGET: dict[str, dict[str, float]] = {
                     "prefill_8k": 0.11, "prefill_16x2k": 0.37, "offline_mix1000": 22.0},
     "dsv2lite": {"decode_b1": 0.42, "decode_b8": 0.36, "decode_b32": 0.55, "decode_b128": 1.1, "decode_b256": 1.9,
                  "prefill_8k": 0.07, "prefill_16x2k": 0.25},
+    "llama8b-fp8": {"decode_b1": 0.60, "decode_b8": 0.40, "decode_b32": 0.70, "decode_b128": 1.60, "decode_b256": 2.95,
+                    "prefill_8k": 0.130, "prefill_16x2k": 0.44, "offline_mix1000": 17.5},
+    "llama8b-awq": {"decode_b1": 0.46, "decode_b8": 0.36, "decode_b32": 0.80, "decode_b128": 2.2, "decode_b256": 4.1,
+                    "prefill_8k": 0.19, "prefill_16x2k": 0.66, "offline_mix1000": 23},
 }
 """Targets of Penstock on the same card."""
 

@@ -178,7 +178,7 @@ class _Bench:
                 entry["cost"] = 1 - usual[name]["seconds"] / median
                 _say(f"  {name:16} {median:8.4f} {usual[name]['seconds']:8.4f} {entry['cost']:6.1%}")
                 continue
-            target, peer = TARGET[self.name][name], PEER[self.name][name]
+            target, peer = (known[self.name].get(name, float("nan")) for known in (TARGET, PEER))
             entry |= {"floor": floor(self.name, asks, self.llm.info.max_num_seqs), "target": target, "peer": peer}
             mark = "" if median <= target else "  over the target"
             _say(f"  {name:16} {median:8.4f} {entry['floor']:8.4f} {target:8.3f} {peer:8.4f}   {median / peer:6.3f}{mark}")

@@ -52,19 +52,20 @@ def candidates(weight: CodedWeight, rows: int, gated: bool) -> list[Cut]:
                 if weight.n // 64 * split <= 900:
                     found.append(Cut(tall, 64, count, split, stages=stages, swap=True))
     else:
-        for high in {128, min(256, tall)}:
-            for wide, warps in ((128, 8), (64, 4)):
-                for count, stages in ((1, 3), (1, 4), (2, 3)):
-                    if not gated or high * wide <= 8192:
-                        found.append(Cut(high, wide, count, 1, warps if high < 256 else 8, stages, swap=True, group=8))
+        for wide, warps, stages in ((64, 4, 3), (64, 4, 4), (128, 8, 3)):
+            for split in (1, 2, 4):
+                if split * -(-weight.n // wide) * -(-rows // 128) <= 400 and (not gated or (split == 1 and stages == 3)):
+                    found.append(Cut(128, wide, 1, split, warps, stages, swap=True, group=8))
     return [cut for cut in found if weight.padded % (cut.units * weight.unit) == 0]
 
 
 def tried(call: Callable[[], Any]) -> bool:
     try:
         call()
-    except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
-        print("   ", type(error).__name__, str(error)[:150], flush=True)
+    except triton.runtime.errors.OutOfResources:
+        return False
+    except (triton.compiler.errors.CompilationError, RuntimeError) as error:
+        print("   ", type(error).__name__, str(error)[:150].replace("\n", " "), flush=True)
         return False
     return True
 
@@ -126,6 +127,8 @@ def measured(name: str, shape: str, rows_list: list[int], sweep: bool, bandwidth
         options: list[tuple[str, Callable[[CodedWeight], torch.Tensor]]] = [("auto", auto)]
         if first.scaled == "none" or (first.data.dtype is torch.float8_e4m3fn and first.form == "row"):
             options.append(("lib", library))
+        if rows == 1:
+            options.append(("few", lambda weight, x=x: run(ct.few(1, weight, gated), x, weight)))
         options += [(cut_name(cut), lambda weight, cut=cut, x=x: run(cut, x, weight)) for cut in tiles[rows]]
         for label, call in options:
             if not tried(partial(call, first)):

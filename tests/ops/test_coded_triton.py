@@ -11,7 +11,7 @@ from penstock.ops import coded_triton
 from penstock.ops.activation import gated
 from penstock.ops.coded_forms import FP8 as FP8_TYPE
 from penstock.ops.coded_forms import NAMES, CodedWeight
-from penstock.ops.coded_triton import CodedTriton, Cut, launch, quantized
+from penstock.ops.coded_triton import CodedTriton, Cut, launch, launch_row, quantized
 from penstock.quant.fp8 import FP8
 from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
@@ -65,6 +65,22 @@ def test_product(scheme: Any, dtype: torch.dtype) -> None:
         # Tables are rounded to the type of x, zeros that are no integers, times their scales, to 16 bits.
         lossy = weight.form == "shifts"
         close(found.to(torch.float16 if lossy else dtype), exact + bias.double(), (8 if lossy else 2) * k ** 0.5, factor=2)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("scheme", [one for one in WEIGHT_ONLY if one.name.startswith(("int4", "int2", "int3", "nf4", "fp4"))],
+                         ids=name)
+def test_one_row(scheme: Any, dtype: torch.dtype) -> None:
+    """Without tensor cores: units that no step divides, columns that no unit does, bias, the gated form."""
+    for n, k in ((70, 384), (128, 2176)):
+        weight, matrix, _ = packed(scheme, n, k, dtype)
+        x, bias = random(1, k, seed=1).to(dtype).to(DEVICE), random(n, seed=2).to(dtype).to(DEVICE)
+        exact = x.double() @ matrix.double().T + bias.double()
+        found = launch_row(operand(x, weight), weight, bias, torch.float32)
+        close(found.to(torch.float16), exact, (24 if weight.form == "shifts" else 2) * k ** 0.5, factor=2)
+    half = gated(exact, "silu")
+    if weight.form != "shifts":
+        close(launch_row(operand(x, weight), weight, bias, dtype, "silu"), half, 16 * k ** 0.5, factor=4)
 
 
 @pytest.mark.parametrize("scheme", [*WEIGHT_ONLY, *ROUNDED], ids=name)

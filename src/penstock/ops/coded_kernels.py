@@ -284,6 +284,155 @@ def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows
 
 
 @triton.jit
+def _eight(word, table, kind: tl.constexpr, fast: tl.constexpr):
+    """The numbers of the eight 4-bit codes of 32 bits, as float32: of each of four fields of 4 bits first that of the lower,
+    then that of the upper half. int4: plus 128, which in the compiled form takes two instructions."""
+    found = ()
+    if kind == "int4" and fast:
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shl.b32 t, $8, 16; lop3.b32 $0, t, 0x000F0000, 0x43000000, 0xEA; "
+            "lop3.b32 $1, $8, 0x000F0000, 0x43000000, 0xEA; shl.b32 t, $8, 12; lop3.b32 $2, t, 0x000F0000, 0x43000000, 0xEA; "
+            "shr.b32 t, $8, 4; lop3.b32 $3, t, 0x000F0000, 0x43000000, 0xEA; shl.b32 t, $8, 8; "
+            "lop3.b32 $4, t, 0x000F0000, 0x43000000, 0xEA; shr.b32 t, $8, 8; lop3.b32 $5, t, 0x000F0000, 0x43000000, 0xEA; "
+            "shl.b32 t, $8, 4; lop3.b32 $6, t, 0x000F0000, 0x43000000, 0xEA; shr.b32 t, $8, 12; "
+            "lop3.b32 $7, t, 0x000F0000, 0x43000000, 0xEA; }", "=r,=r,=r,=r,=r,=r,=r,=r,r", [word],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True, pack=1)
+    else:
+        for i in tl.static_range(4):
+            low, high = (word >> (4 * i)) & 15, (word >> (16 + 4 * i)) & 15
+            if kind == "int4":
+                found = found + (low.to(tl.float32) + 128.0, high.to(tl.float32) + 128.0)  # noqa: RUF005
+            else:
+                found = found + (tl.load(table + low), tl.load(table + high))  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _scale_words(words, at, units, spread, form: tl.constexpr, scales: tl.constexpr):
+    """The words of each scale of some units, [rows, units, 1] each. at: the rows of `words`; those of half a word lie below."""
+    found = ()
+    for g in tl.static_range(scales):
+        place = units[None, :, None] * scales + g
+        if form == "row":
+            word = at[:, None, None] + place
+        elif form == "pairs" or form == "halves":
+            word = tl.load(words + (place // 2).to(tl.int64) * spread + at[:, None, None])
+            word = tl.where(place % 2 == 1, word >> 16, word)
+        else:
+            word = tl.load(words + place.to(tl.int64) * spread + at[:, None, None])
+        found = found + (word,)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _across(codes, x, sums, words, table, kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, scales: tl.constexpr,
+            fast: tl.constexpr):
+    """The products of codes [rows, units, words] with x, times their scales, of the same shape.
+
+    x: eight float32 [1, units, words], in the order of `_eight`; sums: theirs over the columns of each scale.
+    """
+    pieces: tl.constexpr = 8 // scales
+    base: tl.constexpr = 128.0 if kind == "int4" else 0.0
+    numbers = _eight(codes, table, kind, fast)
+    total = tl.zeros(codes.shape, tl.float32)
+    for g in tl.static_range(scales):
+        part = numbers[g * pieces] * x[g * pieces]
+        for i in tl.static_range(g * pieces + 1, (g + 1) * pieces):
+            part += numbers[i] * x[i]
+        word = words[g]
+        if form == "zeros":
+            part -= (base + _upper(word, half)) * sums[g]
+        elif kind == "int4":
+            part -= (base if form == "shifts" else base + 8.0) * sums[g]
+        if form == "float":
+            part *= word.to(tl.float32, bitcast=True)
+        elif form != "row":
+            part *= _lower(word, half)
+        if form == "shifts":
+            part += _upper(word, half) * sums[g]
+        total += part
+    return total
+
+
+@triton.jit
+def row(x, codes, words, gains, table, bias, out, n, k, padded, spread, wide: tl.constexpr, span: tl.constexpr,
+        steps: tl.constexpr, even: tl.constexpr, full: tl.constexpr, unit: tl.constexpr, kind: tl.constexpr, form: tl.constexpr,
+        half: tl.constexpr, scales: tl.constexpr, gate: tl.constexpr, linked: tl.constexpr, fast: tl.constexpr):
+    """As `product`, for one row of x and codes of int4 or table4, without tensor cores. A program takes `wide` rows of the
+    matrix in `steps` steps of `span` units (`even`: exactly; `full`: k is padded). It loads all its codes before it waits for
+    the kernel that writes x.
+
+    Codes are given as int32: two words of codes in one. x is read so too; k is even.
+    """
+    rn = tl.program_id(0) * wide + tl.arange(0, wide)
+    kept = tl.minimum(rn, n - 1)
+    size: tl.constexpr = unit // 8
+    units, rk = tl.arange(0, span), tl.arange(0, size)
+    at = codes + (kept // 64).to(tl.int64)[:, None, None] * (padded * 8) + (kept % 64 * size)[:, None, None]
+    at += units[None, :, None] * (64 * size) + rk[None, None, :]
+    beside = tl.cast(n, tl.int64) * (padded // 8)
+    if linked:
+        gdc_launch_dependents()
+    found = ()
+    other = ()
+    found_words = ()
+    other_words = ()
+    for i in tl.static_range(steps):
+        here = tl.minimum(i * span + units, padded // unit - 1)
+        if even:
+            found = found + (tl.load(at + i * (span * 64 * size)),)  # noqa: RUF005
+        else:
+            inside = (i * span + units < padded // unit)[None, :, None]
+            found = found + (tl.load(at + i * (span * 64 * size), mask=inside, other=0),)  # noqa: RUF005
+        found_words = found_words + (_scale_words(words, kept, here, spread, form, scales),)  # noqa: RUF005
+        if gate is not None:
+            if even:
+                other = other + (tl.load(at + beside + i * (span * 64 * size)),)  # noqa: RUF005
+            else:
+                other = other + (tl.load(at + beside + i * (span * 64 * size), mask=inside, other=0),)  # noqa: RUF005
+            other_words = other_words + (_scale_words(words, n + kept, here, spread, form, scales),)  # noqa: RUF005
+    if linked:
+        gdc_wait()
+    total = tl.zeros((wide, span, size), tl.float32)
+    beyond = tl.zeros((wide, span, size), tl.float32)
+    pieces: tl.constexpr = 8 // scales
+    pairs = x.to(tl.pointer_type(tl.int32), bitcast=True)
+    for i in tl.static_range(steps):
+        column = (i * span + units)[None, :, None] * (unit // 2) + rk[None, None, :]
+        both = ()
+        sums = ()
+        for q in tl.static_range(4):
+            if even and full:
+                v = tl.load(pairs + column + q * size)
+            else:
+                v = tl.load(pairs + column + q * size, mask=column + q * size < k // 2, other=0)
+            first, second = _lower(v, x.dtype.element_ty == tl.float16), _upper(v, x.dtype.element_ty == tl.float16)
+            both = both + (first, second)  # noqa: RUF005
+        for g in tl.static_range(scales):
+            whole = both[g * pieces]
+            for q in tl.static_range(g * pieces + 1, (g + 1) * pieces):
+                whole += both[q]
+            sums = sums + (whole,)  # noqa: RUF005
+        total += _across(found[i], both, sums, found_words[i], table, kind, form, half, scales, fast)
+        if gate is not None:
+            beyond += _across(other[i], both, sums, other_words[i], table, kind, form, half, scales, fast)
+    y = tl.sum(tl.sum(total, 2), 1)
+    if gains is not None:
+        y *= tl.load(gains + kept)
+    if bias is not None:
+        y += tl.load(bias + kept).to(tl.float32)
+    if gate is not None:
+        z = tl.sum(tl.sum(beyond, 2), 1)
+        if gains is not None:
+            z *= tl.load(gains + n + kept)
+        if bias is not None:
+            z += tl.load(bias + n + kept).to(tl.float32)
+        y = _gate(y, z, out.dtype.element_ty, gate)
+    tl.store(out + rn, y.to(out.dtype.element_ty), mask=rn < n)
+
+
+@triton.jit
 def decode(codes, words, gains, table, out, n, k, padded, spread, unit: tl.constexpr, kind: tl.constexpr, form: tl.constexpr,
            half: tl.constexpr, scales: tl.constexpr, four: tl.constexpr):
     """out [n, k] = the matrix's numbers, rounded once. A program takes the columns of one scale, 64 rows of them."""

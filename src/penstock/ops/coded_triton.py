@@ -52,19 +52,29 @@ def fitting(weight: CodedWeight, deep: int) -> int:
 def few(rows: int, weight: CodedWeight, gated: bool) -> Cut:
     """The tile for up to 64 rows: the matrix is the tensor core's operand of 64 rows."""
     tall = max(16, gpu.covering(rows))
-    return Cut(tall, 64, fitting(weight, 256 if weight.four else 128), parts(weight, gated), stages=5 if weight.four else 6,
-               swap=True)
+    units = fitting(weight, 256 if weight.four else 128)
+    stages = 3 if rows > 16 or weight.n <= 4096 else 4
+    if not weight.four:
+        stages = (8 if weight.kind == "plain" else 5) if rows <= 32 else 6
+    if weight.scales > 1 or weight.kind == "table4":
+        stages = 3
+    return Cut(tall, 64, units, parts(weight, gated), stages=stages, swap=True)
 
 
 def pick(rows: int, weight: CodedWeight, gated: bool) -> Cut | None:
-    """The tile for x [rows, k] times the matrix; None selects cuBLAS."""
+    """The tile for x [rows, k] times the matrix; None selects the library."""
     if rows <= 64:
         return few(rows, weight, gated)
-    if weight.kind == "plain" and weight.form == "row":
-        return None
-    if rows <= 512 or weight.kind == "plain":
+    if weight.kind == "plain":
+        if weight.form == "row" and weight.data.dtype is FP8:
+            return None
         return Cut(128, 128, 1, warps=8, stages=3, swap=True, group=8)
-    return None
+    if rows > 256 or (rows > 128 and weight.n <= 4096):
+        return None
+    if gated:
+        return Cut(128, 128, 1, warps=8, stages=3, swap=True, group=8)
+    programs = -(-weight.n // 64) * -(-rows // 128)
+    return Cut(128, 64, 1, 1 if programs > 128 else 2 if programs > 64 else 4, stages=3, swap=True, group=8)
 
 
 def pick_invariant(rows: int, weight: CodedWeight, gated: bool) -> Cut:
@@ -97,7 +107,8 @@ def launch(cut: Cut, x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeig
         tickets = _tickets(x.device)
         assert count <= len(tickets), (cut, count)
         sums = count * cut.split * (2 if gate else 1) * cut.tall * cut.wide
-        partial = torch.empty(sums, dtype=torch.float32, device=x.device)
+        partial = torch.empty(sums, dtype=torch.int32 if x.dtype is torch.int8 else torch.float32, device=x.device)
+    assert cut.split == 1 or 256 % (cut.units * weight.unit) == 0, "parts of K begin at multiples of 256"
     linked, align = gpu.linked(x.device), aligned(x)
     kernels.product[(count, programs)](
         x, xs, weight.data, weight.words, weight.gains, weight.table, bias, out, partial, tickets, rows, n, weight.k,
@@ -106,6 +117,26 @@ def launch(cut: Cut, x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeig
         kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, scaled=weight.scaled,
         four=weight.four, gate=gate, linked=linked, stages=cut.stages, fast=x.device.type != "cpu", num_warps=cut.warps,
         num_stages=cut.stages, launch_pdl=linked)
+    return out
+
+
+def launch_row(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
+               gate: str | None = None) -> torch.Tensor:
+    """The product of one row with a matrix of 4-bit codes, without tensor cores."""
+    from penstock.ops import coded_kernels as kernels
+
+    n, units, linked = weight.n if gate is None else weight.n // 2, weight.padded // weight.unit, gpu.linked(x.device)
+    out = torch.empty(1, n, dtype=dtype, device=x.device)
+    span = min(32, units & -units) if units & -units >= 8 else 16
+    # Codes of all columns wait in registers, at most 224 bytes in each of 128 threads.
+    wide = 4
+    while wide > 1 and wide * weight.padded // 2 * (2 if gate else 1) > 128 * 224:
+        wide //= 2
+    kernels.row[(-(-n // wide),)](
+        x, weight.data.view(torch.int32), weight.words, weight.gains, weight.table, bias, out, n, weight.k, weight.padded,
+        weight.spread, wide=wide, span=span, steps=-(-units // span), even=units % span == 0, full=weight.k == weight.padded,
+        unit=weight.unit, kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, gate=gate, linked=linked,
+        fast=x.device.type != "cpu", num_warps=4, launch_pdl=linked)
     return out
 
 
@@ -156,6 +187,7 @@ class CodedTriton:
 
     def __init__(self, invariant: bool) -> None:
         self._pick = pick_invariant if invariant else pick
+        self._one_row = not invariant
 
     @staticmethod
     def pack(scheme: Any, stored: Any, shape: tuple[int, ...], dtype: torch.dtype) -> CodedWeight:
@@ -166,6 +198,8 @@ class CodedTriton:
 
     def _product(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
                  gate: str | None = None) -> torch.Tensor:
+        if x.shape[0] == 1 and self._one_row and weight.kind in ("int4", "table4") and _pairs(x, weight):
+            return self._row(x, weight, bias, dtype, gate)
         cut = self._pick(x.shape[0], weight, gate is not None)
         if weight.order is not None:
             x = x.index_select(1, weight.order)
@@ -178,6 +212,15 @@ class CodedTriton:
             return activation_triton.gated(launch(cut, codes, scales, weight, bias, dtype), gate)
         return launch(cut, codes, scales, weight, bias, dtype, gate)
 
+    @staticmethod
+    def _row(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
+             gate: str | None) -> torch.Tensor:
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
+        if gate is not None and weight.n % 128:
+            return activation_triton.gated(launch_row(x, weight, bias, dtype), gate)
+        return launch_row(x, weight, bias, dtype, gate)
+
     def apply(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._product(x, weight, bias, x.dtype if out_dtype is None else out_dtype)
@@ -188,6 +231,11 @@ class CodedTriton:
     @staticmethod
     def gather(ids: torch.Tensor, weight: CodedWeight) -> torch.Tensor:
         return weight.rows(ids.long())
+
+
+def _pairs(x: torch.Tensor, weight: CodedWeight) -> bool:
+    """Whether a row of x can be read by pairs of 16-bit numbers, in vectors."""
+    return x.dtype != torch.float32 and x.data_ptr() % 16 == 0 and weight.k % 2 == 0
 
 
 def _scalable(weight: CodedWeight, dtype: torch.dtype) -> bool:

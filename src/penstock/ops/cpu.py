@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.ops import native
+from penstock.ops import coded_cpu, native
 from penstock.ops.attention import AttentionOps, Span
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.linear import Weight
@@ -262,6 +262,7 @@ def _register() -> None:
                    "gated", "activation", "sample"):
             register(op, f"cpu-{isa.name}", rank=isa.rank, supports=operations.supports,
                      dtypes=tuple(_CODES))(getattr(operations, op))
+        coded_cpu.register_all(operations, f"cpu-{isa.name}", isa.rank)
 
 
 _register()

@@ -1,0 +1,224 @@
+"""Products of quantized matrices on CPUs in integer arithmetic: packing for, and calls of, the C++ kernels in ops/csrc/coded.h.
+
+x is rounded to int8 with a scale for each 32 columns (schemes that quantize activations themselves: for each row, or one that
+they give), as llama.cpp does: results differ from the scheme's definition by that rounding, about 0.5 % of a product's standard
+deviation. `--kernels linear.<scheme>=reference` computes with activations as they are instead, slowly.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from penstock.ops.linear import Weight
+from penstock.ops.registry import register
+
+if TYPE_CHECKING:
+    from penstock.ops.cpu import CpuOperations
+
+_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_F32, _F32S, _F16, _F16S, _K45, _K6 = range(6)
+"""As csrc/coded.h."""
+_PANEL = 16
+_BLOCK = 32
+_CALL = struct.Struct("16q")
+_GROUPS = (32, 64, 128)
+NAMES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "int8",
+         *(f"int{bits}{group}" for bits in (2, 3, 4, 8) for group in ("row", *(f"g{size}" for size in _GROUPS))))
+"""The schemes that are served, as `quant/` names them."""
+
+
+class CodedPanels(Weight):
+    """A matrix in panels. `scales` is uint8, in the layout of its `kind` (csrc/coded.h); codes less `offset` are numbers."""
+
+    __slots__ = ("bits", "fixed", "gains", "group", "kind", "offset", "order", "scales", "tail")
+
+    def __init__(self, data: torch.Tensor, n: int, k: int, dtype: torch.dtype, *, bits: int, kind: int, scales: torch.Tensor,
+                 group: int, offset: int, gains: torch.Tensor | None = None, order: torch.Tensor | None = None,
+                 fixed: torch.Tensor | None = None) -> None:
+        """group: blocks of 32 columns that share a scale. fixed: how x is rounded if not by blocks: [1], the scale of all if it
+        is positive, else a scale for each row."""
+        super().__init__(data, n, k, dtype)
+        self.bits, self.kind, self.scales, self.group, self.offset = bits, kind, scales, group, offset
+        self.gains, self.order, self.fixed = gains, order, fixed
+        self.nbytes += sum(one.nbytes for one in (scales, gains, order) if one is not None)
+        self.tail = (data.data_ptr(), scales.data_ptr(), 0 if gains is None else gains.data_ptr(), n, k, group, offset, bits,
+                     kind, 0 if fixed is None else fixed.data_ptr())
+
+
+class CodedCpu:
+    """MatrixOps (ops/contracts.py) of one library, for the schemes of `NAMES`."""
+
+    def __init__(self, owner: CpuOperations) -> None:
+        self._owner = owner
+
+    def pack(self, scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> CodedPanels:
+        codes, bits, form = _unpacked(scheme, parts, shape[1])
+        n, k = shape
+        panels, blocks = -(-n // _PANEL), -(-k // _BLOCK)
+        data = torch.zeros(panels * blocks * _PANEL * _BLOCK * bits // 8, dtype=torch.uint8)
+        codes = codes.contiguous()
+        self._owner.lib.penstock_coded_pack(codes.data_ptr(), n, k, bits, data.data_ptr())
+        return CodedPanels(data, n, k, dtype, bits=bits, **form)
+
+    def apply(self, x: torch.Tensor, weight: CodedPanels, bias: torch.Tensor | None = None,
+              out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
+        dtype = x.dtype
+        wide = out_dtype is not None and out_dtype is not dtype
+        out = torch.empty(x.shape[0], weight.n, dtype=torch.float32 if wide else dtype)
+        self._owner.lib.penstock_coded(_CALL.pack(
+            x.data_ptr(), x.stride(0), *weight.tail, 0 if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0],
+            _CODES[dtype] | wide << 8))
+        return out if not wide or out_dtype is torch.float32 else out.to(out_dtype)
+
+    def gated(self, x: torch.Tensor, weight: CodedPanels, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+        return self._owner.gated(self.apply(x, weight, bias), kind)
+
+    def gather(self, ids: torch.Tensor, weight: CodedPanels) -> torch.Tensor:
+        ids = ids.to(torch.int64).contiguous()
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < weight.n:
+            raise IndexError(f"an id is outside the {weight.n} rows of the weight")
+        codes = torch.empty(len(ids), weight.k, dtype=torch.uint8)
+        self._owner.lib.penstock_coded_rows(ids.data_ptr(), len(ids), weight.data.data_ptr(), weight.k, weight.bits,
+                                            codes.data_ptr())
+        found = _values(codes, ids, weight)
+        if weight.gains is not None:
+            found = found * weight.gains[ids, None]
+        if weight.order is not None:
+            found = torch.empty_like(found).index_copy_(1, weight.order, found)
+        return found.to(weight.dtype)
+
+
+def _values(codes: torch.Tensor, ids: torch.Tensor, weight: CodedPanels) -> torch.Tensor:
+    """The numbers that codes [T, k] of rows `ids` stand for."""
+    rows, kind = len(ids), weight.kind
+    numbers = codes.view(torch.int8).float() if weight.bits == 8 else codes.float() - weight.offset
+    panel, lane = ids // _PANEL, ids % _PANEL
+    groups = -(-weight.k // (_BLOCK * weight.group))
+    mine = weight.scales.view(-(-weight.n // _PANEL), groups, -1)[panel]  # [T, groups, bytes]
+
+    def column(begin: int, kind: torch.dtype, lines: int) -> torch.Tensor:
+        """`lines` consecutive numbers of each row and group, [T, groups, lines], as float32."""
+        part = mine[..., begin:begin + lines * _PANEL * kind.itemsize].contiguous().view(kind).view(rows, groups, lines, _PANEL)
+        return part.gather(3, lane.view(rows, 1, 1, 1).expand(rows, groups, lines, 1))[..., 0].float()
+
+    size = weight.group * _BLOCK
+    if kind in (_F32, _F32S, _F16, _F16S):
+        pair = column(0, torch.float32 if kind in (_F32, _F32S) else torch.float16, 2 if kind in (_F32S, _F16S) else 1)
+        shift = pair[..., 1:] if pair.shape[2] > 1 else None
+        scale = pair[..., :1]
+    elif kind == _K45:
+        heads, small = column(0, torch.float16, 2), column(4 * _PANEL, torch.uint8, 16).view(rows, groups, 8, 2)
+        scale, shift = heads[..., :1] * small[..., 0], -heads[..., 1:] * small[..., 1]
+        size = _BLOCK
+    else:
+        scale, shift, size = column(0, torch.float16, 1) * column(2 * _PANEL, torch.int8, 16), None, _BLOCK // 2
+
+    def spread(one: torch.Tensor) -> torch.Tensor:
+        return one.reshape(rows, -1).repeat_interleave(size, 1)[:, :weight.k]
+
+    found = numbers * spread(scale)
+    return found if shift is None else found + spread(shift)
+
+
+def _unpacked(scheme: Any, parts: Mapping[str, torch.Tensor], k: int) -> tuple[torch.Tensor, int, dict[str, Any]]:
+    """Codes [n, k], one a byte, their bits as they are packed, and the rest of CodedPanels."""
+    name, data = scheme.name, parts["weight"]
+    if name == "int8":
+        fixed = {"none": None, "token": torch.zeros(1), "tensor": parts.get("input_scale")}[scheme.activation]
+        return data.view(torch.uint8), 8, _row(parts["scale"], k) | {"fixed": fixed}
+    if name.startswith("q"):
+        return _gguf(name, data)
+    bits, size, scale, zero = scheme.bits, scheme.group or k, parts["scale"].float(), parts.get("zero")
+    codes, middle = _codes(data, bits, k), 1 << bits - 1
+    order = parts["order"].long() if scheme.ordered else None
+    if bits == 8:
+        codes = codes ^ 128
+    stored = 8 if bits == 8 else 4
+    if zero is None:
+        form = _row(scale, k) if not scheme.group else {"kind": _F32, "scales": _lines(scale), "group": size // _BLOCK}
+        return codes, stored, form | {"offset": 0 if bits == 8 else middle, "order": order}
+    shift = ((128.0 if bits == 8 else 0.0) - zero.float()) * scale
+    return codes, stored, {"kind": _F32S, "scales": _lines(scale, shift), "group": -(-size // _BLOCK), "offset": 0,
+                           "order": order}
+
+
+def _row(scale: torch.Tensor, k: int) -> dict[str, Any]:
+    """One scale for each row: factors of sums over all columns."""
+    flat = scale.float().reshape(-1).contiguous()
+    return {"kind": _F32, "scales": _lines(torch.ones(len(flat), 1)), "group": -(-k // _BLOCK), "offset": 0, "gains": flat}
+
+
+def _codes(data: torch.Tensor, bits: int, k: int) -> torch.Tensor:
+    """Codes packed low bits first, as uint8 [n, k]."""
+    if bits == 8:
+        return data
+    if bits == 4:
+        return torch.stack((data & 15, data >> 4), -1).flatten(1)
+    flat = (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)[:, :k * bits].view(len(data), k, bits)
+    found: torch.Tensor = (flat << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return found
+
+
+def _gguf(name: str, data: torch.Tensor) -> tuple[torch.Tensor, int, dict[str, Any]]:
+    """The same of GGUF's blocks (ggml-common.h has their layout)."""
+    if name in ("q8_0", "q4_0", "q4_1"):
+        begin, nbytes = {"q8_0": (2, 34), "q4_0": (2, 18), "q4_1": (4, 20)}[name]
+        block = data.unflatten(-1, (-1, nbytes))
+        head = block[..., :begin].contiguous().view(torch.float16)
+        codes = block[..., begin:] if name == "q8_0" else torch.cat((block[..., begin:] & 15, block[..., begin:] >> 4), -1)
+        return codes.flatten(1), 8 if name == "q8_0" else 4, {
+            "kind": _F16S if name == "q4_1" else _F16, "scales": _lines(*head.unbind(-1)), "group": 1,
+            "offset": 8 if name == "q4_0" else 0}
+    block = data.unflatten(-1, (-1, {"q4_k": 144, "q5_k": 176, "q6_k": 210}[name]))
+    if name == "q6_k":
+        low, high = block[..., :128].unflatten(-1, (2, 1, 64)), block[..., 128:192].unflatten(-1, (2, 1, 32))
+        codes = torch.cat((low & 15, low >> 4), -2).flatten(-3) | (_shifted(high, (0, 2, 4, 6)) & 3).flatten(-3) << 4
+        return codes.flatten(1), 6, {"kind": _K6, "scales": _bytes(block[..., 208:210], block[..., 192:208]), "group": 8,
+                                     "offset": 32}
+    at = 48 if name == "q5_k" else 16
+    pairs = block[..., at:].unflatten(-1, (4, 1, 32))
+    codes = torch.cat((pairs & 15, pairs >> 4), -2).flatten(-3)
+    if name == "q5_k":
+        codes = codes | (_shifted(block[..., None, 16:48], tuple(range(8))) & 1).flatten(-2) << 4
+    a, b, c = (block[..., 4 + 4 * i:8 + 4 * i] for i in range(3))
+    scale = torch.cat((a & 63, c & 15 | a >> 6 << 4), -1)
+    least = torch.cat((b & 63, c >> 4 | b >> 6 << 4), -1)
+    small = torch.stack((scale, least), -1).flatten(-2)
+    return codes.flatten(1), 6 if name == "q5_k" else 4, {
+        "kind": _K45, "scales": _bytes(block[..., :4], small), "group": 8, "offset": 0}
+
+
+def _shifted(values: torch.Tensor, shifts: tuple[int, ...]) -> torch.Tensor:
+    """values [..., 1, m] at each shift: [..., shifts, m]."""
+    found: torch.Tensor = values >> torch.tensor(shifts, dtype=torch.uint8)[:, None]
+    return found
+
+
+def _lines(*each: torch.Tensor) -> torch.Tensor:
+    """Numbers of each row and group, [n, groups] each: by panels, [panel, group, which, row of the panel], as bytes."""
+    both: torch.Tensor = torch.stack(each, -1)
+    both = F.pad(both, (0, 0, 0, 0, 0, -len(both) % _PANEL))
+    found: torch.Tensor = both.unflatten(0, (-1, _PANEL)).permute(0, 2, 3, 1).contiguous()
+    return found.view(torch.uint8).flatten()
+
+
+def _bytes(heads: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
+    """A k-quant's float16 numbers and its small ones, uint8 [n, superblocks, bytes] both, by panels: for each superblock each
+    float16 of all rows, then each small number of all rows."""
+    panels = [F.pad(one, (0, 0, 0, 0, 0, -len(one) % _PANEL)).unflatten(0, (-1, _PANEL)) for one in (heads, small)]
+    first = panels[0].unflatten(-1, (-1, 2)).permute(0, 2, 3, 1, 4).flatten(2)
+    second = panels[1].permute(0, 2, 3, 1).flatten(2)
+    return torch.cat((first, second), -1).contiguous().flatten()
+
+
+def register_all(owner: CpuOperations, name: str, rank: int) -> None:
+    """Enters the schemes' kernels of one library."""
+    for scheme in NAMES:
+        register(f"linear.{scheme}", name, rank=rank, supports=owner.supports, dtypes=tuple(_CODES))(CodedCpu(owner))
