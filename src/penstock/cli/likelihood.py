@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,26 @@ def here(llm: LLM, items: Sequence[Item | None]) -> Values:
             raise PenstockError(f"a prompt was not scored: {output.outputs[0].finish_reason}")
         found[place] = sum(line[token].logprob for line, token in zip(lines[-count:], ids[-count:], strict=True) if line)
     return found
+
+
+def perplexity(llm: LLM, text: str, window: int) -> tuple[float, int]:
+    """(perplexity, tokens scored) of a text that is read in windows of so many tokens, each without what came before."""
+    ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    bos = llm.get_tokenizer().bos_id
+    start = [] if bos is None else [bos]
+    windows = [[*start, *ids[at:at + window - len(start) - 1]] for at in range(0, len(ids), window - len(start) - 1)]
+    windows = [one for one in windows if len(one) > 1]
+    if not windows:
+        raise PenstockError("the text is too short to be scored: it needs two tokens at least")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    total, count = 0.0, 0
+    for output, asked in zip(llm.generate([{"prompt_token_ids": one} for one in windows], params, use_tqdm=False), windows,
+                             strict=True):
+        for line, token in zip(output.prompt_logprobs or [], asked, strict=True):
+            if line:
+                total -= line[token].logprob
+                count += 1
+    return math.exp(total / count), count
 
 
 async def served(api: Api, items: Sequence[Item | None]) -> Values | None:

@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": "answer a file of requests (OpenAI batch format)",
     "info": "show what would be loaded, the memory plan and the kernels",
     "eval": "ask graded questions and show how many answers are right",
+    "quantize": "write a model's folder quantized, and tell what was lost",
     "bench": "measure latency, throughput or a running server",
     "cache": "list, measure, clean and check a folder of cached pages",
     "keys": "make, list and revoke API keys",

@@ -25,6 +25,7 @@ from penstock.models.mapped import Checkpoint
 from penstock.models.translated import Translated, with_schemes
 from penstock.quant import dialects
 from penstock.quant.dialects import at_load
+from penstock.quant.form import Reader
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
     spec = dataclasses.replace(spec, architecture=architecture)
     given = config.get("quantization_config")
     if given:
-        spec = with_schemes(spec, family.RULES, dialects.reader(given))
-    task = "generate" if architecture in registry().architectures else _task(architecture)[1]
+        spec = with_schemes(spec, family.RULES, _reader(config))
+    _, task = _task(architecture)
     if task == "embed":
         # There is no head; the embedding's matrix stands in, and no token is chosen with it.
         return dataclasses.replace(spec, task=task, head=HeadSpec(tied=True))
@@ -124,4 +125,10 @@ def checkpoint_of(folder: Path, config: Mapping[str, Any], spec: ModelSpec, dtyp
     given = config.get("quantization_config")
     if not given:
         return Checkpoint(folder)
-    return Translated(folder, spec, family_of(config)[1].RULES, dialects.reader(given), dtype, device)
+    return Translated(folder, spec, family_of(config)[1].RULES, _reader(config), dtype, device)
+
+
+def _reader(config: Mapping[str, Any]) -> Reader:
+    """The reader of a config's `quantization_config`, which is told the model's dtype: some formats leave scales in it."""
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return dialects.reader({"model_dtype": dtype, **config["quantization_config"]})

@@ -84,6 +84,7 @@ class Translated(Checkpoint):
         self._raw = self.tensors
         self._made: dict[str, tuple[str, str]] = {}
         self._adjusted: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self._linears: list[str] = []
         self._cached: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._modules, self.tensors = self._sorted(rules, reader)
         wrong = [problem for name, module in self._modules.items() for problem in _misfits(name, module, spec)]
@@ -123,6 +124,7 @@ class Translated(Checkpoint):
             if ending is None and reader.bare:
                 ending = ".weight"
             if ending is not None and stem not in forms:
+                self._linears += [stem] if len(stored.shape) == 2 and "embed" not in stem else []
                 forms[stem] = _form_of(stem, rules, reader, shapes)
             found = forms.get(stem) if ending is not None else None
             if ending is None or found is None:
@@ -135,6 +137,22 @@ class Translated(Checkpoint):
             module = modules.setdefault(stem, _Module(form, {}, change, n, k))
             module.raw[ending.removeprefix(".")] = stored
         return modules, others
+
+    def modules(self) -> dict[str, Form]:
+        """The modules that a form describes."""
+        return {name: module.form for name, module in self._modules.items()}
+
+    def rearranged(self, module: str) -> bool:
+        """Whether the family takes a module's tensors in another layout than the files'."""
+        return self._modules[module].change is not None
+
+    def raw(self) -> dict[str, Stored]:
+        """The files' own tensors."""
+        return self._raw
+
+    def linears(self) -> list[str]:
+        """All modules with a matrix, plain ones too, by the files' names."""
+        return self._linears
 
     def read(self, name: str) -> torch.Tensor:
         if name in self._adjusted:

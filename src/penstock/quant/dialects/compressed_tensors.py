@@ -31,7 +31,7 @@ def _words(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     return codes.flatten(-2)[..., :count].to(torch.uint8)
 
 
-def _packed(n: int, k: int, bits: int, group: int, symmetric: bool, ordered: bool) -> Form:
+def _packed(n: int, k: int, bits: int, group: int, *, symmetric: bool, ordered: bool, dtype: str) -> Form:
     """Codes in int32 words along the inputs; the middle code stands for 0."""
     groups, each = -(-k // group) if group else 1, 32 // bits
     middle = 1 << bits - 1
@@ -50,7 +50,7 @@ def _packed(n: int, k: int, bits: int, group: int, symmetric: bool, ordered: boo
 
     if k % 8 or middle > 128:
         raise ModelError(f"a matrix [{n}, {k}] cannot be stored in codes of {bits} bits")
-    return Form(Grouped(bits, group, "" if symmetric else "uint8", "bfloat16", ordered),
+    return Form(Grouped(bits, group, "" if symmetric else "uint8", dtype, ordered),
                 (Given("weight_packed", ("int32",), ((n, -(-k // each)),)),
                  Given("weight_scale", FLOATS, ((n, groups), (n,)) if groups == 1 else ((n, groups),)),
                  Given("weight_zero_point", ("int32",), ((-(-n // each), groups),), optional=symmetric),
@@ -69,11 +69,11 @@ def int8_rows(n: int, k: int, activation: Activation) -> Form:
         {"weight": "weight"})
 
 
-def _integers(n: int, k: int, strategy: str, group: int, activation: Activation) -> Form:
+def _integers(n: int, k: int, strategy: str, group: int, activation: Activation, dtype: str) -> Form:
     """int8 codes as they are: a scale for each row, or for each group."""
     if strategy != "group":
         return int8_rows(n, k, activation)
-    return Form(Grouped(8, group, scales="bfloat16"), (
+    return Form(Grouped(8, group, scales=dtype), (
         Given("weight", ("int8",), ((n, k),)), Given("weight_scale", FLOATS, ((n, -(-k // group)),)),
         Given("weight_zero_point", ("int8",), optional=True)),
         lambda raw: {"weight": (raw["weight"].int() + 128).to(torch.uint8), "scale": raw["weight_scale"].contiguous()})
@@ -100,6 +100,7 @@ class _CompressedTensors(Reader):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._format = setting(config, "format", (*_FORMATS, "mixed-precision"), "dense")
+        self._dtype = str(config.get("model_dtype", "bfloat16"))
         self._ignored = config.get("ignore") or []
         self._groups = [group for group in (config.get("config_groups") or {}).values() if group.get("weights")]
         if config.get("sparsity_config"):
@@ -145,9 +146,11 @@ class _CompressedTensors(Reader):
             if strategy in ("tensor", "channel"):
                 return by_rows(n, k, activation)
         elif not floating and kind == "pack-quantized" and strategy in ("group", "channel"):
-            return _packed(n, k, bits, size, symmetric, ordered=weights.get("actorder") in ("group", True))
+            return _packed(n, k, bits, size, symmetric=symmetric, dtype=self._dtype,
+                           ordered=weights.get("actorder") in ("group", True))
         elif not floating and bits == 8 and symmetric and strategy in ("tensor", "channel", "group"):
-            return _integers(n, k, strategy, size, _activation(group.get("input_activations")))
+            return _integers(n, k, strategy, size, _activation(group.get("input_activations")),
+                             self._dtype)
         raise ModelError(f"quantization_config: format {kind!r} with weights of {bits} bits, type {weights.get('type')!r}, "
                          f"strategy {strategy!r}, symmetric {symmetric} is not known; formats are {', '.join(_FORMATS)}")
 

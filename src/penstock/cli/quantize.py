@@ -1,0 +1,94 @@
+"""Write MODEL's folder quantized into OUT, as compressed-tensors, which vLLM, SGLang and transformers read too.
+Rounding is to nearest. --text FILE prints the perplexity before and after; --skills the graded answers of a chat model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from penstock.checkpoint import dtype_of, read_config, resolve_folder
+from penstock.config.flags import integer
+from penstock.core.errors import ConfigError
+
+_WINDOW = 512
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("model", help="a Hugging Face folder or a hub id; canary is the small model that comes with Penstock")
+    parser.add_argument("out", type=Path, help="a new folder")
+    parser.add_argument("--scheme", required=True, help="fp8, fp8_block, fp8_weights, int8, int8_weights, int4, int4_zeros, "
+                        "mxfp4, mxfp8 or nvfp4")
+    parser.add_argument("--rules", action="append", default=[], metavar="PATTERN=SCHEME",
+                        help="exceptions: modules (with * or re:...), first or last layer, and a scheme or plain")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="print the perplexity of this text, before and after")
+    parser.add_argument("--window", type=integer, default=_WINDOW, metavar="N",
+                        help=f"tokens of the text that are read at a time (default: {_WINDOW})")
+    parser.add_argument("--skills", type=integer, default=0, metavar="N",
+                        help="ask so many graded prompts of each of canary's skills, before and after")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N, for --text and --skills")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the folder; prints sizes and what was lost. ConfigError or ModelError says what cannot be done."""
+    from penstock.models import quantized
+
+    rules = {}
+    for rule in args.rules:
+        pattern, sign, scheme = rule.rpartition("=")
+        if not sign or not pattern:
+            raise ConfigError(f"--rules {rule!r} is not of the form PATTERN=SCHEME")
+        rules[pattern] = scheme
+    if args.text is not None and not args.text.is_file():
+        raise ConfigError(f"--text: there is no file {args.text}")
+    folder = resolve_folder(args.model)
+    dtype = dtype_of(folder, read_config(folder))
+    bar = tqdm(total=None, unit="B", unit_scale=True, desc="quantize", leave=False)
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    try:
+        nbytes = quantized.write(folder, args.out, args.scheme, rules, dtype, progress)
+    finally:
+        bar.close()
+    before = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    print(f"{args.out}: {nbytes:,} bytes of tensors, {nbytes / before:.0%} of {before:,}")
+    if args.text is not None or args.skills:
+        found = [_measured(str(model), args) for model in (folder, args.out)]
+        for name in found[0]:
+            print(f"{name}: {found[0][name]:.4g} before, {found[1][name]:.4g} after")
+    return 0
+
+
+def _measured(model: str, args: argparse.Namespace) -> dict[str, float]:
+    """What a model makes of the text and of the graded prompts."""
+    # Late: torch.
+    from penstock.cli.likelihood import perplexity
+    from penstock.engine.llm import LLM
+
+    found: dict[str, float] = {}
+    longest = {} if args.skills else {"max_model_len": max(64, args.window + 1)}
+    with LLM(model, device=args.device, **longest) as llm:
+        if args.text is not None:
+            found["perplexity"], _ = perplexity(llm, args.text.read_text("utf-8"), args.window)
+        if args.skills:
+            found |= _skills(llm, args.skills)
+    gc.collect()
+    return found
+
+
+def _skills(llm: Any, count: int) -> dict[str, float]:
+    """The share of right answers by skill."""
+    from penstock.canary.suite import SKILLS, graded, prompts
+    from penstock.cli.eval import answers
+
+    scores = [graded(items, answers(llm, items)) for items in (prompts(skill, count) for skill in SKILLS)]
+    return {"skills": sum(score.right for score in scores) / max(1, sum(score.asked for score in scores)),
+            **{score.skill: score.share for score in scores}}

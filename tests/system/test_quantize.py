@@ -1,0 +1,66 @@
+"""`penstock quantize`: what it writes is read back as it was, by this engine and in the layout of compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock import canary
+from penstock.cli.main import main
+from penstock.models import configured
+from tests.models.test_at_load import plain  # noqa: F401 (a fixture)
+from tests.models.test_dialects import greedy, matrices
+
+SCHEMES = ("fp8", "fp8_block", "fp8_weights", "int8", "int8_weights", "int4", "int4_zeros", "mxfp4", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_written_is_what_is_read(scheme: str, plain: Path, tmp_path: Path) -> None:  # noqa: F811
+    from penstock.quant.dialects.at_load import SCHEMES as KNOWN
+    from penstock.quant.writing import writable
+    assert main(["quantize", str(plain), str(tmp_path / "out"), "--scheme", scheme]) == 0
+    given = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert given["quant_method"] == "compressed-tensors" and given["ignore"] == ["lm_head"]
+    tensors = load_file(plain / "model.safetensors")
+    found = matrices(tmp_path / "out", torch.float32)
+    assert len(found) == 14
+    for name, matrix in found.items():
+        known = KNOWN[scheme](matrix.shape[1])
+        assert known is not None
+        stored = writable(known, "float32")
+        assert torch.equal(matrix, stored.decode(stored.encode(tensors[name]), torch.float32)), name
+    if not scheme.startswith("int4"):
+        # At load groups have float16 scales, in a folder those of the model's dtype.
+        assert greedy(tmp_path / "out", [5, 9, 2, 80], 12) == greedy(plain, [5, 9, 2, 80], 12, quantization=scheme)
+
+
+def test_loss_and_rules_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.write_text("The bird sat on the wall. It sang a song, and then it flew away over the trees.\n" * 20)
+    out = tmp_path / "out"
+    assert main(["quantize", str(canary.model_folder()), str(out), "--scheme", "int8", "--rules", "last=plain", "--rules",
+                 "*.down_proj=fp8", "--text", str(text), "--window", "64", "--skills", "1", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "bytes of tensors" in said and "perplexity: " in said and "skills: " in said
+    groups = configured(out)["quantization_config"]["config_groups"].values()
+    assert sorted(len(group["targets"]) for group in groups) == [7, 42]
+    assert (out / "tokenizer.json").is_file()
+
+
+def test_what_cannot_be_written_is_refused(plain: Path, tmp_path: Path,  # noqa: F811
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (((str(plain), "--scheme", "q8_0"), "compressed-tensors has no q8_0; possible are fp8"),
+                        ((str(plain), "--scheme", "int5"), "'int5' is not known"),
+                        ((str(plain), "--scheme", "fp8", "--rules", "first"), "is not of the form PATTERN=SCHEME"),
+                        ((str(plain), "--scheme", "fp8", "--text", "/nowhere"), "there is no file /nowhere")):
+        model, *rest = words
+        assert main(["quantize", model, str(tmp_path / "out"), *rest]) == 1
+        assert said in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert main(["quantize", str(plain), str(tmp_path / "full"), "--scheme", "fp8"]) == 1
+    assert "is not empty; name a new folder" in capsys.readouterr().err
