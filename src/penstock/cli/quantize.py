@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(model: str, args: argparse.Namespace) -> dict[str, float]:
-    """What a model makes of the text and of the graded prompts."""
+    """A model's perplexity on the text and its share of right answers, by name."""
     # Late: torch.
     from penstock.cli.likelihood import perplexity
     from penstock.engine.llm import LLM
