@@ -91,6 +91,9 @@ def test_even_groups_and_ties() -> None:
     wanted, scaled = reference(logits, correction, routing)
     assert torch.equal(picks.cpu(), wanted)
     torch.testing.assert_close(weights.cpu(), scaled, atol=1e-6, rtol=1e-5)
+    counts, live = torch.zeros(32, dtype=torch.int64, device=DEVICE), torch.tensor([20], dtype=torch.int32, device=DEVICE)
+    picks, _ = route(logits.to(DEVICE), None, Routing(32, 4), counts, live)
+    assert torch.equal(counts.cpu(), torch.bincount(picks[:20].flatten().long().cpu(), minlength=32))
     picks, _ = route(torch.zeros(2, EXPERTS, device=DEVICE), None, Routing(EXPERTS, 3))
     assert picks.tolist() == [[0, 1, 2]] * 2
 

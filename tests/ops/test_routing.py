@@ -85,3 +85,12 @@ def test_against_transformers(tied: bool) -> None:
             mine, scaled = mine.gather(1, mine_order), scaled.gather(1, mine_order)
         assert torch.equal(mine.long(), picks), type(module).__name__
         torch.testing.assert_close(scaled, weights, atol=1e-6, rtol=1e-5)
+
+
+def test_live_picks_are_counted() -> None:
+    counts = torch.zeros(EXPERTS, dtype=torch.int64)
+    logits = random(6, EXPERTS, seed=3)
+    for live, size in ((torch.tensor([4], dtype=torch.int32), 4), (None, 6)):
+        before = counts.clone()
+        picks, _ = reference(logits, None, Routing(EXPERTS, 3), counts, live)
+        assert torch.equal(counts - before, torch.bincount(picks[:size].flatten().long(), minlength=EXPERTS))

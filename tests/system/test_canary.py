@@ -130,6 +130,19 @@ def test_short_version_of_the_suite(llm: LLM) -> None:
     assert not low, low
 
 
+def test_picks_of_experts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every token of every layer but the last picks two of eight; the last one counts those of decode steps."""
+    with LLM(str(trained("canary-moe")), **OPTIONS) as member:
+        ids = list(range(5, 45))
+        member.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
+        picks = member.engine.rank.worker.model.picks
+        assert picks.shape == (6, 8)
+        assert picks[:-1].sum(1).tolist() == [2 * (40 + 8)] * 5 and 2 * 8 <= int(picks[-1].sum()) < 2 * 40
+    assert main(["info", str(trained("canary-moe")), "--experts", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["experts"]
+    assert len(found["picks"]) == 6 and all(sum(layer) > 1000 for layer in found["picks"][:-1])
+
+
 def test_the_exchange_of_its_page_is_what_canary_says(llm: LLM) -> None:
     """The conversation shown there, turn by turn, and the tool call with the answer from its result."""
     text = PAGE.read_text()

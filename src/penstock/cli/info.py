@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint import dtype_of, resolve_folder
+from penstock.cli import experts
 from penstock.cli.model import add_model, model_or_canary
 from penstock.config.flags import add_flags, from_args
 from penstock.config.resolve import EngineConfig, MemoryPlan, memory_limits, resolve
@@ -31,12 +32,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--load", action="store_true", help="start the engine, and report its own figures for memory")
+    parser.add_argument("--experts", action="store_true",
+                        help="run some hundred prompts, and show how often each layer's experts were picked")
     add_flags(parser, EngineOptions, skip=("model",))
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises ModelError or ConfigError if the model could not be served as asked."""
-    found = survey(from_args(args, EngineOptions, model=model_or_canary(args)), args.load)
+    options = from_args(args, EngineOptions, model=model_or_canary(args))
+    found = survey(options, args.load)
+    if args.experts:
+        found["experts"] = experts.picked(options, found["model"])
     print(json.dumps(found, indent=2) if args.json else as_text(found))
     return 0
 
@@ -188,6 +194,8 @@ def as_text(found: dict[str, Any]) -> str:
     for op, kernel in found["kernels"].items():
         lines.append(f"  {op:<{width}}  {kernel['serves']}")
         lines += [f"  {'':<{width}}  not {name}: {reason}" for name, reason in kernel["refused"].items()]
+    if "experts" in found:
+        lines += ["", *experts.as_lines(found["experts"])]
     return "\n".join(lines)
 
 

@@ -160,6 +160,8 @@ class StepResult:
     """Loads that have ended since the last result."""
     write_results: list[WriteResult] = field(default_factory=list)
     """Writes to stores that have ended or failed since the last result."""
+    picks: npt.NDArray[np.int64] | None = None
+    """[layers with experts, experts] how often each was picked since the start; now and then, of mixtures."""
 
 
 MOST_DEPTH = 4

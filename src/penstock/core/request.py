@@ -223,6 +223,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Segments that had drafted tokens."""
     accepted_by_place: list[int] = []
     """How often the first, second, ... draft of a segment was kept."""
+    expert_picks: list[list[int]] = []
+    """Of each layer with experts, how often each was picked."""
 
 
 class EngineInfo(msgspec.Struct):

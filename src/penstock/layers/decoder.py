@@ -10,6 +10,7 @@ from penstock.core.state import StateSpec
 from penstock.layers.block import Block
 from penstock.layers.build import Build, Values
 from penstock.layers.embedding import Embedding, Head
+from penstock.layers.experts import Experts
 from penstock.layers.identity import computation
 from penstock.layers.linear import Linear
 from penstock.layers.norm import build_norm
@@ -77,6 +78,18 @@ class Decoder:
             delta, residual = block(delta, residual, step)
         delta, residual = last(delta, residual, step, step.ends)
         return self.norm.add(delta, residual)[0]
+
+    @property
+    def picks(self) -> torch.Tensor | None:
+        """[layers with experts, E] int64 on the device: how often each expert was picked. None without experts."""
+        found = [mixer.counts for block in self.blocks for mixer in block.mixers if isinstance(mixer, Experts)]
+        return torch.stack(found) if found else None
+
+    def forget_picks(self) -> None:
+        """Starts counting anew."""
+        for mixer in (mixer for block in self.blocks for mixer in block.mixers):
+            if isinstance(mixer, Experts):
+                mixer.counts.zero_()
 
     @property
     def linears(self) -> list[Linear]:

@@ -132,6 +132,11 @@ class Experts:
             self.down_bias = self.down_bias if build.group.rank == 0 else None
         self.shared = None if spec.shared is None else MLP(spec.shared, f"{path}.shared", build)
         self.shared_gate = Linear(spec.gate, f"{path}.shared_gate", build) if spec.shared_gate else None
+        self.counts = torch.zeros(spec.routing.experts, dtype=torch.int64, device=build.device)
+        """How often each expert was picked. Of the last layer, only in steps whose every token goes on to its end."""
+        self.placement: torch.Tensor | None = None
+        """[E, R] int32: where in the stacks an expert's R replicas are, -1 where another rank has it; None: at its own number.
+        Neighbouring tokens take different replicas."""
         self._route = build.kernels.route
         self._reduce = None if build.group is None else build.group.reduce
 
@@ -148,10 +153,12 @@ class Experts:
         """It has no states."""
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
-        if ends is not None:
-            x = x.index_select(0, ends)
-        spec = self.spec
-        picks, weights = self._route(self.router(x, step), self.correction, spec.routing)
+        spec, counted = self.spec, (self.counts, step.query_start[-1:])
+        if ends is not None:  # how many of them are padding is not known here
+            x, counted = x.index_select(0, ends), (None, None)  # type: ignore[assignment]
+        picks, weights = self._route(self.router(x, step), self.correction, spec.routing, *counted)
+        if self.placement is not None:
+            picks = placed(picks, self.placement)
         out = self.up.grouped.apply(x, picks, weights, self.up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward)
         if self._reduce is not None:
             out = self._reduce(out)
@@ -159,6 +166,12 @@ class Experts:
             return out
         shared = self.shared(x, step)
         return out + (shared if self.shared_gate is None else self.shared_gate(x, step).sigmoid() * shared)
+
+
+def placed(picks: torch.Tensor, placement: torch.Tensor) -> torch.Tensor:
+    """Places in the stacks [T, K] of picks [T, K]; token t takes replica t % R."""
+    replica = torch.arange(len(picks), device=picks.device) % placement.shape[1]
+    return placement[picks.long(), replica[:, None]].contiguous()
 
 
 def _own_bias(bias: torch.Tensor, spec: ExpertsSpec, rank: int) -> torch.Tensor:

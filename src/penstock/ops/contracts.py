@@ -90,8 +90,9 @@ class HeadMatrixOps(Protocol):
 class Route(Protocol):
     """ops/routing.py."""
 
-    def __call__(self, logits: torch.Tensor, correction: torch.Tensor | None,
-                 routing: Routing) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def __call__(self, logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing,
+                 counts: torch.Tensor | None = None, live: torch.Tensor | None = None
+                 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class BuildStep(Protocol):

@@ -45,13 +45,28 @@ class Routing:
 
 
 @register("route", "reference", rank=0)
-def route(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing, counts: torch.Tensor | None = None,
+          live: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(picks [T, K] int32, weights [T, K] float32) for logits [T, E] float32; `correction` [E] float32 if there is one.
 
+    To counts [E] int64, if given, the picks of the first `live` [1] tokens (None: of all) are added: the others are padding.
     Ties are resolved by torch.topk on the device, as transformers does. Other implementations pick the lowest index of equals.
     """
-    if routing.score == "sparsemixer":
-        return _sparsemixer(logits, routing)
+    picks, weights = _sparsemixer(logits, routing) if routing.score == "sparsemixer" else _best(logits, correction, routing)
+    if counts is not None:
+        count(picks, counts, live)
+    return picks, weights
+
+
+def count(picks: torch.Tensor, counts: torch.Tensor, live: torch.Tensor | None) -> None:
+    """Adds the picks of live tokens to `counts`, without a look at any value on the host."""
+    places = torch.arange(len(picks), device=picks.device)
+    ones = torch.ones_like(places) if live is None else (places < live).long()
+    counts.scatter_add_(0, picks.flatten().long(), ones.repeat_interleave(picks.shape[1]))
+
+
+def _best(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """All scores but sparsemixer's."""
     scores = logits
     if routing.score == "softmax":
         scores = logits.softmax(-1)

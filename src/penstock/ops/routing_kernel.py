@@ -24,7 +24,7 @@ def _best_groups(ranked, size: tl.constexpr, groups: tl.constexpr, picked: tl.co
 
 
 @triton.jit
-def route(logits, correction, picks, weights, experts: tl.constexpr, block: tl.constexpr, count: tl.constexpr,
+def route(logits, correction, picks, weights, counts, live, experts: tl.constexpr, block: tl.constexpr, count: tl.constexpr,
           slots: tl.constexpr, score: tl.constexpr, normalise: tl.constexpr, scale: tl.constexpr, least: tl.constexpr,
           groups: tl.constexpr, picked: tl.constexpr, two: tl.constexpr, linked: tl.constexpr):
     """A program routes a token: `count` times the best expert that is left, the lowest index of equals."""
@@ -65,3 +65,8 @@ def route(logits, correction, picks, weights, experts: tl.constexpr, block: tl.c
     at = token * count + slot
     tl.store(picks + at, found, mask=slot < count)
     tl.store(weights + at, value * scale, mask=slot < count)
+    if counts is not None:
+        there = slot < count
+        if live is not None:
+            there = there & (token < tl.load(live))
+        tl.atomic_add(counts + found, tl.full((slots,), 1, tl.int64), mask=there, sem="relaxed")

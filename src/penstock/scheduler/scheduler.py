@@ -438,6 +438,8 @@ class Scheduler:
         decoded = step.counts.count(1) + len(drafts)
         checked = sum(drafts.values())
         tokens_done = sum(step.counts)
+        if result.picks is not None:
+            self.stats.expert_picks = result.picks.tolist()
         self.cache.report(result.load_results, result.write_results, tokens_done, result.seconds)
         if self.drafting is not None and decoded + checked == tokens_done:
             self.drafting.stepped(len(step.counts), tokens_done, int(result.kept.sum()), result.seconds)

@@ -69,6 +69,7 @@ class EngineCollector(Collector):
         yield from self._gauges()
         yield from self._states()
         yield from self._counters()
+        yield from self._experts()
         yield from self._tiers()
         yield from self._histograms()
         yield from self._connections()
@@ -107,6 +108,14 @@ class EngineCollector(Collector):
         lora.add_metric((self.values[0], "0", "", ""), 0)
         yield lora
 
+    def _experts(self) -> Iterator[Metric]:
+        """How unevenly the experts of each layer are picked: 1 is even."""
+        family = GaugeMetricFamily("penstock:expert_imbalance", "Picks of a layer's most picked expert over the mean.",
+                                   labels=(*LABELS, "layer"))
+        for layer, picks in enumerate(self.llm.stats.expert_picks):
+            family.add_metric((*self.values, str(layer)), max(picks) * len(picks) / max(1, sum(picks)))
+        yield family
+
     def _counters(self) -> Iterator[Metric]:
         stats, figures = self.llm.stats, self.llm.figures
         for name, doc, value in (
@@ -140,6 +149,11 @@ class EngineCollector(Collector):
         for place, count in enumerate(stats.accepted_by_place):
             places.add_metric((*self.values, str(place)), count)
         yield places
+        picked = CounterMetricFamily("penstock:expert_picks", "How often tokens were sent to each expert, of all layers.",
+                                     labels=(*LABELS, "expert"))
+        for expert, count in enumerate(map(sum, zip(*stats.expert_picks, strict=True))):
+            picked.add_metric((*self.values, str(expert)), count)
+        yield picked
         success = CounterMetricFamily("vllm:request_success", "Finished sequences by why they ended.",
                                       labels=(*LABELS, "finished_reason"))
         for reason, count in figures.finished.items():

@@ -190,6 +190,7 @@ class Rank:
                     store.close()
                 raise
             worker.warm_up(self._scratch, config.max_num_batched_tokens)
+            worker.model.forget_picks()
         if worker.graphs is None:
             return Prepared()
         return Prepared(len(worker.graphs), worker.graphs.seconds)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.core.layout import CacheLayout
@@ -53,6 +55,10 @@ class Forward:
     """The first MAX_LOGITS_ROWS logits rows, until they are consumed; None if no token is chosen."""
 
 
+_PICKS_SECONDS = 0.5
+"""Between two reports of how often experts were picked."""
+
+
 @dataclass(slots=True)
 class Chosen:
     """The outputs of a step's second launch; their copies to the host are in flight."""
@@ -68,13 +74,16 @@ class Launched:
     """A step whose work is enqueued on the device, including the copies of its results to the host."""
 
     def __init__(self, plan: StepPlan, interval: Interval, movers: Movers | None,
-                 choose: Callable[[Masks | None], Chosen] | None, chosen: Chosen | None = None) -> None:
-        """`choose` enqueues the second launch; None if no token is chosen or `chosen` already holds its outputs."""
+                 choose: Callable[[Masks | None], Chosen] | None, chosen: Chosen | None = None,
+                 picks: Callable[[], npt.NDArray[np.int64] | None] | None = None) -> None:
+        """`choose` enqueues the second launch; None if no token is chosen or `chosen` already holds its outputs. `picks` is
+        asked for the experts' counts, and has them now and then."""
         self._plan = plan
         self._interval = interval
         self._movers = movers
         self._choose = choose
         self._chosen = chosen or Chosen()
+        self._picks = picks
         self._result: StepResult | None = None
 
     @property
@@ -103,6 +112,8 @@ class Launched:
             if self._movers is not None:
                 # A step without segments waits for loads that the engine needs.
                 self._result.load_results, self._result.write_results = self._movers.arrived(wait=self._plan.idle)
+            if self._picks is not None:
+                self._result.picks = self._picks()
             self._chosen = Chosen()
         return self._result
 
@@ -139,6 +150,7 @@ class Worker:
         besides the device. `drafter`: writes drafts; its states follow those of `model` in `layout`. `budget`: the most tokens
         of a step."""
         self.closed = False
+        self._picks_due = 0.0
         self.model = model
         self.layout = layout
         self.arena = Arena(layout, device)
@@ -195,6 +207,14 @@ class Worker:
             self.model.warm_up_gemms(fitted_sizes(min(tokens, _SAME_KERNELS_ABOVE)), sorted(lines))
         self.stream.synchronize()
 
+    def _picks(self) -> npt.NDArray[np.int64] | None:
+        """The experts' counts, if the model has experts and some time has passed. The copy waits for the device."""
+        now = time.monotonic()
+        if now < self._picks_due or (found := self.model.picks) is None:
+            return None
+        self._picks_due = now + _PICKS_SECONDS
+        return found.cpu().numpy()
+
     def close(self) -> None:
         """Stops the movers' threads and frees all memory. Nothing can be run afterwards."""
         if self.closed:
@@ -237,7 +257,7 @@ class Worker:
             self.drafter.propose(Drafting(plan, self.rows))
         decoded = self.graphs.decode(plan) if self.graphs is not None and not plan.idle else None
         if decoded is not None:
-            return Launched(plan, interval.stop(whole=True), self.movers, None, Chosen([Sampled(decoded, None)]))
+            return Launched(plan, interval.stop(whole=True), self.movers, None, Chosen([Sampled(decoded, None)]), self._picks)
         interval.enter_model()
         if plan.idle:
             interval.leave_model()
@@ -247,7 +267,7 @@ class Worker:
         logits = self.model.head(ends[:MAX_LOGITS_ROWS])[:min(MAX_LOGITS_ROWS, count)] if count else None
         forward = Forward(hidden, ends, lines, logits)
         interval.leave_model()
-        return Launched(plan, interval, self.movers, partial(self._choose, plan, forward, interval))
+        return Launched(plan, interval, self.movers, partial(self._choose, plan, forward, interval), picks=self._picks)
 
     def _choose(self, plan: StepPlan, forward: Forward, interval: Interval, masks: Masks | None) -> Chosen:
         with torch.inference_mode(), self._on_stream:
