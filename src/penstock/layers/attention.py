@@ -11,7 +11,7 @@ from penstock.core.errors import ModelError
 from penstock.core.state import Everything, Field, StateSpec, Window
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, LinearSpec
-from penstock.layers.norm import LayerNorm, NormSpec, RMSNorm, RMSNormSpec, build_norm
+from penstock.layers.norm import LayerNorm, NoNorm, NormSpec, RMSNorm, RMSNormSpec, build_norm
 from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.rope import RopeSpec
 from penstock.layers.step import StateView, Step, Works
@@ -226,6 +226,7 @@ class HeadNorm:
         if not self._spec.own:
             return self._norm(x.flatten(0, 1)).view(x.shape)
         norm, wide = self._norm, x.float()
+        assert not isinstance(norm, NoNorm)
         if isinstance(norm, LayerNorm):
             wide = wide - wide.mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)

@@ -27,6 +27,8 @@ class BranchSpec:
     scale: float = 1.0
     same: bool = False
     """It reads the normed input of its stage's first branch."""
+    replaces: bool = False
+    """Its result takes the stream's place instead of being added to it. It is the only branch of its stage."""
 
     def parameters(self, path: str) -> Iterator[Parameter]:
         for name, norm in (("pre", self.pre), ("post", self.post)):
@@ -65,6 +67,7 @@ class Branch:
         self.post = build_norm(spec.post, f"{path}.post", build) if spec.post is not None else None
         self.scale = spec.scale
         self.same = spec.same
+        self.replaces = spec.replaces
 
     def enter(self, delta: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(the body's input, the stream) for the stream `residual + delta`. `residual` may be overwritten."""
@@ -106,5 +109,7 @@ class Block:
                 delta = delta + branch.leave(x, step, at)
             if at is not None:
                 residual = residual.index_select(0, at)
+            if first.replaces:
+                residual = torch.zeros_like(residual)
         assert delta is not None
         return delta, residual

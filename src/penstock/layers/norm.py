@@ -40,7 +40,15 @@ class LayerNormSpec:
             yield Parameter(f"{path}.bias", (width,))
 
 
-NormSpec = RMSNormSpec | LayerNormSpec
+@dataclass(frozen=True)
+class NoNormSpec:
+    """x itself, where a decoder has no norm of its own."""
+
+    def parameters(self, _path: str, _width: int) -> Iterator[Parameter]:
+        yield from ()
+
+
+NormSpec = RMSNormSpec | LayerNormSpec | NoNormSpec
 
 
 class RMSNorm:
@@ -79,9 +87,21 @@ class LayerNorm:
         return self(total), total
 
 
-Norm = RMSNorm | LayerNorm
+class NoNorm:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x + residual, x + residual)."""
+        total = x + residual
+        return total, total
+
+
+Norm = RMSNorm | LayerNorm | NoNorm
 
 
 def build_norm(spec: NormSpec, path: str, build: Build) -> Norm:
     """The layer of a spec."""
+    if isinstance(spec, NoNormSpec):
+        return NoNorm()
     return RMSNorm(spec, path, build) if isinstance(spec, RMSNormSpec) else LayerNorm(spec, path, build)

@@ -86,6 +86,11 @@ class ModelSpec:
         """The softmax attention layers with keys and values."""
         return [mixer for block in self.blocks for mixer in block.mixers if isinstance(mixer, AttentionSpec)]
 
+    @property
+    def eager(self) -> bool:
+        """Whether a mixer cannot be in a CUDA graph."""
+        return any(getattr(mixer, "eager", False) for block in self.blocks for mixer in block.mixers)
+
     def parameters(self) -> Iterator[Parameter]:
         """Every parameter, in the order of their use. A joined matrix whose pieces are stored in different ways is one
         parameter for each piece."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from penstock.checkpoint import read_config
 from penstock.core.errors import ModelError
 from penstock.layers.embedding import HeadSpec
 from penstock.layers.spec import ModelSpec
-from penstock.models import families
+from penstock.models import fallback, families
 from penstock.models.config import Config
 from penstock.models.mapped import Checkpoint
 from penstock.models.translated import Translated, with_schemes
@@ -48,7 +48,7 @@ def registry() -> Registry:
     return Registry(architectures, model_types)
 
 
-def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType]:
+def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType | SimpleNamespace]:
     """(architecture, family) by `architectures[0]`, or by `model_type` where no architecture is named.
 
     ModelError names the nearest that is known, and all.
@@ -66,16 +66,18 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType]:
         if name in table:
             return table[name].ARCHITECTURES[0], table[name]
         what = f"model_type {name!r} (and no architecture)" if name else "neither architectures nor model_type"
-    if any(config.get(key) for key in _EXPERTS):
+    foreign = fallback.family(config)
+    if foreign is not None:
+        return foreign.ARCHITECTURES[0], foreign
+    if config.get("auto_map"):
+        raise ModelError(f"config.json names {what}, whose checkpoint brings code of its own, which Penstock does not run; it "
+                         f"knows {', '.join(sorted(table))}")
+    if any(config.get(key) for key in fallback.EXPERTS):
         raise ModelError(f"config.json names {what}, a mixture-of-experts model, which Penstock does not know; it knows "
                          f"{', '.join(sorted(table))}")
     nearest = difflib.get_close_matches(name, table, 1, 0.0)
     raise ModelError(f"config.json names {what}, which Penstock does not know. The nearest that it knows is "
                      f"{nearest[0] if nearest else next(iter(table))}; all are {', '.join(sorted(table))}")
-
-
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Keys by which configs of mixture-of-experts models say how many there are."""
 
 
 def describe(config: Mapping[str, Any]) -> ModelSpec:

@@ -99,7 +99,7 @@ class Rank:
         self._kernels = kernels = registry.bind(self._facts, getattr(torch, config.dtype), config.kernels,
                                                 batch_invariant=config.batch_invariant)
         registry.set_threads(config.threads, kernels)
-        self._config = replace(config, graph_tokens=0) if kernels.uncapturable() else config
+        self._config = replace(config, graph_tokens=0) if kernels.uncapturable() or self._spec.eager else config
         self._occupancy = memory.occupancy(self._device)
         if self._occupancy is not None:
             memory.configure_allocator()

@@ -1,0 +1,119 @@
+"""Finds out whether an architecture that no family describes can be run through transformers' own modules, and describes it.
+
+The modules are run once without numbers (on the meta device): each call of attention is seen, and what cannot be driven by
+`layers/foreign.py` is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from penstock.core.errors import ModelError
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.embedding import EmbeddingSpec, HeadSpec
+from penstock.layers.foreign import ForeignAttention, ForeignSpec, running, skeleton
+from penstock.layers.norm import NoNormSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models.config import Config
+from penstock.models.rules import Rule
+
+_KNOWN = {"dropout", "sliding_window", "softcap", "s_aux", "position_ids", "is_causal", "cache_position", "use_cache",
+          "output_attentions", "output_hidden_states", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+          "max_length_k", "deterministic", "layer_idx", "position_embeddings", "attention_mask"}
+"""Arguments of attention that are understood, or change nothing."""
+
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys by which configs of mixture-of-experts models say how many there are."""
+
+
+def family(config: Mapping[str, Any]) -> SimpleNamespace | None:
+    """The members of a family's file, for a config of a decoder that transformers knows; None if it does not, or is not there.
+
+    ModelError if its modules cannot be driven.
+    """
+    architecture = (config.get("architectures") or [None])[0]
+    if any(config.get(key) for key in EXPERTS):
+        return None
+    if importlib.util.find_spec("transformers") is None or not isinstance(architecture, str) or config.get("auto_map"):
+        return None
+    return _family(architecture, json.dumps(dict(config), sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _family(architecture: str, text: str) -> SimpleNamespace | None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = json.loads(text)
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type")) != architecture:
+        return None
+    try:
+        spec, rules = _described(text, config)
+    except ModelError as error:
+        raise ModelError(f"config.json names architecture {architecture!r}, which Penstock does not know, and which cannot be "
+                         f"run through transformers' modules: {error}") from None
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        raise ModelError(f"config.json names architecture {architecture!r}, which Penstock does not know; transformers' "
+                         f"modules do not run here as they are: {type(error).__name__}: {str(error)[:200]}") from error
+    return SimpleNamespace(ARCHITECTURES=(architecture,), MODEL_TYPES=(), RULES=rules, spec=lambda _config: spec)
+
+
+def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule, ...]]:
+    model = skeleton(config, torch.device("meta"), torch.float32)
+    given = model.config
+    scaling = (getattr(given, "rope_parameters", None) or {}).get("rope_type", "default")
+    if scaling in ("dynamic", "longrope"):
+        raise ModelError(f"its rotation ({scaling}) depends on the longest of the sequences that run together")
+    seen = _Seen()
+    positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    with running(seen), torch.inference_mode():
+        out = model.base_model(input_ids=positions, position_ids=positions, use_cache=False)
+    layers = given.num_hidden_layers
+    if len(seen.attentions) != layers:
+        raise ModelError(f"{len(seen.attentions)} of its {layers} layers use the attention that can be replaced")
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = bool(given.tie_word_embeddings)
+    apart = {names[id(embedding)]: "embedding.weight", **({} if tied else {names[id(head.weight)]: "head.weight"}),
+             **({} if head.bias is None else {names[id(head.bias)]: "head.bias"})}
+    ignored = {name for name, parameter in model.named_parameters(remove_duplicate=False) if tied and parameter is head.weight}
+    tensors = tuple((name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()
+                    if name not in apart and name not in ignored)
+    width, vocabulary = out.last_hidden_state.shape[-1], embedding.shape[0]
+    foreign = ForeignSpec(width, text, tuple(seen.attentions), tensors, names[id(embedding)])
+    block = BlockSpec(((BranchSpec(foreign, replaces=True),),))
+    spec = ModelSpec("", vocabulary, width, Config(given.to_dict()).integer("max_position_embeddings"), (block,), NoNormSpec(),
+                     HeadSpec(tied, head.bias is not None), EmbeddingSpec())
+    rules = (*(Rule(name, target) for name, target in apart.items()), *(Rule(name, None) for name in ignored),
+             *(Rule(name, f"blocks.0.foreign.{name}") for name, _ in tensors),
+             Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None))
+    return spec, rules
+
+
+class _Seen:
+    """Notes the calls of attention (`layers/foreign.py::Attends`)."""
+
+    def __init__(self) -> None:
+        self.attentions: list[ForeignAttention] = []
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _scaling: float,
+               options: dict[str, Any]) -> torch.Tensor:
+        unknown = sorted(name for name, option in options.items() if option is not None and name not in _KNOWN)
+        if unknown:
+            raise ModelError(f"its attention takes {', '.join(unknown)}")
+        if options.get("is_causal") is False:
+            raise ModelError("its attention looks ahead")
+        if value.shape[-1] != query.shape[-1]:
+            raise ModelError(f"its values ({value.shape[-1]}) are not as wide as its keys ({query.shape[-1]})")
+        sinks = options.get("s_aux")
+        self.attentions.append(ForeignAttention(
+            query.shape[1], key.shape[1], query.shape[-1], options.get("sliding_window") or 0, options.get("softcap") or 0.0,
+            sinks is not None))
+        return query.transpose(1, 2)

@@ -1,0 +1,81 @@
+"""The fallback to transformers' modules: families that Penstock knows, forced through it, say the same."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock import LLM, SamplingParams
+from penstock.checkpoint import read_config
+from penstock.core.errors import ModelError
+from penstock.layers.foreign import ForeignSpec
+from penstock.models import describe
+from tests.models.families import CASES, PROMPT, make
+from tests.models.harness import Runner, open_model
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    """Makes a family unknown."""
+    registry = importlib.import_module("penstock.models.registry")
+    known = registry.registry()
+    left = {name: family for name, family in known.architectures.items() if name != architecture}
+    monkeypatch.setattr(registry, "registry", lambda: registry.Registry(left, known.model_types))
+
+
+@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3-plain", "mistral-window", "phi-normed", "gpt-oss-plain"])
+def test_a_family_through_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES if case.name == name)
+    make(case, tmp_path)
+    prompt = torch.randint(3, 199, (PROMPT,), generator=torch.Generator().manual_seed(5)).tolist()
+    logits, ids, _ = Runner(open_model(tmp_path)).greedy(prompt, 20, row=1)
+    forget(monkeypatch, case.model)
+    if name.startswith("gpt-oss"):  # its experts are stored in another form than that of its modules
+        with pytest.raises(ModelError, match="mixture"):
+            describe(read_config(tmp_path))
+        return
+    (block,) = describe(read_config(tmp_path)).blocks
+    assert isinstance(block.mixers[0], ForeignSpec)
+    runner = Runner(open_model(tmp_path))
+    found, said, _ = runner.greedy(prompt, 20, row=1)
+    torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
+    assert said == ids
+    together = runner.step([(1, [7]), (0, prompt[:20])])
+    torch.testing.assert_close(together[1:], logits[:20], atol=1e-4, rtol=0)
+
+
+def test_through_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Several at once, in chunks, with pages found again; it is said at start."""
+    make(next(case for case in CASES if case.name == "qwen3-plain"), tmp_path)
+    prompts = [torch.randint(3, 199, (50 - 9 * i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(3)]
+    asked = [{"prompt_token_ids": prompt} for prompt in (*prompts, prompts[0])]
+    params, options = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True), {
+        "skip_tokenizer_init": True, "max_model_len": 128, "device": "cpu", "max_num_batched_tokens": 24, "max_num_seqs": 3,
+        "block_size": 8, "dtype": "float32"}
+
+    def answers() -> list[list[int]]:
+        with LLM(str(tmp_path), **options) as llm:
+            return [list(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False)]
+
+    own = answers()
+    forget(monkeypatch, "Qwen3ForCausalLM")
+    with caplog.at_level("WARNING"):
+        assert answers() == own
+    assert "transformers' own modules" in caplog.text
+
+
+def test_what_cannot_be_driven_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(next(case for case in CASES if case.name == "gemma2-plain"), tmp_path)
+    forget(monkeypatch, "Gemma2ForCausalLM")
+    with pytest.raises(ModelError, match="Gemma2ForCausalLM changes its logits"):
+        open_model(tmp_path)
+    for name, why in (("bloom-plain", "0 of its 3 layers"), ("llama-dynamic", "depends on the longest")):
+        case = next(case for case in CASES if case.name == name)
+        make(case, tmp_path / name)
+        forget(monkeypatch, case.model)
+        with pytest.raises(ModelError, match=why):
+            describe(read_config(tmp_path / name))
+    with pytest.raises(ModelError, match="brings code of its own"):
+        describe({"architectures": ["SomethingForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling.Something"}})
