@@ -1,6 +1,6 @@
 """Latent attention (MLA) on a GPU: decoding's share of the copy's rate for several shapes of tiles, and prompts in both forms.
 
-usage: gpu_latent.py [--sweep] [--json FILE]
+usage: gpu_latent.py [--sweep] [--cases NAMES] [--json FILE]
 
 Latents are those of DeepSeek V2 and V3: 576 elements a position, of which 512 are the value. Times are those of CUDA graphs
 over several caches in turn, so that L2 holds none. Prompts are attended to absorbed, and expanded to heads of 192 and 128.
@@ -27,8 +27,8 @@ from penstock.ops.attention_work import Shape
 RANK, TURNED, PAGE = 512, 64, 16
 DECODE = [("b1 2k", [2048]), ("b1 32k", [32768]), ("b8 600", [600] * 8), ("b8 32k", [32768] * 8), ("b32 600", [600] * 32),
           ("b256 600", [600] * 256)]
-SWEPT = [(16, 64, 8, 2, 1), (16, 64, 4, 2, 1), (16, 32, 4, 4, 1), (16, 32, 4, 3, 1), (16, 32, 4, 2, 2), (16, 32, 8, 4, 1),
-         (16, 128, 8, 1, 1), (32, 64, 8, 2, 1), (64, 64, 8, 2, 1), (64, 32, 8, 3, 1), (64, 32, 4, 3, 1), (64, 64, 4, 2, 1)]
+SWEPT = [(16, 64, 4, 2, 1), (16, 32, 4, 4, 1), (16, 32, 4, 2, 2), (16, 64, 4, 1, 2), (16, 128, 8, 1, 1), (64, 64, 8, 2, 1),
+         (64, 32, 8, 4, 1), (64, 32, 8, 2, 1), (64, 64, 8, 1, 1)]
 """(rows, block of keys, warps, stages, programs a multiprocessor)."""
 
 
@@ -70,16 +70,18 @@ def shapes(heads: int, sweep: bool) -> Iterator[Shape | None]:
     yield None
     for rows, block, warps, stages, resident in SWEPT if sweep else ():
         group = min(heads, attention_work.LATENT_HEADS)
-        if rows >= group:
+        if rows == max(16, group):
             yield Shape(rows, block, rows // group, warps, stages, resident)
 
 
-def decoding(sweep: bool, rate: float) -> Iterator[dict[str, object]]:
+def decoding(sweep: bool, rate: float, chosen: list[str]) -> Iterator[dict[str, object]]:
     usual = attention_work._latent_shapes
     for heads in (16, 128):
         for name, contexts in DECODE:
+            if chosen and name not in chosen:
+                continue
             cache = Cache(heads, contexts)
-            for shape in shapes(heads, sweep and name in ("b1 2k", "b8 32k", "b256 600")):
+            for shape in shapes(heads, sweep):
                 if shape is not None:
                     attention_work._latent_shapes = lambda *given, shape=shape: (shape, usual(*given)[1])
                 attention_work.layout.cache_clear()
@@ -135,12 +137,15 @@ def prompts() -> Iterator[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--cases", default="", help="of decoding, by name; without prompts")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rate = copy_bandwidth()
     print(f"copy {rate / 1e12:.2f} TB/s")
     with torch.inference_mode():
-        record = {"copy": rate, "prompts": list(prompts()), "decode": list(decoding(args.sweep, rate))}
+        chosen = args.cases.split(",") if args.cases else []
+        record = {"copy": rate, "prompts": [] if chosen else list(prompts()),
+                  "decode": list(decoding(args.sweep, rate, chosen))}
     file = args.json or (Path(os.environ["OUT"]) / "latent.json" if "OUT" in os.environ else None)
     if file is not None:
         file.write_text(json.dumps(record, indent=1))

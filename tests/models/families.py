@@ -88,6 +88,7 @@ MLA = {name: value for name, value in ODD.items() if name != "head_dim"} | {
 MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.9)
 MIXED = {"first_k_dense_replace": 1, "n_routed_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
          "n_shared_experts": 1}
+SPARSE = {**MLA, "q_lora_rank": 24, "index_head_dim": 14, "index_n_heads": 8, "n_routed_experts": 4}
 OSS = {"num_local_experts": 7, "num_experts_per_tok": 2}
 MLA3 = {name: value for name, value in MLA.items() if name != "first_k_dense_replace"} | {"q_lora_rank": 22}
 FALCON = {"vocab_size": 199, "hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 5, "ffn_hidden_size": 88,
@@ -196,6 +197,9 @@ CASES = [
     Case("deepseek3-experts", "DeepseekV3", {**MLA, **MIXED, **MSCALE, "n_group": 2, "topk_group": 1, "n_routed_experts": 6,
                                              "num_nextn_predict_layers": 1}),
     Case("deepseek3-ungrouped", "DeepseekV3", {**MLA, **MIXED, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    Case("deepseek32-short", "DeepseekV32", {**SPARSE, "index_topk": 200}),
+    Case("deepseek32-long", "DeepseekV32", {**SPARSE, **MSCALE, "index_topk": 11, "index_n_heads": 9}),
+    Case("deepseek32-experts", "DeepseekV32", {**SPARSE, **TIED, **MIXED, "index_topk": 40, "n_group": 1, "topk_group": 1}),
     Case("gpt-oss-plain", "GptOss", {**EVEN, **OSS, "sliding_window": 20}),
     Case("gpt-oss-odd", "GptOss", {**ODD, **OSS, **TIED, "num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_limit": 1.0,
                                    "attention_bias": False}),

@@ -145,6 +145,7 @@ class LatentAttention:
         if ranges:
             found = kernels.attention.apply(absorbed, self.cache, self.cache[..., :spec.rank], group.table, step.query_start,
                                             step.context, spec.scale, work=step.work[self.work], library=library)
+            found = self._picked(x, inner, absorbed, found, step)
         for first, last in ranges:
             kernels.head_linear.apply(found[first:last], self.out_of, out[first:last])
         if library:
@@ -153,6 +154,11 @@ class LatentAttention:
             self._expand(q, span, group.table[span.segment], out[span.first:span.first + span.count])
         out = out.view(tokens, -1)
         return self.o(out if ends is None else out.index_select(0, ends), step)
+
+    def _picked(self, _x: torch.Tensor, _inner: torch.Tensor, _queries: torch.Tensor, found: torch.Tensor,
+                _step: Step, /) -> torch.Tensor:
+        """The results `found` [T, H, rank] of absorbed queries, changed where a query attends to fewer positions."""
+        return found
 
     def _expand(self, q: torch.Tensor, span: Span, row: torch.Tensor, out: torch.Tensor) -> None:
         """The expanded form of one segment. row: its block table row."""

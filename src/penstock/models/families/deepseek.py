@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3 and R1, Kimi K2: latent attention, dense layers first, then mixtures of experts.
+"""DeepSeek V2, V3, R1 and V3.2, Kimi K2: latent attention, dense layers first, then mixtures of experts.
 
 The layers behind the last one, which draft (multi-token prediction), are not loaded.
 """
@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 
+from penstock.layers.latent import LatentAttentionSpec
+from penstock.layers.sparse import SparseLatentAttentionSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import parts, rules
 from penstock.models.config import Config, rope
+from penstock.models.rules import Rule
 from penstock.ops.routing import Routing
 
-ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM")
+MODEL_TYPES = ("deepseek_v2", "deepseek_v32", "deepseek_v3", "kimi_k2")
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "topk_method": "greedy"}
-RULES = (*rules.EMBEDDING, *rules.LATENT_ATTENTION, *rules.EXPERTS, *rules.MLP, *rules.PRE_NORMS)
+RULES = (
+    Rule("model.layers.#.self_attn.indexer.wq_b.*", "blocks.#.attention.index_q.*"),
+    Rule("model.layers.#.self_attn.indexer.wk.*", "blocks.#.attention.index_k.*"),
+    Rule("model.layers.#.self_attn.indexer.weights_proj.*", "blocks.#.attention.index_weights.*"),
+    Rule("model.layers.#.self_attn.indexer.k_norm.*", "blocks.#.attention.index_norm.*"),
+    *rules.EMBEDDING, *rules.LATENT_ATTENTION, *rules.EXPERTS, *rules.MLP, *rules.PRE_NORMS)
 
 
 def routing(config: Config) -> Routing:
@@ -33,10 +41,20 @@ def routing(config: Config) -> Routing:
     return Routing(experts, picks, "sigmoid", config.flag("norm_topk_prob", True), scale, True, groups or 1, picked or 1)
 
 
+def _sparse(config: Config, attention: LatentAttentionSpec) -> SparseLatentAttentionSpec:
+    if not attention.query_rank:
+        raise config.wrong("q_lora_rank", "a whole number: index queries are made from the queries' inner vector")
+    given = {field.name: getattr(attention, field.name) for field in dataclasses.fields(attention)}
+    return SparseLatentAttentionSpec(**given, index_heads=config.integer("index_n_heads", 64),
+                                     index_size=config.integer("index_head_dim", 128), picks=config.integer("index_topk", 2048))
+
+
 def spec(config: Config) -> ModelSpec:
     norm, layers = parts.rms_norm(config), config.integer("num_hidden_layers")
     turn = rope(config, config.integer("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True))
     attention = parts.latent_attention(config, turn)
+    if config.named("DeepseekV32ForCausalLM", "deepseek_v32"):
+        attention = _sparse(config, attention)
     dense = min(config.integer("first_k_dense_replace", 0, least=0), layers)
     if config.integer("moe_layer_freq", 1) != 1:
         raise config.wrong("moe_layer_freq", "1")
