@@ -138,6 +138,14 @@ def test_a_lost_rank_is_noticed(how: signal.Signals, which: int) -> None:
     assert not Path(group._folder).exists()
 
 
+@pytest.mark.exhaustive
+def test_an_idle_server_notices_a_lost_rank() -> None:
+    with served("canary", "--tensor-parallel-size", "2", "--max-model-len", "512", "--device", "cpu") as server:
+        os.kill(_ranks_of(server)[0], signal.SIGKILL)
+        assert server.ended(6) == 1
+        assert "rank 0 of 2 was killed by SIGKILL" in server.log
+
+
 def test_a_server_whose_rank_dies_tells_every_request() -> None:
     with served("canary", "--tensor-parallel-size", "2", "--max-model-len", "512", "--device", "cpu") as server:
         answers: list[Any] = []

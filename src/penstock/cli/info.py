@@ -71,7 +71,8 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     else:
         device = torch.device(device_name(options.device, facts))
         draft = drafters.survey(config.speculation, spec, config.max_model_len)
-        specs = [spec] if draft is None else [spec, draft.spec]
+        own = spec.share(options.tensor_parallel_size)
+        specs = [own] if draft is None else [own, draft.spec]
         figures = _planned(options, memory.predicted(memory_limits(options), config, specs, device, facts), config)
     return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},
             "files": _files(options, folder, checkpoint, spec), "weights": _weights(spec, config.dtype, kernels),
@@ -137,7 +138,8 @@ def _planned(options: EngineOptions, plan: MemoryPlan, config: EngineConfig) -> 
     return {"measured": False, "dtype": config.dtype, "weight_bytes": plan.weight_bytes, "step_bytes": plan.step_bytes,
             "kv_bytes": plan.layout.nbytes, "kv_tokens": plan.kv_tokens, "page_size": config.page,
             "max_model_len": plan.max_model_len, "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": config.max_num_batched_tokens, "depth": config.depth, "threads": config.threads,
+            "max_num_batched_tokens": config.max_num_batched_tokens, "depth": config.depth,
+            "threads": config.threads, "ranks": options.tensor_parallel_size,
             "groups": [{"layers": len(group.layers), "page_bytes": group.page_bytes} for group in plan.layout.groups],
             "cache": _cache(options, plan)}
 
@@ -183,7 +185,8 @@ def as_text(found: dict[str, Any]) -> str:
               f"  tool calls   {found['dialect']['tool_calls']}: {found['dialect']['why']}",
               f"  reasoning    {found['dialect']['reasoning']}: {found['dialect']['why_reasoning']}", "",
               f"{device['name']}, {device['cores']} cores, {size(device['memory_bytes'])}", "",
-              f"Memory, {'measured' if memory['measured'] else 'planned'} for {memory['dtype']}",
+              f"Memory, {'measured' if memory['measured'] else 'planned'} for {memory['dtype']}"
+              + (f", of each of {memory['ranks']} ranks" if memory["ranks"] > 1 else ""),
               f"  weights      {size(memory['weight_bytes'])}",
               f"  largest step {size(memory['step_bytes'])} ({memory['max_num_batched_tokens']:,} tokens, "
               f"{memory['max_num_seqs']} sequences)",

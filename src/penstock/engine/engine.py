@@ -221,7 +221,8 @@ class Engine:
         self.executor.mask(plan.id, masks)
 
     def stats(self) -> EngineStats:
-        """The current statistics."""
+        """The current statistics. EngineDeadError if a rank is lost: an idle engine notices it here."""
+        self.rank.look()
         stats = self.scheduler.snapshot(time.time())
         stats.cache_identity = self.info.cache_identity
         self.constraints.count(stats)

@@ -38,6 +38,10 @@ class Rank(Launches, Protocol):
 
     def prepare(self, layout: CacheLayout, max_model_len: int, opening: Opening | None) -> Prepared: ...
 
+    def look(self) -> None:
+        """Raises EngineDeadError if the rank is lost."""
+        ...
+
     def close(self) -> None:
         """Frees everything that the rank has allocated. May be called at any time, and repeatedly."""
         ...
@@ -96,6 +100,10 @@ class RankGroup:
             return [one.result() for one in calls]
         finally:
             pool.shutdown(wait=False)
+
+    def look(self) -> None:
+        for rank in self.ranks:
+            rank.look()
 
     def launch(self, plan: StepPlan) -> Begun:
         return _Together([rank.launch(plan) for rank in self.ranks], self.agree)

@@ -195,6 +195,9 @@ class Rank:
             return Prepared()
         return Prepared(len(worker.graphs), worker.graphs.seconds)
 
+    def look(self) -> None:
+        """A rank of the engine's own process is never lost."""
+
     def launch(self, plan: StepPlan) -> Launched:
         """Enqueues a step."""
         return self.worker.launch(plan)

@@ -71,3 +71,14 @@ def test_a_model_that_cannot_be_served_is_said(tmp_path: Path, capsys: pytest.Ca
     assert "--max-model-len is" in capsys.readouterr().err
     assert main(["info", str(tmp_path / "nothing")]) == 1
     assert str(tmp_path / "nothing") in capsys.readouterr().err
+
+
+def test_the_plan_of_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for ranks in ("1", "2"):
+        assert main(["info", "canary", "--tensor-parallel-size", ranks, "--json", "--device", "cpu"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["memory"])
+    assert found[1]["ranks"] == 2 and 0.5 < found[1]["weight_bytes"] / found[0]["weight_bytes"] < 0.55
+    assert found[1]["groups"][0]["page_bytes"] * 2 == found[0]["groups"][0]["page_bytes"]
+    assert main(["info", "canary", "--tensor-parallel-size", "2", "--device", "cpu"]) == 0
+    assert "of each of 2 ranks" in capsys.readouterr().out
