@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,15 @@ from tests.hostile.kills import KINDS, alive, descendants, play
 from tests.system.served import served
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A temporary folder of the servers' own. pytest's have paths that are too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_of_each(tmp_path: Path, kind: str) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
+def test_one_of_each(tmp_path: Path, temporary: Path, kind: str) -> None:
     play(tmp_path / "cache", temporary, kind, 8, KINDS.index(kind))
     if kind == "frontend SIGKILL":
         # The next start finds the folder of the killed one, and removes it.
@@ -54,9 +61,7 @@ def give_up(url: str, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_fifty_kills(tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
+def test_fifty_kills(tmp_path: Path, temporary: Path) -> None:
     rounds = [play(tmp_path / "cache", temporary, KINDS[i % len(KINDS)], 64, 100 + i) for i in range(50)]
     print(f"\n50 signals under 64 streams: last end after {max(one.seconds for one in rounds):.1f} s at most, "
           f"ready after {sorted(one.restart for one in rounds)[len(rounds) // 2]:.1f} s (median)")

@@ -501,17 +501,24 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+_LONGEST_ROOT = 64
+"""Bytes of a temporary folder's path; ours and its sockets add up to 43."""
+
+
 def own_folder() -> str:
     """Creates a temporary folder named after this process. Removes folders of dead processes, because a killed process leaves
-    its folder behind."""
+    its folder behind. Its path is short, because it has Unix sockets, whose paths may have 107 bytes: where TMPDIR is longer,
+    /tmp serves."""
     root = Path(tempfile.gettempdir())
+    if len(os.fsencode(root)) > _LONGEST_ROOT:
+        root = Path("/tmp")
     for folder in root.glob("penstock-*-*"):
         number = folder.name.split("-")[1]
         with contextlib.suppress(OSError):
             if number.isdigit() and not Path("/proc", number).exists() and not folder.is_symlink() \
                     and folder.stat().st_uid == os.getuid():
                 shutil.rmtree(folder, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"penstock-{os.getpid()}-")
+    return tempfile.mkdtemp(prefix=f"penstock-{os.getpid()}-", dir=root)
 
 
 def _resolve(future: asyncio.Future[Any] | None, value: Any) -> None:
