@@ -140,6 +140,14 @@ def test_thinking_has_a_budget(llm: LLM, asked: StructuredOutputsParams | None) 
         assert re.fullmatch("[0-9]{3}-[0-9]{4}", tokenizer.decode(ids[7 + len(end):]))
 
 
+def test_a_constrained_answer_does_not_end_within_its_thinking(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    [end], ends = tokenizer.encode("</think>", add_special_tokens=False), llm.inputs.eos_ids
+    [found] = _ask(llm, PHONE, reasoning_end_ids=[end], max_tokens=60, logit_bias={**dict.fromkeys(ends, 100.0), end: 50.0})
+    ids = found.outputs[0].token_ids
+    assert ids[0] == end and re.fullmatch("[0-9]{3}-[0-9]{4}", tokenizer.decode(ids[1:]))
+
+
 @pytest.mark.parametrize("route", [{}, {"depth": 1}], ids=str)
 def test_thinking_that_the_model_begins(route: dict[str, Any]) -> None:
     """The budget counts from the model's own marker, wherever that is; a constrained answer may begin with it."""

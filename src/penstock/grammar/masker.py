@@ -104,6 +104,10 @@ class Masker:
             if state.thinking:
                 self._think(state, segment, bits, first)
                 behind = _end_of_thinking(state, segment)
+                if state.matcher is not None and not state.forced:
+                    # An answer that ended within its thinking would not be what was asked for.
+                    thought = len(segment.drafts) + 1 if behind is None else behind
+                    _exclude(bits[first:first + thought], state.stops)
                 if behind is not None and state.matcher is not None:
                     todo.append((state.matcher, first + behind, segment.drafts[behind:]))
             elif state.matcher is not None:
@@ -265,6 +269,12 @@ def _allow(words: Ints, token: int) -> None:
     words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
 
 
+def _exclude(words: Ints, tokens: List[int]) -> None:
+    """Excludes tokens from one mask, or from several."""
+    for token in tokens:
+        words.view(np.uint32)[..., token // 32] &= ~np.uint32(1 << token % 32)
+
+
 def _end_of_thinking(state: State, segment: MaskedSegment) -> int | None:
     """Returns the number of the segment's drafts up to the end of the thinking, if they end it."""
     known, count = segment.sequence.tokens, len(state.end)
@@ -279,7 +289,6 @@ def _hold_back(segment: MaskedSegment, state: State, bits: Ints, first: int) -> 
     missing = state.least - len(segment.sequence.tokens)
     for line in range(first, first + min(missing, 1 + len(segment.drafts))):
         held = bits[line].copy()
-        for token in state.stops:
-            held.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+        _exclude(held, state.stops)
         if held.any():
             bits[line] = held
