@@ -152,6 +152,8 @@ def test_official_client(server: Served) -> None:
     with client.messages.stream(model=NAME, max_tokens=100, messages=ASK, tools=[TOOL], **greedy) as stream:
         final = stream.get_final_message()
     assert final.stop_reason == "tool_use" and final.content[0].input == {"city": "Lima"}
+    [model] = client.models.list().data
+    assert model.id == model.display_name == NAME and client.models.retrieve(NAME).created_at.year >= 2026
     assert client.messages.count_tokens(model=NAME, messages=PLAIN).input_tokens > 3
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         client.messages.create(**{**how, "max_tokens": 5000})

@@ -6,6 +6,7 @@ sent in all, the hand-written ones included).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -211,7 +212,7 @@ def test_routes_methods_and_types(server: Served) -> None:
     http = server.http
     for method, path, status in (("GET", COMPLETIONS, 405), ("PUT", CHAT, 405), ("DELETE", "/v1/models", 405),
                                  ("POST", "/health", 405), ("PATCH", "/tokenize", 405), ("GET", "/", 404), ("GET", "/v1", 404),
-                                 ("POST", "/v1/embeddings", 404), ("GET", "/v1/models/no", 404), ("GET", "/%00", 404),
+                                 ("POST", "/v1/moderations", 404), ("GET", "/v1/models/no", 404), ("GET", "/%00", 404),
                                  ("GET", "/v1/../etc/passwd", 404), ("GET", "/" + "a" * 5000, 404),
                                  ("GET", "/v1/completions/", 405)):
         answer = http.request(method, path, headers={"Content-Type": "application/json"})
@@ -235,6 +236,30 @@ def test_generated_requests(server: Served, mode: GenerationMode, share: float) 
         for path in (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE):
             strategy = schema[path]["POST"].as_strategy(generation_mode=mode)
             send_generated(server, strategy, path, mode, int(GENERATED * share / 4))
+
+
+def test_generated_requests_of_other_apis(server: Served) -> None:
+    """The routes of the other APIs, with their own errors: never a 5xx, and what breaks a schema is refused."""
+    document = server.http.get("/openapi.json").json()
+    schema = schemathesis.openapi.from_dict(document)
+    paths = [path for path, methods in document["paths"].items() if "requestBody" in methods.get("post", {})
+             and not path.startswith((CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE, "/v1/tokenize", "/v1/detokenize", "/v2"))]
+    assert {"/v1/messages", "/v1/responses", "/api/chat", "/v1/embeddings", "/inference/v1/generate"} <= set(paths)
+    for path, mode in itertools.product(paths, (GenerationMode.NEGATIVE, GenerationMode.POSITIVE)):
+        send_to_other(server, schema[path]["POST"].as_strategy(generation_mode=mode), path, mode)
+
+
+def send_to_other(server: Served, strategy: Any, path: str, mode: GenerationMode) -> None:
+    @settings(max_examples=max(3, GENERATED // 200), deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))
+    @given(case=strategy)
+    def send(case: schemathesis.Case) -> None:
+        answer = exchange(server, path.replace("{", "").replace("}", ""), case)
+        assert answer.status_code < 500, f"{path}: {case.body!r}: {answer.text}"
+        assert answer.status_code < 400 or "error" in answer.json()
+        assert answer.status_code >= 400 or mode is GenerationMode.POSITIVE or isinstance(case.body, dict), case.body
+
+    send()
 
 
 def send_generated(server: Served, strategy: Any, path: str, mode: GenerationMode, count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TypedDict
 
 from starlette.requests import Request
@@ -19,11 +20,18 @@ class Model(TypedDict):
     root: str
     parent: None
     max_model_len: int | None
+    type: str
+    """This and the next two are Anthropic's, whose clients ask the same route."""
+    display_name: str
+    created_at: str
 
 
 class ModelList(TypedDict):
     object: str
     data: list[Model]
+    first_id: str
+    last_id: str
+    has_more: bool
 
 
 class Models:
@@ -33,7 +41,9 @@ class Models:
         self.state = state
 
     async def list(self, http: Request) -> Response:
-        return json_response({"object": "list", "data": [self._describe(name) for name in self.state.names]})
+        names = self.state.names
+        return json_response({"object": "list", "data": [self._describe(name) for name in names], "first_id": names[0],
+                              "last_id": names[-1], "has_more": False})
 
     async def one(self, http: Request) -> Response:
         name = http.path_params["model"]
@@ -43,4 +53,6 @@ class Models:
     def _describe(self, name: str) -> Model:
         info = self.state.llm.info
         return {"id": name, "object": "model", "created": self.state.created, "owned_by": "penstock",
-                "root": self.state.model, "parent": None, "max_model_len": info.max_model_len if info else None}
+                "root": self.state.model, "parent": None, "max_model_len": info.max_model_len if info else None,
+                "type": "model", "display_name": name,
+                "created_at": datetime.fromtimestamp(self.state.created, UTC).isoformat().replace("+00:00", "Z")}
