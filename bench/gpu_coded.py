@@ -125,7 +125,8 @@ def measured(name: str, shape: str, rows_list: list[int], sweep: bool, bandwidth
         record: dict[str, Any] = {"scheme": name, "shape": shape, "rows": rows, "floor_us": floor, "tiles": []}
         some = copies if rows <= 512 else copies[:2]
         options: list[tuple[str, Callable[[CodedWeight], torch.Tensor]]] = [("auto", auto)]
-        if first.scaled == "none" or (first.data.dtype is torch.float8_e4m3fn and first.form == "row"):
+        tensor_cores = first.data.dtype is torch.float8_e4m3fn and (first.form == "row" or first.blocks is not None)
+        if first.scaled == "none" or tensor_cores:
             options.append(("lib", library))
         if rows == 1:
             options.append(("few", lambda weight, x=x: run(ct.few(1, weight, gated), x, weight)))

@@ -36,22 +36,24 @@ class CodedWeight(Weight):
         float                float32 scales, a line each
         pairs, halves        16-bit scales, two to a line: those of two units, or two of the same unit
         zeros, shifts        a 16-bit scale and a zero (subtracted before the scale) or a shift (added after it), a line each
-    gains [n] are factors of whole rows. scaled: x has no scales, one a row ("token"), or one a unit ("group").
+    gains [n] are factors of whole rows. blocks: float32 scales of blocks of 128 x 128 once more, as the library takes them.
+    scaled: x has no scales, one a row ("token"), or one a unit ("group").
     """
 
-    __slots__ = ("form", "gains", "input_scale", "kind", "order", "padded", "scale", "scaled", "scales", "spread", "table",
-                 "unit", "words")
+    __slots__ = ("blocks", "form", "gains", "input_scale", "kind", "order", "padded", "scale", "scaled", "scales", "spread",
+                 "table", "unit", "words")
 
     def __init__(self, data: torch.Tensor, n: int, k: int, dtype: torch.dtype, *, kind: str, form: str = "row", unit: int = 128,
                  scales: int = 1, words: torch.Tensor | None = None, scale: torch.dtype = torch.float16,
                  gains: torch.Tensor | None = None, table: torch.Tensor | None = None, order: torch.Tensor | None = None,
-                 scaled: str = "none", input_scale: torch.Tensor | None = None) -> None:
+                 scaled: str = "none", input_scale: torch.Tensor | None = None, blocks: torch.Tensor | None = None) -> None:
         super().__init__(data, n, k, dtype)
         self.kind, self.form, self.unit, self.scales, self.words, self.scale = kind, form, unit, scales, words, scale
         self.gains, self.table, self.order, self.scaled, self.input_scale = gains, table, order, scaled, input_scale
+        self.blocks = blocks
         self.padded = -(-k // 256) * 256 if self.four else data.shape[1]
         self.spread = 0 if words is None else words.shape[1]
-        self.nbytes += sum(part.nbytes for part in (words, gains, table, order) if part is not None)
+        self.nbytes += sum(part.nbytes for part in (words, gains, table, order, blocks) if part is not None)
 
     @property
     def half(self) -> bool:
@@ -104,6 +106,8 @@ def coded(scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]
             return CodedWeight(_wide(weight), n, k, dtype, gains=parts["scale"].float().contiguous(), **common)
         tall, size = scheme.block
         scale = parts["scale"].float().repeat_interleave(tall, 0)[:n]
+        if scaled == "group" and (tall, size) == (128, 128) and n % 128 == k % 128 == 0:
+            common["blocks"] = parts["scale"].float().contiguous()
         return CodedWeight(_wide(weight), n, k, dtype, form="float", words=_floats(_units(scale, size, k, 128)), **common)
     if name in ("mxfp4", "mxfp8"):
         scale = torch.exp2(parts["scale"].float() - 127).to(torch.bfloat16)

@@ -8,6 +8,7 @@ kernels in ops/coded_kernels.py.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ def pick(rows: int, weight: CodedWeight, gated: bool) -> Cut | None:
     if rows <= 64:
         return few(rows, weight, gated)
     if weight.kind == "plain":
-        if weight.form == "row" and weight.data.dtype is FP8:
+        if weight.data.dtype is FP8 and (weight.form == "row" or weight.blocks is not None):
             return None
         return Cut(128, 128, 1, warps=8, stages=3, swap=True, group=8)
     if rows > 256 or (rows > 128 and weight.n <= 4096):
@@ -177,8 +178,9 @@ def _library(x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias
         return F.linear(x, decoded(weight, x.dtype), bias).to(dtype)
     if x.is_meta:
         return torch.empty(x.shape[0], weight.n, dtype=dtype, device=x.device)
-    assert weight.gains is not None
-    out = torch._scaled_mm(x, weight.data.t(), xs.view(-1, 1), weight.gains[None, :], out_dtype=torch.bfloat16)  # noqa: SLF001
+    # Its scales of units and blocks come with their longer axis last: [rows, units] and [units, blocks], both transposed.
+    left, right = (xs.view(-1, 1), _across(weight.gains)) if weight.blocks is None else (xs.t(), weight.blocks.t())
+    out = torch._scaled_mm(x, weight.data.t(), left, right, out_dtype=torch.bfloat16)  # noqa: SLF001
     return (out if bias is None else out + bias).to(dtype)
 
 
@@ -194,6 +196,7 @@ class CodedTriton:
         weight = coded(scheme, stored, shape, dtype)
         if weight.data.is_cuda:
             _tickets(weight.data.device)  # before any graph is captured
+            _blockwise(weight.data.device)
         return weight
 
     def _product(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
@@ -238,8 +241,28 @@ def _pairs(x: torch.Tensor, weight: CodedWeight) -> bool:
     return x.dtype != torch.float32 and x.data_ptr() % 16 == 0 and weight.k % 2 == 0
 
 
+def _across(gains: torch.Tensor | None) -> torch.Tensor:
+    assert gains is not None, "a matrix without blocks has factors of rows"
+    return gains[None, :]
+
+
+@cache
+def _blockwise(device: torch.device) -> bool:
+    """Whether torch's library has products with scales of blocks here: it needs Hopper and a CUDA of at least 12.9."""
+    if device.type != "cuda":
+        return gpu.capability(device) == (9, 0)
+    codes, scales = torch.zeros(128, 128, dtype=torch.uint8, device=device).view(FP8), torch.ones(1, 128, device=device)
+    try:
+        torch._scaled_mm(codes, codes.t(), scales.t(), scales[:, :1].t(), out_dtype=torch.bfloat16)  # noqa: SLF001
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 def _scalable(weight: CodedWeight, dtype: torch.dtype) -> bool:
     """Whether the library's product of FP8 codes can serve."""
+    if weight.blocks is not None and not _blockwise(weight.data.device):
+        return False
     return weight.data.dtype is FP8 and weight.k == weight.padded and dtype is torch.bfloat16 and weight.n % 16 == 0
 
 
