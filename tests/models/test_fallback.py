@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from penstock.checkpoint import read_config
 from penstock.core.errors import ModelError
 from penstock.layers.foreign import ForeignSpec
 from penstock.models import describe
-from tests.models.families import CASES, PROMPT, make
+from tests.models.families import CASES, PROMPT, make, randomise
 from tests.models.harness import Runner, open_model
+from tests.models.test_families import greedy
 
 
 def forget(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
@@ -25,7 +27,8 @@ def forget(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     monkeypatch.setattr(registry, "registry", lambda: registry.Registry(left, known.model_types))
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3-plain", "mistral-window", "phi-normed", "gpt-oss-plain"])
+@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3-plain", "mistral-window", "phi-normed", "gemma2-plain",
+                                  "gpt-oss-plain"])
 def test_a_family_through_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in CASES if case.name == name)
     make(case, tmp_path)
@@ -44,6 +47,30 @@ def test_a_family_through_transformers(name: str, tmp_path: Path, monkeypatch: p
     assert said == ids
     together = runner.step([(1, [7]), (0, prompt[:20])])
     torch.testing.assert_close(together[1:], logits[:20], atol=1e-4, rtol=0)
+
+
+GEMMA = {"vocab_size": 199, "vocab_size_per_layer_input": 199, "hidden_size": 48, "hidden_size_per_layer_input": 8,
+         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 20,
+         "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("kind, more", [
+    ("Gemma3n", {"laurel_rank": 4, "altup_num_inputs": 2, "num_kv_shared_layers": 1, "activation_sparsity_pattern": [0.0] * 4,
+                 "intermediate_size": [64] * 4}),
+    ("Gemma4", {"num_kv_shared_layers": 0, "global_head_dim": 16, "intermediate_size": 64})])
+def test_families_that_only_transformers_knows(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}TextConfig")(**GEMMA, **more)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    prompt = torch.randint(3, 199, (60,), generator=torch.Generator().manual_seed(5)).tolist()
+    expected, ids = greedy(model, prompt, 10)
+    logits, found, _ = Runner(open_model(tmp_path)).greedy(prompt, 10)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert found == ids
 
 
 def test_through_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -67,9 +94,9 @@ def test_through_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_what_cannot_be_driven_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(next(case for case in CASES if case.name == "gemma2-plain"), tmp_path)
-    forget(monkeypatch, "Gemma2ForCausalLM")
-    with pytest.raises(ModelError, match="Gemma2ForCausalLM changes its logits"):
+    make(next(case for case in CASES if case.name == "granite-plain"), tmp_path)
+    forget(monkeypatch, "GraniteForCausalLM")
+    with pytest.raises(ModelError, match="GraniteForCausalLM changes its logits"):
         open_model(tmp_path)
     for name, why in (("bloom-plain", "0 of its 3 layers"), ("llama-dynamic", "depends on the longest")):
         case = next(case for case in CASES if case.name == name)

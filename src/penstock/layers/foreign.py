@@ -110,6 +110,8 @@ class ForeignSpec:
     """Parameters and stored buffers by transformers' names, but the embedding's and the head's matrices."""
     embedding: str
     """The name of the embedding's matrix."""
+    softcap: float = 0.0
+    """Of the logits, behind the head."""
 
     name = "foreign"
     eager = True
@@ -215,6 +217,9 @@ def _check_head(model: Any, spec: ForeignSpec, device: torch.device, dtype: torc
             hidden = model.base_model(**given).last_hidden_state
         with running(_Plain(spec)):
             logits = model(**given).logits
-    if not torch.allclose(logits.float(), head(hidden).float(), rtol=1e-2, atol=1e-2):
+    expected = head(hidden).float()
+    if spec.softcap:
+        expected = spec.softcap * torch.tanh(expected / spec.softcap)
+    if not torch.allclose(logits.float(), expected, rtol=1e-2, atol=1e-2):
         raise ModelError(f"{type(model).__name__} changes its logits behind the head, which the fallback to transformers does "
                          "not do: it needs a family file (CONTRIBUTING.md)")

@@ -87,10 +87,11 @@ def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule
     tensors = tuple((name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()
                     if name not in apart and name not in ignored)
     width, vocabulary = out.last_hidden_state.shape[-1], embedding.shape[0]
-    foreign = ForeignSpec(width, text, tuple(seen.attentions), tensors, names[id(embedding)])
+    softcap = getattr(given, "final_logit_softcapping", None) or 0.0
+    foreign = ForeignSpec(width, text, tuple(seen.attentions), tensors, names[id(embedding)], softcap)
     block = BlockSpec(((BranchSpec(foreign, replaces=True),),))
     spec = ModelSpec("", vocabulary, width, Config(given.to_dict()).integer("max_position_embeddings"), (block,), NoNormSpec(),
-                     HeadSpec(tied, head.bias is not None), EmbeddingSpec())
+                     HeadSpec(tied, head.bias is not None, softcap=softcap), EmbeddingSpec())
     rules = (*(Rule(name, target) for name, target in apart.items()), *(Rule(name, None) for name in ignored),
              *(Rule(name, f"blocks.0.foreign.{name}") for name, _ in tensors),
              Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None))
