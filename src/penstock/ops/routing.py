@@ -91,7 +91,7 @@ def _best(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routin
 
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
     """The scores, with -inf for experts of groups that are not picked."""
-    grouped = ranked.view(len(ranked), routing.groups, -1)
+    grouped = ranked.view(len(ranked), routing.groups, routing.experts // routing.groups)
     worth = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(min(2, grouped.shape[2]), -1).values.sum(-1)
     picked = worth.topk(routing.picked_groups, -1).indices
     allowed = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, picked, True)
