@@ -89,6 +89,8 @@ MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.
 MIXED = {"first_k_dense_replace": 1, "n_routed_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
          "n_shared_experts": 1}
 SPARSE = {**MLA, "q_lora_rank": 24, "index_head_dim": 14, "index_n_heads": 8, "n_routed_experts": 4}
+AFMOE = {"num_hidden_layers": 4, "sliding_window": 20, "num_dense_layers": 1, "num_experts": 7, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 20, "num_shared_experts": 1}
 OSS = {"num_local_experts": 7, "num_experts_per_tok": 2}
 MLA3 = {name: value for name, value in MLA.items() if name != "first_k_dense_replace"} | {"q_lora_rank": 22}
 FALCON = {"vocab_size": 199, "hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 5, "ffn_hidden_size": 88,
@@ -210,6 +212,9 @@ CASES = [
     Case("deepseek3-halved", "DeepseekV3", {**MLA, **TIED, **MSCALE, "rope_interleave": False, "q_lora_rank": 28,
                                             "attention_bias": True, "kv_lora_rank": 32}),
     Case("deepseek3-one", "DeepseekV3", {**MLA, "num_attention_heads": 1, "num_key_value_heads": 1, "q_lora_rank": 7}),
+    Case("afmoe-plain", "Afmoe", {**ODD, **AFMOE, "mup_enabled": True}),
+    Case("afmoe-wide", "Afmoe", {**WIDE, **AFMOE, "num_dense_layers": 0, "num_experts": 5, "route_scale": 1.6}),
+    Case("afmoe-dense", "Afmoe", {**EVEN, **AFMOE, **TIED, "num_dense_layers": 4}),
     Case("arcee-plain", "Arcee", ODD),
     Case("arcee-biased", "Arcee", {**WIDE, **TIED, **BIASED, "mlp_bias": True}),
     Case("arcee-yarn", "Arcee", {**EVEN, **rope("yarn", **YARN)}),
@@ -346,6 +351,3 @@ def randomise(model: torch.nn.Module) -> None:
             parameter.copy_(noise * 0.3)
         else:
             parameter.add_(noise * 0.3)
-    for name, buffer in model.named_buffers():
-        if "correction" in name:
-            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)

@@ -1,0 +1,47 @@
+"""AFMoE (Trinity): attention whose results are gated, rotation in sliding layers alone, norms around each branch, experts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from penstock.layers.attention import QueryKeyNorm
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.embedding import EmbeddingSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import Config, rope
+from penstock.models.rules import Rule
+from penstock.ops.routing import Routing
+
+ARCHITECTURES = ("AfmoeForCausalLM",)
+MODEL_TYPES = ("afmoe",)
+DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5}
+RULES = (
+    Rule("model.layers.#.self_attn.gate_proj.*", "blocks.#.attention.gate.*"),
+    Rule("model.layers.#.post_attention_layernorm.weight", "blocks.#.attention.post.weight"),
+    Rule("model.layers.#.pre_mlp_layernorm.weight", "blocks.#.mlp.pre.weight"),
+    Rule("model.layers.#.post_mlp_layernorm.weight", "blocks.#.mlp.post.weight"),
+    Rule("model.layers.#.mlp.router.gate.weight", "blocks.#.mlp.router.weight"),
+    Rule("model.layers.#.mlp.expert_bias", "blocks.#.mlp.correction"),
+    *rules.EXPERTS,
+    *rules.LLAMA,
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    norm, layers = parts.rms_norm(config), config.integer("num_hidden_layers")
+    if config.integer("n_group", 1) != 1 or config.integer("topk_group", 1) != 1:
+        raise config.wrong("n_group", "1: experts in groups are not there")
+    routing = Routing(parts.expert_count(config), config.integer("num_experts_per_tok"), "sigmoid", True,
+                      config.number("route_scale", 1.0), True)
+    shared = config.integer("num_shared_experts", 0, least=0) * config.integer("moe_intermediate_size")
+    mixture, mlp = parts.experts(config, routing, shared_inner=shared), parts.gated_mlp(config)
+    turn, dense = rope(config, parts.head_size(config)), config.integer("num_dense_layers", 1, least=0)
+    every, blocks = config.integer("global_attn_every_n_layers", 4), []
+    windows = config.windows(layers, lambda layer: (layer + 1) % every != 0, config.integer("sliding_window", 1024))
+    for layer, window in enumerate(windows):
+        attention = parts.attention(config, rope=turn if window else None, window=window, norm=QueryKeyNorm(norm))
+        blocks.append(BlockSpec(((BranchSpec(dataclasses.replace(attention, gate=True), norm, norm),),
+                                 (BranchSpec(mlp if layer < dense else mixture, norm, norm),))))
+    scale = config.integer("hidden_size") ** 0.5 if config.flag("mup_enabled", False) else 1.0
+    return parts.decoder(config, blocks, norm, embedding=EmbeddingSpec(scale))
