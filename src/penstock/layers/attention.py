@@ -112,7 +112,7 @@ class AttentionSpec:
                     heads = tuple(Piece(f"{path}.{piece.name}.{i}.{kind}", self.head_size)
                                   for i in range(piece.rows // self.head_size if self.norm.own else 0))
                     yield replace(parameter, split=Split.ROWS, unit=piece.unit, groups=piece.groups,
-                                  copied=piece.copied, pieces=heads) if each else parameter
+                                  copied=piece.copied, pieces=heads, listed=True) if each else parameter
         if self.sinks:
             yield Parameter(f"{path}.sinks", (self.heads,), split=Split.ROWS, groups=self.kv_heads)
         yield from self.output.parameters(f"{path}.o")

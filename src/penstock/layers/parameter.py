@@ -99,6 +99,8 @@ class Parameter:
     groups: int = 0
     copied: bool = False
     """These two are a Piece's, where there are none."""
+    listed: bool = False
+    """Its pieces are names of a checkpoint's tensors alone: ranks divide the whole."""
     stack: int = 0
     """Of the experts' matrices of a layer: so many, of equal shape, joined by rows. 0: it is a single matrix."""
     live: int = 0
@@ -143,7 +145,7 @@ class Parameter:
     @property
     def divided(self) -> tuple[Piece, ...]:
         """The rows or columns that ranks divide, as pieces."""
-        if self.pieces and self.split is Split.ROWS and not (self.groups or self.copied):
+        if self.pieces and self.split is Split.ROWS and not self.listed:
             return self.pieces
         return (Piece(self.name, self.shape[0 if self.split is Split.ROWS else 1], self.unit, self.groups,
                       self.copied),)
