@@ -98,6 +98,8 @@ def test_what_cannot_be_driven_is_refused_by_name(tmp_path: Path, monkeypatch: p
     forget(monkeypatch, "GraniteForCausalLM")
     with pytest.raises(ModelError, match="GraniteForCausalLM changes its logits"):
         open_model(tmp_path)
+    with pytest.raises(ModelError, match="cannot be divided"):
+        describe(read_config(tmp_path)).share(2)
     for name, why in (("bloom-plain", "0 of its 3 layers"), ("llama-dynamic", "depends on the longest")):
         case = next(case for case in CASES if case.name == name)
         make(case, tmp_path / name)

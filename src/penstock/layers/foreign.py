@@ -126,7 +126,7 @@ class ForeignSpec:
                                 Field("v", (each.kv_heads, each.head_size), dtype)), Everything()) for each in self.attentions)
 
     def share(self, _ranks: int) -> ForeignSpec:
-        return self
+        raise ModelError("a model that runs through transformers' modules cannot be divided; use tensor_parallel_size 1")
 
     def build(self, path: str, build: Build) -> Foreign:
         return Foreign(self, path, build)
