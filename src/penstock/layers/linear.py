@@ -48,7 +48,7 @@ class LinearSpec:
             columns = self.split is Split.COLUMNS
             yield Parameter(f"{path}.{kind}", shape, PLAIN if kind == "weight" else None, pieces if len(pieces) > 1 else (),
                             split=split, unit=self.unit if columns else self.outputs[0].unit,
-                            groups=self.groups if columns else self.outputs[0].groups)
+                            groups=self.groups if columns else self.outputs[0].groups if len(pieces) == 1 else 0)
 
 
 def matrix(spec: LinearSpec, path: str, build: Build) -> Weight:
