@@ -8,8 +8,10 @@ import torch
 from penstock.layers.build import Build, Values
 from penstock.layers.experts import Experts, ExpertsSpec, Routing
 from penstock.layers.step import GroupStep, Step
+from penstock.ops.experts import Loose
 from penstock.ops.registry import Kernels, bind
 from penstock.platform.facts import detect
+from penstock.quant.fp8 import FP8
 from penstock.quant.scheme import PLAIN, pack
 from tests.models.harness import CPU, reference
 
@@ -57,3 +59,21 @@ def test_experts_anywhere(kernels: str) -> None:
         parts.append(run(part, x))
     torch.testing.assert_close(parts[0] + parts[1], whole)
     assert not torch.allclose(parts[0], whole)
+
+
+def test_stored_experts_are_those_that_their_parts_stand_for() -> None:
+    """On a CPU each picked expert is multiplied as it is stored; elsewhere the stack is decoded."""
+    scheme, bound, tensors = FP8(), bind(detect("cpu"), torch.float32), drawn()
+    x = torch.randn(9, 24, generator=torch.Generator().manual_seed(5))
+    decoded, stored = dict(tensors), Values()
+    for parameter in SPEC.parameters("mlp"):
+        tensor = tensors[parameter.name]
+        parts = scheme.encode(tensor) if parameter.stack else {"weight": tensor}
+        if parameter.stack:
+            decoded[parameter.name] = scheme.decode(parts, torch.float32)
+        stored[parameter.name] = pack(scheme if parameter.stack else PLAIN, parameter.shape, parts, torch.float32, bound,
+                                      parameter.stack)
+    assert isinstance(stored["mlp.experts.down.weight"], Loose)
+    assert stored["mlp.experts.down.weight"].nbytes < tensors["mlp.experts.down.weight"].nbytes / 2
+    torch.testing.assert_close(run(Experts(SPEC, "mlp", Build(stored, bound, CPU, 64)), x),
+                               run(built(decoded, list(range(6)), bound), x), atol=1e-5, rtol=1e-5)
