@@ -22,6 +22,7 @@ from penstock.core.errors import ModelError
 from penstock.models import describe
 from penstock.models.registry import checkpoint_of
 from penstock.models.translated import Translated
+from penstock.ops import coded_cpu
 
 ASSETS = Path(__file__).parent.parent / "assets" / "quantized"
 FOLDERS = sorted(path.name for path in ASSETS.iterdir())
@@ -46,7 +47,12 @@ def matrices(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return found
 
 
+EXACT = {f"linear.{name}": "reference" for name in coded_cpu.NAMES}
+"""Activations as they are: the integer kernels round them to int8, which transformers does not."""
+
+
 def greedy(folder: Path, prompt: list[int], count: int, **options: Any) -> list[int]:
+    options.setdefault("kernels", EXACT)
     asked = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     with LLM(str(folder), skip_tokenizer_init=True, max_model_len=128, device="cpu", dtype="float32", **options) as llm:
         [output] = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
