@@ -171,6 +171,8 @@ def server() -> Iterator[Served]:
                 "0.5", "--kv-events-config", json.dumps({"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*",
                                                          "replay_endpoint": "tcp://127.0.0.1:*", "topic": "kv@pod@stories"}),
                 ) as started:
+        # Figures need a key too; `send` names its own.
+        started.http.headers["Authorization"] = "Bearer a"
         yield started
 
 
@@ -321,6 +323,6 @@ def test_a_tenants_pages_outlive_the_server(tmp_path: Path) -> None:
             "cache"]["tiers"]} == {"device", "host", "disk"}
         # An engine that still writes pages tells its figures every tenth of a second.
         time.sleep(0.3)
-        metrics = second.http.get("/metrics").text
+        metrics = second.http.get("/metrics", headers={"Authorization": "Bearer a"}).text
         assert re.search(r'vllm:prompt_tokens_cached_by_source_total\{.*source="disk"\} 112.0', metrics)
         assert re.search(r"vllm:external_prefix_cache_hits_total\{.*\} 112.0", metrics)
