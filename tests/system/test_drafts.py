@@ -158,8 +158,9 @@ def test_right_and_wrong_drafts_on_every_route(depth: int, options: dict[str, An
 
 
 def test_what_the_host_expects_is_checked_like_any_draft() -> None:
-    """Forced tokens of grammars take this way. A wrong expectation costs time alone, and so does one that is late."""
-    with opened() as engine:
+    """Forced tokens of grammars take this way. A wrong expectation costs time alone, and so does one that is late. There are
+    never more of them in a step than rows that it has to spare."""
+    with opened(max_num_seqs=64) as engine:
         plain = tokens(run(engine, GREEDY))
         engine.reset_prefix_cache()
         for i, prompt in enumerate(PROMPTS):
@@ -176,6 +177,21 @@ def test_what_the_host_expects_is_checked_like_any_draft() -> None:
         assert [found[f"x{i}"] for i in range(len(PROMPTS))] == plain
         stats = engine.stats()
         assert 80 <= stats.accepted_tokens < stats.drafted_tokens <= 120
+
+
+def test_expected_tokens_take_no_more_rows_than_a_step_has_to_spare() -> None:
+    with opened(max_num_seqs=len(PROMPTS) + 3) as engine:
+        for i, prompt in enumerate(PROMPTS):
+            engine.submit(Request(f"x{i}", prompt, GREEDY))
+        while engine.scheduler.waiting:
+            engine.turn()
+        for sequence in engine.scheduler.live:
+            engine.scheduler.propose(sequence, len(sequence.tokens) + 2, [5] * 20)
+        most = 0
+        while engine.busy:
+            engine.turn()
+            most = max(most, *(sum(step.drafts.values()) for step in engine.scheduler.in_flight), 0)
+        assert most == 3
 
 
 def test_masked_rows_check_what_is_expected_under_masks() -> None:

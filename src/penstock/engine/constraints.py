@@ -24,7 +24,7 @@ class Constraints:
         """`folder` is the tokenizer's folder, read when the first grammar arrives. With None, grammars are refused."""
         self._scheduler = scheduler
         self._compiler = Compiler(lambda: None if folder is None else Tokenizer.load(folder), vocab_size)
-        self.masker = scheduler.masker = Masker(self._compiler, vocab_size, scheduler.propose)
+        self.masker = scheduler.masker = Masker(self._compiler, vocab_size, scheduler.propose, scheduler.spare)
         self._updates: list[Update] = []
 
     @property

@@ -72,13 +72,15 @@ class Masker:
     """One engine's; implements `core/masking.py::Masker`."""
 
     def __init__(self, compiler: Compiler, vocab_size: int,
-                 propose: Callable[[Sequence, int, list[int]], None] | None = None, processors: int | None = None) -> None:
+                 propose: Callable[[Sequence, int, list[int]], None] | None = None,
+                 spare: Callable[[], int] = lambda: 1 << 30, processors: int | None = None) -> None:
         """`propose(sequence, at, tokens)` is told which tokens must stand at positions `at` and behind, before they are
-        chosen. `processors`: how many there are (None: find out)."""
+        chosen; `spare()` is how many of them a step can take. `processors`: how many there are (None: find out)."""
         self.stats = MaskStats()
         self._compiler = compiler
         self._words = -(-vocab_size // 32)
         self._propose = propose
+        self._spare = spare
         self._processors = len(os.sched_getaffinity(0)) if processors is None else processors
         self._pool: LLExecutor | None = None
 
@@ -166,11 +168,15 @@ class Masker:
         return moved
 
     def _find_forced(self, moved: list[tuple[int, MaskedSegment, State]], bits: Ints) -> None:
-        """Finds which tokens must come next. Asking a matcher costs as much as its mask, and the mask says whether to ask."""
-        if not moved:
+        """Finds which tokens must come next. Asking a matcher costs more than its mask, so it is asked only where the mask says
+        that it has an answer, and where a step has room for that."""
+        spare = self._spare()
+        if not moved or spare <= 0:
             return
         allowed = np.bitwise_count(bits.view(np.uint32)).sum(1).tolist()
         for first, segment, state in moved:
+            if spare <= 0:
+                break
             if allowed[first] > _FEW or state.matcher is None:
                 continue
             state.forced = forced = state.matcher.compute_ff_tokens()
@@ -178,6 +184,7 @@ class Masker:
                 continue
             state.matcher.consume_tokens(forced)
             self.stats.forced += len(forced)
+            spare -= len(forced) - 1
             if len(forced) > 1 and self._propose is not None:
                 self._propose(segment.sequence, len(segment.sequence.tokens) + 1, forced[1:])
 

@@ -165,10 +165,13 @@ class Scheduler:
                 for segment in plan.masked.tolist()]
 
     def propose(self, sequence: Sequence, at: int, tokens: list[int]) -> None:
-        """Sets tokens that the host expects from position `at` >= len(sequence.tokens) on. They are verified like all drafts,
-        so a wrong one costs only time."""
+        """Sets tokens expected from position `at` >= len(sequence.tokens) on, as drafts: a wrong one costs only time."""
         sequence.expected = (at, tokens) if tokens else None
         self._proposed = True
+
+    def spare(self) -> int:
+        """Returns how many expected tokens a step can check: devices prepare max_num_seqs logits rows, in CUDA graphs too."""
+        return self.limits.max_num_seqs - len(self.running)
 
     def _plan_running(self, step: _InFlight, now: float) -> int | None:
         """Plans segments for the running sequences in order. Returns the remaining token budget, or None if one was preempted.
@@ -176,7 +179,7 @@ class Scheduler:
         Every sequence gets at least one position; the rest of the budget goes to the first in order.
         """
         running, budget, at, preempted = list(self.running), self._budget(now), 0, False
-        charges, hinted = self.policy.charges, self.drafting is not None or self._proposed
+        charges, hinted, spare = self.policy.charges, self.drafting is not None or self._proposed, self.spare()
         while at < len(running):
             sequence = running[at]
             count = sequence.goal - sequence.planned
@@ -187,7 +190,8 @@ class Scheduler:
             if count > 1:
                 count = self._chunk(sequence, max(1, min(count, budget - (len(running) - at - 1))))
             elif hinted:
-                drafts = self._drafts(sequence, budget - (len(running) - at))
+                drafts = self._drafts(sequence, budget - (len(running) - at), spare)
+                spare -= drafts
                 count += drafts
             upto = sequence.planned + count
             while upto > sequence.room and not self.cache.grow(sequence, upto):
@@ -310,16 +314,16 @@ class Scheduler:
         """Returns how many of the next `count` positions to put in a segment, so that it ends at a suitable page border."""
         return self.cache.border(sequence.planned, sequence.planned + count) - sequence.planned
 
-    def _drafts(self, sequence: Sequence, room: int) -> int:
-        """Returns the number of drafted tokens, at most `room`, that the next segment verifies after the last known token. The
-        position of the sequence's last possible token is excluded, because that token is never fed back."""
+    def _drafts(self, sequence: Sequence, room: int, spare: int) -> int:
+        """Returns the number of drafted tokens, at most `room`, that the next segment verifies after the last known token; of
+        those that the host expects at most `spare`. The last possible token's position is excluded: it is never fed back."""
         if sequence.children:
             # The forks will share the prompt's last page, which must not be written behind the prompt before they exist.
             return 0
         room = min(room, sequence.limit - 2 - sequence.planned)
         expected = self._expected(sequence)
         if expected:
-            return max(0, min(room, len(expected)))
+            return max(0, min(room, spare, len(expected)))
         # Masks need tokens that the host knows, and a recurrent state cannot be rolled back.
         if self.drafting is None or room <= 0 or sequence.masked or self.cache.exact:
             return 0
