@@ -252,19 +252,24 @@ class Replicas:
                                         for name in lost], together(self._stats)))
 
 
-_NOT_ADDED = ("time", "kv_usage", "tiers", "cache_identity", "accepted_by_place")
+_NOT_ADDED = ("time", "kv_usage", "tiers", "cache_identity")
+
+
+def _added(values: list[Any]) -> Any:
+    """Their sum; that of lists element by element, where shorter ones end in zeros."""
+    if not isinstance(values[0], list):
+        return sum(values)
+    longest = max(map(len, values))
+    return [_added([value[i] for value in values if i < len(value)]) for i in range(longest)]
 
 
 def together(stats: Sequence[EngineStats]) -> EngineStats:
     """The statistics of all replicas: counts and seconds are added, `kv_usage` is that of all memory."""
     names = [name for name in EngineStats.__struct_fields__ if name not in _NOT_ADDED]
-    found = EngineStats(**{name: sum(getattr(one, name) for one in stats) for name in names})
+    found = EngineStats(**{name: _added([getattr(one, name) for one in stats]) for name in names})
     found.time = max(one.time for one in stats)
     found.kv_usage = sum(one.kv_usage * one.pages_total for one in stats) / max(1, found.pages_total)
     found.cache_identity = next((one.cache_identity for one in stats if one.cache_identity), "")
-    places = max(len(one.accepted_by_place) for one in stats)
-    found.accepted_by_place = [sum(one.accepted_by_place[i] for one in stats if i < len(one.accepted_by_place))
-                               for i in range(places)]
     tiers: dict[str, TierStats] = {}
     for tier in (tier for one in stats for tier in one.tiers):
         if tier.name not in tiers:
