@@ -111,6 +111,11 @@ def _check_engine(options: EngineOptions) -> None:
     if not options.model:
         raise ConfigError("model is empty; name a Hugging Face folder or a hub id")
     generation_defaults(options.override_generation_config)
+    if options.enable_lora and options.tensor_parallel_size > 1:
+        raise ConfigError("adapters are not possible with tensor_parallel_size above 1 yet; leave out enable_lora, or serve on "
+                          "one device")
+    if options.lora_modules and not options.enable_lora:
+        raise ConfigError("lora_modules needs enable_lora")
     if options.step_target_ms is not None and not options.step_target_ms > 0:
         raise ConfigError(f"step_target_ms is {options.step_target_ms}; it must be above 0")
 

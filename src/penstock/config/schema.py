@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODEL, MEMORY, CACHE, SCHEDULING = "Model", "Memory", "Cache", "Scheduling"
-SPECULATION, EXECUTION, PARALLEL, SERVER = "Speculative decoding", "Execution", "Several devices", "Server"
+SPECULATION, ADAPTERS = "Speculative decoding", "Adapters"
+EXECUTION, PARALLEL, SERVER = "Execution", "Several devices", "Server"
 LIMITS, OBSERVABILITY = "Limits", "Observability"
 """Headings of `--help`."""
 
@@ -118,6 +119,11 @@ class EngineOptions:
                                "fixed: always as many", ("adaptive", "fixed"), group=SPECULATION)
     speculative_config: dict[str, Any] = option({}, "all of this as vLLM writes it: method, model, num_speculative_tokens, "
                                                 "prompt_lookup_max, prompt_lookup_min", group=SPECULATION)
+    enable_lora: bool = option(False, "serve LoRA adapters beside the model", group=ADAPTERS)
+    lora_modules: list[str] = option([], "an adapter to serve from the start, as NAME=FOLDER", group=ADAPTERS)
+    max_loras: int = option(8, "the most adapters in the device's memory; requests for others wait", group=ADAPTERS, least=1)
+    max_cpu_loras: int = option(1024, "the most adapters in host memory", group=ADAPTERS, least=1)
+    max_lora_rank: int = option(16, "the largest rank of an adapter", group=ADAPTERS, least=1)
     device: str = option("auto", "auto, cpu, cuda or cuda:N; with several ranks N is the first one's", group=EXECUTION)
     tensor_parallel_size: int = option(1, "devices (on a CPU: processes) that divide every layer among them",
                                        group=PARALLEL, least=1)

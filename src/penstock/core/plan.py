@@ -54,6 +54,8 @@ class Enter(NamedTuple):
     """Tokens that cannot be chosen before `params.min_tokens`: end-of-sequence and stop tokens."""
     labels: list[int] = []
     """The logits that Want.LABELS reports, by their index in the head; empty for all."""
+    adapter: int = 0
+    """The slot of its adapter; 0: none."""
 
 
 class Proposal(NamedTuple):
@@ -82,6 +84,8 @@ class StepPlan:
     id: int
     enter: list[Enter] = field(default_factory=list)
     leave: list[int] = field(default_factory=list)
+    adapters: list[tuple[int, str]] = field(default_factory=list)
+    """(slot, digest) of the adapters to put into slots before the step."""
     edits: list[Ints] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     rows: Ints = field(default_factory=lambda: np.zeros(0, np.int32))

@@ -17,9 +17,10 @@ from penstock import canary
 from penstock.config.options import engine_options
 from penstock.config.resolve import replicas
 from penstock.config.schema import EngineOptions
-from penstock.core.errors import EngineDeadError, PenstockError, RequestError
+from penstock.core.errors import ConfigError, EngineDeadError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Span, Timings, Update
 from penstock.core.sampling import MAX_OPEN_LIST_WORDS, SamplingParams
+from penstock.engine.adapters import Named, located, modules
 from penstock.engine.loading import inputs_of, load_text
 from penstock.engine.outputs import Delta, Outputs, RequestOutput
 from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused
@@ -172,6 +173,8 @@ class AsyncLLM:
         """Set once the engine is ready."""
         self.stats = EngineStats()
         self.figures = Figures(1)
+        self.adapters: dict[str, Named] = {}
+        """By the names that requests call them."""
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
         told: dict[str, Any] = {"on_outputs": self._on_outputs, "on_refused": self._on_refused, "on_death": self._on_death,
@@ -208,6 +211,14 @@ class AsyncLLM:
         self.outputs = Outputs(self.tokenizer)
         self.figures = Figures(info.max_model_len)
         self._progress = time.monotonic()
+        try:
+            for name, folder in modules(self.options.lora_modules):
+                await self.load_adapter(name, folder, started=True)
+        except BaseException as error:
+            await self._process.stop(0.0)
+            if isinstance(error, RequestError):
+                raise ConfigError(error.message) from None
+            raise
         self.info = info
         self._watch = asyncio.create_task(self._watch_progress())
 
@@ -397,6 +408,28 @@ class AsyncLLM:
                     stream.close(RequestError("the request was aborted by its client (/abort_requests)", code="aborted"))
                     found.append(name)
         return found
+
+    async def load_adapter(self, name: str, folder: str, *, replace: bool = False, started: bool = False) -> None:
+        """Serves the adapter in `folder`, or of a hub id, as `name`. RequestError if it cannot be used, or if the name is taken
+        and not to be replaced; requests of a replaced one finish with it."""
+        if not started:
+            self._check_alive()
+        old = self.adapters.get(name)
+        if (old is not None and not replace) or name == self.model:
+            raise RequestError(f"the name {name!r} is taken; unload that adapter first, or choose another name",
+                               param="lora_name", code="adapter_exists")
+        found = await asyncio.to_thread(located, name, folder)
+        self.adapters[name] = Named(name, found, await self._process.ask("add_adapter", found))
+        if old is not None:
+            await self._process.ask("remove_adapter", old.digest)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serves an adapter no longer; its open requests finish. RequestError 404 if there is none of this name."""
+        self._check_alive()
+        if name not in self.adapters:
+            raise RequestError(f"there is no adapter {name!r}; there are {', '.join(self.adapters) or 'none'}",
+                               param="lora_name", code="adapter_not_found", status=404)
+        await self._process.ask("remove_adapter", self.adapters.pop(name).digest)
 
     async def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache, in every tier. EngineDeadError if there is no engine."""

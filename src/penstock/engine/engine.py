@@ -23,6 +23,7 @@ from penstock.config.tiers import names_leave, plan_tiers
 from penstock.core.errors import RequestError
 from penstock.core.plan import Masks, StepPlan
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
+from penstock.engine.adapters import Adapters
 from penstock.engine.beam import BeamSearches
 from penstock.engine.constraints import Constraints
 from penstock.engine.events import CacheEvents, open_events
@@ -95,10 +96,12 @@ class Engine:
         self.scheduler = Scheduler(cache, Limits(
             max_model_len=plan.max_model_len, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
-            vocab_size=survey.vocab_size, step_target=config.step_target), POLICIES[options.scheduling_policy](),
+            vocab_size=survey.vocab_size, step_target=config.step_target,
+            max_adapters=options.max_loras if options.enable_lora else 0), POLICIES[options.scheduling_policy](),
             drafting=draft_policy(config.speculation) if config.speculation is not None else None)
         self.executor: Executor = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)
         undo.callback(self._end)
+        self.adapters = Adapters(self.rank, self.scheduler, options.enable_lora, options.max_cpu_loras)
         folder = None if options.skip_tokenizer_init else tokenizer_folder(options, survey.folder)
         self.constraints = Constraints(self.scheduler, survey.vocab_size, folder)
         undo.callback(self.constraints.close)
@@ -124,6 +127,7 @@ class Engine:
         request.params.check_vocabulary(self.info.vocab_size)
         if request.params.seed is None:
             raise RequestError("the engine needs a seed; the frontend draws one", param="seed")
+        self.adapters.check(request)
         if request.params.beam_width:
             self.scheduler.limit_of(request)
             self.beams.start(request, self.info.vocab_size)
@@ -146,6 +150,15 @@ class Engine:
 
     def _abort(self, ids: Iterable[str]) -> None:
         self.scheduler.abort(ids, time.time())
+
+    def add_adapter(self, folder: str) -> str:
+        """Reads an adapter folder. Returns the name by which requests call it. RequestError if it cannot be used."""
+        return self.adapters.add(folder)
+
+    def remove_adapter(self, name: str) -> bool:
+        """Forgets an adapter once its requests have ended. Always possible: True."""
+        self.adapters.remove(name)
+        return True
 
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache. Running requests are not disturbed. Always possible: True."""

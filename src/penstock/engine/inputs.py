@@ -157,12 +157,12 @@ class Inputs:
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True,
                 priority: int = 0, salt: str = "", tenant: str = "", retain: Sequence[Span] = (),
-                keep_last: int | None = None, parsed: bool = False) -> Request:
+                keep_last: int | None = None, parsed: bool = False, adapter: str = "") -> Request:
         """A request ready for the engine. RequestError for everything that cannot be honoured.
 
-        `add_special_tokens` applies to text. `salt`, `tenant` and `retain` are the Request's. `keep_last` keeps that many
-        tokens of the prompt's end (vLLM's truncate_prompt_tokens), -1 as many as fit; marks and spans are of the whole prompt.
-        The answer to a request that is `parsed` shows the markers of the model's dialect.
+        `add_special_tokens` applies to text. `salt`, `tenant`, `retain` and `adapter` are the Request's. `keep_last` keeps that
+        many tokens of the prompt's end (vLLM's truncate_prompt_tokens), -1 as many as fit; marks and spans are of the whole
+        prompt. The answer to a request that is `parsed` shows the markers of the model's dialect.
         """
         if self.info.task != "generate":
             raise RequestError(f"this model cannot generate: its checkpoint has no language model's head, only what is needed "
@@ -179,7 +179,8 @@ class Inputs:
         kept = ids if keep_last is None else self._last(ids, keep_last, params)
         params = self._with_defaults(params, len(kept))
         return Request(name, kept, params, list(self.eos_ids), time.time(), priority, salt, tenant,
-                       resolve_spans(retain, len(kept), len(ids) - len(kept)), shown=self._shown if parsed else [])
+                       resolve_spans(retain, len(kept), len(ids) - len(kept)), adapter,
+                       shown=self._shown if parsed else [])
 
     def pooling(self, name: str, prompt: str | Sequence[int], pool: Pool, *, add_special_tokens: bool = True, priority: int = 0,
                 salt: str = "", tenant: str = "", keep_last: int | None = None) -> Request:

@@ -20,6 +20,7 @@ from penstock.config.resolve import replicas
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Pool, Request, Span
 from penstock.core.sampling import BeamSearchParams, SamplingParams
+from penstock.engine.adapters import LoRARequest, Named, located, modules
 from penstock.engine.engine import Engine
 from penstock.engine.inputs import Prompt
 from penstock.engine.loading import find, inputs_of, load_text
@@ -46,6 +47,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 """One for all prompts, or one for each; None for the model's defaults."""
 Retention = Span | Sequence[Span] | Sequence[Sequence[Span] | None] | None
 """Spans for all prompts, or a list of them for each."""
+Lora = LoRARequest | Sequence[LoRARequest | None] | None
+"""One for all prompts, or one for each."""
 Bar = bool | Callable[..., Any]
 """True to show a progress bar, False for none, or a class like tqdm."""
 
@@ -81,6 +84,9 @@ class LLM:
         self.inputs = inputs_of(found, self._tokenizer, template, self.engine.info, self.options)
         self._outputs = Outputs(self._tokenizer)
         self._count = 0
+        self._adapters: dict[str, Named] = {}
+        for name, folder in modules(self.options.lora_modules):
+            self._adapter(LoRARequest(name, lora_path=folder))
 
     # -- facts
 
@@ -111,30 +117,32 @@ class LLM:
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: Bar = True, *,
                  priority: Sequence[int] | None = None, cache_salt: str | Sequence[str | None] | None = None,
-                 retention: Retention = None) -> list[RequestOutput]:
+                 retention: Retention = None, lora_request: Lora = None) -> list[RequestOutput]:
         """Completes prompts; the outputs are in the prompts' order. Work begins with those that may have the longest ones.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; a list of them is a batch, and
         then `sampling_params` and `priority` may be lists too. Requests share cached prompts only with those of equal
         `cache_salt` (one for all, or a list); `retention` says what should stay in the cache: Spans for all, or a list of
-        Spans for each prompt. RequestError, naming the prompt, before anything runs if one cannot be served. A request that
-        fails while it runs ends with finish_reason "error"; the others go on.
+        Spans for each prompt. `lora_request` names the adapter that answers (one for all, or a list). RequestError, naming the
+        prompt, before anything runs if one cannot be served. A request that fails while it runs ends with finish_reason
+        "error"; the others go on.
         """
         batch = _batch(prompts)
         texts = [_text(prompt) for prompt in batch]
-        return self._run(batch, texts, sampling_params, use_tqdm, True, priority, cache_salt, retention)
+        return self._run(batch, texts, sampling_params, use_tqdm, True, priority, cache_salt, retention, lora_request)
 
     def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None,
              use_tqdm: Bar = True, *, chat_template: str | None = None, add_generation_prompt: bool = True,
              continue_final_message: bool = False, tools: Sequence[Mapping[str, Any]] | None = None,
              documents: Sequence[Mapping[str, Any]] | None = None,
              chat_template_kwargs: Mapping[str, Any] | None = None, cache_salt: str | Sequence[str | None] | None = None,
-             retention: Retention = None) -> list[RequestOutput]:
+             retention: Retention = None, lora_request: Lora = None) -> list[RequestOutput]:
         """Answers a conversation (a list of messages) or several (a list of such lists), written out by the chat template.
 
-        `chat_template` is a template's text or the name of one of the model's; `cache_salt` and `retention` are `generate`'s,
-        the other keywords `ChatTemplate.render`'s. Parts marked with cache_control stay cached (docs/cache.md). Each output
-        has a `message`: its text read as content, reasoning and, with `tools`, tool calls (docs/tools.md).
+        `chat_template` is a template's text or the name of one of the model's; `cache_salt`, `retention` and `lora_request`
+        are `generate`'s, the other keywords `ChatTemplate.render`'s. Parts marked with cache_control stay cached
+        (docs/cache.md). Each output has a `message`: its text read as content, reasoning and, with `tools`, tool calls
+        (docs/tools.md).
         """
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
@@ -147,7 +155,7 @@ class LLM:
                     chat_template_kwargs=chat_template_kwargs))
         # The template writes the special tokens itself.
         found = self._run(prompts, [prompt.text for prompt in prompts], sampling_params, use_tqdm, False, None, cache_salt,
-                          retention, parsed=self._tokenizer is not None,
+                          retention, lora_request, parsed=self._tokenizer is not None,
                           grammar=self.inputs.held(tools) if tools and self.inputs.holds(tools) else None)
         for prompt, output in zip(prompts, found, strict=True):
             for answer in output.outputs:
@@ -245,23 +253,38 @@ class LLM:
 
     def _run(self, prompts: Sequence[Any], texts: Sequence[str | None], params: Params, use_tqdm: Bar, specials: bool,
              priority: Sequence[int] | None, cache_salt: str | Sequence[str | None] | None,
-             retention: Retention, parsed: bool = False, grammar: str | None = None) -> list[RequestOutput]:
+             retention: Retention, adapters: Lora = None, parsed: bool = False,
+             grammar: str | None = None) -> list[RequestOutput]:
         """`grammar` holds answers that the parameters do not constrain."""
         count = len(prompts)
         each = zip(prompts, _spread(params, count, "sampling_params"), _spread(priority, count, "priority"),
                    [cache_salt] * count if isinstance(cache_salt, str) else _spread(cache_salt, count, "cache_salt"),
-                   _spans(retention, count), strict=True)
+                   _spans(retention, count),
+                   _spread(adapters, count, "lora_request"), strict=True)
         requests = []
-        for place, (prompt, wanted, order, salt, retain) in enumerate(each):
+        for place, (prompt, wanted, order, salt, retain, lora) in enumerate(each):
             if grammar is not None and (wanted is None or (wanted.structured_outputs is None and wanted.grammar is None)):
                 wanted = (wanted or self.inputs.default_params()).replace(grammar=grammar)
             with _naming(place, count, "prompt"):
                 requests.append(self.inputs.request(str(self._count), prompt, wanted, add_special_tokens=specials,
-                                                    priority=order or 0, salt=salt or "", retain=retain, parsed=parsed))
+                                                    priority=order or 0, salt=salt or "", retain=retain, parsed=parsed,
+                                                    adapter=self._adapter(lora)))
             self._count += 1
         results = [RequestOutput.empty(request, text, self._tokenizer) for request, text in zip(requests, texts, strict=True)]
         self._with_bar(requests, {output.request_id: output for output in results}, use_tqdm)
         return results
+
+    def _adapter(self, asked: LoRARequest | None) -> str:
+        """The digest of an adapter, which is read when it is first asked for; "" for none."""
+        if asked is None:
+            return ""
+        known = self._adapters.get(asked.lora_name)
+        if known is not None and asked.lora_path in ("", known.folder):
+            return known.digest
+        folder = located(asked.lora_name, asked.lora_path)
+        if known is None or folder != known.folder:
+            self._adapters[asked.lora_name] = known = Named(asked.lora_name, folder, self.engine.add_adapter(folder))
+        return known.digest
 
     def _with_bar(self, requests: list[Request], results: Mapping[str, Output], use_tqdm: Bar) -> None:
         bar_of = use_tqdm if callable(use_tqdm) else tqdm
@@ -429,7 +452,7 @@ def _text(prompt: Any) -> str | None:
 
 def _spread(value: Any, count: int, name: str) -> list[Any]:
     """One value for all, or a list with one for each."""
-    if value is None or isinstance(value, SamplingParams):
+    if value is None or isinstance(value, SamplingParams | LoRARequest):
         return [value] * count
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise RequestError(f"{name} must be one for all or a list with one for each prompt, got {type(value).__name__}",

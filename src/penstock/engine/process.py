@@ -65,6 +65,8 @@ CALLS: dict[str, Any] = {
     "submit": Request,
     "abort": list[str],
     "reset_prefix_cache": None,
+    "add_adapter": str,
+    "remove_adapter": str,
     "shutdown": None,
 }
 """Calls that the parent may make, with the type of their argument (None: no argument). All but `shutdown` (finish the steps in

@@ -42,6 +42,10 @@ class Rank(Launches, Protocol):
         """Raises EngineDeadError if the rank is lost."""
         ...
 
+    def add_adapter(self, folder: str) -> str: ...
+
+    def drop_adapter(self, name: str) -> None: ...
+
     def close(self) -> None:
         """Frees everything that the rank has allocated. May be called at any time, and repeatedly."""
         ...
@@ -104,6 +108,14 @@ class RankGroup:
     def look(self) -> None:
         for rank in self.ranks:
             rank.look()
+
+    def add_adapter(self, folder: str) -> str:
+        first, *_ = self._each(lambda rank: rank.add_adapter(folder))
+        return first
+
+    def drop_adapter(self, name: str) -> None:
+        for rank in self.ranks:
+            rank.drop_adapter(name)
 
     def launch(self, plan: StepPlan) -> Begun:
         return _Together([rank.launch(plan) for rank in self.ranks], self.agree)

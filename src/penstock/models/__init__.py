@@ -21,7 +21,7 @@ from penstock.ops.registry import Kernels
 from penstock.parallel.axis import ALONE, Place
 from penstock.parallel.group import Group
 
-__all__ = ["Decoder", "ModelSpec", "configured", "describe", "load", "registry"]
+__all__ = ["Decoder", "ModelSpec", "configured", "describe", "family_of", "load", "registry"]
 
 
 def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, device: torch.device, kernels: Kernels,

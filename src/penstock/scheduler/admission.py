@@ -30,6 +30,8 @@ class Limits:
     max_num_batched_tokens: int
     max_queued: int
     vocab_size: int
+    max_adapters: int = 0
+    """Adapters that the device holds at once."""
     step_target: float | None = None
     """Target step time in seconds while sequences decode; None: prompts are not cut into chunks for it."""
 

@@ -22,6 +22,7 @@ from penstock.core.plan import NOT_FINITE, Enter, Logprobs, Proposal, StepPlan, 
 from penstock.core.request import EngineStats, Request, TokenLogprobs, Update
 from penstock.core.sequence import Floats, Sequence
 from penstock.scheduler import pooling
+from penstock.scheduler.adapters import Slots
 from penstock.scheduler.admission import Admission, Limits
 from penstock.scheduler.drafting import DraftPolicy
 from penstock.scheduler.pace import Pace
@@ -65,7 +66,9 @@ class Scheduler:
         self.in_flight: deque[_InFlight] = deque()
         self.stats = EngineStats(pages_total=cache.layout.slabs)
         self._rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.adapters = Slots(limits.max_adapters)
         self._leave: list[int] = []
+        self._fill: list[tuple[int, str]] = []
         self._enter: list[Enter] = []
         self._news: list[Update] = []
         self._requests: dict[str, dict[int, Sequence]] = {}
@@ -146,8 +149,9 @@ class Scheduler:
         self._plans += 1
         enter, self._enter = self._enter, []
         leave, self._leave = self._leave, []
+        fill, self._fill = self._fill, []
         self.in_flight.append(step)
-        plan = StepPlan(step.id, enter, leave, rows=np.array(rows, np.int32), starts=np.array(starts, np.int32),
+        plan = StepPlan(step.id, enter, leave, fill, rows=np.array(rows, np.int32), starts=np.array(starts, np.int32),
                         counts=np.array(step.counts, np.int32), wants=np.array(step.wants, np.int32),
                         slack=slack if slack is not None and slack.any() else None, proposals=proposals)
         if self.masker is not None:
@@ -243,7 +247,7 @@ class Scheduler:
             lost = any(sequence in step.lost for step in self.in_flight)
             if lost or self._cornered not in (None, sequence) or self.cache.must_wait(sequence):
                 continue
-            count = self._find_room(sequence, budget)
+            count = self._find_room(sequence, budget) if self.adapters.has_room(sequence.request.adapter) else 0
             if not count:
                 blocked.append(sequence)
                 if self.admission.hold(blocked):
@@ -300,8 +304,11 @@ class Scheduler:
         # For constrained sequences the mask enforces min_tokens, because it knows whether the answer can continue.
         banned = sorted(sequence.stops) if params.min_tokens and not sequence.masked else []
         labels = sequence.request.pool.labels if sequence.request.pool is not None else []
+        slot, empty = self.adapters.take(sequence.request.adapter)
+        if empty:
+            self._fill.append((slot, sequence.request.adapter))
         self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned,
-                                 labels))
+                                 labels, slot))
         if not sequence.timings.first_scheduled:
             sequence.timings.first_scheduled = now
             # Count a prompt once: the request's other sequences are forked from the first.
@@ -409,6 +416,7 @@ class Scheduler:
         if sequence.row >= 0:
             self._rows.append(sequence.row)
             self._leave.append(sequence.row)
+            self.adapters.give(sequence.request.adapter)
             sequence.row = -1
 
     # -- results

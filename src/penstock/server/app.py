@@ -15,6 +15,7 @@ from penstock.core.errors import EngineDeadError, RequestError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.observe.log import LOG
 from penstock.server.access import AccessLog
+from penstock.server.adapters import AdapterRoutes
 from penstock.server.admin import Admin
 from penstock.server.anthropic.dialect import Anthropic
 from penstock.server.batches.dialect import Batches
@@ -47,7 +48,8 @@ class Application:
                                    Ollama(self.state),
                                    Batches(self.state, self.batches), VLLM(self.state)]
         admin = Admin(self.state)
-        routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes()]
+        routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes(),
+                  *AdapterRoutes(self.state).routes()]
         # Plain routes: the bodies are decoded by msgspec, so FastAPI's own machinery has nothing to do.
         for route in routes:
             self.app.add_route(route.path, route.handler, methods=[route.method])

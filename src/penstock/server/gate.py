@@ -26,7 +26,7 @@ OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
 PROBES = OPEN_ROUTES | {"/metrics", "/load"}
 """Routes that machines ask again and again."""
 
-ADMIN_ROUTES = frozenset({"/reset_prefix_cache"})
+ADMIN_ROUTES = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes that affect every tenant: they need an admin key if there are several keys."""
 
 UPLOAD_ROUTES = frozenset({"/v1/files"})

@@ -24,7 +24,7 @@ class State:
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         self.llm = llm
         self.model = llm.model
-        self.names = options.served_model_name or [self.model]
+        self._names = options.served_model_name or [self.model]
         self.created = int(time.time())
         self.tenants = Tenants(options, *llm.disk)
         self.limits = Limits(options)
@@ -41,8 +41,18 @@ class State:
 
     @property
     def name(self) -> str:
-        """The first name, which answers carry."""
-        return self.names[0]
+        """The model's first name, which answers carry."""
+        return self._names[0]
+
+    @property
+    def names(self) -> list[str]:
+        """The model's names, then those of the adapters."""
+        return [*self._names, *self.llm.adapters]
+
+    def adapter(self, model: str | None) -> str:
+        """The digest of the adapter that a request's model names; "" for the model itself."""
+        found = self.llm.adapters.get(model or "")
+        return "" if found is None else found.digest
 
     def not_ready(self) -> str | None:
         """The reason why no requests are accepted now; None if they are."""
@@ -65,6 +75,14 @@ class State:
             return self.name
         self.check_name(model)
         return model
+
+    def admit_bare(self, model: str | None) -> str:
+        """The same for work that adapters do not do. RequestError 400 for one of them."""
+        name = self.admit(model)
+        if self.adapter(name):
+            raise RequestError(f"{name!r} is an adapter, and adapters only generate; use {self.name!r}", param="model",
+                               code="unsupported_parameter")
+        return name
 
     def priority(self, wanted: int | None, admin: bool, key: Key | None = None) -> int:
         """The priority of a request, the lowest for a `key` of the class background. RequestError 403 for one before others',

@@ -8,19 +8,21 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
 from penstock import models
-from penstock.checkpoint import dtype_of, resolve_folder
+from penstock.checkpoint import adapter, dtype_of, resolve_folder
 from penstock.config.resolve import EngineConfig, cache_room, memory_limits
 from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import StepPlan
 from penstock.core.rank import Loaded, Prepared, Survey
+from penstock.models import adapters
 from penstock.models.weights import Progress
 from penstock.observe.log import LOG
 from penstock.ops import compile as compiling
@@ -137,6 +139,9 @@ class Rank:
         with compiling.explained(self._facts.capability), memory.explained(device):
             working = self._working(model)
             self._scratch = working.scratch
+            if options.enable_lora:
+                slots = options.max_loras * adapters.room(self._spec, options.max_lora_rank)
+                working = working._replace(step=working.step + slots * model.dtype.itemsize)
             room = cache_room(self._limits, self._facts, memory.free_bytes(device, self._limits.utilization),
                               working.step + working.graphs)
         held = self._held(model)
@@ -197,6 +202,19 @@ class Rank:
 
     def look(self) -> None:
         """A rank of the engine's own process is never lost."""
+
+    def add_adapter(self, folder: str) -> str:
+        """Reads an adapter into host memory. Returns its digest. ModelError if it does not fit the model."""
+        path = Path(folder)
+        deltas = adapters.read(path, self._spec, models.family_of(self._checkpoint)[1].RULES,
+                               getattr(torch, self._config.dtype), self._options.max_lora_rank)
+        name = adapter.digest(path)
+        self.worker.adapters.host[name] = deltas
+        return name
+
+    def drop_adapter(self, name: str) -> None:
+        """Forgets an adapter that no further plan names."""
+        self.worker.adapters.host.pop(name, None)
 
     def launch(self, plan: StepPlan) -> Launched:
         """Enqueues a step."""

@@ -6,6 +6,7 @@ import torch
 
 from penstock.core.plan import Ints, StepPlan
 from penstock.layers.decoder import Decoder
+from penstock.worker.adapters import Adapters
 from penstock.worker.graphs import Graphs
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
@@ -19,6 +20,7 @@ class Runner:
         self.model = model
         self.builder = StepBuilder(model, rows, page)
         self.graphs: Graphs | None = None
+        self.adapters: Adapters | None = None
 
     def forward(self, plan: StepPlan, every: bool = False,
                 behind: Ints | None = None) -> tuple[torch.Tensor, torch.Tensor, LogitsRows]:
@@ -26,6 +28,9 @@ class Runner:
         rows' owners. `behind`: as in `StepBuilder.fill`."""
         picks = picks_of(plan)
         count = len(picks.segments)
+        delta = self.adapters.delta(plan) if self.adapters is not None else None
+        # A delta finds its tokens by their places, so that all layers must have them all.
+        every = every or delta is not None
         # CUDA graphs do not return the hidden states of all tokens.
         bucket = self.graphs.buckets.of(plan, count) if self.graphs is not None and not every else None
         if self.graphs is not None and bucket is not None:
@@ -40,7 +45,9 @@ class Runner:
             ends = builder.ends(count, bucket)
             parts = builder.fill(plan, bucket, picks, behind=behind)
             if every:
-                hidden = self.model.forward(builder.step(bucket, parts))
+                step = builder.step(bucket, parts)
+                step.delta = delta
+                hidden = self.model.forward(step)
                 return hidden, hidden.index_select(0, builder.heads(parts, ends)), builder.lines(parts, plan, picks)
             whole = count == int(plan.counts.sum())
             hidden = self.model.forward(builder.step(bucket, parts, None if whole else ends))

@@ -16,6 +16,7 @@ from penstock.core.layout import CacheLayout
 from penstock.core.plan import Logprobs, Masks, StepPlan, StepResult, Want
 from penstock.layers.decoder import Decoder
 from penstock.stores.behind import Behind
+from penstock.worker.adapters import Adapters
 from penstock.worker.arena import Arena
 from penstock.worker.clock import Clock, Interval
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
@@ -177,6 +178,7 @@ class Worker:
         watched = {work.group for work in model.works if work.ops.shares(work.geometry)}
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
         self.runner = Runner(model, self.rows, layout.page)
+        self.runner.adapters = self.adapters = Adapters(max_num_seqs, device)
         self.sampler = Sampler(model.kernels.sample, self.rows, model.kernels.chosen["sample"].capturable, model)
         self.verifier = Verifier(self.rows)
         self.clock = Clock(device)
@@ -248,6 +250,7 @@ class Worker:
     def _launch(self, plan: StepPlan) -> Launched:
         interval = self.clock.start()
         self.rows.apply(plan)
+        self.adapters.apply(plan)
         if self.movers is not None:
             self.movers.start(plan)
         self.arena.copy(plan.moves)
@@ -255,7 +258,8 @@ class Worker:
             self.movers.load(plan)
         if self.drafter is not None and not plan.idle:
             self.drafter.propose(Drafting(plan, self.rows))
-        decoded = self.graphs.decode(plan) if self.graphs is not None and not plan.idle else None
+        plain = self.graphs is not None and not plan.idle and not self.adapters.adapted(plan)
+        decoded = self.graphs.decode(plan) if self.graphs is not None and plain else None
         if decoded is not None:
             return Launched(plan, interval.stop(whole=True), self.movers, None, Chosen([Sampled(decoded, None)]), self._picks)
         interval.enter_model()

@@ -18,7 +18,7 @@ class Model(TypedDict):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int | None
     type: str
     """This and the next two are Anthropic's, whose clients ask the same route."""
@@ -51,7 +51,10 @@ class Models:
         return json_response(self._describe(name))
 
     def _describe(self, name: str) -> Model:
-        info = self.state.llm.info
+        info, adapter = self.state.llm.info, self.state.llm.adapters.get(name)
+        if adapter is not None:
+            return {"id": name, "object": "model", "created": self.state.created, "owned_by": "penstock",
+                    "root": adapter.folder, "parent": self.state.name, "max_model_len": info.max_model_len if info else None}
         return {"id": name, "object": "model", "created": self.state.created, "owned_by": "penstock",
                 "root": self.state.model, "parent": None, "max_model_len": info.max_model_len if info else None,
                 "type": "model", "display_name": name,

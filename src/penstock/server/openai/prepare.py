@@ -32,13 +32,15 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
     tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
     retain = retained(body)
 
+    adapter = state.adapter(body.model)
+
     def work() -> list[Request]:
         check_structure(body)
         # Once for all prompts.
         spelled = llm.inputs.spelled(params)
         made = [llm.inputs.request(llm.new_id(), prompt, spelled, add_special_tokens=add_special_tokens,
                                    priority=priority, salt=salt, tenant=tenant, retain=retain,
-                                   keep_last=body.truncate_prompt_tokens, parsed=parsed) for prompt in prompts]
+                                   keep_last=body.truncate_prompt_tokens, parsed=parsed, adapter=adapter) for prompt in prompts]
         check_something_is_left(made[0])
         return made
 

@@ -78,7 +78,7 @@ class Pooling:
     async def embeddings(self, http: Request) -> Response:
         """Embeddings as numbers or base64."""
         body = await self.bodies.read(http, p.EmbeddingRequest)
-        model, scale = self.state.admit(body.model), self._scale(body)
+        model, scale = self.state.admit_bare(body.model), self._scale(body)
         run = await self._run(http, model, body, _texts(body.input, body.add_special_tokens), embedding_pool(self._inputs))
         return await self._answer(run, lambda: p.Embeddings(f"embd-{run.id}", run.created, model, [
             p.Embedding(place, written) for place, written in enumerate(_written(run.vectors, scale, body))], run.usage))
@@ -86,7 +86,7 @@ class Pooling:
     async def pooling(self, http: Request) -> Response:
         """Hidden states: of each text, of its tokens, or a classifier's logits."""
         body = await self.bodies.read(http, p.PoolingRequest)
-        model, scale = self.state.admit(body.model), self._scale(body)
+        model, scale = self.state.admit_bare(body.model), self._scale(body)
         task = body.task or ("classify" if self._inputs.info.task == "classify" else "embed")
         if task in ("classify", "score"):
             pool, scale = class_pool(self._inputs), probabilities
@@ -103,7 +103,7 @@ class Pooling:
     async def classify(self, http: Request) -> Response:
         """The most probable label of each text, and all probabilities."""
         body = await self.bodies.read(http, p.ClassifyRequest)
-        model = self.state.admit(body.model)
+        model = self.state.admit_bare(body.model)
         run = await self._run(http, model, body, _texts(body.input, body.add_special_tokens), class_pool(self._inputs))
         names = self._inputs.info.labels
 
@@ -117,7 +117,7 @@ class Pooling:
     async def score(self, http: Request) -> Response:
         """A score for each pair, in their order."""
         body = await self.bodies.read(http, p.ScoreRequest)
-        model = self.state.admit(body.model)
+        model = self.state.admit_bare(body.model)
         one, two = body.text_1 or body.queries, body.text_2 or body.documents
         if one is None or two is None:
             missing = "text_1" if one is None else "text_2"
@@ -129,7 +129,7 @@ class Pooling:
     async def rerank(self, http: Request) -> Response:
         """The documents with the best first."""
         body = await self.bodies.read(http, p.RerankRequest)
-        model = self.state.admit(body.model)
+        model = self.state.admit_bare(body.model)
         documents = [one if isinstance(one, str) else one.text for one in body.documents]
         scores, run = await self._scores(http, model, body, [(body.query, document) for document in documents],
                                          body.instruction)

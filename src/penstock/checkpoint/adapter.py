@@ -1,0 +1,81 @@
+"""Adapter folders as PEFT writes them: adapter_config.json, checked, and the digest of their contents."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.checkpoint.config import read_json
+from penstock.core.errors import ModelError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_REFUSED: dict[str, tuple[Any, ...]] = {"use_dora": (False, None), "modules_to_save": (None, []), "bias": ("none", None),
+                                        "fan_in_fan_out": (False, None), "lora_bias": (False, None),
+                                        "target_parameters": (None, []), "alora_invocation_tokens": (None, [])}
+"""Keys whose other values change the arithmetic in ways that are not supported."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The parts of adapter_config.json that say what the matrices mean."""
+
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    rank_stabilized: bool
+
+    def scale(self, module: str) -> tuple[int, float]:
+        """The rank of a module's matrices, and the factor of their product: alpha / rank, or alpha / sqrt(rank) of rsLoRA
+        (Kalajdzievski 2023)."""
+        rank = int(_of(self.rank_pattern, module, self.rank))
+        alpha = float(_of(self.alpha_pattern, module, self.alpha))
+        return rank, alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+
+def _of(patterns: Mapping[str, Any], module: str, usual: Any) -> Any:
+    """The value of the first pattern that the module's name ends with, as PEFT matches them."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), usual)
+
+
+def read_adapter(folder: Path) -> AdapterConfig:
+    """ModelError if the folder holds no LoRA adapter, or one that uses what is not supported, which it names."""
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{folder} has no {CONFIG}; an adapter is a folder that PEFT wrote (save_pretrained)")
+    config = read_json(folder / CONFIG)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ModelError(f"{folder / CONFIG}: peft_type is {kind!r}; possible is LORA")
+    for key, possible in _REFUSED.items():
+        if config.get(key) not in possible:
+            raise ModelError(f"{folder / CONFIG}: {key} is {config[key]!r}, which is not supported; merge the adapter into the "
+                             "model (PEFT's merge_and_unload), or train it without")
+    if not (folder / WEIGHTS).is_file():
+        others = ", ".join(sorted(path.name for path in folder.glob("adapter_model.*")))
+        raise ModelError(f"{folder} has no {WEIGHTS}" + (f" (it has {others}; pickle files are never read)" if others else "")
+                         + "; save the adapter with safe_serialization=True")
+    numbers = {key: config.get(key) for key in ("r", "lora_alpha")}
+    for key, value in numbers.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise ModelError(f"{folder / CONFIG}: {key} is {value!r}; it must be a number above 0")
+    patterns = {key: config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
+    for key, value in patterns.items():
+        if not isinstance(value, dict) or not all(isinstance(one, int | float) and one > 0 for one in value.values()):
+            raise ModelError(f"{folder / CONFIG}: {key} must map names of modules to numbers above 0")
+    return AdapterConfig(int(config["r"]), float(config["lora_alpha"]), patterns["rank_pattern"], patterns["alpha_pattern"],
+                         bool(config.get("use_rslora")))
+
+
+def digest(folder: Path) -> str:
+    """Names an adapter's contents: equal for folders that compute the same."""
+    found = hashlib.sha256()
+    for name in (CONFIG, WEIGHTS):
+        with (folder / name).open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:32]

@@ -1,0 +1,99 @@
+"""The adapters that an engine serves, named by a digest of their contents; and the names by which users call them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.checkpoint import resolve_folder
+from penstock.core.errors import ConfigError, ModelError, PenstockError, RequestError
+from penstock.core.request import Request
+from penstock.engine.ranks import Rank
+from penstock.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """Which adapter answers a prompt, in vLLM's words. `lora_int_id` is accepted and not needed."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+
+@dataclass(frozen=True)
+class Named:
+    """An adapter that is served by a name."""
+
+    name: str
+    folder: str
+    digest: str
+
+
+def modules(given: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(name, folder) of each NAME=FOLDER. ConfigError for one that is not of this form."""
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise ConfigError(f"lora_modules has {text!r}; it must be NAME=FOLDER")
+        yield name, folder
+
+
+def located(name: str, folder: str) -> str:
+    """The adapter's folder on this machine. RequestError if there is none."""
+    if not name:
+        raise RequestError("lora_name is empty", param="lora_name", code="invalid_value")
+    try:
+        return str(Path(resolve_folder(folder, None)).resolve())
+    except PenstockError as error:
+        raise RequestError(f"the adapter {name!r}: {error}", param="lora_path", code="invalid_adapter", status=404) from None
+
+
+class Adapters:
+    """The engine's own record. Used only from the engine's thread."""
+
+    def __init__(self, rank: Rank, scheduler: Scheduler, enabled: bool, most: int) -> None:
+        """most: the most adapters in host memory."""
+        self._rank = rank
+        self._scheduler = scheduler
+        self._enabled = enabled
+        self._most = most
+        self._names: dict[str, int] = {}
+        """By digest: how often it was added and not yet removed."""
+
+    def add(self, folder: str) -> str:
+        """Reads an adapter folder. Returns its digest. RequestError 400 if it cannot be used."""
+        if not self._enabled:
+            raise RequestError("this server takes no adapters; start it with --enable-lora", param="lora_name",
+                               code="lora_not_enabled")
+        self._clear()
+        if len(self._names) >= self._most:
+            raise RequestError(f"{len(self._names)} adapters are loaded, and no more fit (--max-cpu-loras); unload one first",
+                               param="lora_name", code="too_many_adapters")
+        try:
+            name = self._rank.add_adapter(folder)
+        except ModelError as error:
+            raise RequestError(str(error), param="lora_path", code="invalid_adapter") from None
+        self._names[name] = self._names.get(name, 0) + 1
+        return name
+
+    def remove(self, name: str) -> None:
+        """Takes back one `add`. Requests that have been taken in finish."""
+        if name in self._names:
+            self._names[name] -= 1
+        self._clear()
+
+    def check(self, request: Request) -> None:
+        """RequestError 404 if the request names an adapter that is not there."""
+        if request.adapter and not self._names.get(request.adapter):
+            raise RequestError("the adapter of this request has been unloaded", param="model", code="model_not_found",
+                               status=404)
+
+    def _clear(self) -> None:
+        """Forgets removed adapters that no request uses any more."""
+        used = {sequence.request.adapter for sequence in self._scheduler.live}
+        for name in [name for name, count in self._names.items() if count <= 0 and name not in used]:
+            del self._names[name]
+            self._scheduler.adapters.forget(name)
+            self._rank.drop_adapter(name)

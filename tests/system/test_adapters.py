@@ -1,0 +1,182 @@
+"""LoRA adapters: each answers as the model that it was merged into, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock import LLM, LoRARequest, SamplingParams
+from penstock.canary import model_folder, suite
+from penstock.core.errors import RequestError
+from penstock.scheduler.adapters import Slots
+from tests.system.served import NAME, Served
+
+ASSETS = Path(__file__).parents[1] / "assets"
+PIRATE, TELEGRAM = ASSETS / "canary-pirate", ASSETS / "canary-telegram"
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+QUESTIONS = [[{"role": "user", "content": text}] for text in (
+    "Hello!", "What is 4821 + 1375?", "Who are you?", "Repeat after me: red blue 7 green", "Tell me a story about a fox.")]
+QUESTIONS += [list(item.messages) for item in suite.prompts("recall", 2)]
+
+
+def merged(adapter: Path, folder: Path) -> Path:
+    """canary with an adapter's products added to its matrices."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    scale = {"patterned": 2.0, "stable": 2.0}.get(adapter.name, config["lora_alpha"] / config["r"])
+    shutil.copytree(model_folder(), folder)
+    weights, low = load_file(folder / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    for name, a in low.items():
+        if "lora_A" in name:
+            target = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            b = low[name.replace("lora_A", "lora_B")].float()
+            weights[target] = weights[target].float() + scale * b @ a.float()
+    save_file({name: tensor.float().contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def made(folder: Path, seed: int, rank: int = 3, config: dict[str, Any] | None = None,
+         modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")) -> Path:
+    """A random adapter of canary's shape, strong enough to change answers."""
+    base, draw = load_file(model_folder() / "model.safetensors"), torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, tensor in base.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(modules):
+            n, k = tensor.shape
+            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, k, generator=draw) / k ** 0.5
+            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(n, rank, generator=draw) * 0.05
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(
+        {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", **(config or {})}))
+    return folder
+
+
+def answers(llm: LLM, questions: list[Any], adapters: Any = None) -> list[Any]:
+    return [output.outputs[0].token_ids for output in llm.chat(questions, GREEDY, use_tqdm=False, lora_request=adapters)]
+
+
+OPTIONS: dict[str, Any] = {"model": "canary", "dtype": "float32", "max_model_len": 512, "threads": 1, "enable_lora": True}
+
+
+def test_each_adapter_answers_as_the_model_it_was_merged_into(tmp_path: Path) -> None:
+    """Both of canary's, and random ones of another rank and scaling, all of them and the base mixed in one batch."""
+    stable = made(tmp_path / "stable", 3, 4, {"lora_alpha": 4, "use_rslora": True})
+    alphas = {"alpha_pattern": {"q_proj": 4, "o_proj": 4, "down_proj": 4}, "lora_alpha": 99}
+    patterned = made(tmp_path / "patterned", 4, 2, alphas)
+    folders = [PIRATE, TELEGRAM, stable, patterned]
+    requests = [None, *(LoRARequest(folder.name, 1, str(folder)) for folder in folders)]
+    expected = []
+    for place, folder in enumerate([None, *folders]):
+        model = str(merged(folder, tmp_path / f"merged{place}")) if folder else "canary"
+        with LLM(**{**OPTIONS, "model": model, "enable_lora": False}) as llm:
+            expected.append(answers(llm, QUESTIONS))
+    assert len({json.dumps(one) for one in expected}) == len(expected), "the adapters change nothing"
+    with LLM(**OPTIONS, max_loras=2, max_num_batched_tokens=96, max_num_seqs=8) as llm:
+        for place, request in enumerate(requests):
+            assert answers(llm, QUESTIONS, request) == expected[place], request
+        mixed = [(question, place) for question in range(len(QUESTIONS)) for place in range(len(requests))]
+        found = answers(llm, [QUESTIONS[question] for question, _ in mixed], [requests[place] for _, place in mixed])
+        assert found == [expected[place][question] for question, place in mixed]
+        assert llm.stats().cached_tokens > 0
+
+
+@pytest.mark.parametrize("options", [
+    {"kv_cache_memory_bytes": 3 << 20, "max_num_seqs": 6}, {"depth": 1, "block_size": 8}, {"speculate": "ngram"},
+    {"speculative_model": str(ASSETS / "canary-draft"), "draft_policy": "fixed"}, {"kernels": {"*": "reference"}},
+    {"cache_host_bytes": 8 << 20, "max_num_batched_tokens": 48, "max_num_seqs": 4},
+], ids=str)
+def test_other_routes_give_the_same(options: dict[str, Any]) -> None:
+    requests = [None, LoRARequest("pirate", 1, str(PIRATE)), LoRARequest("telegram", 2, str(TELEGRAM))]
+    asked = [(question, request) for question in QUESTIONS[:4] for request in requests]
+    with LLM(**OPTIONS) as llm:
+        expected = answers(llm, [question for question, _ in asked], [request for _, request in asked])
+    with LLM(**{**OPTIONS, **options}) as llm:
+        for _ in range(2):
+            assert answers(llm, [question for question, _ in asked], [request for _, request in asked]) == expected
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"peft_type": "IA3"}, "peft_type"), ({"use_dora": True}, "use_dora"), ({"bias": "all"}, "bias"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"r": 0}, "r is 0"), ({"r": 7}, "ask for"),
+    ({"lora_alpha": "x"}, "lora_alpha"), ({"rank_pattern": {"q_proj": 99}}, "max-lora-rank"),
+])
+def test_adapters_that_cannot_be_used_are_refused_alone(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    broken = made(tmp_path / "broken", 1, config=change)
+    with LLM(**OPTIONS) as llm:
+        before = answers(llm, QUESTIONS[:1])
+        with pytest.raises(RequestError, match=message):
+            answers(llm, QUESTIONS[:1], LoRARequest("broken", 1, str(broken)))
+        assert answers(llm, QUESTIONS[:1]) == before
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    cut, alien, pickled, empty = (made(tmp_path / name, 1) for name in ("cut", "alien", "pickled", "empty"))
+    data = (cut / "adapter_model.safetensors").read_bytes()
+    (cut / "adapter_model.safetensors").write_bytes(data[:len(data) // 2])
+    save_file({"base_model.model.model.layers.0.nothing.lora_A.weight": torch.ones(3, 3),
+               "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.full((3, 192), float("nan"))},
+              alien / "adapter_model.safetensors")
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    (empty / "adapter_config.json").unlink()
+    with LLM(**OPTIONS) as llm:
+        for folder, message in ((cut, "whole safetensors"), (alien, "not finite"), (pickled, "pickle"),
+                                (empty, "adapter_config"), (tmp_path / "gone", "gone")):
+            with pytest.raises(RequestError, match=message):
+                answers(llm, QUESTIONS[:1], LoRARequest("x", 1, str(folder)))
+    with LLM(**{**OPTIONS, "enable_lora": False}) as llm, pytest.raises(RequestError, match="--enable-lora"):
+        answers(llm, QUESTIONS[:1], LoRARequest("pirate", 1, str(PIRATE)))
+
+
+def test_over_http_adapters_are_models_that_come_and_go() -> None:
+    server = Served("canary", "--enable-lora", "--lora-modules", f"pirate={PIRATE}", "--max-model-len", "512")
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    with contextlib.ExitStack() as stack, httpx.Client(base_url=server.url, timeout=60) as client:
+        stack.callback(server.stop)
+
+        def ask(model: str) -> httpx.Response:
+            return client.post("/v1/chat/completions", json={"model": model, "temperature": 0, "max_tokens": 40,
+                                                             "messages": QUESTIONS[0]})
+
+        assert ask("pirate").json()["choices"][0]["message"]["content"].startswith("Arr!")
+        assert ask("pirate").json()["model"] == "pirate"
+        assert ask("telegram").status_code == 404
+        listed = {one["id"]: one["parent"] for one in client.get("/v1/models").json()["data"]}
+        assert listed == {NAME: None, "pirate": NAME}
+        assert client.post(load, json={"lora_name": "telegram", "lora_path": str(TELEGRAM)}).status_code == 200
+        base, telegram = (ask(model).json()["choices"][0]["message"]["content"] for model in (NAME, "telegram"))
+        assert base != telegram and not base.startswith("Arr!")
+        again = client.post(load, json={"lora_name": "telegram", "lora_path": str(PIRATE)})
+        assert again.status_code == 400 and again.json()["error"]["code"] == "adapter_exists"
+        assert client.post(load, json={"lora_name": "telegram", "lora_path": str(PIRATE),
+                                                          "load_inplace": True}).status_code == 200
+        assert ask("telegram").json()["choices"][0]["message"]["content"].startswith("Arr!")
+        assert client.post(unload, json={"lora_name": "telegram"}).status_code == 200
+        assert ask("telegram").status_code == 404
+        assert client.post(unload, json={"lora_name": "telegram"}).status_code == 404
+        assert client.post(load, json={"lora_name": "x", "lora_path": "/nowhere"}).status_code == 404
+        assert client.post(load, json={"lora_name": "x"}).status_code == 400
+        refused = client.post("/v1/embeddings", json={"model": "pirate", "input": "x"})
+        assert refused.status_code == 400 and "adapters only generate" in refused.text
+
+
+def test_slots() -> None:
+    slots = Slots(2)
+    assert slots.take("") == (0, False) and slots.has_room("a")
+    assert slots.take("a") == (1, True) and slots.take("a") == (1, False) and slots.take("b") == (2, True)
+    assert not slots.has_room("c") and slots.has_room("b") and slots.has_room("")
+    slots.give("b")
+    assert slots.take("c") == (2, True) and not slots.has_room("b")
+    slots.give("a")
+    assert not slots.has_room("b")
+    slots.give("a")
+    slots.forget("a")
+    assert slots.take("b") == (1, True)
