@@ -226,6 +226,15 @@ class EngineStats(msgspec.Struct, array_like=True):
     expert_picks: list[list[int]] = []
     """Of each layer with experts, how often each was picked."""
 
+    def count_draft(self, accepted: int) -> None:
+        """Counts a segment with drafts, of which the first `accepted` were kept."""
+        self.drafts += 1
+        self.accepted_tokens += accepted
+        places = self.accepted_by_place
+        places += [0] * (accepted - len(places))
+        for place in range(accepted):
+            places[place] += 1
+
 
 class EngineInfo(msgspec.Struct):
     """Facts about a started engine that a frontend needs. Fixed for the engine's life."""

@@ -49,7 +49,7 @@ _WEIGHT = 0.1
 _DECAY = 0.99
 """Weight of the past in the model of step time: some 100 steps are remembered."""
 _NEWEST = 0.25
-"""Weight of the newest step in the throughput with drafts and without."""
+"""Weight of the newest step in the throughput."""
 _PLAIN = 32
 """Steps with drafts after which one without them shows what they cost."""
 _TRIAL = 64
@@ -71,8 +71,10 @@ class Adaptive:
         self._accepted = _ACCEPTED
         self._weight = self._x = self._y = self._xx = self._xy = self._kept = 0.0
         """Sums over recent steps, decaying: 1, positions, seconds, their products, and tokens kept."""
-        self._rate = {False: 0.0, True: 0.0}
-        """Tokens a second of steps with drafts (True) and without; 0 before the first."""
+        self._rate = 0.0
+        """Tokens a second of recent steps of the kind of the newest: with drafts, or without."""
+        self._gain = 1.0
+        """Throughput with drafts in proportion to that without, by the last changes from one to the other."""
         self._since = 0
         """Steps since the last with drafts, if the newest had none; else since the last without."""
         self._drafted = False
@@ -82,8 +84,7 @@ class Adaptive:
     @property
     def bar(self) -> float:
         """The probability of being kept above which a token is drafted; 0 before anything is known."""
-        slower = 0 < self._rate[True] < self._rate[False]
-        return max(1.0, self._bar) if slower else self._bar
+        return max(1.0, self._bar) if self._gain < 1 else self._bar
 
     def count(self, sequence: Sequence) -> int:
         if self._drafted and self._since >= _PLAIN:
@@ -108,10 +109,16 @@ class Adaptive:
         if seconds <= 0 or not kept:
             return
         drafted = tokens > rows
-        self._since = self._since + 1 if drafted == self._drafted else 0
+        rate = kept / seconds
+        if drafted == self._drafted or not self._rate:
+            self._since += 1
+            self._rate += (_NEWEST if self._rate else 1.0) * (rate - self._rate)
+        else:
+            # Neighbouring steps have nearly the same sequences, so that their throughputs can be compared.
+            gain = rate / self._rate if drafted else self._rate / rate
+            self._gain += 0.5 * (gain - self._gain)
+            self._since, self._rate = 0, rate
         self._drafted = drafted
-        old, new = self._rate[drafted], kept / seconds
-        self._rate[drafted] = old + _NEWEST * (new - old) if old else new
         self._weight = _DECAY * self._weight + 1
         self._x = _DECAY * self._x + tokens
         self._y = _DECAY * self._y + seconds

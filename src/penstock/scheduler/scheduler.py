@@ -493,12 +493,7 @@ class Scheduler:
         if len(own) <= drafts:
             sequence.expected = None
         self.stats.drafted_tokens += drafts
-        self.stats.accepted_tokens += len(own) - 1
-        self.stats.drafts += 1
-        places = self.stats.accepted_by_place
-        places += [0] * (len(own) - 1 - len(places))
-        for place in range(len(own) - 1):
-            places[place] += 1
+        self.stats.count_draft(len(own) - 1)
         if self.drafting is not None:
             self.drafting.learn(sequence, drafts, len(own) - 1)
         return len(own)
