@@ -200,10 +200,11 @@ class Replicas:
             raise
 
     async def ask(self, name: str, argument: Any = None) -> Any:
-        """Whether all replicas agree."""
+        """The answer of all replicas, or False if they do not agree."""
         if name == "reset_prefix_cache":
             self.balancer.reset()
-        return all(await asyncio.gather(*(self._processes[i].ask(name, argument) for i in self._live)))
+        found = await asyncio.gather(*(self._processes[i].ask(name, argument) for i in self._live))
+        return found[0] if all(one == found[0] for one in found) else False
 
     def abort(self, ids: list[str]) -> None:
         """As `EngineProcess.abort`."""
