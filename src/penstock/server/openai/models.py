@@ -52,10 +52,8 @@ class Models:
 
     def _describe(self, name: str) -> Model:
         info, adapter = self.state.llm.info, self.state.llm.adapters.get(name)
-        if adapter is not None:
-            return {"id": name, "object": "model", "created": self.state.created, "owned_by": "penstock",
-                    "root": adapter.folder, "parent": self.state.name, "max_model_len": info.max_model_len if info else None}
+        root, parent = (self.state.model, None) if adapter is None else (adapter.folder, self.state.name)
         return {"id": name, "object": "model", "created": self.state.created, "owned_by": "penstock",
-                "root": self.state.model, "parent": None, "max_model_len": info.max_model_len if info else None,
+                "root": root, "parent": parent, "max_model_len": info.max_model_len if info else None,
                 "type": "model", "display_name": name,
                 "created_at": datetime.fromtimestamp(self.state.created, UTC).isoformat().replace("+00:00", "Z")}
