@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import islice
 
 import numpy as np
 
 from penstock.cache.manager import Cache, Reuse
 from penstock.core.errors import RequestError
 from penstock.core.masking import MaskedSegment, Masker
-from penstock.core.plan import NOT_FINITE, Enter, Logprobs, Proposal, StepPlan, StepResult, Want
+from penstock.core.plan import NOT_FINITE, Enter, Proposal, StepPlan, StepResult, Want
 from penstock.core.request import EngineStats, Request, TokenLogprobs, Update
 from penstock.core.sequence import Floats, Sequence
-from penstock.scheduler import pooling
+from penstock.scheduler import pooling, results
 from penstock.scheduler.adapters import Slots
 from penstock.scheduler.admission import Admission, Limits
 from penstock.scheduler.drafting import DraftPolicy
@@ -425,11 +425,11 @@ class Scheduler:
         """Processes the result of the oldest plan in flight. `take_updates` returns the resulting updates."""
         step = self.in_flight.popleft()
         assert step.id == result.id, (step.id, result.id)
-        logprobs = _lines_by_segment(result.logprobs, step.sequences, "logprobs")
-        scores = _lines_by_segment(result.scores, step.sequences, "prompt_logprobs")
+        logprobs = results.lines(result.logprobs, step.sequences, "logprobs")
+        scores = results.lines(result.scores, step.sequences, "prompt_logprobs")
         vectors = pooling.lines(result)
         commit, lost, drafts = self.cache.commit, step.lost, step.drafts
-        segments = zip(step.sequences, step.counts, step.wants, _tokens_by_segment(result), strict=True)
+        segments = zip(step.sequences, step.counts, step.wants, results.tokens(result), strict=True)
         for i, (sequence, count, want, own) in enumerate(segments):
             if sequence.done:
                 continue
@@ -579,25 +579,3 @@ class Scheduler:
             assert sequence.goal == min(sequence.known + promised, sequence.limit - 1)
             assert sequence.known <= sequence.limit
             assert (sequence.row >= 0) == (sequence in self.running)
-
-
-def _tokens_by_segment(result: StepResult) -> list[list[int]]:
-    """Returns the kept tokens of each segment."""
-    tokens, kept = result.tokens.tolist(), result.kept.tolist()
-    if len(tokens) == len(kept) == kept.count(1):
-        return [[token] for token in tokens]
-    ends = accumulate(kept)
-    return [tokens[end - count:end] for end, count in zip(ends, kept, strict=True)]
-
-
-def _lines_by_segment(lines: Logprobs | None, sequences: list[Sequence], asked: str) -> dict[int, list[TokenLogprobs]]:
-    """Groups a step's log probabilities by segment, in order of position, with as many alternatives as the request's parameter
-    `asked` says."""
-    found: dict[int, list[TokenLogprobs]] = {}
-    if lines is None:
-        return found
-    columns = zip(lines.segments.tolist(), lines.ids.tolist(), lines.values.tolist(), lines.ranks.tolist(), strict=True)
-    for segment, ids, values, ranks in columns:
-        width = 1 + (getattr(sequences[segment].request.params, asked) or 0)
-        found.setdefault(segment, []).append(TokenLogprobs(ids[:width], values[:width], ranks[:width]))
-    return found
