@@ -20,7 +20,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to rows [row, row + rows) of a projection: (x A^T) B^T, with the adapter's scale in B."""
+    """An adapter's addition to rows [row, row + rows) of a projection: (x A^T) B^T, with its scale in B."""
 
     row: int
     a: torch.Tensor

@@ -38,7 +38,7 @@ class Adapters:
         return matrix if self._device.type == "cpu" else matrix.pin_memory().to(self._device, non_blocking=True)
 
     def delta(self, plan: StepPlan) -> LowRankDelta | None:
-        """What the step's rows add; None if none of them has an adapter. The step must compute all tokens of all layers."""
+        """Deltas of the step's rows; None if none of them has an adapter. The step must compute all tokens of all layers."""
         slots = self._slot[plan.rows]
         if not slots.any():
             return None
