@@ -236,6 +236,15 @@ class EngineStats(msgspec.Struct, array_like=True):
             places[place] += 1
 
 
+class Adapter(msgspec.Struct, array_like=True, frozen=True):
+    """An adapter that is served by a name."""
+
+    name: str
+    folder: str
+    digest: str
+    """Of its contents, as in `Request.adapter`."""
+
+
 class EngineInfo(msgspec.Struct):
     """Facts about a started engine that a frontend needs. Fixed for the engine's life."""
 
@@ -282,5 +291,7 @@ class EngineInfo(msgspec.Struct):
     """generate, or, for a checkpoint without a language model's head: embed or classify."""
     labels: list[str] = []
     """Names of a classifier's labels."""
+    adapters: list[Adapter] = []
+    """Those that are served from the start."""
     notes: list[str] = []
     """Sentences about decisions that the user may not expect."""

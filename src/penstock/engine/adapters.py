@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.checkpoint import resolve_folder
 from penstock.core.errors import ConfigError, ModelError, PenstockError, RequestError
-from penstock.core.request import Request
+from penstock.core.request import Adapter, Request
 from penstock.engine.ranks import Rank
 from penstock.scheduler.scheduler import Scheduler
 
@@ -20,24 +20,6 @@ class LoRARequest:
     lora_name: str
     lora_int_id: int = 0
     lora_path: str = ""
-
-
-@dataclass(frozen=True)
-class Named:
-    """An adapter that is served by a name."""
-
-    name: str
-    folder: str
-    digest: str
-
-
-def modules(given: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name, folder) of each NAME=FOLDER. ConfigError for one that is not of this form."""
-    for text in given:
-        name, equals, folder = text.partition("=")
-        if not (name and equals and folder):
-            raise ConfigError(f"lora_modules has {text!r}; it must be NAME=FOLDER")
-        yield name, folder
 
 
 def located(name: str, folder: str) -> str:
@@ -77,6 +59,20 @@ class Adapters:
             raise RequestError(str(error), param="lora_path", code="invalid_adapter") from None
         self._names[name] = self._names.get(name, 0) + 1
         return name
+
+    def start(self, modules: Sequence[str]) -> list[Adapter]:
+        """Adds those that are served from the start, each as NAME=FOLDER. ConfigError for one that cannot be used."""
+        found = []
+        for text in modules:
+            name, equals, folder = text.partition("=")
+            if not (name and equals and folder):
+                raise ConfigError(f"lora_modules has {text!r}; it must be NAME=FOLDER")
+            try:
+                place = located(name, folder)
+                found.append(Adapter(name, place, self.add(place)))
+            except RequestError as error:
+                raise ConfigError(error.message) from None
+        return found
 
     def remove(self, name: str) -> None:
         """Takes back one `add`. Requests that have been taken in finish."""

@@ -17,10 +17,10 @@ from penstock import canary
 from penstock.config.options import engine_options
 from penstock.config.resolve import replicas
 from penstock.config.schema import EngineOptions
-from penstock.core.errors import ConfigError, EngineDeadError, PenstockError, RequestError
-from penstock.core.request import EngineInfo, EngineStats, Request, Span, Timings, Update
+from penstock.core.errors import EngineDeadError, PenstockError, RequestError
+from penstock.core.request import Adapter, EngineInfo, EngineStats, Request, Span, Timings, Update
 from penstock.core.sampling import MAX_OPEN_LIST_WORDS, SamplingParams
-from penstock.engine.adapters import Named, located, modules
+from penstock.engine.adapters import located
 from penstock.engine.loading import inputs_of, load_text
 from penstock.engine.outputs import Delta, Outputs, RequestOutput
 from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused
@@ -173,7 +173,7 @@ class AsyncLLM:
         """Set once the engine is ready."""
         self.stats = EngineStats()
         self.figures = Figures(1)
-        self.adapters: dict[str, Named] = {}
+        self.adapters: dict[str, Adapter] = {}
         """By the names that requests call them."""
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
@@ -211,14 +211,7 @@ class AsyncLLM:
         self.outputs = Outputs(self.tokenizer)
         self.figures = Figures(info.max_model_len)
         self._progress = time.monotonic()
-        try:
-            for name, folder in modules(self.options.lora_modules):
-                await self.load_adapter(name, folder, started=True)
-        except BaseException as error:
-            await self._process.stop(0.0)
-            if isinstance(error, RequestError):
-                raise ConfigError(error.message) from None
-            raise
+        self.adapters = {adapter.name: adapter for adapter in info.adapters}
         self.info = info
         self._watch = asyncio.create_task(self._watch_progress())
 
@@ -409,17 +402,16 @@ class AsyncLLM:
                     found.append(name)
         return found
 
-    async def load_adapter(self, name: str, folder: str, *, replace: bool = False, started: bool = False) -> None:
+    async def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
         """Serves the adapter in `folder`, or of a hub id, as `name`. RequestError if it cannot be used, or if the name is taken
         and not to be replaced; requests of a replaced one finish with it."""
-        if not started:
-            self._check_alive()
+        self._check_alive()
         old = self.adapters.get(name)
         if (old is not None and not replace) or name == self.model:
             raise RequestError(f"the name {name!r} is taken; unload that adapter first, or choose another name",
                                param="lora_name", code="adapter_exists")
         found = await asyncio.to_thread(located, name, folder)
-        self.adapters[name] = Named(name, found, await self._process.ask("add_adapter", found))
+        self.adapters[name] = Adapter(name, found, await self._process.ask("add_adapter", found))
         if old is not None:
             await self._process.ask("remove_adapter", old.digest)
 

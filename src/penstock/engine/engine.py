@@ -119,7 +119,8 @@ class Engine:
             prefix_caching=cache.sharing, cache_identity=cache.model or "",
             tenant_share=options.cache_tenant_share,
             kv_events=self.events.describe() if self.events is not None else None, kernels=loaded.kernels,
-            task=survey.task, labels=list(survey.labels), notes=notes)
+            task=survey.task, labels=list(survey.labels),
+            adapters=self.adapters.start(options.lora_modules), notes=notes)
 
     def submit(self, request: Request) -> None:
         """Queues a request. RequestError if its parameters are invalid, if it can never run, or if the queue is full."""

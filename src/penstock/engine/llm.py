@@ -18,9 +18,9 @@ from penstock import canary
 from penstock.config.options import engine_options
 from penstock.config.resolve import replicas
 from penstock.core.errors import ConfigError, RequestError
-from penstock.core.request import EngineInfo, EngineStats, Pool, Request, Span
+from penstock.core.request import Adapter, EngineInfo, EngineStats, Pool, Request, Span
 from penstock.core.sampling import BeamSearchParams, SamplingParams
-from penstock.engine.adapters import LoRARequest, Named, located, modules
+from penstock.engine.adapters import LoRARequest, located
 from penstock.engine.engine import Engine
 from penstock.engine.inputs import Prompt
 from penstock.engine.loading import find, inputs_of, load_text
@@ -84,9 +84,7 @@ class LLM:
         self.inputs = inputs_of(found, self._tokenizer, template, self.engine.info, self.options)
         self._outputs = Outputs(self._tokenizer)
         self._count = 0
-        self._adapters: dict[str, Named] = {}
-        for name, folder in modules(self.options.lora_modules):
-            self._adapter(LoRARequest(name, lora_path=folder))
+        self._adapters = {adapter.name: adapter for adapter in self.engine.info.adapters}
 
     # -- facts
 
@@ -283,7 +281,7 @@ class LLM:
             return known.digest
         folder = located(asked.lora_name, asked.lora_path)
         if known is None or folder != known.folder:
-            self._adapters[asked.lora_name] = known = Named(asked.lora_name, folder, self.engine.add_adapter(folder))
+            self._adapters[asked.lora_name] = known = Adapter(asked.lora_name, folder, self.engine.add_adapter(folder))
         return known.digest
 
     def _with_bar(self, requests: list[Request], results: Mapping[str, Output], use_tqdm: Bar) -> None:
