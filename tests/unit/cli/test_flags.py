@@ -126,8 +126,8 @@ def test_every_option_has_a_heading(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     text = capsys.readouterr().out
-    headings = ["Model:", "Memory:", "Cache:", "Scheduling:", "Speculative decoding:", "Execution:", "Several devices:",
-                "Server:", "Limits:", "Observability:"]
+    headings = ["Model:", "Memory:", "Cache:", "Scheduling:", "Speculative decoding:", "Adapters:", "Execution:",
+                "Several devices:", "Server:", "Limits:", "Observability:"]
     places = [text.index(f"\n{heading}\n") for heading in headings if heading != "Observability:"]
     assert places == sorted(places)
     assert "\nObservability:\n" in text
