@@ -187,9 +187,11 @@ def _library(x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias
 class CodedTriton:
     """MatrixOps (ops/contracts.py), for any scheme of `NAMES`."""
 
-    def __init__(self, invariant: bool) -> None:
+    def __init__(self, invariant: bool, one_row: bool = False) -> None:
+        """`one_row`: a single row is multiplied without tensor cores. Off, because its results have not been compared on a GPU
+        yet, and an 8B shape in AWQ took 3.9 ms a step with it."""
         self._pick = pick_invariant if invariant else pick
-        self._one_row = not invariant
+        self._one_row = one_row
 
     @staticmethod
     def pack(scheme: Any, stored: Any, shape: tuple[int, ...], dtype: torch.dtype) -> CodedWeight:
