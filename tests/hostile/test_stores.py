@@ -81,10 +81,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
     """Every store that an engine opens follows this."""
     found = Script()
 
-    def opened(*arguments: Any) -> list[Store]:
-        return [StandIn(store, found) for store in open_stores(*arguments)]
+    def opened(*arguments: Any, **named: Any) -> list[Store]:
+        return [StandIn(store, found) for store in open_stores(*arguments, **named)]
 
+    # The engine's half looks up, a rank's reads and writes.
     monkeypatch.setattr(tiers, "open_stores", opened)
+    monkeypatch.setattr("penstock.stores.behind.open_stores", opened)
     yield found
     found.released.set()
 

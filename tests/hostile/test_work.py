@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -157,6 +158,8 @@ def test_refusals_and_numbers_cross_the_pipe(renderers: Renderers) -> None:
 
 def test_folders_of_dead_processes_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed server's folder is removed by the next one that starts; others' are not touched."""
+    # A short folder: sockets' paths are short.
+    tmp_path = Path(tempfile.mkdtemp(prefix="p", dir="/tmp"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dead, living = tmp_path / "penstock-4194305-abc", tmp_path / f"penstock-{os.getpid()}-abc"
     other, link = tmp_path / "penstock-notes", tmp_path / "penstock-4194306-link"

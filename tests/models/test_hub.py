@@ -44,7 +44,7 @@ def test_a_missing_folder(model: str) -> None:
 
 @pytest.mark.usefixtures("no_socket")
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.bin"
     file.write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="is a file"):
         resolve_folder(str(file))

@@ -71,7 +71,9 @@ def test_gated(implementation: Implementation, kind: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("implementation", every("activation"))
 def test_activation(implementation: Implementation, kind: str, dtype: torch.dtype) -> None:
     activation = usable(implementation, dtype)
-    sweep = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([-1e4, -100.0, -0.0, 0.0, 100.0, 1e4]))).to(dtype)[None]
+    # The square of 1e4 is beyond float16.
+    far = 200.0 if kind == "relu2" and dtype == torch.float16 else 1e4
+    sweep = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([-far, -100.0, -0.0, 0.0, 100.0, far]))).to(dtype)[None]
     close(activation(sweep, kind), reference("activation")(sweep.double(), kind), 1e-2)
     assert activation(torch.tensor([[float("nan"), 1.0]], dtype=dtype), kind).isnan().tolist() == [[True, False]]
 

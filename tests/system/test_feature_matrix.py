@@ -108,6 +108,9 @@ def check(server: Served, names: tuple[str, ...]) -> str:
     assert answer.status_code == 200, (names, answer.text)
     found = gathered(answer.text) if body.get("stream") else answer.json()
     for name in names:
+        if name == "schema" and "stop" in names:
+            # The stop string may end the answer before its JSON is whole, or while the model still thinks.
+            continue
         if name == "stop" and "min_tokens" in names:
             # A stop string before min_tokens does not count, as in vLLM.
             continue

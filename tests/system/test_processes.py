@@ -45,14 +45,14 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 def test_plans_and_results_arrive_as_they_were_sent() -> None:
     name = PageName(1, b"\x00key")
-    plan = StepPlan(7, [Enter(1, [3, 4], 2, SamplingParams(temperature=0.5, logit_bias={3: 1.0}), -5, [2])], [4],
+    plan = StepPlan(7, [Enter(1, [3, 4], 2, SamplingParams(temperature=0.5, logit_bias={3: 1.0}), -5, [2])], [4], [(1, "a")],
                     [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 3), np.int32)], [Move(0, 1, 2)],
                     np.array([1], np.int32), np.array([0], np.int32), np.array([2], np.int32), np.array([1], np.int32),
                     slack=np.array([1], np.int32), proposals=[Proposal(1, 2, [9])],
                     transfers=[Save(0, 1, 2), Write(3, 0, name, 2), Load(4, [Piece(name, 1, -1, 0)], 0.5)])
     found = decoder(StepPlan)(encode(plan))
     assert found.enter == plan.enter and found.transfers == plan.transfers and found.moves == plan.moves
-    assert found.proposals == plan.proposals
+    assert found.proposals == plan.proposals and found.adapters == plan.adapters
     for field in ("rows", "starts", "counts", "wants", "masked", "slack"):
         assert np.array_equal(getattr(found, field), getattr(plan, field)) and getattr(found, field).dtype == np.int32
     assert [edit.shape for edit in found.edits] == [(2, 3), (0, 3)]

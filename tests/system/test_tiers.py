@@ -384,7 +384,8 @@ def test_who_waits_for_pages_blocks_nobody(tmp_path: Path, monkeypatch: pytest.M
     engine = start("stories260k", **options)
     want = run(engine, [prefix])
     engine.close()
-    monkeypatch.setattr(tiers, "open_stores", lambda *arguments: [Slow(store) for store in open_stores(*arguments)])
+    monkeypatch.setattr("penstock.stores.behind.open_stores",
+                        lambda *arguments, **named: [Slow(store) for store in open_stores(*arguments, **named)])
     engine = start("stories260k", **options)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=0)
     engine.submit(Request("waits", prefix, params))
@@ -462,12 +463,13 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Faulty]]:
     """Every store that an engine opens is faulty; those opened so far."""
     opened: list[Faulty] = []
 
-    def open_faulty(*arguments: Any) -> list[Store]:
-        stores = [Faulty(store, random.Random(len(opened))) for store in open_stores(*arguments)]
+    def open_faulty(*arguments: Any, **named: Any) -> list[Store]:
+        stores = [Faulty(store, random.Random(len(opened))) for store in open_stores(*arguments, **named)]
         opened.extend(stores)
         return list(stores)
 
     monkeypatch.setattr(tiers, "open_stores", open_faulty)
+    monkeypatch.setattr("penstock.stores.behind.open_stores", open_faulty)
     monkeypatch.setattr("penstock.cache.tiers.catalog._PAUSE_SECONDS", 0.05)
     yield opened
 
