@@ -106,7 +106,7 @@ class Balancer:
 
 def _blocks(request: Request) -> list[int]:
     """A name for each whole block of the prompt and all before it, within the request's cache namespace."""
-    found, name, ids = list[int](), hash((request.salt, request.tenant)), request.prompt_ids
+    found, name, ids = list[int](), hash((request.adapter, request.salt, request.tenant)), request.prompt_ids
     for at in range(0, min(len(ids), _BLOCK * _BLOCKS) - _BLOCK + 1, _BLOCK):
         name = hash((name, *ids[at:at + _BLOCK]))
         found.append(name)
