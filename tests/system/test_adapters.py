@@ -136,6 +136,26 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         answers(llm, QUESTIONS[:1], LoRARequest("pirate", 1, str(PIRATE)))
 
 
+def test_a_request_that_waits_for_its_grammar_keeps_its_adapter() -> None:
+    """The adapter is removed while the scheduler does not know the request yet."""
+    with LLM(**OPTIONS) as llm:
+        engine = llm.engine
+        name = engine.add_adapter(str(PIRATE))
+        params = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"regex": "[a-z]{4}"})  # type: ignore[arg-type]
+        request = llm.inputs.request("held", "Hello", params, adapter=name)
+        engine.submit(request)
+        assert engine.undecided("held") and not engine.scheduler.live
+        engine.remove_adapter(name)
+        found = []
+        while engine.busy:
+            found += engine.turn()
+        assert [update.finish_reason for update in found if update.finish_reason] == ["stop"]
+        with pytest.raises(RequestError, match="unloaded"):
+            engine.submit(llm.inputs.request("late", "Hello", GREEDY, adapter=name))
+        engine.add_adapter(str(TELEGRAM))
+        assert name not in engine.rank.worker.adapters.host  # type: ignore[attr-defined]
+
+
 def test_over_http_adapters_are_models_that_come_and_go() -> None:
     server = Served("canary", "--enable-lora", "--lora-modules", f"pirate={PIRATE}", "--max-model-len", "512")
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,12 +35,14 @@ def located(name: str, folder: str) -> str:
 class Adapters:
     """The engine's own record. Used only from the engine's thread."""
 
-    def __init__(self, rank: Rank, scheduler: Scheduler, enabled: bool, most: int) -> None:
-        """most: the most adapters in host memory."""
+    def __init__(self, rank: Rank, scheduler: Scheduler, enabled: bool, most: int, elsewhere: Callable[[], bool]) -> None:
+        """most: the most adapters in host memory. `elsewhere`: whether requests have been taken in that the scheduler does not
+        know now, because they wait for a grammar or for the next round of a beam search."""
         self._rank = rank
         self._scheduler = scheduler
         self._enabled = enabled
         self._most = most
+        self._elsewhere = elsewhere
         self._names: dict[str, int] = {}
         """By digest: how often it was added and not yet removed."""
 
@@ -88,6 +90,8 @@ class Adapters:
 
     def _clear(self) -> None:
         """Forgets removed adapters that no request uses any more."""
+        if self._elsewhere():
+            return
         used = {sequence.request.adapter for sequence in self._scheduler.live}
         for name in [name for name, count in self._names.items() if count <= 0 and name not in used]:
             del self._names[name]

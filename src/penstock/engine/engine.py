@@ -101,7 +101,8 @@ class Engine:
             drafting=draft_policy(config.speculation) if config.speculation is not None else None)
         self.executor: Executor = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)
         undo.callback(self._end)
-        self.adapters = Adapters(self.rank, self.scheduler, options.enable_lora, options.max_cpu_loras)
+        self.adapters = Adapters(self.rank, self.scheduler, options.enable_lora, options.max_cpu_loras,
+                                 lambda: self.beams.busy or self.constraints.busy)
         folder = None if options.skip_tokenizer_init else tokenizer_folder(options, survey.folder)
         self.constraints = Constraints(self.scheduler, survey.vocab_size, folder)
         undo.callback(self.constraints.close)
