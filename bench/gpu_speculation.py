@@ -77,7 +77,7 @@ def main() -> None:
             for probability in (0.8, 0.6, 0.0):
                 imposed.probability = probability
                 for policy in (Fixed(args.drafts), Adaptive(args.drafts)) if probability else (Adaptive(args.drafts),):
-                    llm.engine.scheduler.drafting = policy
+                    llm.engine.scheduler.drafts.policy = policy
                     for batch in batches:
                         before = llm.engine.stats().drafted_tokens
                         took = seconds(llm, batch)

@@ -140,7 +140,7 @@ class NoEngine(Engine):
         model, device = NoModel(), torch.device("cpu")
         layout = lay_out(model.states, PAGE, lay_out(model.states, PAGE, 0).slab_bytes * (kv_tokens // PAGE))
         self.config = SimpleNamespace(depth=2)
-        self.scheduler = Scheduler(Cache(layout), Limits(length, rows, tokens, 1 << 20, 151_936, step_target))
+        self.scheduler = Scheduler(Cache(layout), Limits(length, rows, tokens, 1 << 20, 151_936, step_target=step_target))
         worker = Worker(model, layout, rows, length, device)
         worker.graphs = NoGraphs(model, worker.rows, PAGE, rows, 2048, None, worker.sampler)
         worker.graphs.capture()

@@ -85,7 +85,7 @@ class _Drafts:
 
 def _draft(count: int) -> Value:
     def apply(engine: Engine, workers: list[Worker]) -> None:
-        engine.scheduler.drafting = drafts = _Drafts(count)
+        engine.scheduler.drafts.policy = drafts = _Drafts(count)
         for worker in workers:
             worker.drafter = drafts
 

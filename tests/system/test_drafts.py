@@ -105,7 +105,7 @@ def scores(found: list[list[Update]]) -> list[list[TokenLogprobs]]:
 
 
 def draft(engine: Engine, drafter: Constant | Oracle, count: int) -> Fixed:
-    policy = engine.scheduler.drafting = Fixed(count)
+    policy = engine.scheduler.drafts.policy = Fixed(count)
     engine.rank.worker.drafter = drafter
     return policy
 

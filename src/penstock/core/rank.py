@@ -60,3 +60,5 @@ class Prepared:
     graphs: int = 0
     """Captured CUDA graphs."""
     graph_seconds: float = 0.0
+    buckets: tuple[int, ...] = ()
+    """Tokens to which steps are padded, ascending."""

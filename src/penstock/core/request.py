@@ -225,6 +225,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     """How often the first, second, ... draft of a segment was kept."""
     expert_picks: list[list[int]] = []
     """Of each layer with experts, how often each was picked."""
+    step_time: list[float] = []
+    """The model of step time: the weights of `core/steptime.py::TERMS`, in seconds."""
+    step_time_error: float = 0.0
+    """Its recent error: |predicted - measured| / measured, on average."""
 
     def count_draft(self, accepted: int) -> None:
         """Counts a segment with drafts, of which the first `accepted` were kept."""

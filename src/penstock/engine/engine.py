@@ -23,6 +23,7 @@ from penstock.config.tiers import names_leave, plan_tiers
 from penstock.core.errors import RequestError
 from penstock.core.plan import Masks, StepPlan
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
+from penstock.core.steptime import StepTime
 from penstock.engine.adapters import Adapters
 from penstock.engine.beam import BeamSearches
 from penstock.engine.constraints import Constraints
@@ -98,7 +99,8 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
             vocab_size=survey.vocab_size, step_target=config.step_target,
             max_adapters=options.max_loras if options.enable_lora else 0), POLICIES[options.scheduling_policy](),
-            drafting=draft_policy(config.speculation) if config.speculation is not None else None)
+            drafting=draft_policy(config.speculation) if config.speculation is not None else None,
+            times=StepTime(buckets=prepared.buckets))
         self.executor: Executor = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)
         undo.callback(self._end)
         self.adapters = Adapters(self.rank, self.scheduler, options.enable_lora, options.max_cpu_loras,

@@ -253,7 +253,7 @@ class Replicas:
                                         for name in lost], together(self._stats)))
 
 
-_NOT_ADDED = ("time", "kv_usage", "tiers", "cache_identity")
+_NOT_ADDED = ("time", "kv_usage", "tiers", "cache_identity", "step_time", "step_time_error")
 
 
 def _added(values: list[Any]) -> Any:
@@ -269,6 +269,7 @@ def together(stats: Sequence[EngineStats]) -> EngineStats:
     names = [name for name in EngineStats.__struct_fields__ if name not in _NOT_ADDED]
     found = EngineStats(**{name: _added([getattr(one, name) for one in stats]) for name in names})
     found.time = max(one.time for one in stats)
+    found.step_time, found.step_time_error = stats[0].step_time, max(one.step_time_error for one in stats)
     found.kv_usage = sum(one.kv_usage * one.pages_total for one in stats) / max(1, found.pages_total)
     found.cache_identity = next((one.cache_identity for one in stats if one.cache_identity), "")
     tiers: dict[str, TierStats] = {}

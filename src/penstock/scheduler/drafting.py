@@ -6,7 +6,9 @@ import math
 from typing import Protocol
 
 from penstock.config.speculation import Speculation
+from penstock.core.plan import Proposal
 from penstock.core.sequence import Sequence
+from penstock.scheduler.step import InFlight
 
 
 class DraftPolicy(Protocol):
@@ -131,6 +133,56 @@ class Adaptive:
         spread = max(0.0, self._xx / self._weight - x * x)
         slope = (self._xy / self._weight - x * y + trust * prior) / (spread + trust)
         self._bar = max(0.0, slope) * self._kept / self._y
+
+
+class Drafts:
+    """Which tokens a step checks: those that the host expects, or as many from the worker's drafter as the policy says."""
+
+    def __init__(self, policy: DraftPolicy | None) -> None:
+        """`policy`: None if the worker has no drafter."""
+        self.policy = policy
+        self._expecting = False
+
+    @property
+    def active(self) -> bool:
+        """Whether any sequence can have drafts."""
+        return self._expecting or self.policy is not None
+
+    def expect(self, sequence: Sequence, at: int, tokens: list[int]) -> None:
+        """Sets tokens expected from position `at` >= len(sequence.tokens) on, as drafts: a wrong one costs only time."""
+        sequence.expected = (at, tokens) if tokens else None
+        self._expecting = True
+
+    def count(self, sequence: Sequence, room: int, spare: int, exact: bool) -> int:
+        """Returns the number of drafted tokens, at most `room`, that the next segment verifies after the last known token; of
+        those that the host expects at most `spare`. The last possible token's position is excluded: it is never fed back.
+        `exact`: the model's state cannot be rolled back."""
+        if sequence.children:
+            # The forks will share the prompt's last page, which must not be written behind the prompt before they exist.
+            return 0
+        room = min(room, sequence.limit - 2 - sequence.planned)
+        expected = _expected(sequence)
+        if expected:
+            return max(0, min(room, spare, len(expected)))
+        # Masks need tokens that the host knows.
+        if self.policy is None or room <= 0 or sequence.masked or exact:
+            return 0
+        return max(0, min(room, self.policy.count(sequence)))
+
+    def proposals(self, step: InFlight) -> list[Proposal]:
+        """The expected tokens of a plan whose segments were not handed out yet."""
+        found = [(sequence, drafts, _expected(sequence)) for sequence, drafts in
+                 ((step.sequences[segment], drafts) for segment, drafts in step.drafts.items())]
+        return [Proposal(sequence.row, sequence.planned + 1, expected[:drafts])
+                for sequence, drafts, expected in found if expected]
+
+
+def _expected(sequence: Sequence) -> list[int]:
+    """The tokens that the host expects after the sequence's next position; empty if that position is uncertain."""
+    if sequence.expected is None or sequence.slack:
+        return []
+    at, tokens = sequence.expected
+    return tokens[sequence.planned + 1 - at:] if at <= sequence.planned + 1 else []
 
 
 def draft_policy(asked: Speculation) -> DraftPolicy:

@@ -2,71 +2,75 @@
 
 from __future__ import annotations
 
+import math
+
+from penstock.core.steptime import Load, StepTime
+
 _ADDED = 0.85
 """Time that prefill may add to a decode step, as a fraction of that step: nearly half of the device is then prefill's."""
 _UNNOTICED = 0.004
 """Seconds that prefill may always add: too short to be noticed, and about the fixed cost of mixing prefill in."""
 _PATIENCE = 2.0
 """Summed waiting time of prompts, in seconds, after which they may add more: in proportion, up to the target."""
+_MARGIN = 0.9
+"""Part of a promise that a step is planned to take: predictions err."""
 _LEAST = 16
 """Fewest prefill tokens of a step, so that prompts make progress."""
 _PAUSE = 32
 """Mixed steps in a row before one pure decode step, which measures what decoding alone takes."""
 _GROWN = 1.5
 """Growth of the decoding batch that brings the next pure decode step forward."""
-_WEIGHT = 0.2
-"""Weight of the newest step in the moving averages."""
 
 
 class Pace:
-    """Learns step times from finished steps. Without a target, every step may have `most` tokens."""
+    """Sizes chunks by the model of step time. Without a target, every step may have `most` tokens."""
 
-    def __init__(self, target: float | None, most: int) -> None:
+    def __init__(self, target: float | None, most: int, times: StepTime) -> None:
         self._target = target
         """Target step time in seconds."""
         self._most = most
-        self._alone = 0.0
-        """Moving average of the time of pure decode steps in seconds; 0 before the first one."""
-        self._rows = 0.0
+        self._times = times
+        self._rows = 0
         """Sequences of the latest pure decode step."""
-        self._tokens = 0.0
-        self._seconds = 0.0
-        """Moving averages, over mixed steps, of prefill tokens and of the seconds that they added."""
         self._reading = 0
         """Number of mixed steps in a row."""
 
-    def tokens(self, decoding: int, reading: int, unread: int, waited: float) -> int:
-        """Returns the token budget of the next step. `decoding` sequences decode; `reading` sequences have `unread` prompt
-        tokens in total and have waited `waited` seconds in total.
+    def tokens(self, decode: Load, reading: int, unread: int, waited: float, promised: float | None = None) -> int:
+        """Returns the token budget of the next step. `decode` is the part of it that decodes; `reading` sequences have `unread`
+        prompt tokens in total and have waited `waited` seconds in total. `promised`, in seconds, is the tightest promise of
+        those who decode, between tokens: the target is never above it; infinity where none was made, which lifts the target.
 
         If most sequences are in prefill and one step can take most of it, one long step is better than several, because it
-        delays the few decoding sequences only once.
+        delays the few decoding sequences only once; unless that breaks a promise.
         """
-        if self._target is None or not self._tokens or (decoding <= reading and 2 * unread <= 3 * self._most):
+        times, decoding, target = self._times, decode.segments, self._target
+        if target is None or not times.longest or promised == math.inf:
+            return self._most
+        once = decoding <= reading and 2 * unread <= 3 * self._most
+        if promised is not None:
+            target = min(target, _MARGIN * promised)
+            once = once and times.seconds(Load(decoding + 1, self._most, decode.read)) <= promised
+        if once:
             return self._most
         self._reading += 1
         if self._reading > _PAUSE or decoding > _GROWN * self._rows > 0:
             self._reading, self._rows = 0, decoding
             return decoding
-        added = self._target - self._alone
-        if decoding > reading and self._alone:
-            added = min(_ADDED * self._alone * waited / _PATIENCE, added)
-        added = max(_ADDED * self._alone, min(_UNNOTICED, self._target), added)
+        alone = times.seconds(decode) if self._rows else 0.0
+        added = target - alone
+        if decoding > reading and alone:
+            added = min(_ADDED * alone * waited / _PATIENCE, added)
+        added = max(_ADDED * alone, min(_UNNOTICED, target), added)
+        if promised is not None and alone:
+            added = min(added, _MARGIN * promised - alone)
         # Do not extrapolate to steps more than twice as long as the measured ones.
-        tokens = min(int(added * self._tokens / self._seconds), int(2 * self._tokens))
+        tokens = min(times.within(decode, alone + added), 2 * (times.longest - decoding))
         return min(self._most, max(decoding + _LEAST, _whole(decoding + tokens)))
 
-    def learn(self, decoding: int, tokens: int, seconds: float) -> None:
-        """Reports that a step of `decoding` decode tokens and `tokens` prefill tokens took `seconds`."""
-        if self._target is None or seconds <= 0:
-            return
-        if tokens >= _LEAST:
-            # At least half of the average time per token, because the estimate of pure decode steps may be too high.
-            added = max(seconds - self._alone, seconds * tokens / (2 * (decoding + tokens))) if decoding else seconds
-            self._tokens += _WEIGHT * (tokens - self._tokens)
-            self._seconds += _WEIGHT * (added - self._seconds)
-        else:
-            self._alone += (_WEIGHT if self._alone else 1.0) * (seconds - self._alone)
+    def learn(self, load: Load, decoding: int, seconds: float) -> None:
+        """Reports that a step, `decoding` of whose segments had one token, took `seconds`."""
+        self._times.learn(load, seconds)
+        if load.tokens - decoding < _LEAST:
             self._rows = decoding
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -18,52 +17,41 @@ import numpy as np
 from penstock.cache.manager import Cache, Reuse
 from penstock.core.errors import RequestError
 from penstock.core.masking import MaskedSegment, Masker
-from penstock.core.plan import NOT_FINITE, Enter, Proposal, StepPlan, StepResult, Want
+from penstock.core.plan import NOT_FINITE, Enter, StepPlan, StepResult, Want
 from penstock.core.request import EngineStats, Request, TokenLogprobs, Update
 from penstock.core.sequence import Floats, Sequence
+from penstock.core.steptime import Load, StepTime
 from penstock.scheduler import pooling, results
 from penstock.scheduler.adapters import Slots
 from penstock.scheduler.admission import Admission, Limits
-from penstock.scheduler.drafting import DraftPolicy
+from penstock.scheduler.drafting import DraftPolicy, Drafts
 from penstock.scheduler.pace import Pace
 from penstock.scheduler.policy import Order, Policy, Priority
+from penstock.scheduler.step import InFlight, load_of
 
 _SAMPLE, _SCORE, _EACH = int(Want.SAMPLE), int(Want.SCORE), int(Want.EACH)
 _NOT_FINITE_ERROR = ("the model gave no usable next-token scores for this request (not a number, infinite, or every token is "
                      "excluded by its parameters)")
 
 
-@dataclass(slots=True)
-class _InFlight:
-    """An in-flight plan, or the one being made: its segments' sequences, lengths and wants."""
-
-    id: int
-    sequences: list[Sequence] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    wants: list[int] = field(default_factory=list)
-    drafts: dict[int, int] = field(default_factory=dict)
-    """Number of drafted tokens at the end of each segment that has any, by segment index."""
-    lost: set[Sequence] = field(default_factory=set)
-    """Sequences preempted since the plan was made: their computed positions are void, their sampled tokens still count."""
-
-
 class Scheduler:
     """Owns every sequence from `add` until its last update."""
 
     def __init__(self, cache: Cache, limits: Limits, policy: Policy | None = None, masker: Masker | None = None,
-                 drafting: DraftPolicy | None = None) -> None:
+                 drafting: DraftPolicy | None = None, times: StepTime | None = None) -> None:
         """`masker` says which requests are constrained and makes their token masks. `drafting` decides how many tokens the
-        worker's drafter proposes; None if the worker has no drafter."""
+        worker's drafter proposes; None if the worker has no drafter. `times` may know steps already."""
         self.cache = cache
         self.limits = limits
         self.policy = Priority() if policy is None else policy
         self.masker = masker
-        self.drafting = drafting
+        self.drafts = Drafts(drafting)
         self.admission = Admission(limits, cache.layout)
-        self.pace = Pace(limits.step_target, limits.max_num_batched_tokens)
+        self.times = StepTime() if times is None else times
+        self.pace = Pace(limits.step_target, limits.max_num_batched_tokens, self.times)
         self.waiting = Order(self.policy)
         self.running = Order(self.policy)
-        self.in_flight: deque[_InFlight] = deque()
+        self.in_flight: deque[InFlight] = deque()
         self.stats = EngineStats(pages_total=cache.layout.slabs)
         self._rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.adapters = Slots(limits.max_adapters)
@@ -73,8 +61,6 @@ class Scheduler:
         self._news: list[Update] = []
         self._requests: dict[str, dict[int, Sequence]] = {}
         self._plans = 0
-        self._proposed = False
-        """Whether `propose` was ever called."""
         self._crowded = False
         """Whether a waiting sequence found no room in the last admission."""
         self._cornered: Sequence | None = None
@@ -130,7 +116,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Returns the next step, or None if nothing can be computed now, possibly because it depends on plans in flight."""
-        step = _InFlight(self._plans)
+        step = InFlight(self._plans)
         self.cache.evictor.now = now
         budget = self._plan_running(step, now)
         if budget is None and not (step.sequences or self.in_flight):
@@ -141,8 +127,8 @@ class Scheduler:
         # A sequence's true start is uncertain only while drafts are in flight.
         unsure = any(step.drafts for step in self.in_flight)
         slack = np.array([sequence.slack for sequence in step.sequences], np.int32) if unsure else None
-        proposals = self._proposals(step) if step.drafts else []
-        rows, starts = self._hand_out(step)
+        proposals = self.drafts.proposals(step) if step.drafts else []
+        rows = self._hand_out(step)
         # A plan without segments only moves pages; it is made only if no other plan is in flight to report the transfers.
         if not step.sequences and (self.in_flight or not self.cache.writing):
             return None
@@ -151,9 +137,11 @@ class Scheduler:
         leave, self._leave = self._leave, []
         fill, self._fill = self._fill, []
         self.in_flight.append(step)
-        plan = StepPlan(step.id, enter, leave, fill, rows=np.array(rows, np.int32), starts=np.array(starts, np.int32),
-                        counts=np.array(step.counts, np.int32), wants=np.array(step.wants, np.int32),
-                        slack=slack if slack is not None and slack.any() else None, proposals=proposals)
+        starts, counts = np.array(step.starts, np.int32), np.array(step.counts, np.int32)
+        step.load = load_of(starts, counts)
+        plan = StepPlan(step.id, enter, leave, fill, rows=np.array(rows, np.int32), starts=starts, counts=counts,
+                        wants=np.array(step.wants, np.int32), proposals=proposals,
+                        slack=slack if slack is not None and slack.any() else None)
         if self.masker is not None:
             plan.masked = np.array([i for i, (sequence, want) in enumerate(zip(step.sequences, step.wants, strict=True))
                                     if sequence.masked and want & _SAMPLE], np.int32)
@@ -169,21 +157,20 @@ class Scheduler:
                 for segment in plan.masked.tolist()]
 
     def propose(self, sequence: Sequence, at: int, tokens: list[int]) -> None:
-        """Sets tokens expected from position `at` >= len(sequence.tokens) on, as drafts: a wrong one costs only time."""
-        sequence.expected = (at, tokens) if tokens else None
-        self._proposed = True
+        """As `Drafts.expect`."""
+        self.drafts.expect(sequence, at, tokens)
 
     def spare(self) -> int:
         """Returns how many expected tokens a step can check: devices prepare max_num_seqs logits rows, in CUDA graphs too."""
         return self.limits.max_num_seqs - len(self.running)
 
-    def _plan_running(self, step: _InFlight, now: float) -> int | None:
+    def _plan_running(self, step: InFlight, now: float) -> int | None:
         """Plans segments for the running sequences in order. Returns the remaining token budget, or None if one was preempted.
 
         Every sequence gets at least one position; the rest of the budget goes to the first in order.
         """
         running, budget, at, preempted = list(self.running), self._budget(now), 0, False
-        charges, hinted, spare = self.policy.charges, self.drafting is not None or self._proposed, self.spare()
+        charges, hinted, spare = self.policy.charges, self.drafts.active, self.spare()
         while at < len(running):
             sequence = running[at]
             count = sequence.goal - sequence.planned
@@ -194,7 +181,7 @@ class Scheduler:
             if count > 1:
                 count = self._chunk(sequence, max(1, min(count, budget - (len(running) - at - 1))))
             elif hinted:
-                drafts = self._drafts(sequence, budget - (len(running) - at), spare)
+                drafts = self.drafts.count(sequence, budget - (len(running) - at), spare, self.cache.exact)
                 spare -= drafts
                 count += drafts
             upto = sequence.planned + count
@@ -229,15 +216,16 @@ class Scheduler:
             return max(running, most)
         reading = [s for s in self.running if s.goal - s.planned > 1]
         decoding = running - len(reading)
+        read = sum(s.planned for s in self.running) - sum(s.planned for s in reading)
         # A longer step does not help sequences that wait for pages.
         reading += [] if self._crowded else list(islice(self.waiting, len(self._rows)))
         if not (decoding and reading):
             return max(running, most)
         waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in reading)
         unread = sum(s.goal - s.planned for s in reading)
-        return max(running, self.pace.tokens(decoding, len(reading), unread, waited))
+        return max(running, self.pace.tokens(Load(decoding, decoding, read), len(reading), unread, waited))
 
-    def _admit(self, step: _InFlight, budget: int, now: float) -> None:
+    def _admit(self, step: InFlight, budget: int, now: float) -> None:
         """Admits waiting sequences in the policy's order; others may overtake one without room (`scheduler/admission.py`)."""
         blocked = list[Sequence]()
         for sequence in self.waiting if self._rows else ():
@@ -321,40 +309,9 @@ class Scheduler:
         """Returns how many of the next `count` positions to put in a segment, so that it ends at a suitable page border."""
         return self.cache.border(sequence.planned, sequence.planned + count) - sequence.planned
 
-    def _drafts(self, sequence: Sequence, room: int, spare: int) -> int:
-        """Returns the number of drafted tokens, at most `room`, that the next segment verifies after the last known token; of
-        those that the host expects at most `spare`. The last possible token's position is excluded: it is never fed back."""
-        if sequence.children:
-            # The forks will share the prompt's last page, which must not be written behind the prompt before they exist.
-            return 0
-        room = min(room, sequence.limit - 2 - sequence.planned)
-        expected = self._expected(sequence)
-        if expected:
-            return max(0, min(room, spare, len(expected)))
-        # Masks need tokens that the host knows, and a recurrent state cannot be rolled back.
-        if self.drafting is None or room <= 0 or sequence.masked or self.cache.exact:
-            return 0
-        return max(0, min(room, self.drafting.count(sequence)))
-
-    def _expected(self, sequence: Sequence) -> list[int]:
-        """Returns the tokens that the host expects after the sequence's next position; empty if that position is uncertain."""
-        if sequence.expected is None or sequence.slack:
-            return []
-        at, tokens = sequence.expected
-        return tokens[sequence.planned + 1 - at:] if at <= sequence.planned + 1 else []
-
-    def _proposals(self, step: _InFlight) -> list[Proposal]:
-        found = []
-        for segment, drafts in step.drafts.items():
-            sequence = step.sequences[segment]
-            expected = self._expected(sequence)
-            if expected:
-                found.append(Proposal(sequence.row, sequence.planned + 1, expected[:drafts]))
-        return found
-
-    def _hand_out(self, step: _InFlight) -> tuple[list[int], list[int]]:
-        """Advances the plan's sequences by their segments. Returns the segments' rows and starts."""
-        sequences, starts, wants, drafts = step.sequences, [], step.wants, step.drafts
+    def _hand_out(self, step: InFlight) -> list[int]:
+        """Advances the plan's sequences by their segments. Returns the segments' rows."""
+        sequences, starts, wants, drafts = step.sequences, step.starts, step.wants, step.drafts
         for i, (sequence, count) in enumerate(zip(sequences, step.counts, strict=True)):
             start, want = sequence.planned, 0
             sequence.planned = end = start + count
@@ -377,7 +334,7 @@ class Scheduler:
             # Forks wait for the next plan, because this one still writes the pages that they share.
             if sequence.children and end >= sequence.prompt_len:
                 self._fork(sequence)
-        return [sequence.row for sequence in sequences], starts
+        return [sequence.row for sequence in sequences]
 
     def _fork(self, parent: Sequence) -> None:
         """Forks the request's other sequences: they share the prompt's pages and recompute only its last position."""
@@ -453,9 +410,9 @@ class Scheduler:
         if result.picks is not None:
             self.stats.expert_picks = result.picks.tolist()
         self.cache.report(result.load_results, result.write_results, tokens_done, result.seconds)
-        if self.drafting is not None and decoded + checked == tokens_done:
-            self.drafting.stepped(len(step.counts), tokens_done, int(result.kept.sum()), result.seconds)
-        self.pace.learn(decoded, tokens_done - decoded - checked, result.seconds)
+        if self.drafts.policy is not None and decoded + checked == tokens_done:
+            self.drafts.policy.stepped(len(step.counts), tokens_done, int(result.kept.sum()), result.seconds)
+        self.pace.learn(step.load, decoded + checked, result.seconds)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds
         self.stats.kernel_seconds += result.kernel_seconds
@@ -494,8 +451,8 @@ class Scheduler:
             sequence.expected = None
         self.stats.drafted_tokens += drafts
         self.stats.count_draft(len(own) - 1)
-        if self.drafting is not None:
-            self.drafting.learn(sequence, drafts, len(own) - 1)
+        if self.drafts.policy is not None:
+            self.drafts.policy.learn(sequence, drafts, len(own) - 1)
         return len(own)
 
     def _take_token(self, sequence: Sequence, own: list[int], logprobs: list[TokenLogprobs] | None, now: float) -> None:
@@ -561,6 +518,7 @@ class Scheduler:
         stats.running, stats.waiting, stats.in_flight = len(self.running), len(self.waiting), len(self.in_flight)
         stats.pages_used, stats.kv_usage = self.cache.pools.slabs_live, self.cache.usage
         stats.tiers = self.cache.stats()
+        stats.step_time, stats.step_time_error = self.times.weights, self.times.error
         return stats
 
     def check(self) -> None:

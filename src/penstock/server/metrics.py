@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from penstock.core.steptime import TERMS
 from penstock.engine.async_llm import AsyncLLM
 from penstock.observe.figures import Histogram
 from penstock.server.connections import Counts
@@ -84,6 +85,8 @@ class EngineCollector(Collector):
             ("penstock:pages_used", "Slabs of the KV arena in use.", stats.pages_used),
             ("penstock:pages_total", "Slabs of the KV arena.", stats.pages_total),
             ("penstock:plans_in_flight", "Steps in flight: submitted to the worker, without a result yet.", stats.in_flight),
+            ("penstock:step_time_error", "Error of predicted step times: |predicted - measured| / measured, recent mean.",
+             stats.step_time_error),
             ("penstock:requests_live", "Requests that this frontend has open.", self.llm.live),
             ("penstock:engine_up", "1 while the engine is alive and not stuck.", 0 if self.llm.unhealthy() else 1),
             ("penstock:engine_silence_seconds", "Time since the last message from the engine.", self.llm.silence),
@@ -103,6 +106,11 @@ class EngineCollector(Collector):
             for value, count in values.items():
                 gauge.add_metric((*self.values, value), count)
             yield gauge
+        terms = GaugeMetricFamily("penstock:step_time_seconds", "The model of step time: seconds by term.",
+                                  labels=(*LABELS, "term"))
+        for term, seconds in zip(TERMS, stats.step_time, strict=False):
+            terms.add_metric((*self.values, term), seconds)
+        yield terms
         lora = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that run and wait.",
                                  labels=("model_name", "max_lora", "waiting_lora_adapters", "running_lora_adapters"))
         lora.add_metric((self.values[0], "0", "", ""), 0)

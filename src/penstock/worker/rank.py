@@ -198,7 +198,8 @@ class Rank:
             worker.model.forget_picks()
         if worker.graphs is None:
             return Prepared()
-        return Prepared(len(worker.graphs), worker.graphs.seconds)
+        sizes = worker.graphs.buckets
+        return Prepared(len(worker.graphs), worker.graphs.seconds, tuple(sorted({*sizes.decode, *sizes.mixed})))
 
     def look(self) -> None:
         """A rank of the engine's own process is never lost."""

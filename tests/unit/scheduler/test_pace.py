@@ -6,7 +6,21 @@ import random
 
 import pytest
 
-from penstock.scheduler.pace import Pace
+from penstock.core.steptime import Load, StepTime
+from penstock.scheduler import pace as module
+
+
+class Pace(module.Pace):
+    """With a model of its own, and steps told by how many decode and how many tokens of prompts they have."""
+
+    def __init__(self, target: float | None, most: int) -> None:
+        super().__init__(target, most, StepTime())
+
+    def tokens(self, decoding: int, reading: int, unread: int, waited: float, promised: float | None = None) -> int:
+        return super().tokens(Load(decoding, decoding), reading, unread, waited, promised)
+
+    def learn(self, decoding: int, tokens: int, seconds: float) -> None:
+        super().learn(Load(decoding + bool(tokens), decoding + tokens), decoding, seconds)
 
 
 def learnt(pace: Pace, alone: float, each: float, decoding: int = 30, tokens: int = 1500) -> Pace:
@@ -30,7 +44,7 @@ def test_what_is_not_known_is_found_out() -> None:
     pace = Pace(0.050, 8192)
     assert pace.tokens(100, 1, 100_000, 0.0) == 8192
     pace.learn(0, 8192, 0.2048)
-    assert pace.tokens(100, 1, 100_000, 0.0) == 2048  # whole tiles of the 2,100
+    assert pace.tokens(100, 1, 100_000, 0.0) == 1920  # whole tiles of 2,000, those that decode included
 
 
 def test_a_share_of_a_step_is_added_at_first() -> None:
@@ -66,12 +80,19 @@ def test_no_leap_beyond_what_was_measured() -> None:
     assert 512 <= 30 + added(pace, 1e6) <= 630
 
 
-def test_tokens_of_prompts_are_never_nearly_free() -> None:
-    """Steps without prompts may have taken longer when they were measured."""
-    pace = learnt(Pace(0.050, 8192), 0.020, 20e-6)
+def test_tokens_that_seemed_to_be_free_are_found_out() -> None:
+    """Short chunks cost nothing, long ones much: what is added grows to where it costs what it may, and no further."""
+    def seconds(tokens: int) -> float:
+        return 0.0105 + max(0, tokens - 300) * 33e-6
+
+    pace = learnt(Pace(0.050, 8192), 0.0105, 33e-6)
     for _ in range(40):
-        pace.learn(30, 300, 0.011)
-    assert added(pace, 0.0) < 600 + 300
+        pace.learn(30, 300, seconds(300))
+        pace.learn(30, 0, seconds(0))
+    for _ in range(30):
+        tokens = added(pace, 0.0)
+        pace.learn(30, tokens, seconds(tokens))
+    assert 0.016 < seconds(added(pace, 0.0)) < 0.0105 * 1.85 * 1.1
 
 
 def test_tiles_of_products_are_filled() -> None:

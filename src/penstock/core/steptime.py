@@ -1,0 +1,164 @@
+"""The model of step time: fitted online from finished steps, read by the pace, admission, the cache's tiers and the simulator.
+
+A step's seconds are a sum of non-negative terms: a constant, one for each segment, a piecewise linear function of the tokens (a
+step is bound by the reading of weights first, by compute later), the entries that single tokens read, and the work of prefill
+attention.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+KNOTS = (0, 4, 16, 64, 256, 1024, 4096)
+"""Tokens at which the slope may change."""
+TERMS = ("step", "prefill", "segment", "read", "work", *(f"tokens_from_{knot}" for knot in KNOTS))
+"""`prefill` is counted once for a step with a segment of several tokens."""
+_KEEP = 0.97
+"""Weight of the past among steps of one size: about 30 of them are remembered."""
+_NEWEST, _RECENT = 0.02, 0.1
+"""Weight of the newest step in the reported error, and in the recent one."""
+_SMOOTH, _SMALL = 1e-3, 1e-8
+"""Regularization, relative to what a term explains: neighbouring slopes are alike where nothing tells them apart; a term is
+small."""
+_LAST = (1e3, 1e6, 1e5, 1e4, 1e4)
+"""Terms before the tokens, in multiples of `_SMALL`: where steps do not tell them apart, tokens explain the time."""
+_AGE = 1.002
+"""Growth of the newest step's weight with every step: what was seen some 500 steps ago counts a third."""
+_STARTLED = 0.2
+"""Further growth, times the square of the recent error: a device that has changed its speed is learned anew."""
+_RESCALED = 1e6
+_SURPRISE = 0.3
+"""A step shorter than this part of its prediction weighs no more than one of this length."""
+_SOLVE = 8
+"""Steps between two solutions, once there have been some."""
+
+
+class Load(NamedTuple):
+    """The size of a step."""
+
+    segments: int
+    tokens: int
+    read: float = 0.0
+    """Entries of the cache that segments of one token read together."""
+    work: float = 0.0
+    """Pairs of query and key of the longer segments: count * (start + count / 2) each."""
+
+
+class StepTime:
+    """Least squares of the relative error. Steps of each size are forgotten by newer ones of that size alone, so that a
+    thousand steps of decode do not erase what prefill costs."""
+
+    def __init__(self, weights: Sequence[float] = (), buckets: Sequence[int] = ()) -> None:
+        """`weights`: of TERMS, from an earlier fit. `buckets`: tokens to which steps are padded, ascending; empty: none are."""
+        size = len(TERMS)
+        self.weights = list(weights) or [0.0] * size
+        self.buckets = list(buckets)
+        self.error = 0.0
+        """Moving average of |predicted - measured| / measured, each predicted before it was learned from."""
+        self.steps = 0
+        self.longest = 0
+        """The most tokens of a step so far."""
+        self._sums: dict[tuple[int, bool], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
+        self._weight, self._recent = 1.0, 0.0
+        self._matrix, self._vector = np.zeros((size, size)), np.zeros(size)
+
+    @property
+    def known(self) -> bool:
+        """Whether `seconds` can be asked."""
+        return any(self.weights)
+
+    def seconds(self, load: Load) -> float:
+        """Predicted seconds of a step; 0 before anything is known."""
+        return float(sum(weight * term for weight, term in zip(self.weights, self._terms(load), strict=True)))
+
+    def prompt(self, tokens: int, start: int = 0, chunk: int = 2048) -> float:
+        """Predicted seconds to compute a prompt's `tokens` positions from `start` on with nothing beside it."""
+        whole, rest = divmod(tokens, chunk)
+        found = whole * self.seconds(Load(1, chunk)) + (self.seconds(Load(1, rest)) if rest else 0.0)
+        return found + self.weights[4] * tokens * (start + tokens / 2)
+
+    def within(self, load: Load, seconds: float, start: float = 0.0) -> int:
+        """Returns how many prefill tokens, at position `start` on average, make a step take `seconds` when added to it."""
+        weights = self.weights
+        left, at, added = seconds - self.seconds(load) - weights[1] - weights[2], self._padded(load.tokens), 0.0
+        for i, knot in enumerate(KNOTS):
+            upto = KNOTS[i + 1] if i + 1 < len(KNOTS) else 1 << 40
+            if upto <= at or left <= 0:
+                continue
+            slope, room = weights[5 + i] + weights[4] * start, upto - max(at, knot)
+            fits = min(float(room), left / slope) if slope > 0 else float(room)
+            added, left = added + fits, left - fits * slope
+        return int(min(added, 1 << 40))
+
+    def learn(self, load: Load, seconds: float) -> None:
+        """Reports that a step took `seconds`."""
+        if seconds <= 0 or not load.tokens:
+            return
+        if self.known:
+            off = abs(self.seconds(load) - seconds) / seconds
+            self.error += max(_NEWEST, 1 / (self.steps + 1)) * (off - self.error)
+            self._recent += _RECENT * (min(1.0, off) - self._recent)
+        self.steps += 1
+        self.longest = max(self.longest, load.tokens)
+        unit = max(seconds, _SURPRISE * self.seconds(load))
+        scaled = np.array(self._terms(load)) * (self._weight / unit)
+        size = load.tokens.bit_length(), load.tokens > load.segments
+        old = self._sums.get(size)
+        new = np.outer(scaled, scaled), scaled * (self._weight * seconds / unit)
+        if old is not None:
+            new = _KEEP * old[0] + new[0], _KEEP * old[1] + new[1]
+            self._matrix += new[0] - old[0]
+            self._vector += new[1] - old[1]
+        else:
+            self._matrix += new[0]
+            self._vector += new[1]
+        self._sums[size] = new
+        self._weight *= _AGE + _STARTLED * self._recent ** 2
+        if self._weight > _RESCALED:
+            for sums in (*self._sums.values(), (self._matrix, self._vector)):
+                for array in sums:
+                    array /= self._weight ** 2
+            self._weight = 1.0
+        if self.steps < 4 * _SOLVE or self.steps % _SOLVE == 0 or old is None:
+            self.weights = self._solved()
+
+    def _terms(self, load: Load) -> list[float]:
+        tokens = self._padded(load.tokens)
+        ends = (*KNOTS[1:], 1 << 60)
+        return [1.0, float(load.tokens > load.segments), float(load.segments), load.read, load.work,
+                *(float(max(0, min(tokens, end) - knot)) for knot, end in zip(KNOTS, ends, strict=True))]
+
+    def _padded(self, tokens: int) -> int:
+        at = bisect_left(self.buckets, tokens)
+        return self.buckets[at] if at < len(self.buckets) else tokens
+
+    def _solved(self) -> list[float]:
+        """The non-negative solution: terms with a negative weight are left out, one after another."""
+        matrix, vector = self._matrix.copy(), self._vector
+        diagonal = np.diag(self._matrix)
+        for i in range(len(TERMS) - len(KNOTS), len(TERMS) - 1):
+            # Where one of two slopes was not seen, it is the other.
+            pull = _SMOOTH * (diagonal[i] + diagonal[i + 1])
+            matrix[i, i] += pull
+            matrix[i + 1, i + 1] += pull
+            matrix[i, i + 1] -= pull
+            matrix[i + 1, i] -= pull
+        scale = np.sqrt(np.maximum(np.diag(matrix), 1e-300))
+        small = _SMALL * np.array([*_LAST, *(1.0 for _ in KNOTS)])
+        used = [i for i in range(len(TERMS)) if matrix[i, i] > 0]
+        while used:
+            part = np.ix_(used, used)
+            scaled = matrix[part] / np.outer(scale[used], scale[used]) + np.diag(small[used])
+            found = np.linalg.solve(scaled, vector[used] / scale[used]) / scale[used]
+            if (found >= 0).all():
+                weights = [0.0] * len(TERMS)
+                for i, weight in zip(used, found.tolist(), strict=True):
+                    weights[i] = weight
+                return weights
+            del used[int(np.argmin(found * scale[used]))]
+        return self.weights

@@ -1,0 +1,39 @@
+"""A plan as the scheduler remembers it until its result is applied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.core.plan import Ints
+from penstock.core.sequence import Sequence
+from penstock.core.steptime import Load
+
+
+@dataclass(slots=True)
+class InFlight:
+    """An in-flight plan, or the one being made: its segments' sequences, lengths, wants and starts."""
+
+    id: int
+    sequences: list[Sequence] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    wants: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    drafts: dict[int, int] = field(default_factory=dict)
+    """Number of drafted tokens at the end of each segment that has any, by segment index."""
+    lost: set[Sequence] = field(default_factory=set)
+    """Sequences preempted since the plan was made: their computed positions are void, their sampled tokens still count."""
+    load: Load = Load(0, 0)
+    """The size of the step."""
+
+
+def load_of(starts: Ints, counts: Ints) -> Load:
+    """The size of a step with these segments."""
+    single = counts == 1
+    singles = int(single.sum())
+    read = float(starts.sum(where=single)) + singles
+    if singles == len(counts):
+        return Load(singles, singles, read)
+    long, at = counts[~single].astype(np.float64), starts[~single]
+    return Load(len(counts), int(counts.sum()), read, float(long @ (at + long / 2)))

@@ -1,0 +1,78 @@
+"""The model of step time: what it learns from scattered steps, what it keeps, and that its two questions agree."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.core.steptime import TERMS, Load, StepTime
+
+
+def truth(load: Load) -> float:
+    """A device bound by reading weights up to 200 tokens, by compute above, with attention beside."""
+    return 0.004 + max(0, load.tokens - 200) * 22e-6 + load.tokens * 2e-6 + load.read * 3e-8 + load.work * 8e-10
+
+
+def some(draw: random.Random, prefill: bool) -> Load:
+    rows, longest = int(2 ** draw.uniform(0, 8)), int(2 ** draw.uniform(4, 12))
+    read = rows * draw.uniform(100, 4000)
+    return Load(rows + 1, rows + longest, read, longest * longest / 2) if prefill else Load(rows, rows, read)
+
+
+def fitted(steps: int = 600) -> StepTime:
+    draw, times = random.Random(1), StepTime()
+    for i in range(steps):
+        load = some(draw, i % 2 == 0)
+        times.learn(load, truth(load) * draw.uniform(0.93, 1.07))
+    return times
+
+
+def test_it_predicts_steps_that_it_has_not_seen() -> None:
+    times, draw = fitted(), random.Random(2)
+    loads = [some(draw, i % 2 == 0) for i in range(400)]
+    errors = sorted(abs(times.seconds(load) - truth(load)) / truth(load) for load in loads)
+    assert errors[200] < 0.03 and errors[380] < 0.12
+    assert times.error < 0.08 and len(times.weights) == len(TERMS) and min(times.weights) >= 0
+
+
+def test_decode_does_not_erase_what_prefill_costs() -> None:
+    times, draw, long = fitted(), random.Random(3), Load(1, 2048, 0.0, 2048 ** 2 / 2)
+    for _ in range(400):
+        load = some(draw, False)
+        times.learn(load, truth(load))
+    assert times.seconds(long) == pytest.approx(truth(long), rel=0.1)
+
+
+def test_tokens_within_a_time_take_that_time() -> None:
+    times = fitted()
+    for rows in (1, 32, 200):
+        decode = Load(rows, rows, rows * 1000.0)
+        for seconds in (0.02, 0.05, 0.2):
+            tokens = times.within(decode, seconds)
+            assert times.seconds(Load(rows + 1, rows + tokens, decode.read)) == pytest.approx(seconds, rel=0.02)
+        assert times.within(decode, 0.001) == 0
+
+
+def test_steps_are_padded_to_buckets() -> None:
+    times = StepTime([0.0] * 5 + [1e-3] * (len(TERMS) - 5), buckets=[64, 256])
+    assert times.seconds(Load(1, 65)) == times.seconds(Load(1, 256)) == pytest.approx(0.256)
+    assert times.seconds(Load(1, 300)) == pytest.approx(0.3)
+
+
+def test_a_slower_device_is_learned_anew() -> None:
+    times, draw = fitted(), random.Random(4)
+    for i in range(300):
+        load = some(draw, i % 2 == 0)
+        times.learn(load, 3 * truth(load))
+    load = Load(33, 1056, 32_000.0, 1024 ** 2 / 2)
+    assert times.seconds(load) == pytest.approx(3 * truth(load), rel=0.1)
+
+
+def test_one_absurd_measurement_changes_little() -> None:
+    load = Load(33, 1056, 32_000.0, 1024 ** 2 / 2)
+    for absurd in (1e-7, 30.0):
+        times = fitted()
+        before = times.seconds(load)
+        times.learn(load, absurd)
+        assert times.seconds(load) == pytest.approx(before, rel=0.15)
