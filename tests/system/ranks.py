@@ -1,29 +1,36 @@
-"""Ranks of tensor parallelism in threads of one process: they compute what ranks in processes do, and start at once."""
+"""Ranks in threads of one process: they compute what ranks in processes do, and start at once."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
+from penstock.config.options import stage_layers
 from penstock.config.schema import EngineOptions
 from penstock.core.plan import Masks, StepPlan, StepResult
 from penstock.engine.executor import Begun
 from penstock.engine.ranks import RankGroup
-from penstock.parallel.axis import Place
-from penstock.parallel.group import Group, Shared, Threads
+from penstock.parallel.axis import Place, places
+from penstock.parallel.group import Shared, Threads
+from penstock.parallel.mesh import Mesh
+from penstock.parallel.pipe import ThreadPipe
 from penstock.worker.rank import Rank
 
 
 class ThreadRank(Rank):
-    """A rank whose group is in this process."""
+    """A rank whose mesh is in this process."""
 
-    def __init__(self, options: EngineOptions, place: Place, shared: Shared) -> None:
+    def __init__(self, options: EngineOptions, place: Place, shared: Shared | None, queues: Any) -> None:
         super().__init__(options, place)
-        self._shared = shared
+        tensor = None if shared is None else Threads(place.tensor, shared)
+        self._threads = Mesh(tensor, ThreadPipe(place, queues) if place.stages > 1 else None,
+                             None if shared is None else shared.barrier.abort)
 
-    def _join(self) -> Group:
-        return Threads(self._place.tensor, self._shared)
+    def _join(self) -> Mesh:
+        return self._threads
 
 
 class Threaded(RankGroup):
@@ -32,9 +39,11 @@ class Threaded(RankGroup):
     ranks: list[Any]
 
     def __init__(self, options: EngineOptions) -> None:
-        count = options.tensor_parallel_size
-        shared = Shared(count)
-        super().__init__([ThreadRank(options, Place(rank, count), shared) for rank in range(count)])
+        tensors, stages = options.tensor_parallel_size, options.pipeline_parallel_size
+        shared = [Shared(tensors) if tensors > 1 else None for _ in range(stages)]
+        queues: Any = defaultdict(SimpleQueue)
+        super().__init__([ThreadRank(options, place, shared[place.stage], queues)
+                          for place in places(tensors, stages, stage_layers(options))], stages - 1)
         self._pools = [ThreadPoolExecutor(1) for _ in self.ranks]
 
     def all(self, calls: list[Callable[[], Any]]) -> list[Any]:

@@ -114,13 +114,15 @@ AXES: dict[str, dict[str, Value]] = {
                 "model": Value({"speculative_model": "itself", "draft_policy": "fixed", "num_speculative_tokens": 3}),
                 "adaptive": Value({"speculative_model": "itself"})},
     "mask": {"none": Value(), "open": Value(apply=_mask)},
-    "layout": {**running("ranks", 1, 2), **{f"tp{count}": Value(run={"tensors": count}) for count in (2, 3)}},
+    "layout": {**running("ranks", 1, 2), **{f"tp{count}": Value(run={"tensors": count}) for count in (2, 3)},
+               "pp2": Value({"pipeline_parallel_size": 2})},
     "graph": {"eager": Value({"enforce_eager": True})} | ({"captured": Value()} if torch.cuda.is_available() else {}),
 }
 """The first value of each axis is the plainest."""
 
 EXCLUDED: list[tuple[tuple[str, str], tuple[str, str]]] = [
     *((("tier", tier), ("reuse", "off")) for tier in ("host", "evict", "disk")),
+    *((("drafter", drafter), ("layout", "pp2")) for drafter in ("one", "four", "ngram", "model", "adaptive")),
 ]
 """Pairs that cannot be had together."""
 

@@ -105,7 +105,7 @@ def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, only: int |
             options["cache_host_bytes"] *= models
     settled = EngineOptions(**options)
     ranks: list[Rank]
-    if told["tensors"] > 1:
+    if told["tensors"] > 1 or settled.pipeline_parallel_size > 1:
         settled = replace(settled, tensor_parallel_size=told["tensors"])
         group: RankGroup = Threaded(settled)
         ranks = group.ranks

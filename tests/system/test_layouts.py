@@ -51,9 +51,9 @@ def greedy(engine: Engine, **params: Any) -> list[list[int]]:
         engine.close()
 
 
-def same(folder: Path | str, ranks: int, **params: Any) -> None:
+def same(folder: Path | str, ranks: int, stages: int = 1, layers: str = "", **params: Any) -> None:
     wanted = greedy(Engine(options(folder)), **params)
-    asked = options(folder, tensor_parallel_size=ranks)
+    asked = options(folder, tensor_parallel_size=ranks, pipeline_parallel_size=stages, pipeline_layers=layers)
     assert greedy(Engine(asked, rank=Threaded(asked)), **params) == wanted
 
 
@@ -96,3 +96,42 @@ def test_every_trained_model(name: str, ranks: int) -> None:
 def test_every_way_of_choosing(params: dict[str, Any]) -> None:
     """The race of a random choice is run by token, wherever its logit is."""
     same("canary", 3, **params)
+
+
+STAGES = ((1, 2), (1, 3), (2, 2))
+"""(Ranks that divide each layer, pipeline stages)."""
+
+
+@pytest.mark.parametrize(("name", "ranks", "stages"), [
+    (name, *mesh) if i % len(STAGES) == at else pytest.param(name, *mesh, marks=pytest.mark.exhaustive)
+    for i, name in enumerate(MEMBERS) for at, mesh in enumerate(STAGES)])
+def test_every_trained_model_in_stages(name: str, ranks: int, stages: int) -> None:
+    if not runs(name):
+        pytest.skip("no family runs it yet")
+    folder = "canary" if name == "canary" else ASSETS / name
+    if len(describe(read_config(canary.model_folder() if name == "canary" else folder)).blocks) < stages:  # type: ignore[arg-type]
+        pytest.skip("it has fewer layers than stages")
+    same(folder, ranks, stages)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_shape_of_every_family_in_stages(case: Case, stages: int, tmp_path: Path) -> None:
+    make(case, tmp_path)
+    if len(describe(read_config(tmp_path)).blocks) < stages:
+        pytest.skip("it has fewer layers than stages")
+    same(tmp_path, 1, stages)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.9, "top_k": 12}, {"repetition_penalty": 1.3},
+                                    {"logprobs": 3, "prompt_logprobs": 2}], ids=str)
+def test_every_way_of_choosing_at_a_pipelines_end(params: dict[str, Any]) -> None:
+    same("canary", 1, 2, "1,7", **params)
+
+
+@pytest.mark.parametrize(("layers", "message"), [("3", "2 numbers"), ("0,6", "above 0"), ("2,2", "sum is")])
+def test_layers_that_are_no_stages_are_refused(layers: str, message: str) -> None:
+    asked = options("canary", pipeline_parallel_size=2, pipeline_layers=layers)
+    with pytest.raises(PenstockError, match=message):
+        Engine(asked, rank=Threaded(asked))

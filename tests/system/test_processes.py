@@ -78,6 +78,19 @@ def test_two_processes_say_what_one_says(two: LLM) -> None:
     assert two.info.weight_bytes < 0.6 * one.info.weight_bytes
 
 
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 2), *(pytest.param(*mesh, marks=pytest.mark.exhaustive)
+                                                          for mesh in ((1, 3), (2, 2)))])
+def test_stages_in_processes_say_what_one_process_says(ranks: int, stages: int) -> None:
+    with llm() as one, llm(tensor_parallel_size=ranks, pipeline_parallel_size=stages, max_num_batched_tokens=16) as several:
+        drawn = SamplingParams(temperature=0.8, max_tokens=12, seed=3, logprobs=2, ignore_eos=True)
+        constrained = SamplingParams(temperature=0, max_tokens=12, structured_outputs={"regex": "[0-9]{6}"})  # type: ignore[arg-type]
+        for params in (GREEDY, drawn, constrained):
+            assert tokens(several, params) == tokens(one, params)
+        assert several.info.weight_bytes < 0.8 * one.info.weight_bytes
+        with pytest.raises(ConfigError, match="speculative decoding is not possible"):
+            llm(pipeline_parallel_size=2, speculate="ngram")
+
+
 def test_pages_come_back_from_every_ranks_tiers(two: LLM) -> None:
     before = tokens(two)
     filler = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

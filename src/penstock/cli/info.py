@@ -15,10 +15,12 @@ from penstock.checkpoint import dtype_of, resolve_folder
 from penstock.cli import experts
 from penstock.cli.model import add_model, model_or_canary
 from penstock.config.flags import add_flags, from_args
-from penstock.config.resolve import EngineConfig, MemoryPlan, memory_limits, resolve
+from penstock.config.options import stage_layers
+from penstock.config.resolve import EngineConfig, MemoryPlan, memory_limits, ranks, resolve
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import plan_tiers
 from penstock.core.device import DeviceFacts
+from penstock.parallel.axis import places
 
 if TYPE_CHECKING:
     from penstock.layers.spec import ModelSpec
@@ -71,7 +73,8 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     else:
         device = torch.device(device_name(options.device, facts))
         draft = drafters.survey(config.speculation, spec, config.max_model_len)
-        own = spec.share(options.tensor_parallel_size)
+        parts = places(options.tensor_parallel_size, options.pipeline_parallel_size, stage_layers(options))
+        own = max(map(spec.at, parts), key=lambda part: part.nbytes(config.dtype))
         specs = [own] if draft is None else [own, draft.spec]
         figures = _planned(options, memory.predicted(memory_limits(options), config, specs, device, facts), config)
     return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},
@@ -139,7 +142,7 @@ def _planned(options: EngineOptions, plan: MemoryPlan, config: EngineConfig) -> 
             "kv_bytes": plan.layout.nbytes, "kv_tokens": plan.kv_tokens, "page_size": config.page,
             "max_model_len": plan.max_model_len, "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens, "depth": config.depth,
-            "threads": config.threads, "ranks": options.tensor_parallel_size,
+            "threads": config.threads, "ranks": ranks(options),
             "groups": [{"layers": len(group.layers), "page_bytes": group.page_bytes} for group in plan.layout.groups],
             "cache": _cache(options, plan)}
 

@@ -22,7 +22,6 @@ Options = TypeVar("Options")
 
 _IGNORED: dict[str, tuple[Any, ...]] = {
     "disable_log_stats": (True, False),
-    "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "tokenizer_mode": ("auto",),
 }
@@ -111,13 +110,24 @@ def _check_engine(options: EngineOptions) -> None:
     if not options.model:
         raise ConfigError("model is empty; name a Hugging Face folder or a hub id")
     generation_defaults(options.override_generation_config)
-    if options.enable_lora and options.tensor_parallel_size > 1:
-        raise ConfigError("adapters are not possible with tensor_parallel_size above 1 yet; leave out enable_lora, or serve on "
-                          "one device")
+    if options.enable_lora and options.tensor_parallel_size * options.pipeline_parallel_size > 1:
+        raise ConfigError("adapters are not possible with several ranks yet; leave out enable_lora, or serve with "
+                          "tensor_parallel_size and pipeline_parallel_size 1")
+    stage_layers(options)
     if options.lora_modules and not options.enable_lora:
         raise ConfigError("lora_modules needs enable_lora")
     if options.step_target_ms is not None and not options.step_target_ms > 0:
         raise ConfigError(f"step_target_ms is {options.step_target_ms}; it must be above 0")
+
+
+def stage_layers(options: EngineOptions) -> tuple[int, ...]:
+    """`pipeline_layers` as numbers; empty if it is not given. ConfigError for anything else."""
+    text, stages = options.pipeline_layers, options.pipeline_parallel_size
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if parts and (len(parts) != stages or not all(part.isdecimal() and int(part) for part in parts)):
+        raise ConfigError(f"pipeline_layers is {text!r}; it must be {stages} numbers above 0, one for each stage, as "
+                          f"{','.join(['8'] * stages)}")
+    return tuple(map(int, parts))
 
 
 def generation_defaults(given: Mapping[str, Any]) -> dict[str, float]:

@@ -42,6 +42,8 @@ class EngineConfig:
     """Steps of up to so many tokens are captured as CUDA graphs; 0 captures none."""
     speculation: Speculation | None = None
     """How tokens are drafted; None: not at all."""
+    stages: int = 1
+    """Pipeline stages."""
 
 
 def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, facts: DeviceFacts,
@@ -61,9 +63,17 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     if budget < rows:
         raise ConfigError(f"max_num_batched_tokens is {budget}, but each of max_num_seqs = {rows} sequences needs one token "
                           f"a step; raise it to {rows} or lower max_num_seqs to {budget}")
-    depth = options.depth or 2
-    if depth > MOST_DEPTH:
-        raise ConfigError(f"depth is {depth}; it may be 1 to {MOST_DEPTH}, and more than 2 gains nothing")
+    stages = options.pipeline_parallel_size
+    useful = max(4, stages + 1)
+    if stages >= MOST_DEPTH:
+        raise ConfigError(f"pipeline_parallel_size is {stages}; it may be 1 to {MOST_DEPTH - 1}")
+    depth = options.depth or stages + 1
+    if depth > useful:
+        raise ConfigError(f"depth is {depth}; it may be 1 to {useful}, and more than {stages + 1} gains nothing")
+    drafting = speculation(options)
+    if drafting is not None and stages > 1:
+        raise ConfigError("speculative decoding is not possible with several pipeline stages; leave out speculate and "
+                          "speculative_model, or use tensor_parallel_size instead of pipeline_parallel_size")
     return EngineConfig(
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
         page=options.block_size or 16, depth=depth,
@@ -71,7 +81,7 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
         kernels=options.kernels, batch_invariant=gpu and options.batch_invariant,
         graph_tokens=min(budget, graph_tokens(parameters)) if gpu and not options.enforce_eager else 0,
-        speculation=speculation(options))
+        speculation=drafting, stages=stages)
 
 
 def graph_tokens(parameters: int) -> int:
@@ -109,7 +119,12 @@ class MemoryLimits:
 
 def processes(options: EngineOptions) -> int:
     """Ranks of all engines that share a computer."""
-    return options.tensor_parallel_size * options.data_parallel_size
+    return ranks(options) * options.data_parallel_size
+
+
+def ranks(options: EngineOptions) -> int:
+    """Of one engine."""
+    return options.tensor_parallel_size * options.pipeline_parallel_size
 
 
 def replicas(options: EngineOptions) -> list[EngineOptions]:

@@ -127,6 +127,10 @@ class EngineOptions:
     device: str = option("auto", "auto, cpu, cuda or cuda:N; with several ranks N is the first one's", group=EXECUTION)
     tensor_parallel_size: int = option(1, "devices (on a CPU: processes) that divide every layer among them",
                                        group=PARALLEL, least=1)
+    pipeline_parallel_size: int = option(1, "stages, each with some of the layers and on devices of its own, that work on "
+                                            "several steps at once", group=PARALLEL, least=1)
+    pipeline_layers: str = option("", "layers of each stage, as 10,12,10; by default such that stages take equal time",
+                                  group=PARALLEL)
     data_parallel_size: int = option(1, "engines with the whole model behind one server, which sends a request where "
                                         "least is left to compute and its prompt may be cached", group=PARALLEL, least=1)
     data_parallel_rank: int = option(0, "which of them this engine is; the server says so to each", group=PARALLEL, least=0)

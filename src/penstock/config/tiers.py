@@ -39,7 +39,7 @@ def plan_tiers(options: EngineOptions, layout: CacheLayout) -> TierPlan:
     """Raises ConfigError for sizes that could not hold a page, and for settings of tiers that are not there."""
     stores = options.cache_disk is not None or options.cache_remote is not None
     least = _LEAST_SLABS * layout.slab_bytes
-    ranks = options.tensor_parallel_size
+    ranks = options.tensor_parallel_size * options.pipeline_parallel_size
     asked = options.cache_host_bytes
     if asked is not None:
         asked //= ranks

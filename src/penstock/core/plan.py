@@ -168,7 +168,7 @@ class StepResult:
     """[layers with experts, experts] how often each was picked since the start; now and then, of mixtures."""
 
 
-MOST_DEPTH = 4
-"""Maximum plans in flight. Two suffice to overlap planning with execution; more gain nothing."""
+MOST_DEPTH = 9
+"""Maximum plans in flight. Two suffice to overlap planning with execution; each pipeline stage but the first adds one."""
 NOT_FINITE = -2
 """Stands for a token if none can be chosen."""

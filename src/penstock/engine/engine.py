@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 from penstock.cache.manager import Cache
-from penstock.config.resolve import memory_limits, plan_memory, resolve
+from penstock.config.options import stage_layers
+from penstock.config.resolve import memory_limits, plan_memory, ranks, resolve
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import names_leave, plan_tiers
 from penstock.core.errors import RequestError
@@ -33,6 +34,7 @@ from penstock.engine.loading import tokenizer_folder
 from penstock.engine.ranks import Progress, Rank
 from penstock.engine.remote import RemoteGroup
 from penstock.engine.tiers import Naming, Weights, set_up
+from penstock.parallel.axis import places
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.drafting import draft_policy
 from penstock.scheduler.policy import POLICIES
@@ -49,8 +51,9 @@ _RANK = "penstock.worker.rank:Rank"
 def make_rank(options: EngineOptions) -> Rank:
     """The ranks that the options ask for: one in this process, or several in processes of their own. ConfigError if a device
     cannot be used."""
-    if options.tensor_parallel_size > 1:
-        return RemoteGroup(msgspec.json.encode(options), options.tensor_parallel_size)
+    if ranks(options) > 1:
+        return RemoteGroup(msgspec.json.encode(options), list(places(
+            options.tensor_parallel_size, options.pipeline_parallel_size, stage_layers(options))))
     module, _, attribute = _RANK.partition(":")
     return cast(Rank, getattr(importlib.import_module(module), attribute)(options))
 
@@ -98,7 +101,8 @@ class Engine:
             max_model_len=plan.max_model_len, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
             vocab_size=survey.vocab_size, step_target=config.step_target,
-            max_adapters=options.max_loras if options.enable_lora else 0), POLICIES[options.scheduling_policy](),
+            max_adapters=options.max_loras if options.enable_lora else 0, stages=config.stages),
+            POLICIES[options.scheduling_policy](),
             drafting=draft_policy(config.speculation) if config.speculation is not None else None,
             times=StepTime(buckets=prepared.buckets))
         self.executor: Executor = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)

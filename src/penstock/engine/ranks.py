@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.config.resolve import EngineConfig
 from penstock.core.layout import CacheLayout
@@ -55,13 +56,17 @@ Found = TypeVar("Found")
 
 
 class RankGroup:
-    """Several ranks as one: each runs every plan, and the first rank's results are used.
+    """Several ranks as one: each runs every plan, and the results of the last pipeline stage's first rank are used.
 
     Memory is planned for the smallest rank. If one rank fails, the group fails.
     """
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[Rank], last: int = 0) -> None:
+        """`last`: the number of the last pipeline stage; the ranks come stage by stage."""
         self.ranks = list(ranks)
+        self._stages = last + 1
+        self._picks: dict[int, npt.NDArray[np.int64]] = {}
+        """By pipeline stage, what its experts were asked for."""
         self._loads: dict[int, list[LoadResult]] = {}
         self._writes: dict[int, list[WriteResult]] = {}
 
@@ -122,11 +127,16 @@ class RankGroup:
 
     def agree(self, results: Sequence[StepResult]) -> StepResult:
         """The result of a step, given the results of all ranks. A transfer has ended once it has on all ranks."""
-        first, *others = results
-        for i, other in enumerate(others, 1):
+        width = len(results) // self._stages
+        start = len(results) - width
+        first, *others = results[start:]
+        for i, other in enumerate(others, start + 1):
             if not np.array_equal(other.tokens, first.tokens):
-                raise RuntimeError(f"ranks 0 and {i} chose different tokens in step {first.id}: {first.tokens.tolist()} and "
-                                   f"{other.tokens.tolist()}")
+                raise RuntimeError(f"ranks {start} and {i} chose different tokens in step {first.id}: {first.tokens.tolist()} "
+                                   f"and {other.tokens.tolist()}")
+        self._picks.update((stage, one.picks) for stage, one in enumerate(results[::width]) if one.picks is not None)
+        if first.picks is not None:
+            first.picks = np.concatenate([self._picks[stage] for stage in sorted(self._picks)])
         first.load_results = self._loaded([found for one in results for found in one.load_results])
         first.write_results = self._written([found for one in results for found in one.write_results])
         return first

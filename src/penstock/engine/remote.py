@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,18 +196,18 @@ class RemoteGroup(RankGroup):
 
     overlaps = True
 
-    def __init__(self, options: bytes, count: int) -> None:
-        """Starts `count` processes with the encoded options. None is left if that fails."""
+    def __init__(self, options: bytes, places: Sequence[Place]) -> None:
+        """Starts a process at each place with the encoded options. None is left if that fails."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._folder = own_folder()
-        super().__init__([])
+        super().__init__([], max(place.stage for place in places))
         self._closed = False
         self._lost: str | None = None
         try:
-            for rank in range(count):
-                place = Place(rank, count, self._folder)
-                self.ranks.append(RemoteRank(options, place, f"rank {rank} of {count}", f"ipc://{self._folder}/rank-{rank}",
-                                             self._context))
+            for place in places:
+                found = replace(place, rendezvous=self._folder)
+                self.ranks.append(RemoteRank(options, found, f"rank {place.rank} of {place.ranks}",
+                                             f"ipc://{self._folder}/rank-{place.rank}", self._context))
         except BaseException:
             self.close()
             raise

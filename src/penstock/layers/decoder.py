@@ -34,10 +34,11 @@ class Decoder:
         self.states: list[StateSpec] = spec.states(str(dtype).removeprefix("torch."))
         build = Build(values, kernels, device, max_model_len, group)
         self.group = group
-        self.embedding = Embedding(spec.embedding, build, dtype)
-        self.blocks = [Block(block, f"blocks.{i}", build) for i, block in enumerate(spec.blocks)]
-        self.norm = build_norm(spec.norm, "norm", build)
-        self.logits = Head(spec.head, self.embedding.weight, build, len(spec.labels) or spec.vocab_size)
+        self._entry = torch.empty(0, spec.width, dtype=dtype, device=device)
+        self.embedding = Embedding(spec.embedding, build, dtype) if spec.begins else None
+        self.blocks = [Block(block, f"blocks.{i}", build) for i, block in enumerate(spec.blocks, spec.first)]
+        self.norm = build_norm(spec.norm, "norm", build) if spec.ends else None
+        self.logits = Head(spec.head, build, len(spec.labels) or spec.vocab_size) if spec.ends else None
         self.works = Works()
         held = [*values.values(), *(tensor for table in build.tables.values() for tensor in table)]
         self.weight_bytes: int = sum(value.nbytes for value in held)
@@ -46,13 +47,14 @@ class Decoder:
     @property
     def computation(self) -> str:
         """Equal where equal weights and tokens give equal cache entries (`layers/identity.py`)."""
-        return computation(self.spec, self.states, self.kernels.table(), str(self.dtype), self._max_model_len)
+        return computation(self.spec.staged, self.states, self.kernels.table(), str(self.dtype), self._max_model_len)
 
     def attach(self, views: Sequence[StateView]) -> None:
         """Gives each mixer its windows into the cache, in the order of `states`."""
         assert len(views) == len(self.states), (len(views), len(self.states))
         self.works, at = Works(), 0
         dtype = str(self.dtype).removeprefix("torch.")
+        views = [views[place] for place in self.spec.held(dtype)]
         for block, spec in zip(self.blocks, self.spec.blocks, strict=True):
             for mixer, described in zip(block.mixers, spec.mixers, strict=True):
                 count = len(described.states(dtype))
@@ -65,19 +67,26 @@ class Decoder:
             for mixer in block.mixers:
                 mixer.detach()
 
+    def entry(self, tokens: int) -> torch.Tensor:
+        """Where a pipeline stage but the first finds the stream of a step's tokens, [T, width]. The memory stays the same once
+        it was asked for the most tokens of a step."""
+        if len(self._entry) < tokens:
+            self._entry = torch.zeros(tokens, self.spec.width, dtype=self.dtype, device=self.device)
+        return self._entry[:tokens]
+
     def forward(self, step: Step) -> torch.Tensor:
         """The hidden state of each of the step's T tokens after the last norm, [T, width] in the model's dtype; or, if the step
-        says so, at its `ends` alone, [E, width].
+        says so, at its `ends` alone, [E, width]. A pipeline stage but the last returns the stream of all tokens.
 
         Updates the states of all tokens in the cache.
         """
-        residual = self.embedding(step)
+        residual = self.entry(len(step.tokens)) if self.embedding is None else self.embedding(step)
         delta: torch.Tensor | None = None
         *blocks, last = self.blocks
         for block in blocks:
             delta, residual = block(delta, residual, step)
-        delta, residual = last(delta, residual, step, step.ends)
-        return self.norm.add(delta, residual)[0]
+        delta, residual = last(delta, residual, step, step.ends if self.spec.ends else None)
+        return delta + residual if self.norm is None else self.norm.add(delta, residual)[0]
 
     @property
     def picks(self) -> torch.Tensor | None:
@@ -103,12 +112,13 @@ class Decoder:
         for count in tokens:
             for linear in shapes.values():
                 linear(torch.empty(count, linear.weight.k, dtype=self.dtype, device=self.device), BASE)
-        for count in rows:
+        for count in rows if self.logits is not None else ():
             self.head(torch.empty(count, self.spec.width, dtype=self.dtype, device=self.device))
 
     def head(self, hidden: torch.Tensor, step: Adapted = BASE) -> torch.Tensor:
         """Logits [M, vocabulary], float32, of hidden states [M, width]; of several ranks, each its share of the vocabulary.
         `step` says which rows have which adapter."""
+        assert self.logits is not None, "another pipeline stage has the head"
         return self.logits(hidden, step)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:

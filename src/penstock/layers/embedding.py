@@ -12,7 +12,6 @@ from penstock.layers.linear import Linear, LinearSpec
 from penstock.layers.norm import NormSpec, build_norm
 from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.step import Adapted, Step
-from penstock.ops.linear import Weight
 from penstock.parallel.group import Group
 from penstock.quant.scheme import PLAIN
 
@@ -88,11 +87,11 @@ class HeadSpec:
 class Head(Linear):
     """Hidden states [M, width] -> logits [M, vocabulary], float32; of several ranks, each its share of the vocabulary."""
 
-    def __init__(self, spec: HeadSpec, embedding: Weight, build: Build, vocab_size: int) -> None:
+    def __init__(self, spec: HeadSpec, build: Build, vocab_size: int) -> None:
         """`vocab_size`: that of all ranks together."""
         self.path = "head"
         self.spec = spec
-        self.weight = embedding if spec.tied else build.values.matrix("head.weight")
+        self.weight = build.values.matrix("embedding.weight" if spec.tied else "head.weight")
         self.bias = build.values.tensor("head.bias") if spec.bias else None
         rank = 0 if build.group is None else build.group.rank
         self._real = min(self.weight.n, max(0, vocab_size - rank * self.weight.n))

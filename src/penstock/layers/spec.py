@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import pairwise
 
 from penstock.core.errors import ModelError
 from penstock.core.state import StateSpec
@@ -19,6 +21,7 @@ from penstock.layers.block import BlockSpec
 from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.norm import NormSpec
 from penstock.layers.parameter import Parameter, Piece, Split
+from penstock.parallel.axis import Place, runs
 from penstock.quant.scheme import Scheme
 
 
@@ -45,6 +48,45 @@ class ModelSpec:
     """generate, or, where the checkpoint has no language model's head: embed or classify."""
     ranks: int = 1
     """This describes the part of one of so many ranks of tensor parallelism (`share`). `vocab_size` is that of all together."""
+    stages: tuple[tuple[BlockSpec, ...], ...] = ()
+    """The blocks of all pipeline stages, if this describes one of them (`stage`)."""
+    first: int = 0
+    """The number of the first block."""
+    begins: bool = True
+    """It has the embedding."""
+    ends: bool = True
+    """It has the last norm and the head."""
+
+    def at(self, place: Place) -> ModelSpec:
+        """The part of the rank at `place`."""
+        return self.share(place.tensors).stage(place.stage, place.stages, place.layers)
+
+    def stage(self, stage: int, stages: int, layers: Sequence[int] = ()) -> ModelSpec:
+        """One pipeline stage: `layers[stage]` consecutive blocks, the first with the embedding, the last with the head."""
+        if stages == 1:
+            return self
+        count = len(self.blocks)
+        if stages > count:
+            raise ModelError(f"the model's {count} layers are too few for {stages} stages; lower pipeline_parallel_size")
+        if not layers:
+            head = sum(parameter.size for parameter in self.head.parameters(self.outputs, self.width))
+            head = head or self.vocab.rows * self.width
+            layers = runs([sum(parameter.size for parameter in block.parameters("")) for block in self.blocks], head, stages)
+        if len(layers) != stages or sum(layers) != count or min(layers) < 1:
+            given = ",".join(map(str, layers))
+            raise ModelError(f"pipeline_layers is {given}; it must be {stages} numbers above 0 whose sum is {count}, the "
+                             "model's layers")
+        borders = [sum(layers[:i]) for i in range(stages + 1)]
+        every = tuple(self.blocks[a:b] for a, b in pairwise(borders))
+        return dataclasses.replace(self, blocks=every[stage], stages=every, first=borders[stage], begins=stage == 0,
+                                   ends=stage == stages - 1)
+
+    @property
+    def staged(self) -> ModelSpec:
+        """The model of all stages together."""
+        if not self.stages:
+            return self
+        return dataclasses.replace(self, blocks=sum(self.stages, ()), stages=(), first=0, begins=True, ends=True)
 
     def share(self, ranks: int) -> ModelSpec:
         """One rank's part. It is the same for every rank; which rows of a parameter are in it, `Parameter.share` says."""
@@ -78,8 +120,26 @@ class ModelSpec:
         return dataclasses.replace(whole, rows=whole.room(self.ranks))
 
     def states(self, dtype: str) -> list[StateSpec]:
-        """Those of all mixers, in the order in which they run; `dtype` is the model's, a torch name."""
-        return [state for block in self.blocks for mixer in block.mixers for state in mixer.states(dtype)]
+        """Those of all mixers, in the order in which they run; `dtype` is the model's, a torch name.
+
+        Of a pipeline stage, those that the ranks of every stage allot, so that pages mean the same everywhere: of each kind, as
+        many as the stage with most has.
+        """
+        if not self.stages:
+            return _states(self.blocks, dtype)
+        most: Counter[StateSpec] = Counter()
+        for blocks in self.stages:
+            most |= Counter(_states(blocks, dtype))
+        return list(most.elements())
+
+    def held(self, dtype: str) -> list[int]:
+        """The places in `states` of the states of its own mixers, in the order in which they run."""
+        if not self.stages:
+            return list(range(len(self.states(dtype))))
+        free: dict[StateSpec, list[int]] = {}
+        for place, state in enumerate(self.states(dtype)):
+            free.setdefault(state, []).append(place)
+        return [free[state].pop(0) for state in _states(self.blocks, dtype)]
 
     @property
     def attentions(self) -> list[AttentionSpec]:
@@ -89,7 +149,7 @@ class ModelSpec:
     @property
     def eager(self) -> bool:
         """Whether a mixer cannot be in a CUDA graph."""
-        return any(getattr(mixer, "eager", False) for block in self.blocks for mixer in block.mixers)
+        return any(getattr(mixer, "eager", False) for block in self.staged.blocks for mixer in block.mixers)
 
     def parameters(self) -> Iterator[Parameter]:
         """Every parameter, in the order of their use. A joined matrix whose pieces are stored in different ways is one
@@ -102,11 +162,14 @@ class ModelSpec:
                      for one in (self._stored(parameter) if self.schemes and parameter.scheme is not None else (parameter,)))
 
     def _parameters(self) -> Iterator[Parameter]:
-        yield from self.embedding.parameters(self.vocab, self.width)
-        for i, block in enumerate(self.blocks):
+        for parameter in self.embedding.parameters(self.vocab, self.width):
+            if self.begins or (self.ends and self.head.tied and parameter.name == "embedding.weight"):
+                yield parameter
+        for i, block in enumerate(self.blocks, self.first):
             yield from block.parameters(f"blocks.{i}")
-        yield from self.norm.parameters("norm", self.width)
-        yield from self.head.parameters(self.outputs, self.width)
+        if self.ends:
+            yield from self.norm.parameters("norm", self.width)
+            yield from self.head.parameters(self.outputs, self.width)
 
     def _stored(self, parameter: Parameter) -> Iterator[Parameter]:
         found = [self._scheme(piece.name.removesuffix(".weight"), parameter) for piece in parameter.pieces]
@@ -130,7 +193,8 @@ class ModelSpec:
                      if fnmatchcase(stem, pattern) or fnmatchcase(parameter.stem, pattern)), parameter.scheme)
 
     def with_blocks(self, numbers: Sequence[int]) -> ModelSpec:
-        """The model of these blocks alone, numbered from 0 on. Their matrices are stored as before."""
+        """The model of these blocks alone, numbered from 0 on. Their matrices are stored as before. Of a stage, numbers are
+        those within it."""
         schemes: list[tuple[str, Scheme]] = []
         for pattern, scheme in self.schemes:
             layer = re.match(r"blocks\.([0-9]+)\.", pattern)
@@ -138,8 +202,9 @@ class ModelSpec:
                 schemes.append((pattern, scheme))
             else:
                 schemes += [(f"blocks.{new}.{pattern[layer.end():]}", scheme) for new, old in enumerate(numbers)
-                            if old == int(layer[1])]
-        return dataclasses.replace(self, blocks=tuple(self.blocks[number] for number in numbers), schemes=tuple(schemes))
+                            if self.first + old == int(layer[1])]
+        blocks = tuple(self.blocks[number] for number in numbers)
+        return dataclasses.replace(self, first=0, stages=(), blocks=blocks, schemes=tuple(schemes))
 
     @property
     def size(self) -> int:
@@ -149,6 +214,10 @@ class ModelSpec:
     def nbytes(self, dtype: str) -> int:
         """Bytes of the parameters as stored, in a model of `dtype`; packing and the rope tables may add a little."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())
+
+
+def _states(blocks: Sequence[BlockSpec], dtype: str) -> list[StateSpec]:
+    return [state for block in blocks for mixer in block.mixers for state in mixer.states(dtype)]
 
 
 def _divides(parameter: Parameter, ranks: int) -> bool:

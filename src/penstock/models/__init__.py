@@ -48,5 +48,5 @@ def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, dev
         checkpoint = checkpoint_of(Path(folder), config, spec, str(dtype).removeprefix("torch."), device)
         values = weights.stream(spec, family.RULES, checkpoint, dtype=dtype, device=device,
                                 kernels=kernels, progress=progress, place=place)
-    return Decoder(spec.share(place.tensors), values, kernels, dtype=dtype, device=device, max_model_len=max_model_len,
+    return Decoder(spec.at(place), values, kernels, dtype=dtype, device=device, max_model_len=max_model_len,
                    group=group)

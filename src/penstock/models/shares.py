@@ -12,7 +12,7 @@ from penstock.core.errors import ModelError
 from penstock.layers.parameter import Parameter, Split
 from penstock.layers.spec import ModelSpec
 from penstock.models.rules import Change
-from penstock.parallel.axis import ALONE, Place
+from penstock.parallel.axis import Place
 from penstock.quant.scheme import Part
 
 
@@ -72,8 +72,8 @@ class Shares:
 
     def __init__(self, whole: ModelSpec, place: Place, dtype: str) -> None:
         self.whole = whole
-        self.spec = whole.share(place.tensors)
-        """The model that this rank runs; all ranks of an axis have equal ones."""
+        self.spec = whole.at(place)
+        """The part of the model that this rank runs; all ranks of a stage have equal ones."""
         self._place = place
         self._dtype = dtype
         self._wholes = {parameter.name: parameter for parameter in whole.parameters()}
@@ -84,7 +84,7 @@ class Shares:
 
     def taken(self, parameter: Parameter, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's share of the stored tensors of a whole parameter."""
-        if self._place == ALONE:
+        if self._place.tensors == 1:
             return parts
         whole, found = self.of(parameter), {}
         for part in stored(whole, self._dtype):
@@ -130,7 +130,7 @@ class Shares:
         """The part of a source that this rank's `parameter` holds."""
         whole = self._wholes[parameter.name]
         rows = () if source.axis is None else (Run(source.axis, source.first, source.count),)
-        if self._place == ALONE or whole.split is Split.WHOLE:
+        if self._place.tensors == 1 or whole.split is Split.WHOLE:
             yield Cut(None, rows)
         elif whole.split is Split.COLUMNS:
             part = self._part(whole, source.part)

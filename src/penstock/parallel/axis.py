@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place: rank `tensor` of `tensors` that divide every layer among them."""
+    """One rank's place: rank `tensor` of the `tensors` that divide every layer of stage `stage` of `stages` among them."""
 
     tensor: int = 0
     tensors: int = 1
     rendezvous: str = ""
     """The folder (private to the user) through which the ranks of one machine find each other."""
+    stage: int = 0
+    stages: int = 1
+    layers: tuple[int, ...] = ()
+    """Blocks of each stage; empty: divided by size."""
+
+    @property
+    def rank(self) -> int:
+        """Its number among all ranks: stage by stage."""
+        return self.stage * self.tensors + self.tensor
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.tensors
 
     @property
     def alone(self) -> bool:
-        return self.tensors == 1
+        return self.ranks == 1
 
 
 ALONE = Place()
 """The only rank."""
+
+
+def places(tensors: int, stages: int, layers: Sequence[int] = (), rendezvous: str = "") -> Iterator[Place]:
+    """Every rank's place, in the order of their numbers."""
+    for stage in range(stages):
+        for tensor in range(tensors):
+            yield Place(tensor, tensors, rendezvous, stage, stages, tuple(layers))
+
+
+def runs(weights: Sequence[int], last: int, stages: int) -> list[int]:
+    """Blocks of each of the stages, such that the heaviest stage is as light as possible. `weights`: of each block; `last`: of
+    what the last stage has besides. Every stage has a block."""
+    count = len(weights)
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    # best[n]: (the heaviest stage, its blocks) of the first n blocks in the stages so far.
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    for stage in range(stages):
+        more = last if stage == stages - 1 else 0
+        best = {n: min((max(heaviest, sums[n] - sums[before] + more), [*found, n - before])
+                       for before, (heaviest, found) in best.items() if before < n)
+                for n in range(stage + 1, count - (stages - stage - 1) + 1)}
+    return best[count][1]

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -37,8 +37,6 @@ class Group(Protocol):
         """[size, *x.shape]: the x of all ranks."""
         ...
 
-    def close(self) -> None: ...
-
 
 def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum in order, rounded once."""
@@ -54,30 +52,50 @@ _JOIN_SECONDS = 120.0
 """The longest that ranks wait for each other at their start."""
 
 
+def joined(place: Place, device: torch.device) -> None:
+    """Meets all other ranks of the engine, in processes: over gloo between CPUs, NCCL between GPUs."""
+    import torch.distributed as dist
+
+    cuda = device.type == "cuda"
+    # All ranks are on this machine: nothing is bound to another interface.
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    store = torch._C._distributed_c10d.FileStore(  # noqa: SLF001 (not exported)
+        f"{place.rendezvous}/ranks", place.ranks)
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=place.rank, world_size=place.ranks,
+                            timeout=timedelta(seconds=_JOIN_SECONDS), device_id=device if cuda else None)
+
+
+def subgroup(members: Sequence[Sequence[int]], rank: int) -> Any:
+    """Torch's group of the members among whom `rank` is, if any. All ranks call this with the same lists."""
+    import torch.distributed as dist
+
+    found = None
+    for ranks in members:
+        group = dist.new_group(list(ranks))
+        found = group if rank in ranks else found
+    return found
+
+
 class Processes:
-    """Ranks in processes: gloo between CPUs, NCCL between GPUs."""
+    """Ranks in processes."""
 
     def __init__(self, place: Place, device: torch.device, peers: bool = True) -> None:
-        """Waits until all ranks have joined. `peers`: GPUs that can, exchange short messages by our own kernel."""
+        """The ranks that divide the layers of this rank's stage. `peers`: GPUs that can, exchange short messages by our own
+        kernel."""
         import torch.distributed as dist
 
         self.rank, self.size = place.tensor, place.tensors
         cuda = device.type == "cuda"
-        # All ranks are on this machine: nothing is bound to another interface.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        store = torch._C._distributed_c10d.FileStore(  # noqa: SLF001 (not exported)
-            f"{place.rendezvous}/ranks", self.size)
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=self.rank, world_size=self.size,
-                                timeout=timedelta(seconds=_JOIN_SECONDS), device_id=device if cuda else None)
+        stages = [range(stage * self.size, (stage + 1) * self.size) for stage in range(place.stages)]
+        self._group = dist.group.WORLD if place.stages == 1 else subgroup(stages, place.rank)
         self._reduce = dist.all_reduce
         # Its name in torch 2.13, and before.
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._end = dist.destroy_process_group
         self._sums = cuda and self.size == 2
         self._peers: Peers | None = None
         if cuda and peers and not gpu.supports(detect(str(device)), torch.bfloat16):
             try:
-                self._peers, self._kept = shared(self.rank, self.size, device)
+                self._peers, self._kept = shared(self.rank, self.size, device, self._group)
             except RuntimeError as error:
                 LOG.warning("GPUs cannot map each other's memory, NCCL exchanges short messages: %s", error)
 
@@ -86,7 +104,7 @@ class Processes:
             return self._peers.reduce(x)
         if self._sums:
             # Of two addends there is only one order.
-            self._reduce(x)
+            self._reduce(x, group=self._group)
             return x
         return added(self.gather(x).unbind())
 
@@ -95,11 +113,8 @@ class Processes:
             return self._peers.gather(x)
         found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         # As bytes: gloo does not know every type.
-        self._gather(found.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8))
+        self._gather(found.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8), group=self._group)
         return found
-
-    def close(self) -> None:
-        self._end()
 
 
 class Threads:
@@ -121,9 +136,6 @@ class Threads:
         shared.barrier.wait()
         return found
 
-    def close(self) -> None:
-        self._shared.barrier.abort()
-
 
 class Shared:
     """State that the `Threads` of one group share."""
@@ -132,8 +144,3 @@ class Shared:
         self.size = size
         self.given: list[torch.Tensor | None] = [None] * size
         self.barrier = threading.Barrier(size, timeout=_JOIN_SECONDS)
-
-
-def join(place: Place, device: torch.device, peers: bool) -> Group | None:
-    """This rank's group of tensor parallelism; None if it is alone. Waits for the others."""
-    return None if place.alone else Processes(place, device, peers)

@@ -58,8 +58,8 @@ class Peers:
         return out
 
 
-def shared(rank: int, size: int, device: torch.device) -> tuple[Peers, Any]:
-    """Memory that the ranks of torch's default group share, and torch's handle, which keeps it. RuntimeError where GPUs cannot
+def shared(rank: int, size: int, device: torch.device, group: Any) -> tuple[Peers, Any]:
+    """Memory that the ranks of a group of torch's share, and torch's handle, which keeps it. RuntimeError where GPUs cannot
     map each other's memory."""
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     import torch.distributed as dist
@@ -67,9 +67,9 @@ def shared(rank: int, size: int, device: torch.device) -> tuple[Peers, Any]:
 
     memory = symmetric.empty(Peers.nbytes(size), dtype=torch.uint8, device=device)
     memory.zero_()
-    handle = symmetric.rendezvous(memory, dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    handle = symmetric.rendezvous(memory, group.group_name)
     peers = Peers(rank, size, [int(address) for address in handle.buffer_ptrs], device)
     torch.cuda.synchronize(device)
     # Nobody writes before all have cleared.
-    dist.barrier()
+    dist.barrier(group)
     return peers, (memory, handle)

@@ -34,6 +34,8 @@ class Limits:
     """Adapters that the device holds at once."""
     step_target: float | None = None
     """Target step time in seconds while sequences decode; None: prompts are not cut into chunks for it."""
+    stages: int = 1
+    """Pipeline stages, each of which computes another step."""
 
 
 class Admission:

@@ -171,10 +171,11 @@ class Scheduler:
         """
         running, budget, at, preempted = list(self.running), self._budget(now), 0, False
         charges, hinted, spare = self.policy.charges, self.drafts.active, self.spare()
+        resting = self._resting()
         while at < len(running):
             sequence = running[at]
             count = sequence.goal - sequence.planned
-            if not count:
+            if not count or sequence in resting:
                 at += 1
                 continue
             drafts = 0
@@ -208,6 +209,18 @@ class Scheduler:
                 budget -= count
                 at += 1
         return None if preempted else budget
+
+    def _resting(self) -> set[Sequence]:
+        """The sequences that sit this step out. With several pipeline stages, each step takes an equal part of those that
+        decode, and none that the steps before it still compute, so that every stage has a step to compute."""
+        stages = self.limits.stages
+        if stages == 1:
+            return set()
+        recent = {sequence for step in islice(reversed(self.in_flight), stages - 1)
+                  for sequence, want in zip(step.sequences, step.wants, strict=True) if want & _SAMPLE}
+        decoding = [sequence for sequence in self.running if sequence.goal - sequence.planned == 1]
+        ready = [sequence for sequence in decoding if sequence not in recent]
+        return recent.union(ready[-(-len(decoding) // stages):])
 
     def _budget(self, now: float) -> int:
         """Returns the token budget of this step, reduced if decoding sequences would otherwise wait too long."""

@@ -78,6 +78,8 @@ class Graphs:
                  stream: torch.cuda.Stream, sampler: Sampler) -> None:
         self.model = model
         self._sampler = sampler
+        # A pipeline stage is part of a step, between two messages.
+        self._alone = model.spec.begins and model.spec.ends
         self.builder = StepBuilder(model, rows, page, captured=True)
         self._columns = rows.tables[0].shape[1]
         self._longest = rows.tokens.shape[1]
@@ -120,7 +122,7 @@ class Graphs:
         return graph, found
 
     def _chooses(self, bucket: Bucket) -> bool:
-        return bucket.tokens == bucket.segments <= MAX_LOGITS_ROWS and self._sampler.capturable
+        return bucket.tokens == bucket.segments <= MAX_LOGITS_ROWS and self._sampler.capturable and self._alone
 
     def _decode(self, bucket: Bucket, parts: Parts) -> None:
         hidden = self._run(bucket, parts)

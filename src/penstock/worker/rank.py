@@ -29,7 +29,7 @@ from penstock.ops import compile as compiling
 from penstock.ops import gpu, registry
 from penstock.ops.compile import Compilation
 from penstock.parallel.axis import ALONE, Place
-from penstock.parallel.group import Group, join
+from penstock.parallel.mesh import Mesh, join
 from penstock.platform.allocator import keep_freed_memory
 from penstock.platform.facts import detect, device_name
 from penstock.platform.kept import Kept
@@ -61,10 +61,10 @@ class Rank:
         self._options = options
         self._limits = memory_limits(options)
         self._place = place
-        self._group: Group | None = None
+        self._mesh = Mesh()
         self._facts = detect(options.device)
         name = device_name(options.device, self._facts)
-        number = options.data_parallel_rank * place.tensors + place.tensor
+        number = options.data_parallel_rank * place.ranks + place.rank
         if self._facts.kind == "cuda" and (number or not place.alone):
             # Each rank of each replica has a GPU of its own, from the one on that was asked for.
             name = f"cuda:{int(name.partition(':')[2] or 0) + number}"
@@ -92,7 +92,8 @@ class Rank:
         """Inspects the device and the model's small files. ConfigError or ModelError if one of them cannot be used."""
         self._folder = resolve_folder(self._options.model, self._options.revision)
         self._checkpoint = models.configured(self._folder, self._options.quantization, self._options.quantization_rules)
-        spec = self._spec = models.describe(self._checkpoint).share(self._place.tensors)
+        spec = models.describe(self._checkpoint).share(self._place.tensors)
+        self._spec = spec.stage(self._place.stage, self._place.stages, self._place.layers)
         return Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.max_positions, spec.size,
                       dtype_of(self._folder, self._checkpoint), spec.task, spec.labels)
 
@@ -117,8 +118,7 @@ class Rank:
         """Loads weights while kernels compile, and measures the working memory of steps. ConfigError or ModelError says what to
         change."""
         options, device, config, kernels = self._options, self._device, self._config, self._kernels
-        if not self._place.alone:
-            self._group = self._join()
+        self._mesh = self._join()
         compiled = [compilation(config, spec, kernels, device) for spec in self._specs] if self._compiles else []
         self._compilations = found = [one for one in compiled if one is not None]
         # Libraries with a slow first use load in parallel.
@@ -128,7 +128,7 @@ class Rank:
                                    "load_format": options.load_format, "max_model_len": config.max_model_len,
                                    "seed": options.seed}
             self._model = model = models.load(self._folder, self._checkpoint, **how, progress=progress, place=self._place,
-                                                group=self._group)
+                                                group=self._mesh.tensor)
             if config.speculation is not None:
                 self._drafter = drafters.load(config.speculation, self._draft, **how)
             warming.result()
@@ -155,7 +155,7 @@ class Rank:
         draft = self._drafter.model if self._drafter is not None else None
         return [model] if draft is None else [model, draft]
 
-    def _join(self) -> Group | None:
+    def _join(self) -> Mesh:
         """Meets the other ranks."""
         return join(self._place, self._device, not self._options.disable_custom_all_reduce)
 
@@ -185,11 +185,12 @@ class Rank:
         if self._device.type == "cpu":
             # Not before loading, whose buffers must not stay.
             keep_freed_memory()
-        behind = None if opening is None else opening.open(self._place.tensor, self._place.tensors)
+        behind = None if opening is None else opening.open(self._place.rank, self._place.ranks)
         with compiling.explained(self._facts.capability), memory.explained(self._device):
             try:
                 self._worker = worker = Worker(self._model, layout, config.max_num_seqs, max_model_len, self._device,
-                                               config.graph_tokens, behind, self._drafter, config.max_num_batched_tokens)
+                                               config.graph_tokens, behind, self._drafter, config.max_num_batched_tokens,
+                                               self._mesh.pipe)
             except BaseException:
                 for store in behind.stores if behind is not None else ():
                     store.close()
@@ -230,9 +231,7 @@ class Rank:
         if self._worker is not None:
             self._worker.close()
         self._drafter = None
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.close()
+        self._mesh.close()
 
 
 def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Kernels,

@@ -48,7 +48,7 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
         for before in kernels.attention.contexts(max_model_len - tokens):
             _forward(model, Bucket(tokens, 1), known, tables, page, 1, before)
         # Any number of rows may be sampled after any step.
-        for lines in _examples(1, tokens):
+        for lines in _examples(1, tokens) if spec.ends else ():
             logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))
             if lines in (1, 2, rows) and kernels.chosen["sample"].capturable:
                 # Several ranks exchange candidates; what else there is to do, each does with the gathered logits.
@@ -112,7 +112,8 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
     name = str(dtype).removeprefix("torch.")
     states = spec.states(name)
     none = lay_out(states, page, 0)
-    views = Arena(lay_out(states, page, 4 * none.slab_bytes), _META).views(states)
+    arena = Arena(lay_out(states, page, 4 * none.slab_bytes), _META).views(states)
+    views = [arena[place] for place in spec.held(name)]
     stored: dict[str, list[object]] = {}
     for parameter in spec.parameters():
         layer, _, rest = parameter.name.removeprefix("blocks.").partition(".")
@@ -123,7 +124,7 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
         mine = views[at:at + sum(len(mixer.states(name)) for mixer in block.mixers)]
         at += len(mine)
         places = [(view.group, *(field.data_ptr() % 16 for field in view.fields.values())) for view in mine]
-        kinds.setdefault((block, *stored[str(number)], *places), (number, mine))
+        kinds.setdefault((block, *stored[str(spec.first + number)], *places), (number, mine))
     short = spec.with_blocks([number for number, _ in kinds.values()])
     values = Values()
     for parameter in short.parameters():

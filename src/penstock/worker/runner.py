@@ -6,6 +6,7 @@ import torch
 
 from penstock.core.plan import Ints, StepPlan
 from penstock.layers.decoder import Decoder
+from penstock.parallel.pipe import Pipe
 from penstock.worker.adapters import Adapters
 from penstock.worker.graphs import Graphs
 from penstock.worker.rows import Rows
@@ -21,6 +22,8 @@ class Runner:
         self.builder = StepBuilder(model, rows, page)
         self.graphs: Graphs | None = None
         self.adapters: Adapters | None = None
+        self.pipe: Pipe | None = None
+        """The links of a pipeline stage."""
 
     def forward(self, plan: StepPlan, every: bool = False,
                 behind: Ints | None = None) -> tuple[torch.Tensor, torch.Tensor, LogitsRows]:
@@ -33,22 +36,34 @@ class Runner:
         every = every or delta is not None
         # CUDA graphs do not return the hidden states of all tokens.
         bucket = self.graphs.buckets.of(plan, count) if self.graphs is not None and not every else None
-        if self.graphs is not None and bucket is not None:
+        captured = bucket is not None
+        bucket = self.builder.bucket(plan, count) if bucket is None else bucket
+        if self.pipe is not None and not self.model.spec.begins:
+            self.pipe.receive(self.model.entry(bucket.tokens))
+        if self.graphs is not None and captured:
             builder = self.graphs.builder
             ends = builder.ends(count, bucket)
             hidden, parts = self.graphs.forward(plan, bucket, picks, behind)
+            # The next step may replay the graph that the stream lies in.
+            self._pass_on(hidden, copied=True)
             if bucket.tokens == bucket.segments and count < len(plan.rows):
                 hidden = hidden.index_select(0, builder.heads(parts, ends))
         else:
             builder = self.builder
-            bucket = builder.bucket(plan, count)
             ends = builder.ends(count, bucket)
             parts = builder.fill(plan, bucket, picks, behind=behind)
             if every:
                 step = builder.step(bucket, parts)
                 step.delta = delta
                 hidden = self.model.forward(step)
+                self._pass_on(hidden)
                 return hidden, hidden.index_select(0, builder.heads(parts, ends)), builder.lines(parts, plan, picks)
             whole = count == int(plan.counts.sum())
             hidden = self.model.forward(builder.step(bucket, parts, None if whole else ends))
+            self._pass_on(hidden)
         return hidden, hidden[:ends], builder.lines(parts, plan, picks)
+
+    def _pass_on(self, stream: torch.Tensor, copied: bool = False) -> None:
+        """Sends a stage's result to the next."""
+        if self.pipe is not None and not self.model.spec.ends:
+            self.pipe.send(stream.clone() if copied else stream)

@@ -15,6 +15,7 @@ import torch
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import Logprobs, Masks, StepPlan, StepResult, Want
 from penstock.layers.decoder import Decoder
+from penstock.parallel.pipe import Pipe
 from penstock.stores.behind import Behind
 from penstock.worker.adapters import Adapters
 from penstock.worker.arena import Arena
@@ -23,11 +24,12 @@ from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
 from penstock.worker.graphs import Graphs
 from penstock.worker.movers import Movers
 from penstock.worker.pooling import REPORTS, Reports
+from penstock.worker.returning import Returning
 from penstock.worker.rows import Rows
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, RowMasks, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
-from penstock.worker.sizes import fitted_sizes
+from penstock.worker.sizes import fitted, fitted_sizes
 from penstock.worker.step import picks_of
 from penstock.worker.verify import Verified, Verifier
 
@@ -146,10 +148,10 @@ class Worker:
 
     def __init__(self, model: Decoder, layout: CacheLayout, max_num_seqs: int, max_model_len: int, device: torch.device,
                  graph_tokens: int = 0, behind: Behind | None = None, drafter: LoadedDrafter | None = None,
-                 budget: int = 0) -> None:
+                 budget: int = 0, pipe: Pipe | None = None) -> None:
         """`graph_tokens`: capture steps of up to that many tokens as CUDA graphs; 0 captures nothing. `behind`: where pages go
         besides the device. `drafter`: writes drafts; its states follow those of `model` in `layout`. `budget`: the most tokens
-        of a step."""
+        of a step. `pipe`: the links of a pipeline stage."""
         self.closed = False
         self._picks_due = 0.0
         self.model = model
@@ -160,11 +162,17 @@ class Worker:
         model.attach(views[:own])
         self._loaded_drafter = drafter
         self.drafter: Drafter | None = None
+        self.returning: Returning | None = None
         self.movers: Movers | None = None
         try:
             if behind is not None:
                 self.movers = Movers(self.arena, behind, device)
+            if not model.spec.begins:
+                # At one address from now on, where graphs find it.
+                model.entry(max(fitted(budget), graph_tokens))
             self._set_up(max_num_seqs, max_model_len, device, graph_tokens)
+            self.runner.pipe = pipe
+            self.returning = Returning(pipe, self.rows) if pipe is not None else None
             if drafter is not None:
                 self.drafter = drafter.start(Host(model, self.rows, layout.page, self.sampler, budget, views[own:],
                                                   partial(self._capture, graph_tokens)))
@@ -249,6 +257,8 @@ class Worker:
 
     def _launch(self, plan: StepPlan) -> Launched:
         interval = self.clock.start()
+        if self.returning is not None and self.model.spec.begins:
+            self.returning.take(plan)
         self.rows.apply(plan)
         self.adapters.apply(plan)
         if self.movers is not None:
@@ -268,10 +278,21 @@ class Worker:
             return Launched(plan, interval.stop(), self.movers, None)
         hidden, ends, lines = self.runner.forward(plan, bool((plan.wants & _ALL).any()))
         count = len(lines.rows)
+        if not self.model.spec.ends:
+            if self.returning is not None and self.model.spec.begins:
+                self.returning.expect(lines)
+            interval.leave_model()
+            return Launched(plan, interval, self.movers, partial(self._passed, interval), picks=self._picks)
         logits = self.model.head(ends[:MAX_LOGITS_ROWS])[:min(MAX_LOGITS_ROWS, count)] if count else None
         forward = Forward(hidden, ends, lines, logits)
         interval.leave_model()
         return Launched(plan, interval, self.movers, partial(self._choose, plan, forward, interval), picks=self._picks)
+
+    def _passed(self, interval: Interval, _masks: Masks | None) -> Chosen:
+        """The second launch where another stage chooses."""
+        with self._on_stream:
+            interval.stop()
+        return Chosen()
 
     def _choose(self, plan: StepPlan, forward: Forward, interval: Interval, masks: Masks | None) -> Chosen:
         with torch.inference_mode(), self._on_stream:
@@ -280,7 +301,9 @@ class Worker:
             found, lines = Chosen(), forward.lines
             checks = plan.slack is not None or bool((plan.wants & int(Want.EACH)).any())
             drafts = self.verifier.drafts(lines) if checks and len(lines.rows) else None
-            found.sampled = list(self._sample(plan, forward, masks, checks))
+            found.sampled = list(self._sample(plan, forward, masks, checks or self.returning is not None))
+            if self.returning is not None and found.sampled:
+                self.returning.send([sampled.chosen for sampled in found.sampled])
             if drafts is not None:
                 chosen = torch.cat([sampled.chosen for sampled in found.sampled])
                 found.verified = self.verifier.verify(plan, lines, drafts, chosen)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import pairwise
+
+import numpy as np
 import pytest
 
 from penstock.cache.manager import Cache
 from penstock.core.errors import RequestError
 from penstock.core.layout import lay_out
+from penstock.core.plan import StepPlan, StepResult, Want
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.state import Everything, Field, StateSpec
@@ -70,6 +75,29 @@ def test_what_the_arena_cannot_hold_is_refused_with_the_largest_that_fits() -> N
     with pytest.raises(RequestError, match="the most is 20"):
         scheduler.add(_request("a", 30), 0.0)
     scheduler.add(_request("b", 20, 1), 0.0)
+
+
+def test_each_stage_of_a_pipeline_has_a_step_to_compute() -> None:
+    """Sequences that decode are spread evenly over the steps in flight, and none is in two of them."""
+    scheduler = _scheduler(rows=8, budget=8)
+    scheduler.limits = scheduler.limits.__class__(64, 8, 8, 8, VOCABULARY, stages=2)
+    for name in "abcdef":
+        scheduler.add(_request(name, 1, 30), 0.0)
+    scheduler.add(_request("long", 20, 30), 0.0)
+    flying: deque[StepPlan] = deque()
+    rows: list[set[int]] = []
+    for _ in range(20):
+        plan = scheduler.plan(0.0)
+        if plan is not None:
+            flying.append(plan)
+            rows.append(set(plan.rows[plan.counts == 1].tolist()))
+        while len(flying) > (2 if plan is not None else max(0, len(flying) - 1)):
+            done = flying.popleft()
+            kept = done.wants & int(Want.SAMPLE)
+            scheduler.apply(StepResult(done.id, np.full(int(kept.sum()), 5, np.int32), kept), 0.0)
+    steady = rows[-10:]
+    assert all(one.isdisjoint(other) for one, other in pairwise(steady))
+    assert {len(one) for one in steady} <= {3, 4} and len(set.union(*steady)) == 7
 
 
 def test_ids_are_unique_while_they_live() -> None:

@@ -1,0 +1,103 @@
+"""Tensors on their way between pipeline stages: the stream to the next stage, and chosen tokens from the last to the first.
+
+Both sides know from the plan how much comes, and in which order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+from penstock.parallel.axis import Place
+from penstock.parallel.group import subgroup
+
+
+class Pipe(Protocol):
+    """The links of one stage. Sending does not wait for the receiver; what was sent must not be overwritten."""
+
+    def send(self, x: torch.Tensor) -> None:
+        """To the next stage."""
+        ...
+
+    def receive(self, out: torch.Tensor) -> None:
+        """From the previous stage, in its order of sending."""
+        ...
+
+    def send_back(self, tokens: torch.Tensor) -> None:
+        """From the last stage to the first."""
+        ...
+
+    def receive_back(self, out: torch.Tensor) -> None: ...
+
+
+class ProcessPipe:
+    """Stages in processes. Each link is a group of its own, so that none waits for what another carries."""
+
+    def __init__(self, place: Place) -> None:
+        import torch.distributed as dist
+
+        tensors, stages = place.tensors, place.stages
+        self._isend: Any = dist.isend
+        self._irecv: Any = dist.irecv
+        self._rank = place.rank
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        """Kept until they have left."""
+        self._next = self._previous = self._back = None
+        for stage in range(stages):
+            # The last of these links leads from the last stage to the first.
+            ends = [(stage * tensors + tensor, (stage + 1) % stages * tensors + tensor) for tensor in range(tensors)]
+            group = subgroup(ends, place.rank)
+            if stage == stages - 1:
+                self._back = group
+            elif stage == place.stage:
+                self._next = group
+            elif stage == place.stage - 1:
+                self._previous = group
+        self._after, self._before = place.rank + tensors, place.rank - tensors
+        self._first, self._last = place.tensor, (stages - 1) * tensors + place.tensor
+
+    def send(self, x: torch.Tensor) -> None:
+        self._post(x, self._after, self._next)
+
+    def receive(self, out: torch.Tensor) -> None:
+        self._irecv(_bytes(out), self._before, group=self._previous).wait()
+
+    def send_back(self, tokens: torch.Tensor) -> None:
+        self._post(tokens, self._first, self._back)
+
+    def receive_back(self, out: torch.Tensor) -> None:
+        self._irecv(_bytes(out), self._last, group=self._back).wait()
+
+    def _post(self, x: torch.Tensor, to: int, group: Any) -> None:
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        flat = _bytes(x.contiguous())
+        self._sent.append((self._isend(flat, to, group=group), flat))
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """gloo does not know every type."""
+    return x.view(-1).view(torch.uint8)
+
+
+class ThreadPipe:
+    """Stages in threads of one process, for tests."""
+
+    def __init__(self, place: Place, queues: dict[tuple[int, int], SimpleQueue[torch.Tensor]]) -> None:
+        """`queues`: by receiving stage and the rank within it; those to the first stage carry tokens."""
+        self._place, self._queues = place, queues
+
+    def send(self, x: torch.Tensor) -> None:
+        self._queues[self._place.stage + 1, self._place.tensor].put(x.clone())
+
+    def receive(self, out: torch.Tensor) -> None:
+        out.copy_(self._queues[self._place.stage, self._place.tensor].get(timeout=120))
+
+    def send_back(self, tokens: torch.Tensor) -> None:
+        self._queues[0, self._place.tensor].put(tokens.clone())
+
+    def receive_back(self, out: torch.Tensor) -> None:
+        out.copy_(self._queues[0, self._place.tensor].get(timeout=120))

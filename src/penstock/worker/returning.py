@@ -1,0 +1,47 @@
+"""The way of chosen tokens from a pipeline's last stage to the rows of its first, on the device.
+
+The first stage takes in the tokens of a step when a later step needs one of its rows. So no step waits for another's tokens
+unless it continues them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from penstock.core.plan import Ints, StepPlan
+from penstock.parallel.pipe import Pipe
+from penstock.worker.rows import Rows
+from penstock.worker.sampler import LogitsRows
+
+
+class Returning:
+    """One end of the way."""
+
+    def __init__(self, pipe: Pipe, rows: Rows) -> None:
+        self._pipe, self._rows = pipe, rows
+        self._expected: deque[tuple[Ints, Ints]] = deque()
+        """(rows, positions) of the tokens of each step that have not been taken in."""
+
+    def send(self, tokens: Sequence[torch.Tensor]) -> None:
+        """The last stage's: those of a step."""
+        self._pipe.send_back(torch.cat(list(tokens)))
+
+    def expect(self, lines: LogitsRows) -> None:
+        """The first stage's: the tokens of a step that was launched."""
+        if len(lines.rows):
+            self._expected.append((lines.rows, lines.positions))
+
+    def take(self, plan: StepPlan) -> None:
+        """Takes in what is on its way to rows of a plan, before the plan is applied."""
+        touched = {*plan.rows.tolist(), *(enter.row for enter in plan.enter)}
+        needed = max((i for i, (rows, _) in enumerate(self._expected, 1) if not touched.isdisjoint(rows.tolist())), default=0)
+        for _ in range(needed):
+            rows, positions = self._expected.popleft()
+            device = self._rows.device
+            found = torch.empty(len(rows), dtype=torch.int32, device=device)
+            self._pipe.receive_back(found)
+            row, position = (torch.from_numpy(places).to(device).long() for places in (rows, positions))
+            self._rows.tokens[row, position] = found
