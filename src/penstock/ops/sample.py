@@ -126,8 +126,11 @@ class SampleOps:
         position. Results are in `out` if that is given, which may be the host's memory: there they are once the device has
         come so far. With `shift` [1] int32 they are so many elements behind the start of `out`, which is returned as it is: a
         captured graph then writes to another place each time."""
-        best, value = _largest(values)
-        chosen = places.gather(1, best[:, None])[:, 0].masked_fill(~torch.isfinite(value), NOT_FINITE)
+        chosen, value = places[:, 0], values[:, 0]
+        if values.shape[1] > 1:
+            best, value = _largest(values)
+            chosen = places.gather(1, best[:, None])[:, 0]
+        chosen = chosen.masked_fill(~value.isfinite(), NOT_FINITE)
         real = row >= 0
         if bool(real.all()):
             tokens[row.long(), position.long()] = chosen.clamp(min=0)

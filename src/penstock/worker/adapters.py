@@ -39,10 +39,9 @@ class Adapters:
 
     def delta(self, plan: StepPlan) -> LowRankDelta | None:
         """Deltas of the step's rows; None if none of them has an adapter. The step must compute all tokens of all layers."""
-        slots = self._slot[plan.rows]
-        if not slots.any():
+        if not self.adapted(plan):
             return None
-        of = np.repeat(slots, plan.counts)
+        of = np.repeat(self._slot[plan.rows], plan.counts)
         found = []
         for slot in np.unique(of[of > 0]).tolist():
             tokens = np.flatnonzero(of == slot).astype(np.int32)
@@ -51,7 +50,7 @@ class Adapters:
 
     def adapted(self, plan: StepPlan) -> bool:
         """Whether one of the plan's rows has an adapter."""
-        return bool(self._slot[plan.rows].any())
+        return bool(self._slots) and bool(self._slot[plan.rows].any())
 
 
 @dataclass(frozen=True)

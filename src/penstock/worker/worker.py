@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -33,7 +34,8 @@ from penstock.worker.sizes import fitted, fitted_sizes
 from penstock.worker.step import picks_of
 from penstock.worker.verify import Verified, Verifier
 
-_ALL = int(Want.SCORE) | REPORTS
+_SAMPLE, _SCORE, _EACH = int(Want.SAMPLE), int(Want.SCORE), int(Want.EACH)
+_ALL = _SCORE | REPORTS
 """Flags of `Want` that need the hidden states of all tokens."""
 _SAME_KERNELS_ABOVE = 8192
 """Number of tokens above which cuBLAS picks no other kernels."""
@@ -56,6 +58,8 @@ class Forward:
     lines: LogitsRows
     logits: torch.Tensor | None
     """The first MAX_LOGITS_ROWS logits rows, until they are consumed; None if no token is chosen."""
+    wants: int
+    """All flags of `Want` that a segment has."""
 
 
 _PICKS_SECONDS = 0.5
@@ -79,8 +83,8 @@ class Launched:
     def __init__(self, plan: StepPlan, interval: Interval, movers: Movers | None,
                  choose: Callable[[Masks | None], Chosen] | None, chosen: Chosen | None = None,
                  picks: Callable[[], npt.NDArray[np.int64] | None] | None = None) -> None:
-        """`choose` enqueues the second launch; None if no token is chosen or `chosen` already holds its outputs. `picks` is
-        asked for the experts' counts, and has them now and then."""
+        """`choose` enqueues the second launch; None if `chosen` holds its outputs. `picks` is asked for the experts' counts,
+        and has them now and then."""
         self._plan = plan
         self._interval = interval
         self._movers = movers
@@ -99,8 +103,7 @@ class Launched:
         return self._choose is None and self._interval.ended()
 
     def choose(self, masks: Masks | None) -> None:
-        """Enqueues the second launch, which samples tokens from the logits. Called once; by `Worker.launch` if nothing is
-        masked."""
+        """Enqueues the second launch, which samples tokens from the logits. Called once, if `waits`."""
         assert self._choose is not None, "the tokens of this step are already chosen"
         choose, self._choose = self._choose, None
         self._chosen = choose(masks)
@@ -124,12 +127,12 @@ class Launched:
     def _gather(plan: StepPlan, chosen: Chosen) -> StepResult:
         tokens = [sampled.tokens() for sampled in chosen.sampled]
         result = StepResult(plan.id, np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
-                            plan.wants & np.int32(Want.SAMPLE))
+                            plan.wants & _SAMPLE)
         asked = [sampled.scores for sampled in chosen.sampled if sampled.scores is not None]
         if asked:
             result.logprobs = asked[0].logprobs(*asked[1:])
         verified = chosen.verified
-        if verified is not None and (plan.wants & int(Want.EACH)).any():
+        if verified is not None and (plan.wants & _EACH).any():
             result.kept, picks, scored = verified.kept(), picks_of(plan), result.logprobs
             result.tokens = result.tokens[verified.holds(result.kept, picks.segments,
                                                          plan.starts[picks.segments] + picks.offsets + 1)]
@@ -220,10 +223,11 @@ class Worker:
     def _picks(self) -> npt.NDArray[np.int64] | None:
         """The experts' counts, if the model has experts and some time has passed. The copy waits for the device."""
         now = time.monotonic()
-        if now < self._picks_due or (found := self.model.picks) is None:
+        if now < self._picks_due:
             return None
-        self._picks_due = now + _PICKS_SECONDS
-        return found.cpu().numpy()
+        found = self.model.picks
+        self._picks_due = math.inf if found is None else now + _PICKS_SECONDS
+        return None if found is None else found.cpu().numpy()
 
     def close(self) -> None:
         """Stops the movers' threads and frees all memory. Nothing can be run afterwards."""
@@ -250,10 +254,7 @@ class Worker:
         """Enqueues a plan without synchronising the device. If segments are masked, enqueues only the forward pass;
         `Launched.choose` enqueues the rest."""
         with torch.inference_mode(), self._on_stream:
-            launched = self._launch(plan)
-        if launched.waits and not len(plan.masked):
-            launched.choose(None)
-        return launched
+            return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
         interval = self.clock.start()
@@ -276,17 +277,23 @@ class Worker:
         if plan.idle:
             interval.leave_model()
             return Launched(plan, interval.stop(), self.movers, None)
-        hidden, ends, lines = self.runner.forward(plan, bool((plan.wants & _ALL).any()))
+        wants = int(np.bitwise_or.reduce(plan.wants))
+        hidden, ends, lines = self.runner.forward(plan, bool(wants & _ALL))
         count = len(lines.rows)
         if not self.model.spec.ends:
             if self.returning is not None and self.model.spec.begins:
                 self.returning.expect(lines)
             interval.leave_model()
-            return Launched(plan, interval, self.movers, partial(self._passed, interval), picks=self._picks)
+            if len(plan.masked):
+                return Launched(plan, interval, self.movers, partial(self._passed, interval), picks=self._picks)
+            return Launched(plan, interval, self.movers, None, self._passed(interval, None), self._picks)
         logits = self.model.head(ends[:MAX_LOGITS_ROWS])[:min(MAX_LOGITS_ROWS, count)] if count else None
-        forward = Forward(hidden, ends, lines, logits)
+        forward = Forward(hidden, ends, lines, logits, wants)
         interval.leave_model()
-        return Launched(plan, interval, self.movers, partial(self._choose, plan, forward, interval), picks=self._picks)
+        if len(plan.masked):
+            choose = partial(self._choose_masked, plan, forward, interval)
+            return Launched(plan, interval, self.movers, choose, picks=self._picks)
+        return Launched(plan, interval, self.movers, None, self._choose(plan, forward, interval, None), self._picks)
 
     def _passed(self, interval: Interval, _masks: Masks | None) -> Chosen:
         """The second launch where another stage chooses."""
@@ -294,25 +301,28 @@ class Worker:
             interval.stop()
         return Chosen()
 
-    def _choose(self, plan: StepPlan, forward: Forward, interval: Interval, masks: Masks | None) -> Chosen:
+    def _choose_masked(self, plan: StepPlan, forward: Forward, interval: Interval, masks: Masks | None) -> Chosen:
         with torch.inference_mode(), self._on_stream:
             if masks is not None:
                 interval.resume()
-            found, lines = Chosen(), forward.lines
-            checks = plan.slack is not None or bool((plan.wants & int(Want.EACH)).any())
-            drafts = self.verifier.drafts(lines) if checks and len(lines.rows) else None
-            found.sampled = list(self._sample(plan, forward, masks, checks or self.returning is not None))
-            if self.returning is not None and found.sampled:
-                self.returning.send([sampled.chosen for sampled in found.sampled])
-            if drafts is not None:
-                chosen = torch.cat([sampled.chosen for sampled in found.sampled])
-                found.verified = self.verifier.verify(plan, lines, drafts, chosen)
-            if (plan.wants & int(Want.SCORE)).any():
-                found.scores = prompts(self.model, self.model.kernels.sample, forward.hidden, plan, self.rows,
-                                       self.runner.builder.size)
-            if (plan.wants & REPORTS).any():
-                found.reports = Reports(self.model, forward.hidden, plan, self.rows)
-            interval.stop()
+            return self._choose(plan, forward, interval, masks)
+
+    def _choose(self, plan: StepPlan, forward: Forward, interval: Interval, masks: Masks | None) -> Chosen:
+        found, lines, wants = Chosen(), forward.lines, forward.wants
+        checks = plan.slack is not None or bool(wants & _EACH)
+        drafts = self.verifier.drafts(lines) if checks and len(lines.rows) else None
+        found.sampled = list(self._sample(plan, forward, masks, checks or self.returning is not None))
+        if self.returning is not None and found.sampled:
+            self.returning.send([sampled.chosen for sampled in found.sampled])
+        if drafts is not None:
+            chosen = torch.cat([sampled.chosen for sampled in found.sampled])
+            found.verified = self.verifier.verify(plan, lines, drafts, chosen)
+        if wants & _SCORE:
+            found.scores = prompts(self.model, self.model.kernels.sample, forward.hidden, plan, self.rows,
+                                   self.runner.builder.size)
+        if wants & REPORTS:
+            found.reports = Reports(self.model, forward.hidden, plan, self.rows)
+        interval.stop()
         return found
 
     def _sample(self, plan: StepPlan, forward: Forward, masks: Masks | None, stay: bool) -> Iterator[Sampled]:
