@@ -1,17 +1,20 @@
 """AFMoE (Trinity): attention whose results are gated, rotation in sliding layers alone, norms around each branch, experts."""
 
-from __future__ import annotations
-
 import dataclasses
 
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.embedding import EmbeddingSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
-from penstock.ops.routing import Routing
+from penstock.models.family import (
+    BlockSpec,
+    BranchSpec,
+    Config,
+    EmbeddingSpec,
+    ModelSpec,
+    QueryKeyNorm,
+    Routing,
+    Rule,
+    parts,
+    rope,
+    rules,
+)
 
 ARCHITECTURES = ("AfmoeForCausalLM",)
 MODEL_TYPES = ("afmoe",)

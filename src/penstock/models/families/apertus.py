@@ -1,12 +1,6 @@
 """Apertus: queries and keys normed, a plain feed-forward layer with a learned activation (xIELU)."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule, flat
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
 
 ARCHITECTURES = ("ApertusForCausalLM",)
 MODEL_TYPES = ("apertus",)

@@ -1,10 +1,6 @@
 """Arcee (AFM): Llama with a plain feed-forward layer of squared ReLUs."""
 
-from __future__ import annotations
-
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("ArceeForCausalLM",)
 MODEL_TYPES = ("arcee",)

@@ -1,15 +1,10 @@
 """Baichuan 1 and 2: Llama with queries, keys and values merged; those of 40 heads (13B) have ALiBi instead of rotation."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch
 
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
+from penstock.models.family import Config, ModelSpec, Rule, parts, rope, rules
 
 ARCHITECTURES = ("BaichuanForCausalLM", "BaiChuanForCausalLM")
 MODEL_TYPES = ("baichuan",)

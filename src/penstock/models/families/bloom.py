@@ -1,14 +1,6 @@
 """BLOOM: ALiBi, a norm behind the embedding, LayerNorms and biases throughout."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import AttentionSpec
-from penstock.layers.embedding import EmbeddingSpec, HeadSpec
-from penstock.layers.mlp import MLPSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts
-from penstock.models.config import Config
-from penstock.models.rules import Rule, interleaved
+from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpec, MLPSpec, ModelSpec, Rule, interleaved, parts
 
 ARCHITECTURES = ("BloomForCausalLM",)
 MODEL_TYPES = ("bloom",)

@@ -1,17 +1,18 @@
 """ChatGLM 2 and 3, and GLM-4 in its first form: GLM-4 with matrices merged and names of its own."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import AttentionSpec
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.embedding import HeadSpec
-from penstock.layers.mlp import MLPSpec
-from penstock.layers.norm import RMSNormSpec
-from penstock.layers.rope import RopeSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts
-from penstock.models.config import Config
-from penstock.models.rules import Rule
+from penstock.models.family import (
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    Config,
+    HeadSpec,
+    MLPSpec,
+    ModelSpec,
+    RMSNormSpec,
+    RopeSpec,
+    Rule,
+    parts,
+)
 
 ARCHITECTURES = ("ChatGLMModel", "ChatGLMForConditionalGeneration", "ChatGLMForCausalLM")
 MODEL_TYPES = ("chatglm",)

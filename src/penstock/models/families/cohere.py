@@ -1,14 +1,18 @@
 """Command R and Cohere 2 (Command A, Aya): parallel branches, LayerNorms without bias, interleaved rotation."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.embedding import HeadSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule, flat
+from penstock.models.family import (
+    BlockSpec,
+    BranchSpec,
+    Config,
+    HeadSpec,
+    ModelSpec,
+    QueryKeyNorm,
+    Rule,
+    flat,
+    parts,
+    rope,
+    rules,
+)
 
 ARCHITECTURES = ("CohereForCausalLM", "Cohere2ForCausalLM")
 MODEL_TYPES = ("cohere", "cohere2")

@@ -1,10 +1,6 @@
 """CWM: Llama 3 whose layers slide but every fourth."""
 
-from __future__ import annotations
-
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("CwmForCausalLM",)
 MODEL_TYPES = ("cwm",)

@@ -3,17 +3,19 @@
 The layers behind the last one, which draft (multi-token prediction), are not loaded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
-from penstock.layers.latent import LatentAttentionSpec
-from penstock.layers.sparse import SparseLatentAttentionSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
-from penstock.ops.routing import Routing
+from penstock.models.family import (
+    Config,
+    LatentAttentionSpec,
+    ModelSpec,
+    Routing,
+    Rule,
+    SparseLatentAttentionSpec,
+    parts,
+    rope,
+    rules,
+)
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM")
 MODEL_TYPES = ("deepseek_v2", "deepseek_v32", "deepseek_v3", "kimi_k2")

@@ -1,11 +1,6 @@
 """dots.llm1: normed queries and keys, dense layers first, then experts by corrected sigmoids, and shared ones."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, parts, rope, rules
 
 ARCHITECTURES = ("Dots1ForCausalLM",)
 MODEL_TYPES = ("dots1",)

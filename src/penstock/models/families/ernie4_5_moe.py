@@ -1,15 +1,8 @@
 """Ernie 4.5 MoE (text): interleaved rotation, experts by corrected softmax from some layer on, and shared ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
-from penstock.layers.embedding import HeadSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
-from penstock.ops.routing import Routing
+from penstock.models.family import Config, HeadSpec, ModelSpec, Routing, Rule, parts, rope, rules
 
 ARCHITECTURES = ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM")
 MODEL_TYPES = ("ernie4_5_moe",)

@@ -1,13 +1,7 @@
 """EXAONE 4: norms after each branch, normed queries and keys, no rotation in the layers that do not slide."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts
-from penstock.models.config import Config, rope
 from penstock.models.families import olmo2
+from penstock.models.family import BlockSpec, BranchSpec, Config, ModelSpec, QueryKeyNorm, parts, rope
 
 ARCHITECTURES = ("Exaone4ForCausalLM",)
 MODEL_TYPES = ("exaone4",)

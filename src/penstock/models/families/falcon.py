@@ -1,17 +1,21 @@
 """Falcon, all generations: one or several groups of heads, ALiBi or rotation, branches side by side or not."""
 
-from __future__ import annotations
-
 import torch
 
-from penstock.layers.attention import AttentionSpec
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.embedding import HeadSpec
-from penstock.layers.mlp import MLPSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts
-from penstock.models.config import ACTIVATIONS, Config, rope
-from penstock.models.rules import Rule, by_group
+from penstock.models.family import (
+    ACTIVATIONS,
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    Config,
+    HeadSpec,
+    MLPSpec,
+    ModelSpec,
+    Rule,
+    by_group,
+    parts,
+    rope,
+)
 
 ARCHITECTURES = ("FalconForCausalLM", "RWForCausalLM")
 MODEL_TYPES = ("falcon", "RefinedWeb", "RefinedWebModel")

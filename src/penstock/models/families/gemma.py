@@ -1,11 +1,6 @@
 """Gemma 1: embeddings scaled by the width's root, norms around 1."""
 
-from __future__ import annotations
-
-from penstock.layers.embedding import EmbeddingSpec, HeadSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, EmbeddingSpec, HeadSpec, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("GemmaForCausalLM",)
 MODEL_TYPES = ("gemma",)

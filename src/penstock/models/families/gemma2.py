@@ -1,12 +1,6 @@
 """Gemma 2: norms around each branch, soft caps on scores and logits, a sliding window in every second layer."""
 
-from __future__ import annotations
-
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.embedding import EmbeddingSpec, HeadSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import BlockSpec, BranchSpec, Config, EmbeddingSpec, HeadSpec, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
 MODEL_TYPES = ("gemma2",)

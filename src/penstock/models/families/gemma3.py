@@ -1,18 +1,22 @@
 """Gemma 3, text only: Gemma 2 with normed queries and keys instead of capped scores, and two rotations, one for the sliding
 layers. Of a checkpoint with vision the text part is used; its other tensors are named below as not wanted."""
 
-from __future__ import annotations
-
 import dataclasses
 
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.embedding import EmbeddingSpec, HeadSpec
-from penstock.layers.rope import RopeSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
 from penstock.models.families import gemma2
+from penstock.models.family import (
+    BlockSpec,
+    BranchSpec,
+    Config,
+    EmbeddingSpec,
+    HeadSpec,
+    ModelSpec,
+    QueryKeyNorm,
+    RopeSpec,
+    parts,
+    rope,
+    rules,
+)
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 MODEL_TYPES = ("gemma3_text", "gemma3")

@@ -1,12 +1,6 @@
 """GLM-4 (9B) and GLM-4-0414: interleaved partial rotation; 0414 has norms after its branches, too."""
 
-from __future__ import annotations
-
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
+from penstock.models.family import BlockSpec, BranchSpec, Config, ModelSpec, Rule, parts, rope, rules
 
 ARCHITECTURES = ("GlmForCausalLM", "Glm4ForCausalLM")
 MODEL_TYPES = ("glm", "glm4")

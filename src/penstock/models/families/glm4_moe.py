@@ -1,11 +1,6 @@
 """GLM-4.5, 4.6 and 4.7: dense layers first, then experts by corrected sigmoids in groups, and a shared one."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, parts, rope, rules
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
 MODEL_TYPES = ("glm4_moe",)

@@ -1,15 +1,19 @@
 """GPT-2: learned positions, LayerNorms, biases, matrices kept as [inputs, outputs]."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import AttentionSpec
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.embedding import EmbeddingSpec, HeadSpec
-from penstock.layers.mlp import MLPSpec
-from penstock.layers.norm import LayerNormSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models.config import ACTIVATIONS, Config
-from penstock.models.rules import Rule, transposed
+from penstock.models.family import (
+    ACTIVATIONS,
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    Config,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerNormSpec,
+    MLPSpec,
+    ModelSpec,
+    Rule,
+    transposed,
+)
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
 MODEL_TYPES = ("gpt2",)

@@ -1,14 +1,17 @@
 """GPT-BigCode (StarCoder, SantaCoder): GPT-2 in which all query heads share one key and value."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import AttentionSpec
-from penstock.layers.embedding import EmbeddingSpec, HeadSpec
-from penstock.layers.mlp import MLPSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts
-from penstock.models.config import ACTIVATIONS, Config
-from penstock.models.rules import Rule, by_group
+from penstock.models.family import (
+    ACTIVATIONS,
+    AttentionSpec,
+    Config,
+    EmbeddingSpec,
+    HeadSpec,
+    MLPSpec,
+    ModelSpec,
+    Rule,
+    by_group,
+    parts,
+)
 
 ARCHITECTURES = ("GPTBigCodeForCausalLM",)
 MODEL_TYPES = ("gpt_bigcode",)

@@ -1,14 +1,6 @@
 """GPT-Neo: learned positions, scores without a scale, a window in every second layer."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import AttentionSpec
-from penstock.layers.embedding import EmbeddingSpec, HeadSpec
-from penstock.layers.mlp import MLPSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts
-from penstock.models.config import ACTIVATIONS, Config
-from penstock.models.rules import Rule
+from penstock.models.family import ACTIVATIONS, AttentionSpec, Config, EmbeddingSpec, HeadSpec, MLPSpec, ModelSpec, Rule, parts
 
 ARCHITECTURES = ("GPTNeoForCausalLM",)
 MODEL_TYPES = ("gpt_neo",)

@@ -1,15 +1,19 @@
 """GPT-NeoX and Pythia: attention and feed-forward side by side, partial rotation, LayerNorms and biases throughout."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import AttentionSpec
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.mlp import MLPSpec
-from penstock.layers.norm import LayerNormSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts
-from penstock.models.config import ACTIVATIONS, Config, rope
-from penstock.models.rules import Rule, interleaved
+from penstock.models.family import (
+    ACTIVATIONS,
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    Config,
+    LayerNormSpec,
+    MLPSpec,
+    ModelSpec,
+    Rule,
+    interleaved,
+    parts,
+    rope,
+)
 
 ARCHITECTURES = ("GPTNeoXForCausalLM",)
 MODEL_TYPES = ("gpt_neox",)

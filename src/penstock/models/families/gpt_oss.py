@@ -1,17 +1,10 @@
 """gpt-oss: attention sinks, a window in every second layer, and experts with biases whose activation is clamped."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch
 
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
-from penstock.ops.experts import Glu
-from penstock.ops.routing import Routing
+from penstock.models.family import Config, Glu, ModelSpec, Routing, Rule, parts, rope, rules
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 MODEL_TYPES = ("gpt_oss",)

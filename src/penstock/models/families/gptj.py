@@ -1,16 +1,18 @@
 """GPT-J: branches side by side with one norm, interleaved partial rotation, a head with bias."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import AttentionSpec
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.embedding import HeadSpec
-from penstock.layers.mlp import MLPSpec
-from penstock.layers.rope import RopeSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts
-from penstock.models.config import ACTIVATIONS, Config
-from penstock.models.rules import Rule
+from penstock.models.family import (
+    ACTIVATIONS,
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    Config,
+    HeadSpec,
+    MLPSpec,
+    ModelSpec,
+    RopeSpec,
+    Rule,
+    parts,
+)
 
 ARCHITECTURES = ("GPTJForCausalLM",)
 MODEL_TYPES = ("gptj",)

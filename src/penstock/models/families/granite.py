@@ -1,11 +1,6 @@
 """Granite 3 (dense): Llama with a multiplier on the embedding, the scores, every branch and the logits."""
 
-from __future__ import annotations
-
-from penstock.layers.embedding import EmbeddingSpec, HeadSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, EmbeddingSpec, HeadSpec, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("GraniteForCausalLM",)
 MODEL_TYPES = ("granite",)

@@ -1,13 +1,6 @@
 """Granite 3 MoE: Granite with experts, chosen by logits and weighted by a softmax over the chosen; perhaps a shared one."""
 
-from __future__ import annotations
-
-from penstock.layers.embedding import EmbeddingSpec, HeadSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
-from penstock.ops.routing import Routing
+from penstock.models.family import Config, EmbeddingSpec, HeadSpec, ModelSpec, Routing, Rule, parts, rope, rules
 
 ARCHITECTURES = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
 MODEL_TYPES = ("granitemoe", "granitemoeshared")

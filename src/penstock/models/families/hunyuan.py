@@ -1,12 +1,6 @@
 """Hunyuan 1 (dense): queries and keys are normed after the rotation."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, Rule, parts, rope, rules
 
 ARCHITECTURES = ("HunYuanDenseV1ForCausalLM",)
 MODEL_TYPES = ("hunyuan_v1_dense",)

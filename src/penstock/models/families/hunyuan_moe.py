@@ -1,15 +1,8 @@
 """Hunyuan 1 MoE (A13B): queries and keys are normed after the rotation; experts beside a shared one in every layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
-from penstock.ops.routing import Routing
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, Routing, Rule, parts, rope, rules
 
 ARCHITECTURES = ("HunYuanMoEV1ForCausalLM",)
 MODEL_TYPES = ("hunyuan_v1_moe",)

@@ -1,10 +1,6 @@
 """Helium and Ernie 4.5 (dense): Llama whose rotated neighbours belong together."""
 
-from __future__ import annotations
-
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("Ernie4_5ForCausalLM", "HeliumForCausalLM")
 MODEL_TYPES = ("ernie4_5", "helium")

@@ -1,11 +1,6 @@
 """InternLM 2 and 3: Llama; InternLM 2 stores queries, keys and values of each group of heads together."""
 
-from __future__ import annotations
-
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule, by_group
+from penstock.models.family import Config, ModelSpec, Rule, by_group, parts, rope, rules
 
 ARCHITECTURES = ("InternLM2ForCausalLM", "InternLM3ForCausalLM")
 MODEL_TYPES = ("internlm2", "internlm3")

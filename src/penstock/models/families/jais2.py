@@ -1,10 +1,6 @@
 """Jais 2: Llama with LayerNorms, biases and squared ReLUs."""
 
-from __future__ import annotations
-
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("Jais2ForCausalLM",)
 MODEL_TYPES = ("jais2",)

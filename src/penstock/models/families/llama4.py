@@ -4,17 +4,9 @@ Rotating layers attend within chunks of `attention_chunk_size` positions, and th
 positions on. Both begin behind the context that is offered here, so attention is plain.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.norm import RMSNormSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
-from penstock.ops.routing import Routing
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, RMSNormSpec, Routing, Rule, parts, rope, rules
 
 ARCHITECTURES = ("Llama4ForCausalLM",)
 MODEL_TYPES = ("llama4_text",)

@@ -1,12 +1,6 @@
 """MiniCPM: Llama with scaled embeddings, branches and logits; MiniCPM 3 has latent attention."""
 
-from __future__ import annotations
-
-from penstock.layers.embedding import EmbeddingSpec, HeadSpec
-from penstock.layers.mixer import MixerSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, EmbeddingSpec, HeadSpec, MixerSpec, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("MiniCPMForCausalLM", "MiniCPM3ForCausalLM")
 MODEL_TYPES = ("minicpm", "minicpm3")

@@ -1,13 +1,6 @@
 """MiniMax-M2: queries and keys normed over all heads together, partial rotation, experts by corrected sigmoids."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
-from penstock.ops.routing import Routing
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, Routing, Rule, parts, rope, rules
 
 ARCHITECTURES = ("MiniMaxM2ForCausalLM",)
 MODEL_TYPES = ("minimax_m2",)

@@ -1,12 +1,8 @@
 """Ministral 3: Mistral whose queries grow with the logarithm of their position, far behind the trained length."""
 
-from __future__ import annotations
-
 import dataclasses
 
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("Ministral3ForCausalLM",)
 MODEL_TYPES = ("ministral3",)

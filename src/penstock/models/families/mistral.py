@@ -1,10 +1,6 @@
 """Mistral 7B and those of its shape: Llama with a sliding window in every layer, if at all."""
 
-from __future__ import annotations
-
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("MistralForCausalLM",)
 MODEL_TYPES = ("mistral",)

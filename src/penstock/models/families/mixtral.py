@@ -1,11 +1,6 @@
 """Mixtral: Mistral with experts, whose weights are normalised over the picked ones."""
 
-from __future__ import annotations
-
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.ops.routing import Routing
+from penstock.models.family import Config, ModelSpec, Routing, parts, rope, rules
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 MODEL_TYPES = ("mixtral",)

@@ -1,16 +1,8 @@
 """MPT: ALiBi, LayerNorms without bias, no biases."""
 
-from __future__ import annotations
-
 import dataclasses
 
-from penstock.layers.attention import AttentionSpec
-from penstock.layers.embedding import HeadSpec
-from penstock.layers.mlp import MLPSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts
-from penstock.models.config import Config
-from penstock.models.rules import Rule
+from penstock.models.family import AttentionSpec, Config, HeadSpec, MLPSpec, ModelSpec, Rule, parts
 
 ARCHITECTURES = ("MptForCausalLM", "MPTForCausalLM")
 MODEL_TYPES = ("mpt",)

@@ -1,10 +1,6 @@
 """Nemotron (dense): LayerNorms around 1, squared ReLUs, partial rotation."""
 
-from __future__ import annotations
-
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("NemotronForCausalLM",)
 MODEL_TYPES = ("nemotron",)

@@ -1,13 +1,8 @@
 """OLMo 1: LayerNorms without weights, queries, keys and values perhaps clamped."""
 
-from __future__ import annotations
-
 import dataclasses
 
-from penstock.layers.norm import LayerNormSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, LayerNormSpec, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("OlmoForCausalLM",)
 MODEL_TYPES = ("olmo",)

@@ -1,13 +1,6 @@
 """OLMo 2: norms after each branch, not before, and queries and keys normed over all heads together."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
+from penstock.models.family import BlockSpec, BranchSpec, Config, ModelSpec, QueryKeyNorm, Rule, parts, rope, rules
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 MODEL_TYPES = ("olmo2",)

@@ -1,16 +1,9 @@
 """OLMo 3: OLMo 2 whose layers slide but every fourth; scaled rotations are those of full layers alone."""
 
-from __future__ import annotations
-
 import dataclasses
 
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.rope import NoScaling
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts
-from penstock.models.config import Config, rope
 from penstock.models.families import olmo2
+from penstock.models.family import BlockSpec, BranchSpec, Config, ModelSpec, NoScaling, QueryKeyNorm, parts, rope
 
 ARCHITECTURES = ("Olmo3ForCausalLM",)
 MODEL_TYPES = ("olmo3",)

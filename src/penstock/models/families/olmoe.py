@@ -1,12 +1,6 @@
 """OLMoE: queries and keys normed over all heads together, and experts in every layer."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.ops.routing import Routing
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, Routing, parts, rope, rules
 
 ARCHITECTURES = ("OlmoeForCausalLM",)
 MODEL_TYPES = ("olmoe",)

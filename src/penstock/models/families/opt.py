@@ -1,15 +1,17 @@
 """OPT: learned positions from 2 on, LayerNorms before each branch, biases."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import AttentionSpec
-from penstock.layers.embedding import EmbeddingSpec, HeadSpec
-from penstock.layers.mlp import MLPSpec
-from penstock.layers.norm import LayerNormSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts
-from penstock.models.config import ACTIVATIONS, Config
-from penstock.models.rules import Rule
+from penstock.models.family import (
+    ACTIVATIONS,
+    AttentionSpec,
+    Config,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerNormSpec,
+    MLPSpec,
+    ModelSpec,
+    Rule,
+    parts,
+)
 
 ARCHITECTURES = ("OPTForCausalLM",)
 MODEL_TYPES = ("opt",)

@@ -1,12 +1,6 @@
 """Persimmon: queries, keys and values merged by head, normed heads, squared ReLUs."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule, interleaved
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, Rule, interleaved, parts, rope, rules
 
 ARCHITECTURES = ("PersimmonForCausalLM",)
 MODEL_TYPES = ("persimmon",)

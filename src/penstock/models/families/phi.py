@@ -1,14 +1,6 @@
 """Phi-1, 1.5 and 2: parallel branches with one norm, partial rotation, biases throughout."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.embedding import HeadSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
+from penstock.models.family import BlockSpec, BranchSpec, Config, HeadSpec, ModelSpec, QueryKeyNorm, Rule, parts, rope, rules
 
 ARCHITECTURES = ("PhiForCausalLM",)
 MODEL_TYPES = ("phi",)

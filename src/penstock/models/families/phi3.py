@@ -1,11 +1,6 @@
 """Phi-3 (mini, medium) and Phi-4 (mini and the 14B): Llama with merged matrices, partial rotation and LongRoPE."""
 
-from __future__ import annotations
-
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
+from penstock.models.family import Config, ModelSpec, Rule, parts, rope, rules
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
 MODEL_TYPES = ("phi3",)

@@ -1,14 +1,6 @@
 """Phi-3.5-MoE: layer norms with biases, LongRoPE, and experts picked one after another (sparsemixer)."""
 
-from __future__ import annotations
-
-from penstock.layers.embedding import HeadSpec
-from penstock.layers.norm import LayerNormSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
-from penstock.ops.routing import Routing
+from penstock.models.family import Config, HeadSpec, LayerNormSpec, ModelSpec, Routing, Rule, parts, rope, rules
 
 ARCHITECTURES = ("PhimoeForCausalLM", "PhiMoEForCausalLM")
 MODEL_TYPES = ("phimoe",)

@@ -1,10 +1,6 @@
 """Qwen2 and Qwen2.5: biases on queries, keys and values, and perhaps sliding windows in the upper layers."""
 
-from __future__ import annotations
-
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
 MODEL_TYPES = ("qwen2",)

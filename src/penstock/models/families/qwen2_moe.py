@@ -1,11 +1,6 @@
 """Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, and a shared one whose result is gated."""
 
-from __future__ import annotations
-
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.ops.routing import Routing
+from penstock.models.family import Config, ModelSpec, Routing, parts, rope, rules
 
 ARCHITECTURES = ("Qwen2MoeForCausalLM",)
 MODEL_TYPES = ("qwen2_moe",)

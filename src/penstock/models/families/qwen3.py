@@ -1,12 +1,7 @@
 """Qwen3 (dense): each head's query and key are normed; no biases unless asked for."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
 from penstock.models.families.qwen2 import upper_windows
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, parts, rope, rules
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPES = ("qwen3",)

@@ -1,13 +1,7 @@
 """Qwen3-MoE (30B-A3B, 235B-A22B, Coder): Qwen3 whose feed-forward layers are mixtures, all or every n-th of them."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
 from penstock.models.families.qwen2 import upper_windows
-from penstock.ops.routing import Routing
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, Routing, parts, rope, rules
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODEL_TYPES = ("qwen3_moe",)

@@ -1,10 +1,6 @@
 """Seed-OSS: Llama with biases on queries, keys and values."""
 
-from __future__ import annotations
-
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("SeedOssForCausalLM",)
 MODEL_TYPES = ("seed_oss",)

@@ -1,11 +1,6 @@
 """SmolLM3: Llama in which every fourth layer rotates nothing (NoPE)."""
 
-from __future__ import annotations
-
-from penstock.layers.embedding import HeadSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, HeadSpec, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
 MODEL_TYPES = ("smollm3",)

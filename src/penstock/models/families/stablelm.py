@@ -1,13 +1,6 @@
 """StableLM: Llama with LayerNorms and partial rotation, perhaps with parallel branches and normed heads."""
 
-from __future__ import annotations
-
-from penstock.layers.attention import QueryKeyNorm
-from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
+from penstock.models.family import BlockSpec, BranchSpec, Config, ModelSpec, QueryKeyNorm, Rule, parts, rope, rules
 
 ARCHITECTURES = ("StableLmForCausalLM", "StableLMEpochForCausalLM")
 MODEL_TYPES = ("stablelm", "stablelm_epoch")

@@ -1,12 +1,6 @@
 """StarCoder 2: LayerNorms, biases, a plain feed-forward layer, perhaps a sliding window."""
 
-from __future__ import annotations
-
-from penstock.layers.embedding import HeadSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
-from penstock.models.rules import Rule
+from penstock.models.family import Config, HeadSpec, ModelSpec, Rule, parts, rope, rules
 
 ARCHITECTURES = ("Starcoder2ForCausalLM",)
 MODEL_TYPES = ("starcoder2",)

@@ -1,11 +1,6 @@
 """Youtu-LLM: dense layers with latent attention."""
 
-from __future__ import annotations
-
-from penstock.layers.embedding import HeadSpec
-from penstock.layers.spec import ModelSpec
-from penstock.models import parts, rules
-from penstock.models.config import Config, rope
+from penstock.models.family import Config, HeadSpec, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("YoutuForCausalLM",)
 MODEL_TYPES = ("youtu",)

@@ -1,0 +1,24 @@
+"""The vocabulary of family files: the specs, parts, rules and config readers that describe a model, in one import."""
+
+from penstock.layers.attention import AttentionSpec, QueryKeyNorm
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.embedding import EmbeddingSpec, HeadSpec
+from penstock.layers.latent import LatentAttentionSpec
+from penstock.layers.mixer import MixerSpec
+from penstock.layers.mlp import MLPSpec
+from penstock.layers.norm import LayerNormSpec, RMSNormSpec
+from penstock.layers.rope import NoScaling, RopeSpec
+from penstock.layers.sparse import SparseLatentAttentionSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules
+from penstock.models.config import ACTIVATIONS, Config, rope
+from penstock.models.rules import Rule, by_group, flat, interleaved, transposed
+from penstock.ops.experts import Glu
+from penstock.ops.routing import Routing
+
+__all__ = [
+    "ACTIVATIONS", "AttentionSpec", "BlockSpec", "BranchSpec", "Config", "EmbeddingSpec", "Glu", "HeadSpec",
+    "LatentAttentionSpec", "LayerNormSpec", "MLPSpec", "MixerSpec", "ModelSpec", "NoScaling", "QueryKeyNorm", "RMSNormSpec",
+    "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "by_group", "flat", "interleaved", "parts", "rope", "rules",
+    "transposed",
+]
