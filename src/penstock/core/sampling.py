@@ -1,7 +1,7 @@
 """Sampling parameters of a request, with their meanings and limits.
 
-The field names and call shape are vLLM's where the meaning is the same. Everything here is plain data: the arithmetic is
-in `ops/sample.py`.
+Field names and call shape are vLLM's where the meaning is the same. This module is plain data; `ops/sample.py` has the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import msgspec
 from penstock.core.errors import RequestError
 
 MAX_LOGPROBS = 20
-"""The largest `logprobs`/`top_logprobs` by default, as in OpenAI's API; the option max_logprobs allows others."""
+"""Default maximum of `logprobs` and `top_logprobs`, as in OpenAI's API; the option max_logprobs changes it."""
 
 MOST_LOGPROBS = 1024
-"""The largest that any server may allow, which bounds what an answer takes."""
+"""Maximum of the option max_logprobs. It bounds the size of an answer."""
 
 MAX_N = 128
-"""The largest `n`, as in OpenAI's API."""
+"""Maximum `n`, as in OpenAI's API."""
 
 MAX_BEAM_WIDTH = 64
 
 MAX_TEMPERATURE = 1e30
-"""The largest temperature. Its inverse is a float32 on the device; beyond that it would be 0, and 0 times -inf is no number."""
+"""Maximum temperature. Its inverse is a float32 on the device; above the maximum it would be 0, and 0 times -inf is NaN."""
 
 EDIT_WORDS = 5
-"""Words of device memory of an entry of logit_bias or bad_words, besides a word's own tokens."""
+"""Words of device memory that an entry of logit_bias or bad_words takes, besides a bad word's own tokens."""
 
 MAX_LIST_WORDS = 1 << 15
 """Maximum words of device memory for the lists of one sequence."""
@@ -41,34 +41,34 @@ MAX_TOP_K = 2**31 - 1
 NOT_FOR_BEAMS = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_p": 1.0, "min_p": 0.0,
                  "stop": None, "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "bad_words_token_ids": None,
                  "prompt_logprobs": None, "structured_outputs": None, "grammar": None, "max_thinking_tokens": None}
-"""Parameters that beam search does not support, and the defaults that they must have with it."""
+"""Parameters that beam search does not support, with the defaults that they must keep."""
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     """A constraint on the answer: exactly one of the first six fields. Names and shapes are vLLM's."""
 
     json: dict[str, Any] | str | bool | None = None
-    """A JSON schema, or its text. A schema of which any part cannot be enforced is refused."""
+    """A JSON schema, or its text. A schema with a part that cannot be enforced is refused."""
     regex: str | None = None
-    """The answer matches as a whole. Rust's syntax, which has no look-around and no references back."""
+    """A regex that matches the whole answer, in Rust's syntax: no look-around, no back-references."""
     choice: list[str] | None = None
-    """The answer is one of these."""
+    """The possible answers."""
     grammar: str | None = None
     """A context-free grammar, in Lark's syntax or in llama.cpp's GBNF (EBNF)."""
     json_object: bool | None = None
-    """The answer is a JSON object, of any kind."""
+    """The answer is some JSON object."""
     structural_tag: dict[str, Any] | str | None = None
-    """Parts of the answer are constrained, between tags."""
+    """Constrains the parts of the answer between tags."""
     disable_any_whitespace: bool | None = None
     """JSON without whitespace."""
     disable_additional_properties: bool | None = None
-    """Objects have no properties but those listed, wherever the schema does not say otherwise."""
+    """Objects have only the listed properties, unless the schema says otherwise."""
     whitespace_pattern: str | None = None
     """A regex for the whitespace in JSON; by default a few blanks, or a line break and an indentation."""
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True):
-    """Parameters of one request. Construct, then treat as immutable; `check()` is called on submission.
+    """Parameters of one request. Treat an object as immutable once constructed; `check()` is called on submission.
 
     A result is a function of (seed, position) and the logits alone, never of the other requests in the batch.
     """
@@ -93,13 +93,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     seed: int | None = None
     """None draws a seed at submission."""
     stop: list[str] | str | None = None
-    """Strings that end the output; the match is cut off unless `include_stop_str_in_output`."""
+    """Strings that end the output. The match is removed unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
-    """Tokens that end the output. One is part of `token_ids`; its text is shown only with `include_stop_str_in_output`."""
+    """Tokens that end the output. The token is part of `token_ids`; its text appears only with `include_stop_str_in_output`."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence tokens."""
+    """Continue after the model's end-of-sequence tokens."""
     max_tokens: int | None = 16
-    """The most tokens to generate; None means up to the context length."""
+    """Maximum number of generated tokens; None means up to the context length."""
     min_tokens: int = 0
     """End-of-sequence and stop tokens cannot be chosen before this many tokens were generated."""
     logprobs: int | None = None
@@ -122,8 +122,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     bad_words_token_ids: list[list[int]] | None = None
     """Token sequences whose last token cannot follow the others."""
     beam_width: int = 0
-    """Above 0, beam search: of all beginnings this many are continued, the most probable ones; the answers are the `n` best
-    that were found, best first, all at once. Nothing is drawn. [0, 64]."""
+    """Above 0, beam search: the `beam_width` most probable beginnings are continued, and the best `n` finished answers are
+    returned together, best first. Nothing is drawn. [0, 64]."""
     length_penalty: float = 1.0
     """Beam search compares answers by log probability / length ** length_penalty. [-10, 10]."""
     early_stopping: bool | str = False
@@ -133,15 +133,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     structured_outputs: StructuredOutputsParams | None = None
     """Constrains the answer."""
     grammar: str | None = None
-    """The constraint as a grammar for the engine; the frontend derives it from `structured_outputs` or a dialect's
+    """The constraint as a grammar for the engine. The frontend derives it from `structured_outputs` or a dialect's
     structure."""
     reasoning_end_ids: list[int] | None = None
-    """The tokens that end the model's thinking; the answer that is constrained begins behind them. None: it begins at once."""
+    """The tokens that end the model's thinking; the constraint applies after them. None: it applies at once."""
     reasoning_start_ids: list[int] | None = None
-    """The tokens by which the model itself begins to think, for a prompt that has not begun it: a constrained answer may begin
+    """The tokens with which the model itself begins to think, if the prompt has not begun it: a constrained answer may begin
     with them if they are one token. None: the prompt has begun it. Needs `reasoning_end_ids`."""
     max_thinking_tokens: int | None = None
-    """After so many tokens of thinking (once, from where it begins) its end is forced. Needs `reasoning_end_ids`."""
+    """Number of thinking tokens after which the end of thinking is forced, once. Needs `reasoning_end_ids`."""
 
     @property
     def constrained(self) -> bool:
@@ -160,7 +160,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     def check(self) -> None:
-        """Raises RequestError naming the first field whose value has no meaning."""
+        """Raises RequestError that names the first field with an invalid value."""
 
         def need(good: bool, param: str, possible: str, value: object) -> None:
             if not good:
@@ -223,15 +223,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                                code="unsupported_parameter")
 
     def list_words(self, ends: int = 0) -> int:
-        """32-bit words of device memory that the lists take for each sequence; `ends` tokens are banned below `min_tokens`.
-        The layout is `worker/parameters.py`'s."""
+        """Returns the 32-bit words of device memory that the lists take for each sequence, in the layout of
+        `worker/parameters.py`. `ends` tokens are banned below `min_tokens`."""
         words = self.bad_words_token_ids or ()
         edits = len(self.logit_bias or ()) + len(words) + (ends if self.min_tokens else 0)
         allowed = max(self.allowed_token_ids) // 32 + 1 if self.allowed_token_ids else 0
         return allowed + EDIT_WORDS * edits + sum(len(word) - 1 for word in words)
 
     def check_lists(self) -> None:
-        """Raises RequestError for lists that take too much of the device's memory."""
+        """Raises RequestError for lists that take too much device memory."""
         words = self.list_words()
         if words > MAX_LIST_WORDS:
             names = [name for name in ("bad_words", "logit_bias", "allowed_token_ids")
@@ -241,7 +241,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                                code="invalid_value")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises RequestError for a token id that the model does not have."""
+        """Raises RequestError for a token id outside the vocabulary."""
         named: list[tuple[str, list[int]]] = [
             ("logit_bias", list(self.logit_bias or {})),
             ("allowed_token_ids", self.allowed_token_ids or []),
@@ -257,12 +257,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self.check_lists()
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed."""
+        """Returns a copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
-    """vLLM's parameters of `LLM.beam_search`; the meanings are those of SamplingParams."""
+    """vLLM's parameters of `LLM.beam_search`, with the meanings of SamplingParams."""
 
     beam_width: int
     max_tokens: int

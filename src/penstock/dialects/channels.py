@@ -1,4 +1,4 @@
-"""Reading harmony, the format of gpt-oss: messages with a channel and a recipient instead of blocks within one text."""
+"""Parses harmony, the format of gpt-oss: messages with a channel and a recipient instead of blocks within one text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class Machine(Sink, Protocol):
-    """The parser's interface for channels."""
+    """The part of the parser's interface that channels use."""
 
     reader: Reader
     malformed: bool
@@ -28,13 +28,13 @@ class Machine(Sink, Protocol):
 
 
 def channels(machine: Machine) -> Wait:
-    """An answer, from behind `<|start|>assistant` or from its channel on."""
+    """Parses an answer that starts after `<|start|>assistant` or at its channel."""
     reader = machine.reader
     header = yield from reader.take(("<|start|>", "<|channel|>"))
     if header is None and (yield from _is_header(reader)):
         header = "<|start|>"
     if header is None:
-        # No header at all: an answer that is plain text.
+        # An answer without any header is plain text.
         _, header = yield from reader.until(HARMONY, machine.content)
     while header is not None:
         machine.structure()
@@ -50,12 +50,12 @@ def channels(machine: Machine) -> Wait:
 
 
 def _is_header(reader: Reader) -> Generator[None, None, bool]:
-    """Whether the answer goes on with the rest of a header: ` to=functions.f<|channel|>...`."""
+    """Whether the answer continues with the rest of a header: ` to=functions.f<|channel|>...`."""
     return (yield from reader.begins((" to=", "to="))) is not None
 
 
 def _body(machine: Machine, header: str) -> Generator[None, None, str | None]:
-    """One message's body; the marker that ended it."""
+    """Parses one message's body. Returns the marker that ended it."""
     reader = machine.reader
     channel = header.rpartition("<|channel|>")[2].split()[:1] if "<|channel|>" in header else ["final"]
     recipient = _RECIPIENT.search(header)

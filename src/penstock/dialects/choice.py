@@ -1,4 +1,4 @@
-"""Selects a model's dialect, by name or from its chat template."""
+"""Selects a model's dialect by name or from its chat template."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from penstock.dialects import known
 from penstock.dialects.description import THINK, Dialect, Reasoning
 
 PLAIN = Dialect("none")
-"""No calls and no reasoning: all is content."""
+"""The dialect without calls and reasoning: everything is content."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A dialect, and why it was chosen."""
+    """The selected dialect and the reasons."""
 
     dialect: Dialect
     why: str
-    """About tool calls."""
+    """The reason for the dialect of tool calls."""
     why_reasoning: str
 
 
 @functools.cache
 def dialects() -> dict[str, Dialect]:
-    """All dialects by name."""
+    """Returns all dialects by name."""
     found: dict[str, Dialect] = {}
     for module in pkgutil.iter_modules(known.__path__):
         for dialect in importlib.import_module(f"{known.__name__}.{module.name}").DIALECTS:
@@ -37,7 +37,7 @@ def dialects() -> dict[str, Dialect]:
 
 
 def by_name(name: str, option: str = "tool_call_parser") -> Dialect:
-    """The dialect of that name, or of vLLM's name for it. ConfigError naming the possible ones."""
+    """Returns the dialect of that name, or of vLLM's name for it. Raises ConfigError with the possible names."""
     for dialect in dialects().values():
         if name in (dialect.name, *dialect.aliases):
             return dialect
@@ -45,7 +45,7 @@ def by_name(name: str, option: str = "tool_call_parser") -> Dialect:
 
 
 def reasoning_by_name(name: str) -> Dialect:
-    """The dialect whose reasoning has that name. ConfigError naming the possible ones."""
+    """Returns the dialect whose reasoning has that name. Raises ConfigError with the possible names."""
     for dialect in dialects().values():
         if name in dialect.reasoning_names or (name == dialect.name and (dialect.reasoning or dialect.harmony)):
             return dialect
@@ -54,15 +54,15 @@ def reasoning_by_name(name: str) -> Dialect:
 
 
 def tool_names() -> list[str]:
-    """Every name that `by_name` knows."""
+    """Returns every name that `by_name` accepts."""
     return [name for dialect in dialects().values() if dialect.blocks or dialect.harmony
             for name in (dialect.name, *dialect.aliases)]
 
 
 def choose(templates: Mapping[str, str] | Iterable[str], tool_call_parser: str | None = None,
            reasoning_parser: str | None = None) -> Choice:
-    """The dialect of a model with these chat templates; the names win where they are given ("none" for none). ConfigError for
-    an unknown name."""
+    """Returns the dialect of a model with these chat templates. A given name takes precedence ("none" for none). Raises
+    ConfigError for an unknown name."""
     text = "\n".join(templates.values() if isinstance(templates, Mapping) else templates)
     if tool_call_parser not in (None, "auto", "none"):
         calls, why = by_name(str(tool_call_parser)), "named by tool_call_parser"
@@ -83,7 +83,7 @@ def choose(templates: Mapping[str, str] | Iterable[str], tool_call_parser: str |
     for found in (reasoning, *(each.reasoning for each in dialects().values())):
         if found is not None and (any(end in text for end in found.end) or (found is reasoning and tool_call_parser)):
             return Choice(calls.reasoning_by(found), why, f"the chat template or the dialect has {found.end[0]}")
-    # A template need not show what a model thinks; a marker that never comes does no harm where the prompt is known.
+    # A template may not mention reasoning. If the prompt is known, markers that never occur are harmless.
     fallback: Reasoning | None = reasoning if reasoning is not None else (THINK if text else None)
     return Choice(calls.reasoning_by(fallback), why, "no sign of reasoning in the chat template; an answer that begins with "
                   f"{fallback.start[0]} is still told apart" if fallback else "there is no chat template")

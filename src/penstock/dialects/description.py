@@ -1,5 +1,6 @@
-"""The description of a dialect: how a model writes its reasoning and its tool calls. Data only: `parser.py` reads by it,
-`writing.py` writes by it, and each file in `known/` holds one.
+"""The description of a dialect: how a model writes its reasoning and its tool calls.
+
+Pure data: `parser.py` parses by it and `writing.py` writes by it. Each file in `known/` holds one dialect.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The markers around reasoning in an answer. A marker may have several spellings; the first is the one written."""
+    """The markers around reasoning in an answer. A marker may have several spellings; the first is used for writing."""
 
     start: tuple[str, ...]
     end: tuple[str, ...]
     implicit: bool = False
-    """An answer of which the prompt is not known begins with reasoning, without a start marker."""
+    """If the prompt is unknown, an answer begins with reasoning, without a start marker."""
     call_ends: bool = False
-    """A call that begins within reasoning ends it."""
+    """A call that begins inside reasoning ends the reasoning."""
 
 
 THINK = Reasoning(("<think>",), ("</think>",), call_ends=True)
@@ -25,14 +26,14 @@ THINK_OPEN = Reasoning(("<think>",), ("</think>",), implicit=True, call_ends=Tru
 
 @dataclass(frozen=True, slots=True)
 class Json:
-    """A call is a JSON object with a name and arguments; several may stand in a list or one after the other."""
+    """A call is a JSON object with a name and arguments. Several objects may form a list or follow one another."""
 
     names: tuple[str, ...] = ("name", "tool_name", "function")
     arguments: tuple[str, ...] = ("arguments", "parameters")
     keyed: bool = False
-    """The object's only key is the name, its value the arguments."""
+    """The object's only key is the function's name and its value the arguments."""
     needs_arguments: bool = False
-    """An object without arguments is no call."""
+    """An object without arguments is not a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,38 +41,38 @@ class Named:
     """A call is a name, a separator, and the arguments as one object."""
 
     before: tuple[str, ...] = ()
-    """May stand before the name."""
+    """Optional texts before the name."""
     between: tuple[str, ...] = ()
-    """Ends the name. Without any of them, the brace that opens the arguments ends it."""
+    """Texts that end the name. If there are none, the brace that opens the arguments ends it."""
     id_between: str = ""
-    """Separates the name from an id of the call."""
+    """Separates the name from the call's id."""
     id_is_name: bool = False
-    """The id of the call is what is written as its name, as `functions.name:0` of Kimi K2."""
+    """The text written as the name is the call's id, such as Kimi K2's `functions.name:0`."""
     quote: str = ""
-    """The marker around strings, in place of the quotation mark; keys are then bare."""
+    """The marker around strings, in place of the quotation mark. Keys are then unquoted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """A call is a name and tagged parameters, whose values are plain text typed by the tool's schema."""
+    """A call is a name and tagged parameters. Their values are plain text, typed by the tool's schema."""
 
     name: tuple[str, str]
-    """Text before and after the name. An empty text after it means the end of the line or the next marker."""
+    """Texts before and after the name. An empty second text stands for the end of the line or the next marker."""
     key: tuple[str, str]
     value: tuple[str, str]
     end: str = ""
-    """Closes the call within its block."""
+    """Closes the call inside its block."""
     trim: bool = True
-    """One line break at each end of a value does not belong to it."""
+    """Strip one line break at each end of a value."""
     typed: str = ""
-    """Separates the key from a flag that says whether the value is a string, as DeepSeek V3.2 writes it."""
+    """Separates the key from a flag that says whether the value is a string, as in DeepSeek V3.2."""
     untyped: str = "string"
-    """Type of a value without schema: string, or json if it is valid JSON."""
+    """Type of a value without a schema: string, or json if the value is valid JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Python:
-    """Calls are written as in Python: name(key=value, ...), in a list or on lines."""
+    """Calls are Python calls, name(key=value, ...), in a list or on separate lines."""
 
 
 Form = Json | Named | Tags | Python
@@ -79,62 +80,62 @@ Form = Json | Named | Tags | Python
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A place in an answer where calls stand: after `begin`, to `end`."""
+    """A region of an answer that holds calls, from `begin` to `end`."""
 
     begin: str
     form: Form
     end: str = ""
-    """"" if the calls end by themselves."""
+    """The end marker; "" if the calls end by themselves."""
     inner: tuple[str, ...] = ()
-    """Markers around and between calls inside the block."""
+    """Markers around and between the calls."""
     keep: bool = False
-    """`begin` is a part of the call itself."""
+    """`begin` is part of the call itself."""
     first: bool = False
-    """Only at the start of an answer."""
+    """The block occurs only at the start of an answer."""
     bare: bool = False
-    """`begin` is no marker: what turns out to be no call of a known tool is plain text."""
+    """`begin` may also be plain text: if no call of a known tool follows, it is content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Template of a call, with the placeholders {name}, {arguments}, {id} and {index}."""
+    """The template that writes a call, with the placeholders {name}, {arguments}, {id} and {index}."""
 
     call: str
     head: str = ""
     separator: str = ""
     tail: str = ""
     parameter: str = ""
-    """For forms whose arguments are written one by one: {key}, {value} and, as `typed` wants it, {string}."""
+    """The template of one parameter, for forms that write parameters one by one: {key}, {value} and, with `typed`, {string}."""
     joiner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One dialect."""
+    """The description of one dialect."""
 
     name: str
     blocks: tuple[Block, ...] = ()
     written: Written | None = None
     reasoning: Reasoning | None = None
     hidden: tuple[str, ...] = ()
-    """Markers that are left out of content."""
+    """Markers that are removed from content."""
     ids: str = "call"
-    """The ids of calls: call (call_ and 24 characters), mistral (9 letters and digits)."""
+    """Style of generated ids: call (call_ and 24 characters) or mistral (9 letters and digits)."""
     harmony: bool = False
-    """Channels of gpt-oss instead of blocks."""
+    """Answers consist of gpt-oss's channels instead of blocks."""
     parallel: bool = True
-    """Whether one answer can have several calls."""
+    """One answer may have several calls."""
     aliases: tuple[str, ...] = ()
-    """Other names of its tool calls, those of vLLM's --tool-call-parser."""
+    """Other names of its tool calls: those of vLLM's --tool-call-parser."""
     reasoning_names: tuple[str, ...] = ()
-    """Names of its reasoning, those of vLLM's --reasoning-parser."""
+    """Names of its reasoning: those of vLLM's --reasoning-parser."""
     signs: tuple[tuple[str, ...], ...] = ()
-    """A chat template that has all of one of these texts is written for this dialect."""
+    """Groups of texts. A chat template that contains all texts of a group uses this dialect."""
     rank: int = 0
-    """Among dialects whose signs a template has, the highest is chosen."""
+    """Precedence among the dialects whose signs a template contains; the highest wins."""
 
     def markers(self) -> tuple[str, ...]:
-        """Every text that may be a special token of the vocabulary, and must come out of detokenization."""
+        """Returns every text that may be a special token and must survive detokenization."""
         found: list[str] = [*self.hidden]
         for reasoning in (self.reasoning,) if self.reasoning else ():
             found += [*reasoning.start, *reasoning.end]

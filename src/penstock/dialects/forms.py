@@ -1,6 +1,5 @@
-"""Reading one call in each form. Owns no markers: those are in the descriptions. A form reads from where a call begins to where
-it ends, and tells a `Sink` what it finds.
-"""
+"""Parses one call in each form. The markers are in the descriptions. A form parses from the start of a call to its end and
+reports the parts to a `Sink`."""
 
 from __future__ import annotations
 
@@ -13,20 +12,20 @@ from penstock.dialects.reader import MalformedError, Reader, Wait, escaped
 from penstock.dialects.schemas import Tools, as_json, read_value
 
 LISTED = (Json, Python)
-"""Forms whose calls may stand in a list."""
+"""Forms whose calls may be written as a list."""
 
 _AFTER_NAME = " \t\r\n<[{("
 
 
 class Sink(Protocol):
-    """Receives the parts of a call while it is parsed."""
+    """Receives the parts of a call during parsing."""
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """A call to this function begins. MalformedError if it cannot be one."""
+        """A call of this function begins. Raises MalformedError if there cannot be such a call."""
         ...
 
     def arguments(self, text: str) -> None:
-        """More of its arguments, as JSON text."""
+        """Receives more of its arguments, as JSON text."""
         ...
 
     def end(self) -> None:
@@ -35,7 +34,7 @@ class Sink(Protocol):
 
 
 def starts(form: Form, reader: Reader) -> Generator[None, None, bool]:
-    """Whether a call begins here."""
+    """Whether a call starts at the current position."""
     char = yield from reader.peek()
     match form:
         case Json():
@@ -48,7 +47,7 @@ def starts(form: Form, reader: Reader) -> Generator[None, None, bool]:
 
 
 def read(form: Form, reader: Reader, sink: Sink, tools: Tools, ends: tuple[str, ...]) -> Wait:
-    """Reads one call. `ends` are the markers that may follow it. MalformedError if it is none."""
+    """Parses one call. `ends` are the markers that may follow it. Raises MalformedError if the text is not a call."""
     match form:
         case Json():
             yield from _Object(form, reader, sink).read()
@@ -61,14 +60,14 @@ def read(form: Form, reader: Reader, sink: Sink, tools: Tools, ends: tuple[str, 
 
 
 class _Object:
-    """A call as a JSON object, with its name and arguments in either order."""
+    """A call written as a JSON object, with name and arguments in either order."""
 
     def __init__(self, form: Json, reader: Reader, sink: Sink) -> None:
         self.form, self.reader, self.sink = form, reader, sink
         self.name = self.id = ""
         self.begun = False
         self.early: str | None = None
-        """Arguments that stand before the name."""
+        """Arguments that precede the name."""
 
     def read(self) -> Wait:
         reader = self.reader
@@ -149,7 +148,7 @@ class _Object:
             yield from reader.value(said.append)
             self.early = "".join(said)
             return
-        # Some models write them as a string that holds JSON, or null for none.
+        # Some models write the arguments as a string of JSON, or as null if there are none.
         said = []
         yield from reader.value(said.append)
         value = json.loads("".join(said))
@@ -208,7 +207,7 @@ def _tags(form: Tags, reader: Reader, sink: Sink, tools: Tools, ends: tuple[str,
             continue
         if form.end and (yield from reader.take((form.end,))):
             break
-        # A text that ends here may have been cut off before another parameter.
+        # A text that ends here may have been truncated before another parameter.
         if (yield from reader.begins(ends)):
             break
         raise MalformedError("no parameter")
@@ -218,7 +217,7 @@ def _tags(form: Tags, reader: Reader, sink: Sink, tools: Tools, ends: tuple[str,
 
 
 def _parameter(form: Tags, reader: Reader, sink: Sink, tools: Tools, tool: str, closing: tuple[str, ...]) -> Wait:
-    """One tagged parameter, from behind what opens its key."""
+    """Parses one tagged parameter; the opening of its key is already consumed."""
     types = None
     key, stop = yield from reader.until((form.typed or form.key[1],))
     if stop is None:
@@ -236,7 +235,7 @@ def _parameter(form: Tags, reader: Reader, sink: Sink, tools: Tools, tool: str, 
     sink.arguments(json.dumps(key, ensure_ascii=False) + ": ")
     if form.trim:
         yield from reader.take(("\r\n", "\n"))
-    # A model may forget to close a value: then the next parameter or the end of the call does.
+    # A model may omit the closing tag; the next parameter or the end of the call then ends the value.
     open_ends = tuple("\n" + marker for marker in (form.key[0], *closing))
     trimmed = ("\r\n" + form.value[1], "\n" + form.value[1]) if form.trim else ()
     text = types == {"string"}

@@ -1,4 +1,4 @@
-"""A parser's output: events while an answer grows, and the message that they build."""
+"""A parser's output: events, which arrive while an answer grows, and the message that they build."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CallEnds:
 
 @dataclass(frozen=True, slots=True)
 class CallFails:
-    """A call that had begun turned out malformed: it is no call, and its text follows as content."""
+    """A begun call is malformed. It is discarded, and its text follows as content."""
 
     index: int
 
@@ -61,11 +61,11 @@ class Message:
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
     malformed: bool = False
-    """Something that began as a call was none, and stands in the content as it was written."""
+    """A malformed call occurred; its text is part of the content."""
 
 
 def message_of(events: Iterable[Event], malformed: bool = False) -> Message:
-    """The message that events add up to."""
+    """Returns the message that the events build."""
     message, calls = Message(malformed=malformed), dict[int, Call]()
     content: list[str] = []
     reasoning: list[str] = []

@@ -1,7 +1,7 @@
-"""The parser: from the text of an answer, in any pieces, to reasoning, content and tool calls.
+"""Parses the text of an answer, in pieces of any size, into reasoning, content and tool calls.
 
-One machine reads every dialect by its description. It is written as if the whole text were there and waits where it is not, so
-the outcome cannot depend on the pieces.
+One machine parses every dialect from its description. It is written as if the whole text were present and suspends where text
+is missing, so the result cannot depend on the pieces.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class Parser:
-    """One answer's parser."""
+    """The parser of one answer."""
 
     def __init__(self, dialect: Dialect, tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: str | None = None,
                  calls: bool = True, reasoning: bool = True, new_id: Callable[[str], str] | None = None) -> None:
-        """`tools` are the request's; None if they are not known. `prompt` is the text that the answer continues, which shows
-        whether reasoning has begun or been closed. Without `calls` (no tools, or tool_choice none) calls are plain text,
-        without `reasoning` so is reasoning. `new_id` makes ids, from the dialect's kind of them."""
+        """`tools` are the request's; None if unknown. `prompt` is the text that the answer continues; it shows whether
+        reasoning is open or closed. Without `calls` (no tools, or tool_choice none) calls are plain text; without
+        `reasoning` so is reasoning. `new_id` makes an id in the dialect's style."""
         self.dialect = dialect
         self.malformed = False
         self.reader = Reader()
@@ -51,36 +51,36 @@ class Parser:
         self._opened = opened(dialect, prompt)
         self._new_id = new_id or _new_id
         self._count = 0
-        """Calls that have begun, failed ones included: indices are not used twice."""
+        """Number of calls begun, failed ones included: an index is never reused."""
         self._call: int | None = None
         self._bare = False
         self._good = 0
-        """Complete calls of the present block."""
+        """Number of complete calls in the current block."""
         self._strays: set[str] = set()
-        """End markers of blocks that seem to have ended without them."""
+        """End markers of blocks that ended without them."""
         self._held = ""
-        """White space that is content only if more content follows it."""
+        """White space that becomes content only if more content follows."""
         self._spoken = False
-        """The present stretch of content has text."""
+        """The current run of content has text."""
         self._structured = False
-        """Something other than content was met."""
+        """Something other than content occurred."""
         self._work = channels(self) if dialect.harmony else self._answer()
         self._done = False
 
-    # -- from outside
+    # -- the interface of callers
 
     def push(self, text: str) -> list[Event]:
-        """The events that this text makes certain."""
+        """Returns the events that are certain after this text."""
         self.reader.text += text
         return self._run()
 
     def finish(self) -> list[Event]:
-        """The last events: the text has ended."""
+        """Ends the text. Returns the last events."""
         self.reader.ended = True
         return self._run()
 
     def message(self) -> Message:
-        """The message as far as it has come."""
+        """Returns the message so far."""
         return message_of(self._all, self.malformed)
 
     def _run(self) -> list[Event]:
@@ -93,7 +93,7 @@ class Parser:
         self._all += events
         return events
 
-    # -- what a form finds
+    # -- Sink: the parts of a call
 
     def begin(self, name: str, call_id: str = "") -> None:
         if not name or (self._bare and not self.tools.knows(name)):
@@ -121,11 +121,11 @@ class Parser:
     # -- text
 
     def structure(self) -> None:
-        """Something other than content begins or has ended: white space beside it is none either."""
+        """Marks the start or end of something other than content; white space next to it is dropped."""
         self._structured, self._spoken, self._held = True, False, ""
 
     def content(self, text: str) -> None:
-        """Content, but for white space before its first text."""
+        """Emits content, without white space before its first text."""
         if not self._spoken:
             text = self._held + text
             if not text.strip(SPACE):
@@ -136,7 +136,7 @@ class Parser:
             self._events.append(Content(text))
 
     def think(self, text: str) -> None:
-        """Reasoning, without line breaks around it."""
+        """Emits reasoning, without line breaks around it."""
         text = self._held + text
         if not self._spoken:
             text = text.lstrip(SPACE)
@@ -147,7 +147,7 @@ class Parser:
             self._events.append(ReasoningText(kept))
 
     def close(self) -> None:
-        """The end of all text."""
+        """Ends the text."""
         if self._held and not self._structured:
             self._events.append(Content(self._held))
 
@@ -171,7 +171,7 @@ class Parser:
         self._held += self.reader.text[start:self.reader.at]
 
     def _thought(self) -> Wait:
-        """Reasoning, from its start marker or behind it, to its end."""
+        """Parses reasoning from its start marker, which may be consumed, to its end."""
         reasoning, reader = self._reasoning, self.reader
         assert reasoning is not None
         self.structure()
@@ -192,7 +192,7 @@ class Parser:
         hidden = (*self.dialect.hidden, *strays)
         spill: tuple[str, ...] = ()
         resumed: Block | None = None
-        """Behind a call that is none: where the next one of its block would begin."""
+        """The block of a malformed call: its next call may start here."""
         start = True
         while True:
             usable = [block for block in self._blocks if start or not block.first]
@@ -200,7 +200,7 @@ class Parser:
             markers = dict.fromkeys((*(block.begin for block in usable), *hidden, *thinks, *spill, *self._strays,
                                      *((resumed.begin,) if resumed else ())))
             if start or thinks:
-                # Some markers count only at the start.
+                # Some markers are recognised only at the start.
                 yield from self._blank()
                 marker = yield from reader.take(tuple(markers))
                 if marker is None:
@@ -237,11 +237,11 @@ class Parser:
             reader.cut()
 
     def _block(self, tried: list[Block], marker: str) -> Generator[None, None, bool]:
-        """The calls behind a begin marker, by the first of the blocks that fits. True if they are none: then the marker was
-        content, and reading goes on behind it, or behind the last good call."""
+        """Parses the calls after a begin marker, with the first of the blocks that fits. Returns True if there are none: the
+        marker is then content, and parsing continues after it, or after the last good call."""
         reader, before = self.reader, self._count
         reader.at -= len(marker)
-        # A complete call is cut off, so all that the reader still has after a failure is no call.
+        # Complete calls are consumed, so after a failure the reader holds only text that is no call.
         reader.cut()
         for block in tried:
             reader.at = 0 if block.keep else len(marker)
@@ -262,7 +262,7 @@ class Parser:
         return True
 
     def _calls(self, block: Block) -> Wait:
-        """The calls of a block and its end. MalformedError if there is none, or one of them is none."""
+        """Parses the calls of a block and its end. Raises MalformedError if there is no call, or a malformed one."""
         reader, form = self.reader, block.form
         between = (*block.inner, *((",", ";", "[", "]") if isinstance(form, forms.LISTED) else ()))
         ends = tuple(marker for marker in (block.end, *block.inner) if marker)
@@ -284,7 +284,7 @@ class Parser:
             if not (yield from forms.starts(form, reader)):
                 if not self._good:
                     raise MalformedError("no call")
-                # The calls have ended without end marker. Text follows, and keeps the space before it.
+                # The calls ended without an end marker. The following text keeps its leading space.
                 if block.end and (yield from reader.peek()):
                     self._strays.add(block.end)
                 if (yield from reader.peek()) and not reader.text[behind:reader.at].strip(SPACE):
@@ -298,14 +298,14 @@ class Parser:
 
 
 def _resumed(block: Block) -> Block:
-    """A block from its next call on, of a known tool."""
+    """Returns the block that begins at its next call; text that names no known tool is no call."""
     begin = block.inner[0] if block.inner and not isinstance(block.form, Json) else '{"name"'
     return replace(block, begin=begin, keep=isinstance(block.form, Json), bare=True, first=False)
 
 
 def opened(dialect: Dialect, prompt: str | None) -> bool | None:
-    """Whether the end of a prompt has begun reasoning; an answer to one that has not shows it by a start marker. None if the
-    prompt is not known."""
+    """Returns whether the end of a prompt has opened reasoning; if not, an answer opens it with a start marker. None if the
+    prompt is unknown."""
     reasoning = dialect.reasoning
     if prompt is None or reasoning is None:
         return None
@@ -320,7 +320,7 @@ def _new_id(kind: str) -> str:
 
 
 def _joined(events: list[Event]) -> list[Event]:
-    """Neighbouring texts of one kind as one."""
+    """Merges adjacent texts of one kind."""
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None

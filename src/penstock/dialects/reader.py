@@ -1,6 +1,5 @@
-"""Reading a text that is still growing. A reader's methods are generators that yield where they need more text; so a form is
-read as if all text were there, and where the text was cut makes no difference.
-"""
+"""Reads a growing text. The methods of a reader are generators that yield where they need more text, so a form is parsed as
+if all text were present, and the boundaries of the pieces have no effect."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ SPACE = " \t\r\n"
 
 
 class MalformedError(Exception):
-    """The text is not of the form that it began as."""
+    """The text does not have the form that it began with."""
 
 
 class Reader:
-    """A growing text, and how far it has been read."""
+    """A growing text and a read position."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -33,11 +32,11 @@ class Reader:
         self.ended = False
 
     def cut(self) -> None:
-        """Forgets what has been read."""
+        """Drops the consumed text."""
         self.text, self.at = self.text[self.at:], 0
 
     def peek(self) -> Generator[None, None, str]:
-        """The next character, "" at the end."""
+        """Returns the next character; "" at the end."""
         while self.at >= len(self.text):
             if self.ended:
                 return ""
@@ -50,7 +49,7 @@ class Reader:
             self.at += 1
 
     def begins(self, options: Sequence[str]) -> Generator[None, None, str | None]:
-        """The longest of the options that the text goes on with. Nothing is taken."""
+        """Returns the longest option that the text continues with; None if there is none. Consumes nothing."""
         while True:
             rest = self.text[self.at:]
             found = max((option for option in options if option and rest.startswith(option)), key=len, default=None)
@@ -60,14 +59,15 @@ class Reader:
             yield
 
     def take(self, options: Sequence[str]) -> Generator[None, None, str | None]:
-        """The same, taken."""
+        """Like `begins`, and consumes the option."""
         found = yield from self.begins(options)
         self.at += len(found or "")
         return found
 
     def until(self, markers: Sequence[str], emit: Emit | None = None) -> Generator[None, None, tuple[str, str | None]]:
-        """(the text before the first of the markers, that marker), the longest of those at one place; it is taken. At the
-        end of all text the marker is None. With `emit` the text goes there as it comes, and "" is returned."""
+        """Returns (the text before the first marker, that marker) and consumes both; among markers at one place the longest
+        counts. The marker is None at the end of all text. With `emit`, passes the text on as it arrives and returns ""
+        instead."""
         said: list[str] = []
         while True:
             place, marker, safe = first(self.text, self.at, markers, self.ended)
@@ -83,8 +83,8 @@ class Reader:
             yield
 
     def value(self, emit: Emit, quote: str = "", depth: int = 0) -> Wait:
-        """Reads one value in JSON's or Python's notation and emits it as JSON. With `quote`, strings stand between such
-        markers, keys may be bare, and so may words. MalformedError where it is neither."""
+        """Parses one value in JSON's or Python's notation and emits it as JSON. With `quote`, these markers delimit strings,
+        and keys and words may be unquoted. Raises MalformedError for other text."""
         if depth > _DEEPEST:
             raise MalformedError("nested too deeply")
         yield from self.space()
@@ -111,7 +111,7 @@ class Reader:
                 emit("}" if is_object else "]")
                 return
             if count:
-                # A quoted notation is read without commas, too: FunctionGemma leaves some out.
+                # FunctionGemma omits some commas, so they are optional in a quoted notation.
                 if (yield from self.take((",",))) is None and not quote:
                     raise MalformedError("no comma")
                 yield from self.space()
@@ -151,7 +151,7 @@ class Reader:
         emit('"')
 
     def string(self, emit: Emit) -> Wait:
-        """A string between single, double or Python's triple quotation marks, emitted as JSON's."""
+        """Parses a string between single, double or Python's triple quotation marks and emits it as a JSON string."""
         mark = self.text[self.at]
         triple = (yield from self.begins((mark * 3, mark * 2, mark))) == mark * 3
         closing = mark * 3 if triple else mark
@@ -182,7 +182,7 @@ class Reader:
         self.at += 1
         digits = {"x": 2, "u": 4, "U": 8}.get(char)
         if digits is None:
-            # As in Python, an unknown escape is a backslash and the character.
+            # As in Python, an unknown escape stands for the backslash and the character.
             emit(_ESCAPES[char] if char in _ESCAPES else "\\\\" + escaped(char))
             return
         while len(self.text) - self.at < digits and not self.ended:
@@ -195,7 +195,8 @@ class Reader:
         emit(f"\\u{code}" if digits == 4 else json.dumps(chr(int(code, 16)))[1:-1])
 
     def word(self, ends: str) -> Generator[None, None, tuple[str, str]]:
-        """(text up to one of these characters or the end, the character), without space around it. It is not taken."""
+        """Returns (the text up to one of these characters or the end, the character) without surrounding space. Does not
+        consume the character."""
         start = self.at
         while (char := (yield from self.peek())) and char not in ends:
             self.at += 1
@@ -212,8 +213,8 @@ class Reader:
 
 
 def first(text: str, at: int, markers: Sequence[str], ended: bool) -> tuple[int, str | None, int]:
-    """(place, marker) of the first marker in `text` from `at` on that is certain, else (-1, None); and up to where no marker
-    can begin any more."""
+    """Returns (place, marker) of the first certain marker in `text` from `at` on, or (-1, None), and the place before which
+    no marker can begin any more."""
     safe, best, found = len(text), len(text) + 1, None
     for marker in markers:
         place = text.find(marker, at, best + len(marker))
@@ -227,14 +228,14 @@ def first(text: str, at: int, markers: Sequence[str], ended: bool) -> tuple[int,
                     safe = start
                 else:
                     start = text.find(marker[0], start + 1)
-    # A longer marker may still come about where, or before, a shorter one is complete.
+    # A longer marker may still become complete at this place or before it.
     if found is not None and (ended or safe > best):
         return best, found, best
     return -1, None, min(safe, best)
 
 
 def literal(word: str) -> str | None:
-    """A number or a word of JSON's or Python's as JSON, or None."""
+    """Returns a number or word of JSON or Python as JSON; None if it is neither."""
     if word in _WORDS:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):
@@ -250,5 +251,5 @@ def literal(word: str) -> str | None:
 
 
 def escaped(text: str) -> str:
-    """Text as it stands within a JSON string."""
+    """Returns a text escaped for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

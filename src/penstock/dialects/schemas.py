@@ -1,4 +1,4 @@
-"""The types of parameters that are written as plain text, from the tools' JSON schemas."""
+"""The types of parameters that a dialect writes as plain text, from the tools' JSON schemas."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _ALIASES = {"str": "string", "text": "string", "int": "integer", "float": "numbe
 
 
 class Tools:
-    """The tools of a request by name; without any, every name is possible and no parameter has a type."""
+    """The tools of a request by name. If there are none, every name is accepted and no parameter has a type."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self.given = [*(tools or ())]
         self._schemas: dict[str, Mapping[str, Any]] = {}
         for tool in self.given:
-            # OpenAI's object, or a function alone; a custom tool takes one text.
+            # A tool is OpenAI's object or a bare function; a custom tool takes one text.
             inner = tool.get("function") or tool.get("custom") or tool
             self._schemas[str(inner.get("name"))] = inner.get("parameters") or {}
 
     def knows(self, name: str) -> bool:
-        """Whether there is a tool of that name, or nothing is known."""
+        """Whether there is a tool of that name, or no tool is known."""
         return not self._schemas or name in self._schemas
 
     def types(self, tool: str, key: str) -> frozenset[str]:
-        """The JSON types that a parameter may have; empty if nothing is said of it."""
+        """Returns the JSON types that a parameter may have; empty if the schema does not restrict them."""
         schema = self._schemas.get(tool, {})
         properties = schema.get("properties")
         found = properties.get(key) if isinstance(properties, Mapping) else None
         return frozenset(_types(found, schema, 0)) if isinstance(found, Mapping) else frozenset()
 
     def properties(self, tool: str) -> tuple[Mapping[str, Any], frozenset[str], Mapping[str, Any]]:
-        """(a tool's parameters by name, those that are required, the whole schema)."""
+        """Returns (a tool's parameters by name, the required ones, the whole schema)."""
         schema = self._schemas.get(tool, {})
         return schema.get("properties") or {}, frozenset(schema.get("required") or ()), schema
 
@@ -68,7 +68,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """A value that was written as plain text, as JSON: of the first type that fits, else a string."""
+    """Converts a plain-text value to JSON of the first type that fits, else to a string."""
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
     bare = text.strip()
@@ -83,7 +83,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
     decoded = json.loads(value)
     kind = _KINDS[type(decoded)]
     if not types or kind in types or (kind == "integer" and "number" in types):
-        # Among several types a string is what it looks like only if it does not say so itself.
+        # An unquoted text that is valid as another allowed type is not a string.
         return value
     if kind == "number" and "integer" in types and decoded == int(decoded):
         return str(int(decoded))
@@ -91,7 +91,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def read_value(text: str) -> str | None:
-    """A whole text in JSON's or Python's notation as JSON, or None."""
+    """Converts a whole text in JSON's or Python's notation to JSON; None if it is neither."""
     reader, said = Reader(), list[str]()
     reader.text, reader.ended = text, True
     try:

@@ -1,6 +1,5 @@
-"""Writing calls in a dialect: the text that a model would write, which parses back to the same calls; and the structure of an
-answer that must be calls, by which `grammar/` constrains it.
-"""
+"""Writes calls in a dialect: the text that a model would write, which parses back to the same calls, and the structure of an
+answer that must be calls, which `grammar/` enforces."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from penstock.dialects.schemas import Tools
 
 
 def write(dialect: Dialect, calls: List[tuple[str, Mapping[str, Any]]]) -> str:
-    """The text of these calls, (name, arguments) each. AssertionError for a dialect that has none."""
+    """Returns the text of these calls, each (name, arguments). AssertionError for a dialect that writes none."""
     how = dialect.written
     assert how is not None, f"{dialect.name} writes no calls"
     said = [how.call.format(name=name, arguments=_arguments(dialect, how, arguments), index=index, id=f"call_{index}")
@@ -89,7 +88,8 @@ def triggered(dialect: Dialect, tools: Tools, parallel: bool) -> Node | None:
     special = (*dialect.hidden, *((*reasoning.start, *reasoning.end) if reasoning else ()))
     never = tuple(each for each in begins if each != begin)
     if begin is None:
-        # Calls begin like text, and only where the answer begins. The first literal reaches to where text cannot follow it.
+        # Calls begin like text, and only at the start of the answer. The first literal extends to the point where no text can
+        # follow.
         first = replace(how, head="", call=how.head.replace("{", "{{") + how.call)
         calls = _one_or_more(dialect, first, how, tools, parallel)
         return Triggered((), 0, 1, never, special, last=True, start=calls, unlike=unlike)
@@ -99,7 +99,7 @@ def triggered(dialect: Dialect, tools: Tools, parallel: bool) -> Node | None:
 
 
 def _one_or_more(dialect: Dialect, first: Written, how: Written, tools: Tools, parallel: bool) -> Node:
-    """Calls of which the first is written in a way of its own."""
+    """Returns the structure of calls whose first one is written differently."""
     again: tuple[Node, ...] = ()
     if parallel and dialect.parallel:
         again = (Repeat(Sequence((Literal(how.separator), _either(dialect, how, tools)))),)
@@ -111,7 +111,8 @@ _SPACES = "[ \\t\\r\\n]*"
 
 
 def _bare_call(block: Block) -> str:
-    """A regex of how calls begin in a block whose marker may be text too: text that goes on like this is taken for a call."""
+    """Returns a regex of the start of a call in a block whose marker may also be text: text that matches it counts as a
+    call."""
     opening = rf'\{{{_SPACES}"(?:{_KEYS})"' if isinstance(block.form, JsonForm) else r"[A-Za-z_][A-Za-z0-9_.\-]*\("
     marker = "".join(f"\\x{{{ord(char):x}}}" for char in block.begin) if not block.keep else ""
     begins = rf"{marker}{_SPACES}(?:\[{_SPACES})?{opening}"
@@ -119,8 +120,8 @@ def _bare_call(block: Block) -> str:
 
 
 def _messages(dialect: Dialect, how: Written, tools: Tools) -> Node:
-    """Harmony: messages to the user or to itself, and as the last one of these or a call of a tool. No text is outside of them,
-    so that no call can begin but by its header."""
+    """Returns the structure of harmony's answers: messages to the user or to the model itself, the last of which may call a
+    tool. No text is outside a message, so a call can begin only with its header."""
     start, channel, message, end = HARMONY[0], HARMONY[1], HARMONY[2], HARMONY[4]
     said = [Sequence((Literal(f"{channel}{name}{message}"), Until(end), Literal(end), Literal(start + "assistant")))
             for name in ("analysis", "commentary", "final")]
@@ -136,7 +137,7 @@ def _calls(dialect: Dialect, how: Written, tools: Tools, parallel: bool) -> Node
 
 
 def _either(dialect: Dialect, how: Written, tools: Tools) -> Node:
-    """A call of one of the tools."""
+    """Returns the structure of a call of one of the tools."""
     return Either(tuple(_call(dialect, how, tools, name) for name in tools.names))
 
 
@@ -146,11 +147,11 @@ def _call(dialect: Dialect, how: Written, tools: Tools, name: str) -> Node:
     if not how.parameter:
         grammars = {key: value["lark"] for key, value in properties.items() if isinstance(value, Mapping) and "lark" in value}
         if grammars:
-            # A custom tool, whose text is its only parameter.
+            # The text of a custom tool is its only parameter.
             [(key, grammar)] = grammars.items()
             fields["arguments"] = Sequence((Literal(f'{{"{key}": '), Quoted(grammar), Literal("}")))
             return _filled(how.call, fields)
-        # Parameters that the schema does not list are possible only where it says so.
+        # Parameters that the schema does not list are allowed only if it says so.
         fields["arguments"] = Json({"properties": {}, "additionalProperties": False, **schema, "type": "object"})
         return _filled(how.call, fields)
     form = dialect.blocks[0].form
@@ -161,9 +162,9 @@ def _call(dialect: Dialect, how: Written, tools: Tools, name: str) -> Node:
 
 
 def _joined(needed: list[Node], free: list[Node], joiner: str) -> Node:
-    """The needed parts, then any of the free ones, in order, with a joiner between any two."""
+    """Returns the required parts, then any of the optional ones, in order, with a joiner between adjacent parts."""
     if not needed and joiner:
-        # Each of the free parts may be the first.
+        # Each optional part may be the first.
         starts = [_joined([part], free[place + 1:], joiner) for place, part in enumerate(free)]
         return Either((Literal(""), *starts))
     found: list[Node] = []
@@ -194,7 +195,7 @@ def _parameter(how: Written, form: Form, key: str, schema: Any, types: frozenset
 
 
 def _filled(template: str, fields: Mapping[str, Node]) -> Node:
-    """A template of `Written` with nodes in its places."""
+    """Fills the placeholders of a template of `Written` with nodes."""
     parts: list[Node] = []
     said = ""
     for text, field, _, _ in Formatter().parse(template):

@@ -1,1 +1,1 @@
-"""Constrained decoding: schemas, regexes and grammars become token masks and forced tokens. Knows no tensors and no HTTP."""
+"""Constrained decoding: turns schemas, regexes and grammars into token masks and forced tokens. Uses no tensors and no HTTP."""

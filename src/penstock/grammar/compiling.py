@@ -1,6 +1,6 @@
-"""Compiling grammars for the model's vocabulary, on threads beside the engine's loop.
+"""Compiles grammars for the model's vocabulary on background threads.
 
-Requests wait here until their grammar is ready; the loop and all other requests go on. llguidance gives up the interpreter lock
+Requests wait here until their grammar is ready; the engine's loop and all other requests continue. llguidance releases the GIL
 while it compiles.
 """
 
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 
 _THREADS = 2
 _NICE = 10
-"""Priority of the threads: about a tenth of the share of a step's thread where both want a processor."""
+"""Nice value of the compile threads: they get about a tenth of the processor time of a thread that runs steps."""
 _CACHED = 256
-"""Compiled grammars that are kept."""
+"""Maximum number of cached compiled grammars."""
 _CACHED_CHARACTERS = 8_000_000
-"""Length of their texts in all, as a measure of the memory that they take."""
+"""Maximum total length of the cached grammars' texts, a proxy for their memory."""
 
 
 @dataclass(slots=True)
 class CompileStats:
-    """Since the start of the engine."""
+    """Counts since the engine started."""
 
     compiled: int = 0
     cached: int = 0
-    """Grammars that were found compiled."""
+    """Number of grammars found in the cache."""
     failed: int = 0
     seconds: float = 0.0
-    """In compiling."""
+    """Time spent compiling."""
 
 
 class Compiler:
-    """One engine's. Called from its loop's thread alone, but for the compiling itself."""
+    """The compiler of one engine. Only the thread of the engine's loop calls it; the compiling itself runs on other threads."""
 
     def __init__(self, load: Callable[[], Tokenizer | None], vocab_size: int) -> None:
-        """`load` gives the tokenizer; it is called on a thread, once the first grammar has come."""
+        """`load` returns the tokenizer; it is called on a thread when the first grammar arrives."""
         self.stats = CompileStats()
         self._load = load
         self._vocab_size = vocab_size
@@ -64,14 +64,14 @@ class Compiler:
         self._news = threading.Event()
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Returns the number of waiting requests."""
         return len(self._waiting)
 
     def waits(self, request_id: str) -> bool:
         return request_id in self._waiting
 
     def add(self, request: Request) -> bool:
-        """Takes a request whose grammar is needed. False if it need not wait, as there is none or it is compiled."""
+        """Accepts a request that may need a grammar. Returns False if it need not wait: it has no grammar, or a cached one."""
         if request.params.grammar is None:
             return False
         key = _key(request)
@@ -88,7 +88,7 @@ class Compiler:
         return True
 
     def abort(self, ids: Iterable[str]) -> list[Request]:
-        """Forgets requests by id, and returns them. Grammars that nobody waits for any more are not begun."""
+        """Removes requests by id and returns them. A grammar that no request waits for any more is not compiled."""
         gone = [self._waiting.pop(name) for name in ids if name in self._waiting]
         for key in {_key(request) for request in gone} - {_key(request) for request in self._waiting.values()}:
             if key in self._running and self._running[key].cancel():
@@ -96,11 +96,11 @@ class Compiler:
         return gone
 
     def wait(self, seconds: float) -> None:
-        """Returns when a grammar is ready, or after a time."""
+        """Blocks until a grammar is ready or `seconds` have passed."""
         self._news.wait(seconds)
 
     def ready(self) -> list[tuple[Request, RequestError | None]]:
-        """Requests whose waiting is over, and why those that cannot be served cannot."""
+        """Returns the requests that no longer wait, each with the error that prevents serving it, if any."""
         if not self._news.is_set():
             return []
         self._news.clear()
@@ -115,17 +115,17 @@ class Compiler:
         return [(request, errors[_key(request)]) for request in over]
 
     def matcher(self, request: Request) -> LLMatcher | None:
-        """A matcher at the beginning of the request's grammar, of its own; None if it has no grammar."""
+        """Returns a new matcher at the start of the request's grammar; None if the request has no grammar."""
         if request.params.grammar is None:
             return None
         key = _key(request)
         if key not in self._done:
-            # It was evicted while the request waited for a row.
+            # The cache evicted it while the request waited for a row.
             self._keep(key, self._compile(*key))
         return self._done[key].deep_copy()
 
     def close(self) -> None:
-        """Stops the threads; what is being compiled is finished first."""
+        """Stops the threads after the grammars that they are compiling."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -154,7 +154,7 @@ class Compiler:
         began = time.perf_counter()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
         if not matcher.is_error():
-            # The first mask builds what the lexer needs of the vocabulary.
+            # The first mask builds the lexer's tables for the vocabulary.
             matcher.compute_bitmask()
         self.stats.compiled += 1
         self.stats.seconds += time.perf_counter() - began
@@ -175,9 +175,9 @@ class Compiler:
 
 
 def _yield_to_steps() -> None:
-    """Lowers this thread's priority: on few processors, compiling would hold up the steps of all others."""
+    """Lowers this thread's priority, so that compiling does not delay steps on a machine with few processors."""
     with contextlib.suppress(OSError):
-        # Refused where threads have no priority of their own.
+        # Platforms without thread priorities refuse this.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 

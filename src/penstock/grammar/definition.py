@@ -1,7 +1,7 @@
-"""Turns a user's constraint (schema, regex, choice, grammar, structural tag) into a checked grammar of llguidance.
+"""Turns a user's constraint (schema, regex, choice, grammar, structural tag) into a validated llguidance grammar.
 
-Runs where requests are taken in, without a tokenizer; compiling for a vocabulary is `compiling.py`'s. All errors of a user's
-making are found here.
+Runs where requests are parsed and needs no tokenizer; `compiling.py` compiles the grammar for a vocabulary. Every error that a
+user can cause is raised here.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_CHARACTERS = 1_000_000
-"""Length of a regex, a grammar, or all choices."""
+"""Maximum length of a regex, of a grammar, and of all choices together."""
 MAX_CHOICES = 10_000
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _CACHED = 256
 _TRIES = 200
-"""Subschemas that are compiled to find the one at fault."""
+"""Maximum number of subschemas that are compiled to find the invalid one."""
 
 _cache: OrderedDict[bytes, str] = OrderedDict()
 _lock = threading.Lock()
 
 
 def limits() -> LLParserLimits:
-    """Bounds of compiling (about 50,000 units of fuel are a millisecond) and of each token's mask."""
+    """Returns llguidance's limits for compiling (50,000 units of fuel take about a millisecond) and for each token's mask."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(initial_lexer_fuel=5_000_000, max_grammar_size=500_000, max_lexer_states=50_000,
@@ -49,8 +49,8 @@ def limits() -> LLParserLimits:
 
 
 def define(params: StructuredOutputsParams) -> str:
-    """The grammar that `params` asks for, as text for `LLMatcher`. RequestError with the field at fault, and for schemas with
-    the JSON pointer. The last 256 are remembered."""
+    """Returns the grammar that `params` asks for, as text for `LLMatcher`. Raises RequestError that names the invalid field
+    and, for schemas, the JSON pointer. Caches the last 256 results."""
     key = msgspec.json.encode(params)
     with _lock:
         if key in _cache:
@@ -85,7 +85,7 @@ def _define(params: StructuredOutputsParams) -> str:
 
 
 def json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
-    """The grammar of a JSON schema, given as an object or as text. UnenforceableError with the pointer at fault."""
+    """Returns the grammar of a JSON schema, given as an object or as text. Raises UnenforceableError with the JSON pointer."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -98,7 +98,7 @@ def json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
         grammar = _json_grammar(with_orders(checked), params)
         message = _fault(grammar)
         if message:
-            # The orders are too much for llguidance, or the schema is.
+            # llguidance refuses the schema, or only the added property orders.
             grammar = _json_grammar(checked, params)
             message = _fault(grammar)
         if message:
@@ -109,14 +109,14 @@ def json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
 
 
 def node_grammar(node: Node, special: dict[str, int]) -> str:
-    """The grammar of a dialect's structure (`grammar/tools.py`); `special` are the special tokens by their text."""
+    """Returns the grammar of a dialect's structure (`grammar/tools.py`). `special` maps the special tokens' texts to ids."""
     grammar = _lark(lark_of(node, special))
     _check(grammar, 1 << max(max(special.values(), default=0), 257).bit_length())
     return grammar
 
 
 def options(params: StructuredOutputsParams) -> dict[str, Any]:
-    """llguidance's options for JSON."""
+    """Returns llguidance's options for JSON."""
     found: dict[str, Any] = dict(OPTIONS)
     if params.whitespace_pattern is not None:
         found["whitespace_pattern"] = params.whitespace_pattern
@@ -132,7 +132,7 @@ def _json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` wherever properties are listed and nothing else is said."""
+    """Returns the schema with `additionalProperties: false` wherever it lists properties and does not mention others."""
     schema = copy.deepcopy(schema)
     for part, _ in list(schemas.children(schema, "#", deep=True)):
         if isinstance(part, dict) and "properties" in part:
@@ -141,7 +141,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _lark(text: str) -> str:
-    """A grammar's text that is certainly taken for Lark: one that begins with a brace would be JSON."""
+    """Returns a grammar's text in a form that llguidance cannot take for JSON, which begins with a brace."""
     return f"// Lark\n{text}"
 
 
@@ -187,7 +187,7 @@ def _check(grammar: str, size: int = 257) -> None:
 
 
 def _fault(grammar: str, size: int = 257) -> str:
-    """Why llguidance cannot enforce a grammar, or no text can be an answer; empty if it can."""
+    """Returns the reason why llguidance cannot enforce a grammar or no text satisfies it; empty if there is none."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(_bytes_tokenizer(size), grammar, log_level=0, limits=limits())
@@ -206,7 +206,7 @@ def _first_lines(message: str) -> str:
 
 
 class _Bytes:
-    """A vocabulary of single bytes, which is enough to judge a grammar."""
+    """A vocabulary of single bytes, which suffices to validate a grammar."""
 
     is_tokenizer_wrapper = True
     eos_token_id = 256
@@ -222,14 +222,14 @@ class _Bytes:
 
 @functools.cache
 def _bytes_tokenizer(size: int = 257) -> LLTokenizer:
-    """Single bytes, and ids without text up to `size`, as which special tokens appear."""
+    """Returns a tokenizer of single bytes, with ids without text up to `size` that stand for the special tokens."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(cast("TokenizerWrapper", _Bytes(size)))
 
 
 def _located(schema: Any, params: StructuredOutputsParams, message: str) -> UnenforceableError:
-    """The error for a schema that llguidance refuses, at the deepest subschema that it refuses for itself."""
+    """Returns the error for a schema that llguidance refuses, located at the deepest subschema that it refuses by itself."""
     place, found, tries = "#", message, _TRIES
     definitions = {key: schema[key] for key in ("$defs", "definitions", "$schema") if key in schema}
     here: Any = schema
@@ -247,7 +247,7 @@ def _located(schema: Any, params: StructuredOutputsParams, message: str) -> Unen
 
 
 def _present(schema: Any, pointer: str) -> str:
-    """The pointer, as far as it leads into what the user sent: rewriting adds subschemas."""
+    """Returns the longest part of the pointer that exists in the user's schema: rewriting adds subschemas."""
     while pointer != "#":
         try:
             resolve_in(schema, pointer)
@@ -258,7 +258,7 @@ def _present(schema: Any, pointer: str) -> str:
 
 
 def _target(schema: Any, root: Any) -> list[tuple[Any, str]]:
-    """Returns (target, reference) of a schema with a reference, unless the target is a reference itself; else nothing."""
+    """Returns (target, reference) of a schema with a reference; None if it has none or the target is a reference itself."""
     if not isinstance(schema, dict) or "$ref" not in schema:
         return []
     target = resolve_in(root, schema["$ref"])

@@ -1,4 +1,4 @@
-"""Whether a schema has a finite value. llguidance finds most schemas without values itself, but not endless recursion."""
+"""Decides whether a schema has a finite value. llguidance detects most schemas without values, but not endless recursion."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 
 def can_end(root: Any, resolve: Callable[[str], Any]) -> bool:
-    """False if certainly no finite value is valid under `root`, because of references that lead back to themselves.
+    """Returns False if `root` certainly has no finite value, because its references recurse without end.
 
-    The least fixed point of "has a finite value": nothing has one at first, and what has one is found round by round.
+    Computes the least fixed point of "has a finite value": no subschema has one at first, and each round adds those whose parts
+    have one.
     """
     ends: dict[int, bool] = {}
     nodes: dict[int, Any] = {}
@@ -36,7 +37,7 @@ def can_end(root: Any, resolve: Callable[[str], Any]) -> bool:
 
 
 def _groups(schema: dict[str, Any], resolve: Callable[[str], Any]) -> list[list[Any]]:
-    """Returns groups of subschemas: the schema has a finite value only if one member of each group has one."""
+    """Returns groups of subschemas. The schema has a finite value only if each group has a member with one."""
     groups = [[part] for part in schema.get("allOf", ())]
     if "anyOf" in schema:
         groups.append(list(schema["anyOf"]))

@@ -1,7 +1,7 @@
-"""String formats as regular expressions, so that a `format` is enforced or refused, and never only noted.
+"""String formats as regular expressions, so that a `format` is either enforced or refused, never ignored.
 
-Each pattern accepts no string that its specification forbids. Some accept less than their specification allows: leap seconds
-only at 23:59:60Z, host names without punycode, e-mail addresses without quoted local parts.
+A pattern accepts no string that its specification forbids. Some patterns accept less than the specification: leap seconds only
+at 23:59:60Z, host names without punycode, e-mail addresses without quoted local parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _FRACTION = r"(?:\.[0-9]+)?"
 _OFFSET = "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _FULL_TIME = (f"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_FRACTION}{_OFFSET}"
               rf"|23:59:60{_FRACTION}(?:[zZ]|[+-]00:00))")
-# A label has no hyphens at its third and fourth place: those are reserved for punycode, whose validity is no regular language.
+# The third and fourth characters of a label are not both hyphens: that prefix is reserved for punycode, which is not a regular
+# language.
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9]|[a-zA-Z0-9-]?[a-zA-Z0-9]|[a-zA-Z0-9-][a-zA-Z0-9][a-zA-Z0-9-]{0,59}[a-zA-Z0-9])?"
 _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL})*"
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -41,7 +42,8 @@ _PCT = f"%{_HEX}{{2}}"
 
 
 def _references(letters: str, private: str) -> tuple[str, str]:
-    """Absolute and relative references of RFC 3986, or of RFC 3987 if `letters` has more than ASCII."""
+    """Returns the patterns of absolute and relative references of RFC 3986, or of RFC 3987 if `letters` includes more than
+    ASCII."""
     unreserved = f"[a-zA-Z0-9._~{letters}-]"
     plain = f"(?:{unreserved}|{_PCT}|[!$&'()*+,;=])"
     char = f"(?:{plain}|[:@])"
@@ -82,7 +84,7 @@ _SCHEMAS |= {name: {"pattern": f"^(?:{pattern})$"} for name, pattern in _PATTERN
 
 ENCODINGS = {"base64": {"pattern": f"^{_PATTERNS['byte']}$"}, "base16": {"pattern": f"^(?:{_HEX}{{2}})*$"},
              "7bit": {"pattern": "^[\\x00-\\x7f]*$"}, "8bit": {}, "binary": {}}
-"""contentEncoding by name."""
+"""The schema of each contentEncoding."""
 
 KNOWN = tuple(sorted(_SCHEMAS))
 

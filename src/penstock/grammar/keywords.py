@@ -1,4 +1,4 @@
-"""JSON Schema keywords by what becomes of them: enforced as they are, rewritten, read by people only, or refused and why."""
+"""JSON Schema keywords by treatment: enforced, rewritten, ignored as annotations, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ ENFORCED = frozenset({
     "maxProperties", "items", "prefixItems", "additionalItems", "minItems", "maxItems", "minLength", "maxLength", "pattern",
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "anyOf", "allOf", "$ref",
 })
-"""llguidance enforces these."""
+"""Keywords that llguidance enforces."""
 
 ANNOTATIONS = frozenset({
     "title", "description", "default", "examples", "example", "$comment", "$schema", "$id", "id", "$anchor", "$defs",
     "definitions", "$vocabulary", "deprecated", "readOnly", "writeOnly", "discriminator", "xml", "externalDocs",
 })
-"""These say nothing about which values are valid."""
+"""Keywords that do not affect validity."""
 
 COUNTS = frozenset({"minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength"})
-"""Their values are integers; 2.0 is one to JSON Schema, and not to llguidance."""
+"""Keywords with integer values. JSON Schema treats 2.0 as an integer, llguidance does not."""
 
 REFUSED: dict[str, str] = {
     "contains": "an array of which one item must match cannot be enforced while it is written; constrain all items",
@@ -30,13 +30,13 @@ REFUSED: dict[str, str] = {
     "disallow": "it is a keyword of draft 3; use not",
     "divisibleBy": "it is a keyword of draft 3; use multipleOf",
 }
-"""Keywords that nothing here can enforce, and what to do instead."""
+"""Keywords that cannot be enforced, each with the advice for the user."""
 
 IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "dependentSchemas", "dependencies")
-"""Keywords whose subschemas are about the same value."""
+"""Keywords whose subschemas apply to the same value."""
 
 TYPES = ("null", "boolean", "object", "array", "number", "string")
-"""All types; integers are numbers."""
+"""All types; `number` includes integers."""
 
 MAPS_OF_SCHEMAS = ("properties", "patternProperties", "dependentSchemas")
 LISTS_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")

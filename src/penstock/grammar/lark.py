@@ -1,4 +1,4 @@
-"""Users' grammars in Lark's syntax, read so far that embedded schemas and endless rules do not escape the checks."""
+"""Parses users' Lark grammars far enough to check the schemas embedded in them and to find rules that never end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Term = tuple[str, str]
 
 
 def with_schemas(text: str, change: Callable[[Any], Any]) -> str:
-    """The grammar with each schema behind %json replaced by `change` of it. RequestError if one is not JSON."""
+    """Returns the grammar with `change` applied to each schema after %json. Raises RequestError if a schema is not JSON."""
     out, at = [], 0
     for kind, begin, end in spans(text):
         if kind == "json":
@@ -40,7 +40,7 @@ def _decode(text: str, at: int) -> tuple[Any, int]:
 
 
 def spans(text: str) -> Iterator[tuple[str, int, int]]:
-    """(kind, begin, end) of the tokens, embedded JSON left out."""
+    """Yields (kind, begin, end) of the tokens, without embedded JSON."""
     at = 0
     while at < len(text):
         found = _TOKEN.match(text, at)
@@ -57,8 +57,8 @@ def spans(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def check_productive(text: str) -> None:
-    """RequestError if no finite text can come of the rule `start`, as in `start: "a" start`. A grammar with parts that are not
-    understood here is passed: llguidance judges it."""
+    """Raises RequestError if the rule `start` derives no finite text, as in `start: "a" start`. A grammar with syntax that
+    is not understood here passes: llguidance judges it."""
     if "%lark" in text:
         return
     rules = _rules(text)
@@ -84,7 +84,7 @@ def _rules(text: str) -> dict[str, list[Term]]:
 
 
 class _Reader:
-    """Whether a rule's body can end, given the rules that can."""
+    """Decides whether a rule's body can end, given the rules that can."""
 
     def __init__(self, terms: list[Term], good: set[str], names: Any) -> None:
         self._terms = terms
@@ -93,7 +93,7 @@ class _Reader:
         self._at = 0
 
     def alternatives(self) -> bool:
-        """One of the alternatives up to a closing bracket or the end."""
+        """Parses alternatives up to a closing bracket or the end. Returns whether one of them can end."""
         ends = self._sequence()
         while self._peek() == "|":
             self._at += 1

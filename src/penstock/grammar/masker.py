@@ -1,7 +1,7 @@
-"""Token masks for all constrained rows of a step, and tokens that the grammar forces.
+"""Computes the token masks of a step's constrained rows, and the tokens that a grammar forces.
 
-Each constrained sequence has a state beside the engine: how far its grammar is, whether it still thinks, and which tokens are
-forced. States are brought up to date when masks are asked for, which is when all earlier steps are known.
+Each constrained sequence has a `State` in the engine: its matcher's position, whether the model is still thinking, and the
+forced tokens. A state is advanced when a mask is requested, because all earlier steps are known by then.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 _FREE = -1
-"""A word of a mask that allows all of its tokens."""
+"""A mask word that allows all 32 tokens."""
 _FEW = 24
-"""A text is forced only where a mask allows so few tokens: those that the text begins with."""
+"""Forced text is looked for only where a mask allows at most so many tokens: the prefixes of one text are few."""
 
 
 @dataclass(slots=True)
 class MaskStats:
-    """Since the start of the engine."""
+    """Counts since the engine started."""
 
     masks: int = 0
     forced: int = 0
-    """Tokens that the grammar left no choice about."""
+    """Number of tokens that the grammar determined."""
     seconds: float = 0.0
-    """In `masks`."""
+    """Time spent in `masks`."""
 
 
 class State:
-    """A sequence's state in its grammar."""
+    """The grammar state of one sequence."""
 
     __slots__ = ("at", "begin", "budget", "end", "forced", "least", "matcher", "since", "stops", "thinking")
 
@@ -50,32 +50,32 @@ class State:
         params = sequence.request.params
         self.matcher = matcher
         self.at = sequence.prompt_len
-        """Tokens of the sequence that have been taken in."""
+        """Number of the sequence's tokens that the state has processed."""
         self.forced: list[int] = []
-        """The tokens that must come next. The matcher has taken them in, but for those that end thinking."""
+        """The tokens that must come next. The matcher has consumed them, except the tokens that end thinking."""
         self.end = params.reasoning_end_ids or []
         """The tokens that end thinking."""
         self.begin = params.reasoning_start_ids or []
-        """The tokens that begin thinking, as long as it may begin. Before a constrained answer they must be one."""
+        """The tokens that begin thinking, while it may still begin. A constrained answer supports only one such token."""
         self.thinking = bool(self.end) and not self.begin
         if matcher is not None and len(self.begin) > 1:
             self.begin = []
         self.since = sequence.prompt_len
-        """Where thinking has begun."""
+        """Position at which thinking began."""
         self.budget = params.max_thinking_tokens
         self.least = sequence.prompt_len + params.min_tokens
-        """Tokens that the sequence has at least before it ends."""
+        """Minimum length of the sequence, in tokens, before it may end."""
         self.stops = sorted(sequence.stops)
 
 
 class Masker:
-    """One engine's; implements `core/masking.py::Masker`."""
+    """The masker of one engine. Implements `core/masking.py::Masker`."""
 
     def __init__(self, compiler: Compiler, vocab_size: int,
                  propose: Callable[[Sequence, int, list[int]], None] | None = None,
                  spare: Callable[[], int] = lambda: 1 << 30, processors: int | None = None) -> None:
-        """`propose(sequence, at, tokens)` is told which tokens must stand at positions `at` and behind, before they are
-        chosen; `spare()` is how many of them a step can take. `processors`: how many there are (None: find out)."""
+        """`propose(sequence, at, tokens)` receives forced tokens from position `at` on, before they are chosen. `spare()`
+        returns how many of them a step can check. `processors`: number of processors (None: detect)."""
         self.stats = MaskStats()
         self._compiler = compiler
         self._words = -(-vocab_size // 32)
@@ -85,11 +85,11 @@ class Masker:
         self._pool: LLExecutor | None = None
 
     def wants(self, request: Request) -> bool:
-        """Whether the request's tokens are chosen under a mask."""
+        """Returns whether the request's tokens are chosen under a mask."""
         return request.params.constrained
 
     def masks(self, segments: List[MaskedSegment]) -> Masks:
-        """A line for each token that the segments choose, in their order."""
+        """Returns one mask for each token that the segments choose, in their order."""
         began = time.perf_counter()
         live: list[tuple[int, MaskedSegment, State]] = []
         lines = 0
@@ -107,7 +107,7 @@ class Masker:
                 self._think(state, segment, bits, first)
                 behind = _end_of_thinking(state, segment)
                 if state.matcher is not None and not state.forced:
-                    # An answer that ended within its thinking would not be what was asked for.
+                    # An answer that ends while the model thinks would not satisfy the constraint.
                     thought = len(segment.drafts) + 1 if behind is None else behind
                     _exclude(bits[first:first + thought], state.stops)
                 if behind is not None and state.matcher is not None:
@@ -134,7 +134,7 @@ class Masker:
         return state
 
     def _advance(self, live: list[tuple[int, MaskedSegment, State]]) -> list[tuple[int, MaskedSegment, State]]:
-        """Takes in the tokens that have been chosen since. Returns the rows where a text may be forced now that was not."""
+        """Processes the tokens chosen since the last call. Returns the rows where forced text has become possible."""
         one: list[tuple[LLMatcher, int]] = []
         moved = []
         for row in live:
@@ -168,8 +168,8 @@ class Masker:
         return moved
 
     def _find_forced(self, moved: list[tuple[int, MaskedSegment, State]], bits: Ints) -> None:
-        """Finds which tokens must come next. Asking a matcher costs more than its mask, so it is asked only where the mask says
-        that it has an answer, and where a step has room for that."""
+        """Finds the tokens that must come next. Asking a matcher costs more than computing its mask, so this asks only
+        matchers whose mask suggests forced text, and only while the step has room for forced tokens."""
         spare = self._spare()
         if not moved or spare <= 0:
             return
@@ -189,8 +189,8 @@ class Masker:
                 self._propose(segment.sequence, len(segment.sequence.tokens) + 1, forced[1:])
 
     def _watch(self, sequence: Sequence, state: State, new: list[int]) -> list[int]:
-        """Looks for the beginning of thinking: anywhere, or in front of a constrained answer. Returns the tokens behind it, or
-        all of the `new` ones without it."""
+        """Looks for the beginning of thinking: anywhere, or before a constrained answer. Returns the tokens after it, or all
+        `new` tokens if thinking has not begun."""
         begin, tokens = state.begin, sequence.tokens
         first = last = sequence.prompt_len
         if state.matcher is None:
@@ -204,7 +204,7 @@ class Masker:
         return new
 
     def _skip_thinking(self, sequence: Sequence, state: State, new: list[int]) -> list[int]:
-        """Leaves thinking where its end is among the `new` tokens. Returns those behind it."""
+        """Leaves the thinking state if the `new` tokens contain its end. Returns the tokens after that end."""
         end = state.end
         for at in range(len(sequence.tokens) - len(new) + 1, len(sequence.tokens) + 1):
             if at - len(end) >= state.since and sequence.tokens[at - len(end):at] == end:
@@ -213,7 +213,7 @@ class Masker:
         return []
 
     def _think(self, state: State, segment: MaskedSegment, bits: Ints, first: int) -> None:
-        """Thinking is free, up to its budget; then its end is forced."""
+        """Leaves thinking unconstrained up to its budget, then forces its end."""
         sequence = segment.sequence
         if not state.thinking or state.budget is None:
             return
@@ -223,12 +223,12 @@ class Masker:
             if len(state.end) > 1 and self._propose is not None:
                 self._propose(sequence, len(sequence.tokens) + 1, state.end[1:])
         elif thought + len(segment.drafts) >= state.budget and not state.forced:
-            # Drafts reach beyond the budget: no more of them than fit may be kept.
+            # Drafts extend beyond the budget: keep only drafts that fit.
             for line in range(state.budget - thought, len(segment.drafts) + 1):
                 _only(bits[first + line], state.end[0])
 
     def _fill(self, todo: list[tuple[LLMatcher, int, list[int]]], bits: Ints) -> None:
-        """The masks of all matchers."""
+        """Fills the masks of all matchers."""
         if not todo:
             return
         pointer, width, lines = bits.ctypes.data, bits.shape[1] * 4, len(bits)
@@ -244,19 +244,19 @@ class Masker:
             self._all_threads().unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, lines)
         for matcher, line, _ in todo:
             if matcher.is_error():
-                # Too complex a state: no token can be chosen, and the request ends with an error.
+                # The state is too complex for a mask: no token is allowed, and the request ends with an error.
                 bits[line] = 0
 
     def _force(self, segment: MaskedSegment, state: State, bits: Ints, first: int) -> None:
         for line, token in enumerate(state.forced[:1 + len(segment.drafts)]):
             _only(bits[first + line], token)
             if segment.drafts[line:line + 1] != [token]:
-                # Drafts behind a draft that disagrees are never kept.
+                # Drafts after a rejected draft are never kept.
                 break
 
     def _pool_for(self, count: int) -> LLExecutor | None:
-        """llguidance's threads for `count` matchers; None where this thread alone is sooner done. Handing over work takes as
-        long as some masks, and on one or two processors the model's own threads need them."""
+        """Returns llguidance's thread pool for `count` matchers; None if this thread alone is faster. Handing over work
+        costs as much as some masks, and on one or two processors the model's own threads need the time."""
         return self._all_threads() if count > 2 and self._processors > 2 else None
 
     def _all_threads(self) -> LLExecutor:
@@ -283,7 +283,7 @@ def _exclude(words: Ints, tokens: List[int]) -> None:
 
 
 def _end_of_thinking(state: State, segment: MaskedSegment) -> int | None:
-    """Returns the number of the segment's drafts up to the end of the thinking, if they end it."""
+    """Returns the number of the segment's drafts up to the end of thinking; None if they do not end it."""
     known, count = segment.sequence.tokens, len(state.end)
     tokens = [*known[len(known) - count + 1:], *segment.drafts]
     first = state.since - len(known) + count
@@ -292,7 +292,7 @@ def _end_of_thinking(state: State, segment: MaskedSegment) -> int | None:
 
 
 def _hold_back(segment: MaskedSegment, state: State, bits: Ints, first: int) -> None:
-    """Enforces min_tokens: an answer that could end continues if the grammar allows."""
+    """Enforces min_tokens: an answer that could end must continue if the grammar allows it."""
     missing = state.least - len(segment.sequence.tokens)
     for line in range(first, first + min(missing, 1 + len(segment.drafts))):
         held = bits[line].copy()

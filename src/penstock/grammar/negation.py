@@ -1,6 +1,6 @@
-"""Two questions about schemas that oneOf, not and if come down to: what is the opposite of one, and can a value satisfy two.
+"""Negation and disjointness of schemas, for oneOf, not and if. Both results are exact or not given.
 
-Both answers are exact or withheld. Schemas here have been through `schema.py` or are about to; `resolve` follows references.
+The schemas were rewritten by `schema.py`, or will be; `resolve` follows references.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from penstock.grammar.keywords import ANNOTATIONS, TYPES
 
 Schema = dict[str, Any] | bool
 Resolve = Callable[[str], Any]
-"""The schema that a reference within the document names. KeyError if there is none."""
+"""Returns the schema that a reference within the document names. Raises KeyError if there is none."""
 
 _DEEPEST = 8
 _WIDEST = 64
-"""Values of an enum whose opposite is written out."""
+"""Maximum number of values of an enum whose negation is written out."""
 
 
 def negate(schema: Any, resolve: Resolve, depth: int = 0) -> Schema | None:
-    """A schema that is valid exactly where `schema` is not; None if these keywords cannot say it."""
+    """Returns a schema that is valid exactly where `schema` is not; None if the keywords cannot express it."""
     if isinstance(schema, bool):
         return not schema
     if depth > _DEEPEST or not isinstance(schema, dict):
@@ -41,7 +41,7 @@ def negate(schema: Any, resolve: Resolve, depth: int = 0) -> Schema | None:
 
 
 def any_of(parts: list[Schema]) -> Schema:
-    """Valid where one of `parts` is."""
+    """Returns a schema that is valid where one of `parts` is."""
     parts = [part for part in parts if part is not False]
     if True in parts or {} in parts:
         return True
@@ -57,7 +57,7 @@ def _not_type(value: Any, _resolve: Resolve, _depth: int) -> Schema | None:
 
 
 def _not_enum(values: Any, _resolve: Resolve, _depth: int) -> Schema | None:
-    """Everything but these scalars, type by type."""
+    """Returns a schema of all values except these scalars, by type."""
     if not isinstance(values, list) or len(values) > _WIDEST or any(isinstance(value, dict | list) for value in values):
         return None
     strings = [value for value in values if isinstance(value, str)]
@@ -79,7 +79,7 @@ def _not_enum(values: Any, _resolve: Resolve, _depth: int) -> Schema | None:
 
 
 def _other_strings(strings: list[str]) -> str:
-    """A regular expression for all strings but these."""
+    """Returns a regular expression of all strings except these."""
     firsts = sorted({string[0] for string in strings if string})
     parts = [] if "" in strings else [""]
     parts.append("[\\s\\S]+" if not firsts else f"[^{''.join(map(_escape, firsts))}][\\s\\S]*")
@@ -96,7 +96,8 @@ def _escape(character: str) -> str:
 
 
 def _bound(kind: str, opposite: str, step: int = 0) -> Callable[[Any, Resolve, int], Schema | None]:
-    """The opposite of a bound on values of a type: a bound on the other side; `step` where both are inclusive counts."""
+    """Returns the function that negates a bound on values of a type as a bound on the other side. `step`: distance of the
+    two bounds if both are inclusive counts."""
     def build(value: Any, _resolve: Resolve, _depth: int) -> Schema | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
@@ -150,7 +151,7 @@ _OPPOSITES: dict[str, Callable[[Any, Resolve, int], Schema | None]] = {
 
 
 def disjoint(a: Any, b: Any, resolve: Resolve, depth: int = 0) -> bool:
-    """Whether certainly no value is valid under both."""
+    """Returns whether certainly no value is valid under both schemas."""
     if a is False or b is False:
         return True
     if not isinstance(a, dict) or not isinstance(b, dict) or depth > _DEEPEST:
@@ -182,7 +183,7 @@ def _followed(schema: dict[str, Any], resolve: Resolve) -> dict[str, Any]:
 
 
 def _kinds(schema: dict[str, Any]) -> set[str]:
-    """The types that a value may have."""
+    """Returns the types that a valid value may have."""
     values = _values(schema)
     if values is not None:
         return {_kind(value) for value in values}
@@ -199,7 +200,7 @@ def _kind(value: Any) -> str:
 
 
 def _values(schema: dict[str, Any]) -> list[Any] | None:
-    """All that are possible, if they are listed. Numbers as floats, as 1 and 1.0 are equal."""
+    """Returns all valid values if the schema lists them. Numbers become floats, because 1 and 1.0 are equal."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(listed, list):
         return None
@@ -207,7 +208,7 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _apart(a: dict[str, Any], b: dict[str, Any], resolve: Resolve, depth: int) -> bool:
-    """Objects: whether `a` requires a property that `b` forbids, or wants otherwise."""
+    """Returns whether two object schemas are disjoint: `a` requires a property that `b` forbids or gives a disjoint schema."""
     mine, theirs = a.get("properties", {}), b.get("properties", {})
     for name in a.get("required", ()):
         if name in theirs:
@@ -219,7 +220,7 @@ def _apart(a: dict[str, Any], b: dict[str, Any], resolve: Resolve, depth: int) -
 
 
 def _split(a: dict[str, Any], b: dict[str, Any], resolve: Resolve, depth: int) -> bool:
-    """Whether a part of `a` that must hold, or every alternative, is disjoint from `b`."""
+    """Returns whether a required part of `a`, or each of its alternatives, is disjoint from `b`."""
     if any(disjoint(part, b, resolve, depth + 1) for part in a.get("allOf", ())):
         return True
     return any(a.get(key) and all(disjoint(part, b, resolve, depth + 1) for part in a[key]) for key in ("anyOf", "oneOf"))

@@ -1,7 +1,7 @@
-"""The orders in which an object's properties may be written: that of `properties`, and that of `required` where it differs.
+"""Property orders that an object may be written in: that of `properties`, and that of `required` if it differs.
 
-llguidance writes properties in the schema's order. Serializers that sort keys lose the author's order in `properties`, but not
-in `required`, which is a list; so either is accepted.
+llguidance writes properties in the schema's order. Serializers that sort keys lose the author's order in `properties` but not
+in the list `required`, so both orders are accepted.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from penstock.grammar.keywords import LISTS_OF_SCHEMAS, MAPS_OF_SCHEMAS, SCHEMAS
 
 MAX_PARTS = 500
-"""Subschemas in all: the second order of an object is a copy of it with all that is in it."""
+"""Maximum number of subschemas: the second order of an object copies the object and all its parts."""
 _DEFINITIONS = ("$defs", "definitions")
 _DOCUMENT = (*_DEFINITIONS, "$schema", "$id")
 _MOVABLE = re.compile(r"#(/(\$defs|definitions)/[^/]+)?")
 
 
 class _TooManyError(Exception):
-    """There are more than MAX_PARTS parts."""
+    """The schema has more than MAX_PARTS subschemas."""
 
 
 def with_orders(root: dict[str, Any]) -> dict[str, Any]:
-    """An enforceable schema with a choice of two orders in each object that has two. It is `root` where there would be too many
-    parts, and where a reference leads into an object, whose copies have no place of their own."""
+    """Returns an enforceable schema in which each object with two orders has both as alternatives. Returns `root` unchanged
+    if the result would have too many parts, or if a reference points into an object: its copy would have no pointer."""
     references = (part.get("$ref") for part in _parts(root))
     if not all(_MOVABLE.fullmatch(reference) for reference in references if isinstance(reference, str)):
         return root
@@ -74,7 +74,7 @@ class _Walk:
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a schema, which are its subschemas and some more."""
+    """Yields all objects in a schema: its subschemas and some others."""
     stack = [value]
     while stack:
         part = stack.pop()

@@ -1,7 +1,7 @@
-"""Regular expressions of JSON Schema (ECMA-262, unicode mode) in the dialect of llguidance (Rust's regex crate).
+"""Translates regular expressions of JSON Schema (ECMA-262, unicode mode) to llguidance's (Rust's regex crate).
 
-The two differ in what a few characters mean, and each difference would let through strings that the schema forbids.
-Syntax that is not understood is passed on as it is, for llguidance to refuse.
+A few characters differ in meaning, and each difference would accept strings that the schema forbids. Unknown syntax is passed
+on unchanged, and llguidance refuses it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SURROGATES = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-
 
 
 def translate(pattern: str) -> str:
-    """Returns a pattern in Rust's dialect that matches the same strings."""
+    """Returns a pattern in Rust's syntax that matches the same strings."""
     pattern = _SURROGATES.sub(lambda found: _rust_escape(0x10000 + ((int(found[1], 16) - 0xD800) << 10)
                                                          + int(found[2], 16) - 0xDC00), pattern)
     out, at = [], 0
@@ -34,7 +34,7 @@ def translate(pattern: str) -> str:
 
 
 def alternatives(pattern: str) -> list[str]:
-    """The parts of a pattern between the bars that are in no group and no class."""
+    """Splits a pattern at the bars that are outside all groups and classes."""
     found, depth, inside, at = [""], 0, False, 0
     while at < len(pattern):
         piece = pattern[at:at + 2] if pattern[at] == "\\" else pattern[at]
@@ -53,7 +53,7 @@ def alternatives(pattern: str) -> list[str]:
 
 
 def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
-    """The escape at `at`, translated, and where it ends."""
+    """Returns the translated escape at `at`, and its end."""
     letter = pattern[at + 1]
     if letter.lower() in _CLASSES:
         members = _CLASSES[letter.lower()]
@@ -76,13 +76,14 @@ def _rust_escape(code: int) -> str:
 
 
 def _class(pattern: str, at: int) -> tuple[str, int]:
-    """The class at `at`, translated, and where it ends. Brackets and doubled signs mean nothing there in ECMA-262."""
+    """Returns the translated class at `at`, and its end. Brackets and doubled operators have no special meaning there in
+    ECMA-262."""
     out, at = ["["], at + 1
     if pattern[at:at + 1] == "^":
         out.append("^")
         at += 1
     if pattern[at:at + 1] == "]":
-        # [] is nothing and [^] is everything.
+        # [] matches nothing and [^] everything.
         return ("[\\s\\S]" if len(out) == 2 else "[^\\s\\S]"), at + 1
     while at < len(pattern) and pattern[at] != "]":
         character = pattern[at]

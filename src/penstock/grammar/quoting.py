@@ -1,6 +1,6 @@
-"""A Lark grammar of texts as a grammar of the same texts within a JSON string: quotation marks, backslashes and line breaks are
-escaped in every terminal. Exact, but for control characters without a short escape, which are left out.
-"""
+"""Rewrites a Lark grammar of texts to the grammar of these texts inside a JSON string: every terminal has its quotation
+marks, backslashes and line breaks escaped. The result is exact, except that it excludes control characters without a short
+escape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.grammar.lark import spans
 
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
 _PLAIN = r'[^"\\\x00-\x1f]'
-"""Characters that stand in a string as they are."""
+"""A character that needs no escape in a JSON string."""
 _COMMON = {
     "DIGIT": "/[0-9]/", "HEXDIGIT": "/[a-fA-F0-9]/", "INT": "/[0-9]+/", "SIGNED_INT": "/[+-]?[0-9]+/", "LETTER": "/[A-Za-z]/",
     "LCASE_LETTER": "/[a-z]/", "UCASE_LETTER": "/[A-Z]/", "WORD": "/[A-Za-z]+/", "CNAME": "/[_A-Za-z][_A-Za-z0-9]*/",
@@ -30,7 +30,8 @@ _COMMON = {
 
 
 def quoted(grammar: str) -> str:
-    """The grammar of the escaped texts, without the quotation marks around them. RequestError for what cannot be said so."""
+    """Returns the grammar of the escaped texts, without the surrounding quotation marks. Raises RequestError for syntax
+    without an escaped form."""
     out: list[str] = []
     terms = [(kind, grammar[begin:end]) for kind, begin, end in spans(grammar)]
     at = 0
@@ -93,7 +94,8 @@ def _regex(pattern: str, flags: str) -> str:
 
 
 class _Escaped:
-    """Writes a parsed regex in Rust's syntax, with its characters escaped as in JSON. KeyError for what has no such form."""
+    """Writes a parsed regex in Rust's syntax with its characters escaped as in JSON. Raises KeyError for syntax without such
+    a form."""
 
     def sequence(self, parts: Any, flags: int) -> str:
         return "".join(self._part(kind, value, flags) for kind, value in parts)
@@ -121,10 +123,10 @@ class _Escaped:
         raise KeyError(f"{kind} is not possible")
 
     def _characters(self, members: list[Any], negated: bool, flags: int) -> str:
-        """One character of a class: as it is, or one of the escapes."""
+        """Returns the pattern of one character of a class: the character itself, or one of the escapes."""
         escapes = [re.escape(escape) for special, escape in _ESCAPES.items() if _is_member(special, members) != negated]
         named = "".join(_member(kind, value) for kind, value in members)
-        # An empty class is no syntax; [^] is all.
+        # An empty class is invalid syntax; [^] matches everything.
         wanted = (f"[^{named}]" if negated else f"[{named}]") if named else r"[\s\S]"
         plain = f"(?{'i' if flags & re.IGNORECASE else ''}:[{wanted}&&{_PLAIN}])"
         return "(?:" + "|".join([plain, *escapes]) + ")" if escapes else plain
@@ -140,7 +142,7 @@ def _member(kind: Any, value: Any) -> str:
 
 
 def _is_member(character: str, members: list[Any]) -> bool:
-    """Whether one of the characters that have escapes is in a class."""
+    """Returns whether a class contains one of the characters that have escapes."""
     code, space = ord(character), character.isspace()
     categories = {op.CATEGORY_DIGIT: False, op.CATEGORY_NOT_DIGIT: True, op.CATEGORY_SPACE: space,
                   op.CATEGORY_NOT_SPACE: not space, op.CATEGORY_WORD: False, op.CATEGORY_NOT_WORD: True}

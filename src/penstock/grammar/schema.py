@@ -1,7 +1,8 @@
-"""JSON schemas made enforceable: every keyword is enforced, rewritten into ones that are, or refused by its JSON pointer.
+"""Makes JSON schemas enforceable: each keyword is enforced, rewritten into enforceable keywords, or refused with its JSON
+pointer.
 
-`enforceable` returns a schema with the same valid values that llguidance enforces to the letter. Nothing is approximated: a
-keyword whose meaning cannot be kept raises `UnenforceableError`. Compiling is not done here.
+`enforceable` returns a schema with the same valid values, all of whose keywords llguidance enforces. Nothing is approximated: a
+keyword that cannot be kept exactly raises `UnenforceableError`. `compiling.py` compiles.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from penstock.grammar.negation import any_of, disjoint, negate
 from penstock.grammar.patterns import translate
 
 MAX_CHARACTERS = 1_000_000
-"""Length of a schema as compact JSON."""
+"""Maximum length of a schema as compact JSON."""
 MAX_DEPTH = 64
 """Maximum nesting depth of a schema's objects and arrays."""
 MAX_BRANCHES = 64
-"""Alternatives of a oneOf whose pairs are compared."""
+"""Maximum branches of a oneOf, whose pairs are compared."""
 
 _WHITESPACE = r"[ \t]{1,4}|[ \t]{0,4}\r?\n[ \t]{0,40}"
-"""A few blanks, or a line break and an indentation. Without a limit, a model may write nothing else until max_tokens."""
+"""A few blanks, or a line break and an indentation. Without a limit a model may write white space until max_tokens."""
 OPTIONS = {"json_allowed_escapes": '"\\bfnrt', "whitespace_pattern": _WHITESPACE}
-"""llguidance's options. Escapes by number are left out, because a property name spelled by them would pass for another name;
-every character can be written without."""
+"""llguidance's options. Numeric escapes are excluded, because a property name spelled with them would pass for another name;
+every character can be written without them."""
 
 _UNWRITABLE = re.compile(r"[^\n\r\t\b\f -\x7e\x80-\U0010ffff]")
 _LLGUIDANCE = "x-guidance"
-"""llguidance reads options from this key of a schema. Other unknown keywords are annotations, by the specification."""
+"""llguidance reads options from this key of a schema. The specification treats other unknown keywords as annotations."""
 
 
 class UnenforceableError(RequestError):
@@ -55,7 +56,7 @@ class UnenforceableError(RequestError):
 
 
 def enforceable(schema: Any) -> Any:
-    """A copy that llguidance enforces completely. UnenforceableError says where and why not."""
+    """Returns a copy that llguidance enforces completely. Raises UnenforceableError with the pointer and the reason."""
     if isinstance(schema, bool):
         if not schema:
             raise UnenforceableError("#", "no value is valid under it")
@@ -72,12 +73,12 @@ def enforceable(schema: Any) -> Any:
 
 
 def token(name: str) -> str:
-    """A name as a part of a JSON pointer."""
+    """Returns a name as a reference token of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def resolve_in(root: Any, reference: str) -> Any:
-    """Resolves a reference within the document: "#", "#/a/b" or "#anchor". KeyError if the target does not exist."""
+    """Resolves a reference within the document: "#", "#/a/b" or "#anchor". Raises KeyError if the target does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         raise KeyError(reference)
     fragment = reference[1:]
@@ -109,7 +110,8 @@ def _anchored(root: Any, name: str) -> Any:
 
 
 def children(schema: Any, pointer: str, deep: bool = False) -> Iterator[tuple[Any, str]]:
-    """The subschemas of a schema and their pointers; `deep`: the schema itself, its definitions, and all below them."""
+    """Yields the subschemas of a schema with their pointers. `deep`: also the schema itself, its definitions, and all nested
+    subschemas."""
     if deep:
         yield schema, pointer
     if not isinstance(schema, dict):
@@ -156,7 +158,7 @@ class _Walk:
         return resolve_in(self.root, reference)
 
     def visit(self, schema: Any, pointer: str) -> None:
-        """Makes a schema and all below it enforceable. `pointer` is where it stands."""
+        """Makes the schema at `pointer` and all its subschemas enforceable."""
         if isinstance(schema, bool):
             return
         if not isinstance(schema, dict):
@@ -166,7 +168,7 @@ class _Walk:
         self._seen.add(id(schema))
         for key in list(schema):
             if key in _REWRITES:
-                # A rewrite may have taken its neighbours along.
+                # An earlier rewrite may have removed the keyword.
                 if key in schema:
                     _REWRITES[key](self, schema, f"{pointer}/{token(key)}")
             elif key in REFUSED:
@@ -229,14 +231,15 @@ class _Walk:
             _check_writable(name, f"{pointer}/{token(name)}")
 
     def nullable(self, schema: dict[str, Any], _pointer: str) -> None:
-        """OpenAPI 3.0's way to add null to a type."""
+        """Rewrites OpenAPI 3.0's `nullable`, which adds null to a type."""
         if schema.pop("nullable") is True and isinstance(schema.get("type"), str):
             schema["type"] = list(dict.fromkeys((schema["type"], "null")))
             if isinstance(schema.get("enum"), list) and None not in schema["enum"]:
                 schema["enum"] = [*schema["enum"], None]
 
     def one_of(self, schema: dict[str, Any], pointer: str) -> None:
-        """oneOf is anyOf where no value is valid under two branches; each branch excludes those that it may overlap."""
+        """Rewrites oneOf as anyOf if no value is valid under two branches; each branch excludes the branches that it may
+        overlap."""
         branches = schema["oneOf"]
         if not isinstance(branches, list) or not branches:
             raise UnenforceableError(pointer, "it must be a list of schemas")
@@ -278,13 +281,14 @@ class _Walk:
         self._alternatives(schema, [{"allOf": [condition, then]}, {"allOf": [copy.deepcopy(opposite), otherwise]}])
 
     def alone(self, schema: dict[str, Any], pointer: str) -> None:
-        """then and else say nothing without if, minContains and maxContains nothing without contains."""
+        """Drops keywords without effect: then and else without if, minContains and maxContains without contains."""
         key = pointer.rpartition("/")[2]
         if ("if" if key in ("then", "else") else "contains") not in schema:
             del schema[key]
 
     def dependencies(self, schema: dict[str, Any], pointer: str) -> None:
-        """If a property is there, others must be, or a schema must hold: it is absent, or it is there and they are."""
+        """Rewrites dependencies: either the property is absent, or it is present and the required properties or the schema
+        hold."""
         key = pointer.rpartition("/")[2]
         found = schema.pop(key)
         if not isinstance(found, dict):
@@ -316,7 +320,7 @@ class _Walk:
                                      "schema without properties and patternProperties")
 
     def unevaluated(self, schema: dict[str, Any], pointer: str) -> None:
-        """Beside no other applicator, "unevaluated" is "additional"."""
+        """Rewrites "unevaluated" keywords as "additional" ones, which they equal if no other applicator is present."""
         key = pointer.rpartition("/")[2]
         wanted = schema.pop(key)
         if wanted in (True, {}):
@@ -330,14 +334,14 @@ class _Walk:
         schema[plain] = wanted
 
     def _also(self, schema: dict[str, Any], meaning: dict[str, Any]) -> None:
-        """Adds keywords; those that stand there already hold as well."""
+        """Adds keywords to a schema; its present keywords stay in force."""
         if schema.keys() & meaning.keys():
             schema.setdefault("allOf", []).append(dict(meaning))
         else:
             schema |= meaning
 
     def _alternatives(self, schema: dict[str, Any], cases: list[Any]) -> None:
-        """One of `cases` must hold, besides all else."""
+        """Adds the condition that one of `cases` holds."""
         found = any_of(cases)
         if isinstance(found, dict) and found.keys() == {"anyOf"} and "anyOf" not in schema:
             schema |= found
@@ -346,7 +350,7 @@ class _Walk:
 
 
 def _check_writable(value: Any, pointer: str) -> None:
-    """Control characters other than these have only escapes by number, which are left out."""
+    """Refuses control characters that can only be written as numeric escapes, which are excluded."""
     if isinstance(value, str):
         bad = next((character for character in value if _UNWRITABLE.match(character)), None)
         if bad is not None:
@@ -361,7 +365,7 @@ def _check_writable(value: Any, pointer: str) -> None:
 
 
 def _within(branch: Any, context: dict[str, Any]) -> Any:
-    """A branch as its parent's keywords narrow it, to tell it from others."""
+    """Returns a branch narrowed by its parent's keywords, to compare it with the other branches."""
     return {**context, **branch} if isinstance(branch, dict) else branch
 
 
@@ -381,7 +385,7 @@ def _other_than_objects(schema: dict[str, Any]) -> dict[str, Any] | None:
 
 _INDEPENDENT = frozenset({"type", "enum", "const", "properties", "required", "minLength", "maxLength", "pattern", "minimum",
                           "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems"})
-"""Keywords whose meaning does not depend on their neighbours."""
+"""Keywords whose meaning does not depend on other keywords of the schema."""
 
 _Rewrite = Callable[[_Walk, dict[str, Any], str], None]
 _REWRITES: dict[str, _Rewrite] = {

@@ -1,4 +1,4 @@
-"""Structural tags, in vLLM's older form (structures and triggers) and in the newer one (a tree of formats), as a structure."""
+"""Converts structural tags to structures: vLLM's older form (structures and triggers) and its newer one (a tree of formats)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.core.structure import Either, Json, Lark, Literal, Node, Regex, Re
 
 
 def tags_node(tag: Any) -> Node:
-    """The structure that a structural tag describes. RequestError with what is wrong."""
+    """Returns the structure that a structural tag describes. Raises RequestError with the reason."""
     if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
         raise RequestError('a structural tag must be an object with the type "structural_tag"')
     if "format" in tag:
@@ -26,7 +26,7 @@ def _structure(entry: Any, place: str) -> tuple[str, Node]:
 
 
 def _triggered(tags: list[tuple[str, Node]], triggers: list[Any], place: str, least: int = 0, most: int | None = None) -> Node:
-    """Free text with tags: behind a trigger, the rest of one of the tags that begin with it."""
+    """Returns free text with tags: a trigger is followed by the rest of one of the tags that begin with it."""
     found = []
     for trigger in triggers:
         if not isinstance(trigger, str) or not trigger:

@@ -34,15 +34,15 @@ _ANY = "(?s:.*)"
 
 
 def lark_of(node: Node, special: Mapping[str, int]) -> str:
-    """The grammar of `node`. `special` are the special tokens by their text; without them, all text is plain. RequestError for
-    a schema or grammar in it that cannot be enforced."""
+    """Returns the grammar of `node`. `special` maps the texts of the special tokens to ids; if it is empty, all text is
+    plain. Raises RequestError for a schema or grammar in `node` that cannot be enforced."""
     writer = _Writer(special)
     start = writer.write(node)
     return "\n".join([f"start: {start}", *writer.rules]) + "\n"
 
 
 def lark_text(text: str) -> str:
-    """A user's grammar, in Lark or GBNF, checked and in Lark. RequestError if it is neither."""
+    """Validates a user's grammar, in Lark or GBNF, and returns it in Lark. Raises RequestError if it is neither."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -55,7 +55,7 @@ def lark_text(text: str) -> str:
 
 
 def regex_text(pattern: str) -> str:
-    """A regex between slashes, on one line. Anchors at its ends say what holds anyway."""
+    """Returns a regex between slashes, on one line. Drops the anchors at its ends: a terminal matches as a whole anyway."""
     pattern = pattern.removeprefix("^")
     if pattern.endswith("$") and not pattern.endswith("\\$"):
         pattern = pattern[:-1]
@@ -67,8 +67,8 @@ def regex_text(pattern: str) -> str:
 
 
 def matching(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """Regexes that all must match the whole of a text that is valid under a schema's keywords for strings. RequestError for a
-    format that is not known."""
+    """Returns the regexes that must all match a text that is valid under a schema's string keywords. Raises RequestError for
+    an unknown format."""
     found: list[str] = []
     if "format" in schema:
         meaning = schema_of(schema["format"])
@@ -83,14 +83,14 @@ def matching(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _unanchored(pattern: str) -> str:
-    """A pattern that may match anywhere, as one for the whole text."""
+    """Returns a whole-text pattern for a pattern that may match anywhere."""
     begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[1 if begin else 0:-1 if end else None]
     return f"{'' if begin else _ANY}(?:{inner}){'' if end else _ANY}"
 
 
 class _Writer:
-    """Collects rules; `write` gives the name or the expression that stands for a node."""
+    """Collects rules. `write` returns the name or expression of a node."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self.rules: list[str] = []
@@ -108,7 +108,7 @@ class _Writer:
         if isinstance(node, Lark):
             return self._rule(f"%lark {{\n{lark_text(node.grammar)}\n}}")
         if isinstance(node, Quoted):
-            # Checked as it was given, so that errors are about that.
+            # The schema is checked as the user gave it, so that errors point into it.
             return self._rule(f'"\\"" %lark {{\n{quoted(lark_text(node.grammar))}\n}} "\\""')
         if isinstance(node, Until):
             return self._without((node.stop,))
@@ -143,18 +143,19 @@ class _Writer:
         return " ".join(part for part in (*parts, _quoted(text[at:])) if part) or '""'
 
     def _without(self, stops: tuple[str, ...]) -> str:
-        """Any text in which none of `stops` occurs. Special tokens are no text."""
+        """Returns a rule for text in which none of `stops` occurs. Special tokens are not text."""
         plain = [stop for stop in stops if stop not in self._special]
         return self._free_of(plain)
 
     def _free_of(self, plain: List[str], unlike: List[str] = ()) -> str:
-        """Any text in which none of `plain` occurs, spelled out, and none of the regexes `unlike` matches (at its start: ^)."""
+        """Returns a rule for text in which none of `plain` occurs, spelled out, and none of the regexes `unlike` matches (^:
+        at its start)."""
         never = [*(_ANY + _escaped(stop) for stop in plain),
                  *((_ANY if not pattern.startswith("^") else "") + regex_text(pattern)[1:-1] for pattern in unlike)]
         return self._terminal(" & ".join([f"/{_ANY}/", *(f"~/{one}{_ANY}/" for one in never)]))
 
     def _upto(self, stop: str, patterns: tuple[str, ...] = ()) -> str:
-        """Any text that matches the patterns, up to the first `stop`, and that."""
+        """Returns a rule for text that matches the patterns, up to and including the first `stop`."""
         found = self._split.match(stop) if self._split else None
         here = [f"~/{_ANY}{_escaped(stop)}{_ANY}/"] if patterns and found is None else []
         text = self._terminal(" & ".join([*(f"/{pattern}/" for pattern in patterns), *here] or [f"/{_ANY}/"]))
@@ -191,7 +192,8 @@ class _Writer:
         return self._rule(f"{_times(calls, node.least, node.most)} {tail}")
 
     def _ending(self, node: Triggered) -> str:
-        """Text, and one tag at its end. A parser does not tell a special token from its text, so no trigger is spelled out."""
+        """Returns a rule for text with one tag at its end. No trigger may be spelled out: a parser cannot tell a special
+        token from its text."""
         triggers = tuple(trigger for trigger, _ in node.tags)
         text, before = self._free_of((*triggers, *node.never), node.unlike), self._free_of(node.never, node.unlike)
         markers = [self._literal(marker) for marker in node.special if marker in self._special]
@@ -218,5 +220,5 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text as a regex between slashes."""
+    """Returns a text as a regex between slashes."""
     return "".join(c if c.isalnum() or c in " _<>=\"'" else f"\\x{{{ord(c):x}}}" for c in text)

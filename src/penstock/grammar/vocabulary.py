@@ -1,4 +1,4 @@
-"""A model's vocabulary as llguidance sees it: the bytes of each token, which are special, and how a text is tokenized."""
+"""Describes a model's vocabulary to llguidance: each token's bytes, the special tokens, and how text is tokenized."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class _Wrapped:
         self.bos_token_id = tokenizer.bos_id
         size = min(vocab_size, tokenizer.vocab_size)
         self.tokens: list[bytes] = [tokenizer.token_bytes(token) for token in range(size)]
-        # Ids that only the model has are no token that could be chosen.
+        # Ids that only the model has are not tokens that could be chosen.
         self.tokens += [b""] * (vocab_size - size)
         self.special_token_ids = sorted(token for token in tokenizer.special_ids if token < size)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text that stands inside another: in front of one that stands alone, sentencepiece puts a space."""
+        """Returns the tokens of a text inside another text: sentencepiece adds a space before a text that stands alone."""
         found = self._tokenizer.encode("\n" + text, add_special_tokens=False)
         if found[:len(self._before)] == self._before:
             return found[len(self._before):]
@@ -37,8 +37,8 @@ class _Wrapped:
 
 
 def build(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
-    """llguidance's tokenizer; takes up to some seconds for 200,000 tokens. `vocab_size` is the model's, which may have unused
-    ids; any of `eos_ids` ends an answer. RequestError if the model has no such token."""
+    """Returns llguidance's tokenizer; takes seconds for 200,000 tokens. `vocab_size` is the model's and may include unused
+    ids; each of `eos_ids` ends an answer. Raises RequestError if the model has no end-of-sequence token."""
     from llguidance import LLTokenizer
 
     ends = [token for token in eos_ids if token < vocab_size] or [t for t in (tokenizer.eos_id,) if t is not None]
