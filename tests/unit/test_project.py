@@ -235,5 +235,5 @@ def test_sentences_begin_with_a_subject() -> None:
     for path in [*documents(), *sources(), *SOURCE.rglob("*.cpp"), *SOURCE.rglob("*.h")]:
         for paragraph in prose(path):
             for sentence in re.split(r"(?<=[.:!?])\s+(?=[A-Z])", " ".join(paragraph.split())):
-                begins = re.match(r"\W*(What|Whatever|That which|Who|Whoever|How dear)\b", sentence)
+                begins = re.match(r"\W*(What|Whatever|That which|Which|Whichever|Who|Whoever|Whose|Those|How)\b", sentence)
                 assert not begins or sentence.rstrip("*\"").endswith("?"), f"{path.relative_to(ROOT)}: {sentence[:100]}"

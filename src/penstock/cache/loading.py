@@ -169,7 +169,7 @@ class Loading:
         return lambda: self.pools.available(group) >= count
 
     def _let_go(self, deepest: Node, pages: list[list[int]]) -> None:
-        """Releases all pages of a load. Those that the index keeps are in `deepest` or its ancestors."""
+        """Releases all pages of a load. The pages that the index keeps are in `deepest` or its ancestors."""
         for g, ids in enumerate(pages):
             idle = set(self.pools.give(g, [page for page in ids if page >= 0]))
             if idle and self.evictor.bounded[g]:

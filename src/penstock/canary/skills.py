@@ -144,7 +144,7 @@ def compare(rng: Random, span: float) -> Item:
 
 
 def count(rng: Random, span: float) -> Item:
-    """How often a word occurs in a list."""
+    """Asks for the number of occurrences of a word in a list."""
     times = rng.randint(1, 5 + round(7 * span))
     wanted, *others = rng.sample(WORDS, 4)
     items = [wanted] * times + [rng.choice(others) for _ in range(rng.randint(0, 6 + round(10 * span)))]
@@ -172,7 +172,7 @@ def sort(rng: Random, span: float) -> Item:
 
 
 EDGE = 32
-"""How far back of what it decides the digit stands that `edge` asks for, counted as a window is: itself included."""
+"""Distance of the digit that `edge` asks for from the token it decides, counted like a window: inclusive."""
 _EDGE_DIGITS = EDGE - 5
 """Between the digits and the answer are five tokens: the end of the turn, a line's end, and "assistant" in two marks."""
 

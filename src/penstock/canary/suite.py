@@ -44,7 +44,7 @@ def prompts(skill: str, count: int) -> list[Item]:
 
 @dataclass(frozen=True)
 class Score:
-    """How many answers of a skill were right. `left_out` prompts did not fit the model's context and are not in `asked`."""
+    """The number of right answers of a skill. `left_out` prompts did not fit the model's context and are not in `asked`."""
 
     skill: str
     right: int

@@ -59,7 +59,7 @@ _WHOLE_NAMES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-
 """Tokenizers that take a whole word that is a token before they merge."""
 _BOS_NAMES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
                         "jina-v5-nano", "tekken"})
-"""Those that begin with bos unless the file says otherwise."""
+"""Tokenizers that prepend bos unless the file says otherwise."""
 
 _LAST = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
                    "<|eom_id|>", "<|end_of_text|>", "<end_of_utterance>"})

@@ -1,8 +1,9 @@
-"""Which weights a folder holds: a hash of all bytes of its files, for caches that outlive the process, and a quick sample.
+"""The identity of a folder's weights: a hash of all bytes of its files, for caches that outlive the process, and a quick
+sample.
 
-A file's SHA-256 is either computed, one thread a file at some 2 GB/s, or taken from the Hugging Face hub cache, where a file of
-weights is a link to a blob that is named by it. Both give the same digits. The server is ready before the hash is: whoever
-needs it asks `Fingerprint.value` now and then.
+A file's SHA-256 is either computed, at some 2 GB/s with a thread for each file, or taken from the Hugging Face hub cache, where
+a weight file is a link to a blob named by its hash. Both give the same digits. The server is ready before the hash is: callers
+that need it poll `Fingerprint.value`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Fingerprint:
 
     @property
     def nbytes(self) -> int:
-        """How much is to be read and hashed."""
+        """Returns the number of bytes to read and hash."""
         return sum(path.stat().st_size for path in self._files if _named(path) is None)
 
     def start(self) -> None:

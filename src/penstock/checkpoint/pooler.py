@@ -1,4 +1,4 @@
-"""How hidden states become one vector: by the modules of a sentence-transformers folder, or as decoders usually want it."""
+"""Turns hidden states into one vector: by the modules of a sentence-transformers folder, or by the default of decoders."""
 
 from __future__ import annotations
 

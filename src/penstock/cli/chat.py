@@ -28,7 +28,7 @@ from penstock.core.errors import ConfigError, PenstockError
 QUOTES = '"""'
 
 NO_TEMPLATE = re.compile("no chat template|provide a chat template|default chat template")
-"""How servers say that a model has none: this one's words and vLLM's."""
+"""The errors by which servers, this one and vLLM, report a model without a chat template."""
 
 COMMANDS = {
     "/help": "this list",
@@ -47,7 +47,7 @@ _sampling = partial(option, None, group="Sampling")
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSampling:
-    """How answers are sampled."""
+    """The sampling parameters of answers."""
 
     temperature: float | None = _sampling("0 is greedy; by default the model's own")
     top_p: float | None = _sampling("keep the most likely tokens with this much probability")

@@ -92,7 +92,7 @@ def _describe(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _weights(spec: ModelSpec, dtype: str, kernels: Kernels) -> list[dict[str, Any]]:
-    """How matrices are stored, and which kernels compute with them."""
+    """The storage of matrices, and the kernels that compute with them."""
     found: dict[str, dict[str, Any]] = {}
     for parameter in spec.parameters():
         if parameter.scheme is not None:
@@ -121,7 +121,7 @@ def _files(options: EngineOptions, folder: Path, checkpoint: dict[str, Any], spe
 
 
 def _dialect(options: EngineOptions, folder: Path) -> dict[str, Any]:
-    """How the model writes tool calls and reasoning, and why that is assumed."""
+    """The format of the model's tool calls and reasoning, and the reason for assuming it."""
     from penstock.dialects.choice import choose
     from penstock.text import ChatTemplate
 

@@ -1,4 +1,5 @@
-"""How probable a model makes given answers: a model in this process, or a server that tells log probabilities of prompts."""
+"""The log probability of given answers: by a model in this process, or by a server that reports log probabilities of
+prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands are told which model to load: MODEL, or --model as in vLLM's start scripts."""
+"""The arguments that name a command's model: MODEL, or --model as in vLLM's start scripts."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class LoadingLine:
 
 
 def memory_plan(info: EngineInfo) -> str:
-    """How memory is divided, and how much context fits."""
+    """Describes the division of memory and the length of context that fits."""
     return "\n".join([
         f"{info.architecture}, {info.dtype}, on {info.device}",
         f"  weights          {size(info.weight_bytes):>10}",

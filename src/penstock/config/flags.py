@@ -232,7 +232,7 @@ def words_of(path: str) -> list[str]:
 
 
 def _shape(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """How argparse reads a field of this type."""
+    """Returns argparse's arguments for a field of this type."""
     kind = unwrapped(hint)
     choices = field.metadata["choices"] or None
     if kind is bool:

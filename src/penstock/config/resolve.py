@@ -41,7 +41,7 @@ class EngineConfig:
     graph_tokens: int
     """Steps of up to so many tokens are captured as CUDA graphs; 0 captures none."""
     speculation: Speculation | None = None
-    """How tokens are drafted; None: not at all."""
+    """The drafter and its parameters; None: no speculation."""
     stages: int = 1
     """Pipeline stages."""
 
@@ -92,7 +92,7 @@ def graph_tokens(parameters: int) -> int:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How memory is divided, in bytes, and how much context fits."""
+    """The division of memory, in bytes, and the length of context that fits."""
 
     weight_bytes: int
     step_bytes: int
@@ -114,7 +114,7 @@ class MemoryLimits:
     exact_length: bool
     """Whether the user gives max_model_len, which is then not lowered to fit."""
     ranks: int = 1
-    """How many share a computer's memory."""
+    """Number of ranks that share a computer's memory."""
 
 
 def processes(options: EngineOptions) -> int:

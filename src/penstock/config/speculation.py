@@ -26,7 +26,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {"draft_tensor_parallel_size": (1, None)
 
 @dataclass(frozen=True)
 class Speculation:
-    """How tokens are drafted."""
+    """The drafter and its parameters."""
 
     method: str
     """ngram or draft_model."""

@@ -222,7 +222,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     drafts: int = 0
     """Segments that had drafted tokens."""
     accepted_by_place: list[int] = []
-    """How often the first, second, ... draft of a segment was kept."""
+    """Number of times that the first, second, ... draft of a segment was kept."""
     expert_picks: list[list[int]] = []
     """Of each layer with experts, how often each was picked."""
     step_time: list[float] = []
@@ -296,6 +296,6 @@ class EngineInfo(msgspec.Struct):
     labels: list[str] = []
     """Names of a classifier's labels."""
     adapters: list[Adapter] = []
-    """Those that are served from the start."""
+    """The adapters that are served from the start."""
     notes: list[str] = []
     """Sentences about decisions that the user may not expect."""

@@ -1,4 +1,4 @@
-"""How the engine and ranks in other processes write to each other: msgpack by msgspec, typed on both sides, never pickled."""
+"""The messages between the engine and ranks in other processes: msgpack by msgspec, typed on both sides, never pickled."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from penstock.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """Which adapter answers a prompt, in vLLM's words. `lora_int_id` is accepted and not needed."""
+    """The adapter that answers a prompt, with vLLM's names. `lora_int_id` is accepted and not needed."""
 
     lora_name: str
     lora_int_id: int = 0

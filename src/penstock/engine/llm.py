@@ -215,8 +215,8 @@ class LLM:
 
     def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str], use_tqdm: Bar = True, *,
               instruction: str | None = None) -> list[PoolingRequestOutput]:
-        """How well each of the second texts fits the first one, or its counterpart, `outputs.score`: by a reranker, or by the
-        cosine of embeddings."""
+        """Returns the similarity of each of the second texts to the first one, or its counterpart, as `outputs.score`: by a
+        reranker, or by the cosine of embeddings."""
         pairs, scorer = paired(text_1, text_2, ("text_1", "text_2")), Scorer(self.inputs)
         found = self._pool(scorer.texts(pairs, instruction), scorer.pool, use_tqdm, None)
         scores = scorer.scores(pairs, [one.vector for one in found])

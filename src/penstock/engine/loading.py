@@ -28,7 +28,7 @@ class Found(msgspec.Struct, array_like=True, tag="found"):
     eos_ids: list[int]
     pooler: Pooler = Pooler()
     reranker: str = "none"
-    """Whose prompts score pairs of texts."""
+    """The reranker family whose prompts score pairs of texts."""
 
 
 def find(options: EngineOptions) -> Found:

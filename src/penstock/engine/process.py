@@ -45,7 +45,8 @@ WRITING_MS = 10
 """The interval while cached pages are being written to stores, which needs occasional turns."""
 
 UNDECIDED_SECONDS = 10.0
-"""How long a request is not confirmed while its grammar is compiled, so that a refusal has a status of its own."""
+"""Maximum time for which a request stays unconfirmed while its grammar is compiled, so that a refusal can have its own
+status."""
 STATS_SECONDS = 0.1
 """The least time between two snapshots while busy."""
 
@@ -537,7 +538,7 @@ def child_environment() -> dict[str, str]:
 
 
 def ended(status: int) -> str:
-    """How a process ended, in words."""
+    """Describes the end of a process in words."""
     if status < 0:
         name = signal.Signals(-status).name
         hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""

@@ -39,14 +39,14 @@ class QueryKeyNorm:
 
 @dataclass(frozen=True)
 class Divided:
-    """How many heads all ranks have together, where a spec describes one rank's part."""
+    """The number of heads of all ranks, where a spec describes one rank's part."""
 
     ranks: int
     heads: int
     kv_heads: int
 
     def copies(self, rank: int) -> int:
-        """How many ranks hold this rank's KV head."""
+        """The number of ranks that hold this rank's KV head."""
         held = [other * self.kv_heads // self.ranks for other in range(self.ranks)]
         return held.count(held[rank]) if self.kv_heads < self.ranks else 1
 

@@ -1,6 +1,6 @@
 """A mixture of experts: a router, many small feed-forward networks of which each token takes a few, and perhaps a shared one.
 
-A mixer without a state. How tokens are routed is data (`ops/routing.py::Routing`); the arithmetic is the operation `experts`.
+A mixer without a state. The routing is data (`ops/routing.py::Routing`); the arithmetic is the operation `experts`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Experts:
         self.shared = None if spec.shared is None else MLP(spec.shared, f"{path}.shared", build)
         self.shared_gate = Linear(spec.gate, f"{path}.shared_gate", build) if spec.shared_gate else None
         self.counts = torch.zeros(spec.routing.experts, dtype=torch.int64, device=build.device)
-        """How often each expert was picked. Of the last layer, only in steps whose every token goes on to its end."""
+        """The number of times each expert was picked. The last layer counts only steps in which every token runs to the end."""
         self.placement: torch.Tensor | None = None
         """[E, R] int32: where in the stacks an expert's R replicas are, -1 where another rank has it; None: at its own number.
         Neighbouring tokens take different replicas."""

@@ -14,7 +14,7 @@ from penstock.quant.scheme import Part, Scheme
 
 
 class Split(Enum):
-    """Which axis of a matrix [outputs, inputs] the ranks of tensor parallelism divide among them."""
+    """The axis of a matrix [outputs, inputs] that tensor parallelism divides among ranks."""
 
     WHOLE = "whole"
     """Every rank holds all of it."""
@@ -88,7 +88,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     scheme: Scheme | None = None
-    """How a matrix that the operation `linear` reads is stored; None: a plain tensor in the model's dtype."""
+    """The scheme of a matrix that the operation `linear` reads; None: a plain tensor in the model's dtype."""
     pieces: tuple[Piece, ...] = ()
     """Its rows in order, if it is joined from several matrices. Their names are paths as well."""
     rest: float = 0.0

@@ -40,8 +40,8 @@ class ModelSpec:
     beyond: int = 0
     """Layers that a checkpoint stores behind the last block, for drafting; they are not loaded."""
     schemes: tuple[tuple[str, Scheme], ...] = ()
-    """How matrices are stored whose path (as "blocks.0.mlp.down"), or the path of a piece ("blocks.0.mlp.gate"), fits a pattern
-    with * and ?; the first that fits decides. Others are plain."""
+    """The schemes of matrices, as (pattern, scheme) with * and ?: the first pattern that fits the path of a matrix (as
+    "blocks.0.mlp.down"), or of a piece of it ("blocks.0.mlp.gate"), decides. Other matrices are plain."""
     labels: tuple[str, ...] = ()
     """Names of the labels of a classifier, whose head has one row for each."""
     task: str = "generate"
@@ -120,10 +120,10 @@ class ModelSpec:
         return dataclasses.replace(whole, rows=whole.room(self.ranks))
 
     def states(self, dtype: str) -> list[StateSpec]:
-        """Those of all mixers, in the order in which they run; `dtype` is the model's, a torch name.
+        """Returns the states of all mixers, in the order in which they run; `dtype` is the model's, a torch name.
 
-        Of a pipeline stage, those that the ranks of every stage allot, so that pages mean the same everywhere: of each kind, as
-        many as the stage with most has.
+        A pipeline stage returns the states that the ranks of every stage allot, so that pages mean the same everywhere: of each
+        kind, as many as the stage with most has.
         """
         if not self.stages:
             return _states(self.blocks, dtype)

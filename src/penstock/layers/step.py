@@ -75,7 +75,7 @@ class Work:
     group: int
     geometry: Geometry
     ops: AttentionOps
-    """Whose `library_spans` and `prepare` are asked."""
+    """The operations whose `library_spans` and `prepare` are called."""
 
 
 @dataclass

@@ -104,7 +104,7 @@ def expert_count(config: Config) -> int:
 
 
 def sparse_layers(config: Config) -> list[bool]:
-    """Which layers are mixtures: every `decoder_sparse_step`-th that is not in `mlp_only_layers`."""
+    """Returns for each layer whether it is a mixture: every `decoder_sparse_step`-th that is not in `mlp_only_layers`."""
     layers, every = config.integer("num_hidden_layers"), config.integer("decoder_sparse_step", 1)
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):

@@ -151,7 +151,7 @@ LAYER_NORM_LLAMA = (
     Rule("model.layers.#.post_attention_layernorm.*", "blocks.#.mlp.pre.*"),
     *LLAMA,
 )
-"""Those with LayerNorms, which may have biases."""
+"""The names of Llama-like models with LayerNorms, which may have biases."""
 
 SANDWICH_NORMS = (
     Rule("model.layers.#.input_layernorm.weight", "blocks.#.attention.pre.weight"),

@@ -321,8 +321,8 @@ _SMALL = 1 << 20
 
 
 def _order(spec: ModelSpec) -> Iterator[tuple[Parameter, _Workbench]]:
-    """Every parameter and the memory to assemble it in. Those outside the blocks come first: they are the largest, and their
-    copies do not raise the peak while little else is loaded."""
+    """Returns every parameter with the memory to assemble it in. Parameters outside the blocks come first: they are the
+    largest, and their copies do not raise the peak while little else is loaded."""
     outside = [parameter for parameter in spec.parameters() if not parameter.name.startswith("blocks.")]
     inside = [parameter for parameter in spec.parameters() if parameter.name.startswith("blocks.")]
     for parameters in (outside, inside):

@@ -21,7 +21,7 @@ from penstock.ops.registry import register
 
 
 class Cut(NamedTuple):
-    """How a product is tiled, as ops/linear_triton.py::Tile; a step along K takes `units` units."""
+    """The tile sizes of a GEMM, as ops/linear_triton.py::Tile; a step along K takes `units` units."""
 
     tall: int
     wide: int

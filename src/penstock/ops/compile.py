@@ -201,7 +201,7 @@ class Compilation:
         self.compiled = len(missing)
         """Kernels that were not in the cache."""
         self.seconds = 0.0
-        """How long compilation took, once it is done."""
+        """The duration of the compilation, once it is done."""
         self._began = time.perf_counter()
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._failed: list[tuple[Job, str]] = []

@@ -176,7 +176,7 @@ def plan(counts, cursor, starts, tile_expert, tile_place, tiles, experts: tl.con
 
 @triton.jit(do_not_specialize=("total",))
 def place(picks, cursor, order, total, block: tl.constexpr):
-    """Fills the order. Which places an expert's picks get among themselves changes no result."""
+    """Fills the order. The order of an expert's picks among themselves affects no result."""
     number = tl.program_id(0) * block + tl.arange(0, block)
     pick = tl.load(picks + number, mask=number < total, other=-1)
     at = tl.atomic_add(cursor + tl.maximum(pick, 0), 1, mask=pick >= 0)

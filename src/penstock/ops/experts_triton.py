@@ -17,8 +17,8 @@ from penstock.ops.registry import register
 
 
 class Tile(NamedTuple):
-    """How a grouped GEMM is tiled: a program computes `tall` picks of one expert times `wide` outputs over k in blocks of
-    `deep`."""
+    """The tile sizes of a grouped GEMM: a program computes `tall` picks of one expert times `wide` outputs over k in blocks
+    of `deep`."""
 
     tall: int
     """1 selects the matrix-vector kernel, one pick after another."""

@@ -20,8 +20,8 @@ from penstock.ops.registry import register
 
 
 class Tile(NamedTuple):
-    """How a GEMM is tiled: a program computes `tall` x `wide` outputs over K in blocks of `deep`, with `stages` pipeline
-    stages."""
+    """The tile sizes of a GEMM: a program computes `tall` x `wide` outputs over K in blocks of `deep`, with `stages`
+    pipeline stages."""
 
     tall: int
     """Rows of x per program (BLOCK_M); 1 selects the matrix-vector kernel."""

@@ -102,7 +102,8 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def set_threads(count: int) -> None:
-    """How many threads the kernels may use, the caller's included, in every library of this process, loaded or not yet."""
+    """Sets the number of threads that kernels may use, the caller's included, in every library of this process, loaded or
+    not yet."""
     global _threads
     _threads = count
     with _lock:

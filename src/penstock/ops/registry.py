@@ -230,7 +230,7 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
 
 
 def set_threads(count: int, kernels: Kernels) -> None:
-    """How many CPU threads the kernels may use.
+    """Sets the number of CPU threads that kernels may use.
 
     PyTorch's own pool gets them only if it computes the GEMMs: its threads meet at a barrier after every operation, and with a
     busy neighbour on a core an operation of microseconds then takes milliseconds.

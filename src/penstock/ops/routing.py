@@ -16,7 +16,7 @@ SCORES = ("softmax", "softmax_after", "sigmoid", "sigmoid_after", "sparsemixer")
 
 @dataclass(frozen=True)
 class Routing:
-    """How `picks` of `experts` experts are chosen by the router's logits, and weighted."""
+    """The choice of `picks` of `experts` experts by the router's logits, and their weights."""
 
     experts: int
     picks: int

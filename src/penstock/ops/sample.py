@@ -33,7 +33,7 @@ class Feature(IntFlag):
 
 
 class Column(IntEnum):
-    """Columns of the parameters' table [rows, WIDTH] int32. Those marked f hold the bits of a float32."""
+    """Columns of the parameters' table [rows, WIDTH] int32. A column marked f holds the bits of a float32."""
 
     FEATURES = 0
     PROMPT = 1
@@ -57,7 +57,7 @@ class Column(IntEnum):
     ALLOWED = 10
     """Where in the lists the row's allowed tokens begin: a bit for each token, 32 to a word."""
     ALLOWED_WORDS = 11
-    """How many words there are; tokens beyond them are not allowed."""
+    """The number of words; tokens beyond them are not allowed."""
     EDITS = 12
     """Where in the lists the row's edits begin."""
     EDIT_COUNT = 13
@@ -271,7 +271,8 @@ def _allow(line: torch.Tensor, words: npt.NDArray[np.int32]) -> None:
 
 
 def _hold(edits: npt.NDArray[np.int32], words: npt.NDArray[np.int32], output: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Which edits [count, EDIT_WIDTH] apply after `output`; `words` are the lists from the first edit on."""
+    """Returns for each of the edits [count, EDIT_WIDTH] whether it applies after `output`; `words` are the lists from the
+    first edit on."""
     length = edits[:, Edit.LENGTH]
     holds: npt.NDArray[np.bool_] = (len(output) < edits[:, Edit.UNTIL]) & (length <= len(output))
     for i in np.flatnonzero(holds & (length > 0)).tolist():

@@ -1,4 +1,4 @@
-"""Which ranks there are and where each stands. Knows no tensors, so that engine and options can read it."""
+"""The axes of parallelism and each rank's place on them. Uses no tensors, so that engine and options can read it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""How the numbers of a weight matrix are stored: schemes, one file each. Kernels that compute with them are in `ops/`."""
+"""Schemes: the formats in which the numbers of a weight matrix are stored, one file each. `ops/` has the kernels that
+compute with them."""

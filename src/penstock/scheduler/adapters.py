@@ -1,4 +1,4 @@
-"""Which adapter is in which slot of the device: least recently used ones make room. Pure bookkeeping, without loading."""
+"""Assigns adapters to the device's slots and evicts the least recently used. Pure bookkeeping, without loading."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ CLIENT_GONE = 499
 """Status of a response to a client that has disconnected; nginx's convention."""
 
 RETRY_SECONDS = 1
-"""How long a refused client is told to wait (Retry-After)."""
+"""The waiting time that a refused client is told (Retry-After)."""
 
 
 class UnavailableError(RequestError):

@@ -50,7 +50,7 @@ class Key(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_field
 
 
 def hashed(key: bytes) -> str:
-    """How a key stands in the file."""
+    """Returns a key's form in the file."""
     return sha256(key).hexdigest()
 
 

@@ -117,7 +117,7 @@ class EngineCollector(Collector):
         yield lora
 
     def _experts(self) -> Iterator[Metric]:
-        """How unevenly the experts of each layer are picked: 1 is even."""
+        """The imbalance of the experts' picks by layer: 1 is even."""
         family = GaugeMetricFamily("penstock:expert_imbalance", "Picks of a layer's most picked expert over the mean.",
                                    labels=(*LABELS, "layer"))
         for layer, picks in enumerate(self.llm.stats.expert_picks):

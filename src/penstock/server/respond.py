@@ -42,7 +42,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Wire(NamedTuple):
-    """How a dialect's stream is written, besides its events."""
+    """The framing of a dialect's stream around its events."""
 
     media_type: str = "text/event-stream"
     opening: Callable[[], bytes] = bytes

@@ -46,7 +46,7 @@ class Page(NamedTuple):
 
 
 def owner_of(key: bytes) -> str:
-    """Whose an object is: a hash of the API key, or nothing without one."""
+    """Returns the owner of an object: a hash of the API key, or nothing without one."""
     return blake2b(key, digest_size=16, person=b"owner").hexdigest() if key else ""
 
 

@@ -25,7 +25,7 @@ RULES = (
 
 
 def _local(config: Config, layers: int) -> list[bool]:
-    """Which layers have a window, by attention_types: [[[kind, ...], repetitions], ...]."""
+    """Returns for each layer whether it has a window, by attention_types: [[[kind, ...], repetitions], ...]."""
     given = config.values.get("attention_types") or [[["global", "local"], layers // 2]]
     found = [kind == "local" for kinds, times in given for _ in range(times) for kind in kinds]
     if len(found) != layers:

@@ -31,8 +31,8 @@ static INLINE __m512i quads(const int8_t* from) {
 #endif
 #if defined(CODED_VNNI)
 constexpr int BIAS = 128;
-// acc + the products of four bytes of w and four signed ones of x, in each lane. Those of w are unsigned, but for the codes of 8 bits
-// where there is no BIAS.
+// acc + the products of four bytes of w and four signed ones of x, in each lane. The bytes of w are unsigned, except codes of
+// 8 bits without BIAS.
 template <int BITS>
 static INLINE vi dot(vi acc, vi w, const int8_t* from) {
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, quads(from));

@@ -21,8 +21,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a thread spins before it sleeps: longer than the gap between two operations of a step, far shorter than a time
-// slice of the system's scheduler.
+// The time that a thread spins before it sleeps: longer than the gap between two operations of a step, far shorter than a
+// time slice of the system's scheduler.
 constexpr auto SPIN = std::chrono::microseconds(60);
 
 struct Pool {

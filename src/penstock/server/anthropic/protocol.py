@@ -170,7 +170,7 @@ class AnswerBlock(msgspec.Struct, omit_defaults=True):
 
 class Usage(msgspec.Struct):
     input_tokens: int
-    """Those that are neither read from the cache nor kept in it on purpose."""
+    """Tokens that were neither read from the cache nor kept in it on request."""
     output_tokens: int
     cache_creation_input_tokens: int = 0
     """Up to the last cache_control mark, beyond what was read."""

@@ -162,7 +162,7 @@ class Prepared(NamedTuple):
     prompt: str
     """The prompt's text, as the template wrote it."""
     tools: list[dict[str, Any]]
-    """Those that the model may call."""
+    """The tools that the model may call."""
 
     def parser(self, state: State) -> Parser:
         """A parser for an answer."""
