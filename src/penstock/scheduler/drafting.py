@@ -136,7 +136,7 @@ class Adaptive:
 
 
 class Drafts:
-    """Which tokens a step checks: those that the host expects, or as many from the worker's drafter as the policy says."""
+    """Chooses the drafts that a step verifies: the tokens that the host expects, or the number that the draft policy allows."""
 
     def __init__(self, policy: DraftPolicy | None) -> None:
         """`policy`: None if the worker has no drafter."""
