@@ -230,6 +230,14 @@ def prose(path: Path) -> Iterator[str]:
         yield from (re.sub(r"^\s*// ?", "", run, flags=re.M) for run in re.findall(r"(?:^ *// .*\n)+", text, re.M))
 
 
+def test_the_readme_is_read_in_two_minutes() -> None:
+    """At most 500 words outside its tables and code, and no page is recommended by two features."""
+    text = re.sub(r"^```.*?^```|^\|.*?$", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    assert len(re.sub(r"\]\([^)]*\)", "]", text).split()) <= 500
+    links = re.findall(r"\]\((docs/[^)]+)\)", text[text.index("## Features"):text.index("## Performance")])
+    assert len(links) == len(set(links))
+
+
 def test_sentences_begin_with_a_subject() -> None:
     """None with a relative clause ("What a step reads is ..."), which a reader has to untangle. Questions may."""
     for path in [*documents(), *sources(), *SOURCE.rglob("*.cpp"), *SOURCE.rglob("*.h")]:
