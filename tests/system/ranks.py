@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-from penstock.config.options import stage_layers
+from penstock.config.options import place
 from penstock.config.schema import EngineOptions
 from penstock.core.plan import Masks, StepPlan, StepResult
 from penstock.engine.executor import Begun
@@ -42,8 +42,8 @@ class Threaded(RankGroup):
         tensors, stages = options.tensor_parallel_size, options.pipeline_parallel_size
         shared = [Shared(tensors) if tensors > 1 else None for _ in range(stages)]
         queues: Any = defaultdict(SimpleQueue)
-        super().__init__([ThreadRank(options, place, shared[place.stage], queues)
-                          for place in places(tensors, stages, stage_layers(options))], stages - 1)
+        super().__init__([ThreadRank(options, own, shared[own.stage], queues)
+                          for own in places(place(options))], stages - 1)
         self._pools = [ThreadPoolExecutor(1) for _ in self.ranks]
 
     def all(self, calls: list[Callable[[], Any]]) -> list[Any]:

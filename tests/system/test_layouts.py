@@ -18,7 +18,9 @@ from penstock.core.errors import PenstockError
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine.engine import Engine
+from penstock.layers.experts import Experts, ExpertsSpec
 from penstock.models.registry import describe
+from penstock.parallel.placement import Held
 from tests.models.families import CASES, Case, make
 from tests.system.ranks import Threaded
 
@@ -51,10 +53,14 @@ def greedy(engine: Engine, **params: Any) -> list[list[int]]:
         engine.close()
 
 
-def same(folder: Path | str, ranks: int, stages: int = 1, layers: str = "", **params: Any) -> None:
-    wanted = greedy(Engine(options(folder)), **params)
-    asked = options(folder, tensor_parallel_size=ranks, pipeline_parallel_size=stages, pipeline_layers=layers)
-    assert greedy(Engine(asked, rank=Threaded(asked)), **params) == wanted
+def same(folder: Path | str, ranks: int, stages: int = 1, layers: str = "", params: dict[str, Any] | None = None,
+         **more: Any) -> Threaded:
+    """Greedy tokens, or those that `params` ask for, are the same with `more` options."""
+    wanted = greedy(Engine(options(folder)), **(params or {}))
+    asked = options(folder, tensor_parallel_size=ranks, pipeline_parallel_size=stages, pipeline_layers=layers, **more)
+    group = Threaded(asked)
+    assert greedy(Engine(asked, rank=group), **(params or {})) == wanted
+    return group
 
 
 @pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
@@ -95,7 +101,7 @@ def test_every_trained_model(name: str, ranks: int) -> None:
     {"allowed_token_ids": [5, 900, 2047, 2048, 4095]}, {"logprobs": 3, "prompt_logprobs": 2}], ids=str)
 def test_every_way_of_choosing(params: dict[str, Any]) -> None:
     """The race of a random choice is run by token, wherever its logit is."""
-    same("canary", 3, **params)
+    same("canary", 3, params=params)
 
 
 STAGES = ((1, 2), (1, 3), (2, 2))
@@ -127,11 +133,55 @@ def test_every_shape_of_every_family_in_stages(case: Case, stages: int, tmp_path
 @pytest.mark.parametrize("params", [{"temperature": 0.9, "top_k": 12}, {"repetition_penalty": 1.3},
                                     {"logprobs": 3, "prompt_logprobs": 2}], ids=str)
 def test_every_way_of_choosing_at_a_pipelines_end(params: dict[str, Any]) -> None:
-    same("canary", 1, 2, "1,7", **params)
+    same("canary", 1, 2, "1,7", params=params)
 
 
 @pytest.mark.parametrize(("layers", "message"), [("3", "2 numbers"), ("0,6", "above 0"), ("2,2", "sum is")])
 def test_layers_that_are_no_stages_are_refused(layers: str, message: str) -> None:
     asked = options("canary", pipeline_parallel_size=2, pipeline_layers=layers)
     with pytest.raises(PenstockError, match=message):
+        Engine(asked, rank=Threaded(asked))
+
+
+def mixture(case: Case, folder: Path) -> bool:
+    make(case, folder)
+    return any(isinstance(mixer, ExpertsSpec) for block in describe(read_config(folder)).blocks for mixer in block.mixers)
+
+
+MIXTURES = [case for case in CASES if any("expert" in key for key in case.config)]
+FAMILIES = [next(case for case in MIXTURES if case.kind == kind) for kind in dict.fromkeys(case.kind for case in MIXTURES)]
+BALANCED = {"enable_eplb": True, "eplb_config": {"step_interval": 2, "num_redundant_experts": 3}}
+
+
+@pytest.mark.parametrize(("case", "ranks"), [
+    (case, ranks) if i % 2 == at and case in FAMILIES else pytest.param(case, ranks, marks=pytest.mark.exhaustive)
+    for i, case in enumerate(MIXTURES) for at, ranks in enumerate((2, 4))], ids=lambda found: getattr(found, "name", found))
+def test_experts_over_ranks(case: Case, ranks: int, tmp_path: Path) -> None:
+    if not mixture(case, tmp_path):
+        pytest.skip("this one has no experts")
+    spread = {"expert_placement_strategy": "round_robin"}
+    same(tmp_path, ranks, enable_expert_parallel=True, **(BALANCED if ranks == 2 else spread))
+
+
+def test_experts_move_while_requests_run(tmp_path: Path) -> None:
+    """Also those of another stage, and none is lost."""
+    case = next(case for case in MIXTURES if case.kind == "Qwen3Moe")
+    make(case, tmp_path)
+    seen: list[Held] = []
+    hold = Experts.hold
+
+    def watched(self: Experts, held: Held) -> None:
+        hold(self, held)
+        seen.append(held)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Experts, "hold", watched)
+        same(tmp_path, 2, 2, enable_expert_parallel=True, **BALANCED)
+    assert len(set(seen)) > 3
+    assert all({expert for line in held for expert in line} >= set(range(7)) for held in seen)
+
+
+def test_experts_of_a_model_without_any_are_refused() -> None:
+    asked = options("canary", tensor_parallel_size=2, enable_expert_parallel=True)
+    with pytest.raises(PenstockError, match="mixtures"):
         Engine(asked, rank=Threaded(asked))

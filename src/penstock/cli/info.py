@@ -15,7 +15,7 @@ from penstock.checkpoint import dtype_of, resolve_folder
 from penstock.cli import experts
 from penstock.cli.model import add_model, model_or_canary
 from penstock.config.flags import add_flags, from_args
-from penstock.config.options import stage_layers
+from penstock.config.options import place
 from penstock.config.resolve import EngineConfig, MemoryPlan, memory_limits, ranks, resolve
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import plan_tiers
@@ -73,8 +73,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     else:
         device = torch.device(device_name(options.device, facts))
         draft = drafters.survey(config.speculation, spec, config.max_model_len)
-        parts = places(options.tensor_parallel_size, options.pipeline_parallel_size, stage_layers(options))
-        own = max(map(spec.at, parts), key=lambda part: part.nbytes(config.dtype))
+        own = max(map(spec.at, places(place(options))), key=lambda part: part.nbytes(config.dtype))
         specs = [own] if draft is None else [own, draft.spec]
         figures = _planned(options, memory.predicted(memory_limits(options), config, specs, device, facts), config)
     return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},

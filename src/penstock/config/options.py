@@ -17,6 +17,7 @@ import msgspec
 
 from penstock.config.schema import EngineOptions, ServerOptions
 from penstock.core.errors import ConfigError
+from penstock.parallel.axis import Place
 
 Options = TypeVar("Options")
 
@@ -114,10 +115,39 @@ def _check_engine(options: EngineOptions) -> None:
         raise ConfigError("adapters are not possible with several ranks yet; leave out enable_lora, or serve with "
                           "tensor_parallel_size and pipeline_parallel_size 1")
     stage_layers(options)
+    balancing(options)
     if options.lora_modules and not options.enable_lora:
         raise ConfigError("lora_modules needs enable_lora")
     if options.step_target_ms is not None and not options.step_target_ms > 0:
         raise ConfigError(f"step_target_ms is {options.step_target_ms}; it must be above 0")
+
+
+_EPLB = {"num_redundant_experts": 0, "step_interval": 3000}
+
+
+def balancing(options: EngineOptions) -> tuple[int, int]:
+    """(replicas of experts on all ranks together, steps between two looks at the load; 0: none). ConfigError for other keys or
+    values in eplb_config."""
+    given = options.eplb_config
+    for name, value in given.items():
+        if name not in _EPLB:
+            raise ConfigError(f"eplb_config has {name!r}; possible are {', '.join(_EPLB)}")
+        if not isinstance(value, int) or value < (name == "step_interval"):
+            raise ConfigError(f"eplb_config: {name} is {value!r}; it must be an integer >= {int(name == 'step_interval')}")
+    if given and not options.enable_eplb:
+        raise ConfigError("eplb_config needs enable_eplb")
+    if options.enable_eplb and not options.enable_expert_parallel:
+        raise ConfigError("enable_eplb needs enable_expert_parallel")
+    found = {**_EPLB, **given}
+    return (found["num_redundant_experts"], found["step_interval"]) if options.enable_eplb else (0, 0)
+
+
+def place(options: EngineOptions) -> Place:
+    """The place of an engine's first rank."""
+    ranks = options.tensor_parallel_size
+    dealt = options.enable_expert_parallel and ranks > 1
+    return Place(tensors=ranks, stages=options.pipeline_parallel_size, layers=stage_layers(options), experts=dealt,
+                 spare=-(-balancing(options)[0] // ranks) if dealt else 0)
 
 
 def stage_layers(options: EngineOptions) -> tuple[int, ...]:

@@ -131,6 +131,15 @@ class EngineOptions:
                                             "several steps at once", group=PARALLEL, least=1)
     pipeline_layers: str = option("", "layers of each stage, as 10,12,10; by default such that stages take equal time",
                                   group=PARALLEL)
+    enable_expert_parallel: bool = option(False, "of a mixture, each rank has some of the experts instead of a part of each",
+                                          group=PARALLEL)
+    expert_placement_strategy: str = option("linear", "which rank has which experts at first: neighbours together (linear), or "
+                                            "dealt one by one (round_robin)", ("linear", "round_robin"), group=PARALLEL)
+    enable_eplb: bool = option(False, "move experts between ranks while serving, so that each rank has equal work",
+                               group=PARALLEL)
+    eplb_config: dict[str, Any] = option({}, "num_redundant_experts: room for replicas of experts on all ranks together "
+                                         "(0); step_interval: steps between two looks at the load (3000)",
+                                         group=PARALLEL)
     data_parallel_size: int = option(1, "engines with the whole model behind one server, which sends a request where "
                                         "least is left to compute and its prompt may be cached", group=PARALLEL, least=1)
     data_parallel_rank: int = option(0, "which of them this engine is; the server says so to each", group=PARALLEL, least=0)

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from penstock.cache.manager import Cache
-from penstock.config.options import stage_layers
+from penstock.config.options import place
 from penstock.config.resolve import memory_limits, plan_memory, ranks, resolve
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import names_leave, plan_tiers
@@ -52,8 +52,7 @@ def make_rank(options: EngineOptions) -> Rank:
     """The ranks that the options ask for: one in this process, or several in processes of their own. ConfigError if a device
     cannot be used."""
     if ranks(options) > 1:
-        return RemoteGroup(msgspec.json.encode(options), list(places(
-            options.tensor_parallel_size, options.pipeline_parallel_size, stage_layers(options))))
+        return RemoteGroup(msgspec.json.encode(options), list(places(place(options))))
     module, _, attribute = _RANK.partition(":")
     return cast(Rank, getattr(importlib.import_module(module), attribute)(options))
 

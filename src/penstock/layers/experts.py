@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from penstock.layers.step import StateView, Step, Works
 from penstock.ops.experts import Glu
 from penstock.ops.linear import Weight
 from penstock.ops.routing import Routing
+from penstock.parallel.placement import Held, linear, places_of
 from penstock.quant.scheme import PLAIN
 
 
@@ -44,12 +46,21 @@ class ExpertsSpec:
 
     divided: tuple[int, int] = (0, 1)
     """(the whole's `inner`, ranks), where this describes one rank's part."""
+    dealt: bool = False
+    """Ranks divide the experts, not the channels of each."""
+    spare: int = 0
+    """Experts for which each rank has room besides its share, for replicas of those that are picked most."""
+    slots: int = 0
+    """Of one rank's part: experts for which it has room."""
 
     name = "mlp"
 
     def share(self, ranks: int) -> ExpertsSpec:
-        """Every rank has its share of the channels of all experts."""
+        """Every rank has its share of the channels of all experts, or of the experts."""
         shared = 0 if self.shared is None else self.shared.share(ranks).inner
+        if self.dealt:
+            return replace(self, slots=-(-self.routing.experts // ranks) + self.spare, shared_inner=shared,
+                           divided=(self.inner, ranks))
         return replace(self, inner=Piece("up", self.inner, even_unit(self.inner)).room(ranks), shared_inner=shared,
                        divided=(self.inner, ranks))
 
@@ -79,19 +90,21 @@ class ExpertsSpec:
 
     def _stacks(self, path: str) -> Iterator[Parameter]:
         """gate_up [E * 2 F, W] and down [E * W, F]: an expert's matrices behind the previous expert's."""
-        count, inner, picks = self.routing.experts, self.inner, self.routing.picks
+        count, inner, picks = self.slots or self.routing.experts, self.inner, self.routing.picks
         unit = even_unit(inner)
+        # Whole experts are runs of rows of both stacks.
+        dealt: dict[str, Any] = {"split": Split.ROWS, "listed": True} if self.dealt else {}
         halves = tuple(Piece(f"{path}.{e}.{half}.weight", inner, unit) for e in range(count) for half in ("gate", "up"))
-        yield Parameter(f"{path}.gate_up.weight", (count * 2 * inner, self.width), PLAIN, halves, split=Split.ROWS, stack=count,
-                        live=picks * 3 * inner)
+        yield Parameter(f"{path}.gate_up.weight", (count * 2 * inner, self.width), PLAIN, halves, stack=count,
+                        live=picks * 3 * inner, **(dealt or {"split": Split.ROWS}), unit=2 * inner if dealt else 1)
         if self.bias:
             # Every rank has all of them and takes its own.
-            yield Parameter(f"{path}.gate_up.bias", (count, 2 * (self.divided[0] or inner)))
+            yield Parameter(f"{path}.gate_up.bias", (self.routing.experts, 2 * (self.divided[0] or inner)))
         downs = tuple(Piece(f"{path}.{e}.down.weight", self.width) for e in range(count))
-        yield Parameter(f"{path}.down.weight", (count * self.width, inner), PLAIN, downs, split=Split.COLUMNS, unit=unit,
-                        stack=count, live=picks * 2 * self.width)
+        yield Parameter(f"{path}.down.weight", (count * self.width, inner), PLAIN, downs, stack=count,
+                        live=picks * 2 * self.width, **(dealt or {"split": Split.COLUMNS}), unit=self.width if dealt else unit)
         if self.bias:
-            yield Parameter(f"{path}.down.bias", (count, self.width))
+            yield Parameter(f"{path}.down.bias", (self.routing.experts, self.width))
 
     def states(self, _dtype: str) -> tuple[StateSpec, ...]:
         return ()
@@ -126,7 +139,8 @@ class Experts:
         self.up, self.down = (values.stack(f"{path}.experts.{name}.weight") for name in ("gate_up", "down"))
         self.up_bias, self.down_bias = (values.tensor(f"{path}.experts.{name}.bias") if spec.bias else None
                                         for name in ("gate_up", "down"))
-        if build.group is not None and self.up_bias is not None:
+        self._whole_biases = self.up_bias, self.down_bias
+        if build.group is not None and self.up_bias is not None and not spec.dealt:
             self.up_bias = _own_bias(self.up_bias, spec, build.group.rank)
             # It is added once.
             self.down_bias = self.down_bias if build.group.rank == 0 else None
@@ -137,8 +151,31 @@ class Experts:
         self.placement: torch.Tensor | None = None
         """[E, R] int32: where in the stacks an expert's R replicas are, -1 where another rank has it; None: at its own number.
         Neighbouring tokens take different replicas."""
+        self.held: Held | None = None
+        """Of ranks that divide the experts: where each one is."""
+        if spec.slots:
+            assert build.group is not None
+            self._rank = build.group.rank
+            self.placement = torch.empty(spec.routing.experts, 1 + spec.spare * spec.divided[1], dtype=torch.int32,
+                                         device=build.device)
+            self.hold(linear(spec.routing.experts, spec.divided[1], spec.slots))
         self._route = build.kernels.route
         self._reduce = None if build.group is None else build.group.reduce
+
+    def hold(self, held: Held) -> None:
+        """Says which rank has which experts from now on. Memory that graphs know stays where it is."""
+        assert self.placement is not None
+        self.held = held
+        self.placement.copy_(torch.tensor(places_of(held, self.spec.routing.experts, self.placement.shape[1], self._rank),
+                                          dtype=torch.int32))
+        own = torch.tensor([max(0, expert) for expert in held[self._rank]], device=self.placement.device)
+        found = [None if bias is None else bias[own] for bias in self._whole_biases]
+        if self.up_bias is self._whole_biases[0]:
+            self.up_bias, self.down_bias = found
+        else:
+            for bias, now in zip((self.up_bias, self.down_bias), found, strict=True):
+                if bias is not None and now is not None:
+                    bias.copy_(now)
 
     @property
     def linears(self) -> Sequence[Linear]:

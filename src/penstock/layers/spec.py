@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -19,6 +19,8 @@ from penstock.core.state import StateSpec
 from penstock.layers.attention import AttentionSpec
 from penstock.layers.block import BlockSpec
 from penstock.layers.embedding import EmbeddingSpec, HeadSpec
+from penstock.layers.experts import ExpertsSpec
+from penstock.layers.mixer import MixerSpec
 from penstock.layers.norm import NormSpec
 from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.parallel.axis import Place, runs
@@ -59,7 +61,22 @@ class ModelSpec:
 
     def at(self, place: Place) -> ModelSpec:
         """The part of the rank at `place`."""
-        return self.share(place.tensors).stage(place.stage, place.stages, place.layers)
+        return self.dealt(place).share(place.tensors).stage(place.stage, place.stages, place.layers)
+
+    def dealt(self, place: Place) -> ModelSpec:
+        """The whole model, where ranks divide experts and not the channels of each, if so."""
+        if not place.experts:
+            return self
+        if not any(isinstance(mixer, ExpertsSpec) for block in self.blocks for mixer in block.mixers):
+            raise ModelError("enable_expert_parallel is for mixtures of experts; this model has none")
+        return self._with(lambda mixer: dataclasses.replace(mixer, dealt=True, spare=place.spare)
+                          if isinstance(mixer, ExpertsSpec) else mixer)
+
+    def _with(self, change: Callable[[MixerSpec], MixerSpec]) -> ModelSpec:
+        """The model with every mixer changed."""
+        return dataclasses.replace(self, blocks=tuple(dataclasses.replace(block, stages=tuple(
+            tuple(dataclasses.replace(branch, body=change(branch.body)) for branch in stage) for stage in block.stages))
+            for block in self.blocks))
 
     def stage(self, stage: int, stages: int, layers: Sequence[int] = ()) -> ModelSpec:
         """One pipeline stage: `layers[stage]` consecutive blocks, the first with the embedding, the last with the head."""
@@ -92,10 +109,7 @@ class ModelSpec:
         """One rank's part. It is the same for every rank; which rows of a parameter are in it, `Parameter.share` says."""
         if ranks == 1:
             return self
-        blocks = tuple(dataclasses.replace(block, stages=tuple(tuple(dataclasses.replace(branch, body=branch.body.share(ranks))
-                                                                     for branch in stage) for stage in block.stages))
-                       for block in self.blocks)
-        own = dataclasses.replace(self, blocks=blocks, ranks=ranks)
+        own = dataclasses.replace(self._with(lambda mixer: mixer.share(ranks)), ranks=ranks)
         cut = {parameter.scheme.name for parameter in self.parameters()
                if parameter.scheme is not None and not _divides(parameter, ranks)}
         if cut or len(list(own.parameters())) != len(list(self.parameters())):

@@ -71,12 +71,12 @@ class Shares:
     """The share of the model `whole` of the rank at `place`."""
 
     def __init__(self, whole: ModelSpec, place: Place, dtype: str) -> None:
-        self.whole = whole
+        self.whole = whole.dealt(place)
         self.spec = whole.at(place)
         """The part of the model that this rank runs; all ranks of a stage have equal ones."""
         self._place = place
         self._dtype = dtype
-        self._wholes = {parameter.name: parameter for parameter in whole.parameters()}
+        self._wholes = {parameter.name: parameter for parameter in self.whole.parameters()}
 
     def of(self, parameter: Parameter) -> Parameter:
         """The whole of which this rank's `parameter` is a share."""

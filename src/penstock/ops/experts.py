@@ -46,6 +46,10 @@ class Stack(Weight):
         self.count = count
         self.grouped = grouped
 
+    def matrix(self, place: int) -> list[torch.Tensor]:
+        """The memory of one matrix, as bytes. Copied to another place of an equal stack, it is the same matrix there."""
+        return [_bytes(self.data[place])]
+
 
 class Loose(Stack):
     """A stack of matrices that were packed one by one, by a kernel of the operation `linear`."""
@@ -56,6 +60,18 @@ class Loose(Stack):
         super().__init__(torch.empty(0), len(each), each[0].n, each[0].k, dtype, grouped)
         self.each = each
         self.nbytes = sum(one.nbytes for one in each)
+
+    def matrix(self, place: int) -> list[torch.Tensor]:
+        one, found = self.each[place], dict[int, torch.Tensor]()
+        names = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+        for value in (*(getattr(one, name, None) for name in names), *getattr(one, "parts", {}).values()):
+            if isinstance(value, torch.Tensor):
+                found[value.data_ptr()] = _bytes(value)
+        return list(found.values())
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)
 
 
 class ExpertsOps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,10 @@ class Place:
     stages: int = 1
     layers: tuple[int, ...] = ()
     """Blocks of each stage; empty: divided by size."""
+    experts: bool = False
+    """Ranks divide the experts of a mixture, not the channels of each."""
+    spare: int = 0
+    """Experts for which each rank has room besides its share."""
 
     @property
     def rank(self) -> int:
@@ -37,11 +41,11 @@ ALONE = Place()
 """The only rank."""
 
 
-def places(tensors: int, stages: int, layers: Sequence[int] = (), rendezvous: str = "") -> Iterator[Place]:
-    """Every rank's place, in the order of their numbers."""
-    for stage in range(stages):
-        for tensor in range(tensors):
-            yield Place(tensor, tensors, rendezvous, stage, stages, tuple(layers))
+def places(whole: Place) -> Iterator[Place]:
+    """Every rank's place in the order of their numbers, given that of one."""
+    for stage in range(whole.stages):
+        for tensor in range(whole.tensors):
+            yield replace(whole, stage=stage, tensor=tensor)
 
 
 def runs(weights: Sequence[int], last: int, stages: int) -> list[int]:

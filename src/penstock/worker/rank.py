@@ -16,6 +16,7 @@ import torch
 
 from penstock import models
 from penstock.checkpoint import adapter, dtype_of, resolve_folder
+from penstock.config.options import balancing
 from penstock.config.resolve import EngineConfig, cache_room, memory_limits
 from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts
@@ -35,6 +36,7 @@ from penstock.platform.facts import detect, device_name
 from penstock.platform.kept import Kept
 from penstock.stores.behind import Opening
 from penstock.worker import memory
+from penstock.worker.balancing import Balancing
 from penstock.worker.drafters import loading as drafters
 from penstock.worker.drafters.ngram import SCRATCH
 from penstock.worker.drafting import LoadedDrafter
@@ -92,7 +94,7 @@ class Rank:
         """Inspects the device and the model's small files. ConfigError or ModelError if one of them cannot be used."""
         self._folder = resolve_folder(self._options.model, self._options.revision)
         self._checkpoint = models.configured(self._folder, self._options.quantization, self._options.quantization_rules)
-        spec = models.describe(self._checkpoint).share(self._place.tensors)
+        spec = models.describe(self._checkpoint).dealt(self._place).share(self._place.tensors)
         self._spec = spec.stage(self._place.stage, self._place.stages, self._place.layers)
         return Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.max_positions, spec.size,
                       dtype_of(self._folder, self._checkpoint), spec.task, spec.labels)
@@ -196,6 +198,11 @@ class Rank:
                     store.close()
                 raise
             worker.warm_up(self._scratch, config.max_num_batched_tokens)
+            if self._place.experts and self._mesh.tensor is not None:
+                options = self._options
+                with torch.inference_mode():
+                    worker.balancing = Balancing(self._model, self._mesh.tensor, interval=balancing(options)[1],
+                                                 spread=options.expert_placement_strategy == "round_robin")
             worker.model.forget_picks()
         if worker.graphs is None:
             return Prepared()

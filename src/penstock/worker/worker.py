@@ -20,6 +20,7 @@ from penstock.parallel.pipe import Pipe
 from penstock.stores.behind import Behind
 from penstock.worker.adapters import Adapters
 from penstock.worker.arena import Arena
+from penstock.worker.balancing import Balancing
 from penstock.worker.clock import Clock, Interval
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
 from penstock.worker.graphs import Graphs
@@ -166,6 +167,7 @@ class Worker:
         self._loaded_drafter = drafter
         self.drafter: Drafter | None = None
         self.returning: Returning | None = None
+        self.balancing: Balancing | None = None
         self.movers: Movers | None = None
         try:
             if behind is not None:
@@ -260,6 +262,8 @@ class Worker:
         interval = self.clock.start()
         if self.returning is not None and self.model.spec.begins:
             self.returning.take(plan)
+        if self.balancing is not None and not plan.idle:
+            self.balancing.step()
         self.rows.apply(plan)
         self.adapters.apply(plan)
         if self.movers is not None:
