@@ -122,6 +122,10 @@ class Pools:
         """The number of holders of a page."""
         return self._holders[group][page]
 
+    def marks(self, group: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        """The number of holders of each page, and 1 where the index keeps it; to look at, not to change."""
+        return self._held_view[group], self._kept_view[group]
+
     def kept(self, group: int, page: int) -> bool:
         """True if the index keeps a page."""
         return self._kept[group][page] == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -32,11 +32,14 @@ from penstock.observe.figures import Figures
 from penstock.observe.log import LOG
 from penstock.text import ChatTemplate, Tokenizer
 
+ENDED = 200
+"""Sequences that `AsyncLLM.ended` remembers."""
+
 
 class Track:
     """Progress of one open request, for its stream and the statistics. Times are time.monotonic()."""
 
-    __slots__ = ("arrived", "first", "last", "open", "request", "stream", "tokens")
+    __slots__ = ("arrived", "cached", "first", "last", "open", "queued", "request", "stream", "tokens")
 
     def __init__(self, request: Request, stream: Stream, now: float) -> None:
         self.request = request
@@ -47,6 +50,8 @@ class Track:
         self.first: dict[int, float] = {}
         self.last: dict[int, float] = {}
         self.tokens: dict[int, int] = {}
+        self.queued = self.cached = 0.0
+        """Seconds in the queue and prompt tokens that the cache had, where the engine told."""
 
 
 class Stream:
@@ -173,6 +178,8 @@ class AsyncLLM:
         """Set once the engine is ready."""
         self.stats = EngineStats()
         self.figures = Figures(1)
+        self.ended: deque[dict[str, Any]] = deque(maxlen=ENDED)
+        """The sequences that ended last, for people who watch."""
         self.adapters: dict[str, Adapter] = {}
         """By the names that requests call them."""
         self.tokenizer: Tokenizer | None = None
@@ -429,6 +436,12 @@ class AsyncLLM:
         done: bool = await self._process.ask("reset_prefix_cache")
         return done
 
+    async def look(self) -> dict[str, Any]:
+        """The engine's work at this moment (`engine/view.py::View.look`). EngineDeadError if there is none."""
+        self._check_alive()
+        found: dict[str, Any] = await self._process.ask("look")
+        return found
+
     def drop(self, stream: Stream) -> None:
         """Forgets a stream's open requests and aborts them in the engine."""
         ids = list(stream.open)
@@ -536,8 +549,10 @@ class AsyncLLM:
         track = self._tracks[update.request_id]
         if update.token_ids and not update.index and not track.tokens:
             self.figures.computed_prompts.observe(len(track.request.prompt_ids) - update.cached_tokens)
+        track.cached = update.cached_tokens or track.cached
         timings = update.timings
         if timings is not None and timings.first_scheduled:
+            track.queued = timings.first_scheduled - timings.arrival
             self._count_timings(timings)
 
     def _count_timings(self, timings: Timings) -> None:
@@ -566,6 +581,11 @@ class AsyncLLM:
         figures.finished[delta.finish_reason or "stop"] += 1
         figures.end_to_end.observe(now - track.arrived)
         figures.output_lengths.observe(tokens)
+        past = time.time() - now
+        self.ended.append({"id": delta.request_id, "arrival": past + track.arrived, "queued": track.queued,
+                           "first": past + track.first.get(delta.index, now), "finished": past + now, "output": tokens,
+                           "prompt": len(track.request.prompt_ids), "cached": int(track.cached),
+                           "priority": track.request.priority, "reason": delta.finish_reason})
         if tokens > 1:
             figures.per_token.observe((now - track.first[delta.index]) / (tokens - 1))
 

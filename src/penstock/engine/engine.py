@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ from penstock.engine.loading import tokenizer_folder
 from penstock.engine.ranks import Progress, Rank
 from penstock.engine.remote import RemoteGroup
 from penstock.engine.tiers import Naming, Weights, set_up
+from penstock.engine.view import View
 from penstock.parallel.axis import places
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.drafting import draft_policy
@@ -104,6 +105,7 @@ class Engine:
             POLICIES[options.scheduling_policy](),
             drafting=draft_policy(config.speculation) if config.speculation is not None else None,
             times=StepTime(buckets=prepared.buckets))
+        self.view = View(self.scheduler)
         self.executor: Executor = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)
         undo.callback(self._end)
         self.adapters = Adapters(self.rank, self.scheduler, options.enable_lora, options.max_cpu_loras,
@@ -174,6 +176,10 @@ class Engine:
             self.events.flush()
         return True
 
+    def look(self) -> dict[str, Any]:
+        """The work at this moment, for people who watch."""
+        return self.view.look()
+
     @property
     def busy(self) -> bool:
         return self.scheduler.busy or self.beams.busy or self.constraints.busy
@@ -201,6 +207,7 @@ class Engine:
         self.scheduler.stats.plan_seconds += time.perf_counter() - began
         if plan is not None:
             self._in_flight.append(self.executor.submit(plan))
+            self.view.planned(plan)
             if len(plan.masked):
                 self._mask(plan)
         # Without a new plan there is nothing to overlap with: wait for the in-flight plans, one result at a time.
@@ -222,6 +229,7 @@ class Engine:
             self._in_flight.popleft()
             began = time.perf_counter()
             self.scheduler.apply(result, time.time())
+            self.view.done(result)
             self.scheduler.stats.plan_seconds += time.perf_counter() - began
 
     def _mask(self, plan: StepPlan) -> None:

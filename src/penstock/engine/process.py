@@ -66,6 +66,7 @@ CALLS: dict[str, Any] = {
     "submit": Request,
     "abort": list[str],
     "reset_prefix_cache": None,
+    "look": None,
     "add_adapter": str,
     "remove_adapter": str,
     "shutdown": None,

@@ -200,7 +200,9 @@ class Replicas:
             raise
 
     async def ask(self, name: str, argument: Any = None) -> Any:
-        """The answer of all replicas, or False if they do not agree."""
+        """The answer of all replicas, or False if they do not agree; a `look` is at the first one."""
+        if name == "look":
+            return await self._processes[self._live[0]].ask(name, argument)
         if name == "reset_prefix_cache":
             self.balancer.reset()
         found = await asyncio.gather(*(self._processes[i].ask(name, argument) for i in self._live))

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import penstock
-from penstock.core.request import EngineInfo, TierStats
+from penstock.core.request import EngineInfo, EngineStats, TierStats
 from penstock.server.answer import json_response
 from penstock.server.dialect import Route
 from penstock.server.errors import UnavailableError
@@ -113,7 +113,7 @@ class Admin:
             "kv_events": info.kv_events,
             "cache": {"prefix_caching": info.prefix_caching, "identity": info.cache_identity, "isolated": tenants.isolated,
                       "tenant_share": info.tenant_share,
-                      "tiers": [_named(tier) for tier in self.state.llm.stats.tiers]}})
+                      "tiers": [named(tier) for tier in self.state.llm.stats.tiers]}})
 
     async def kv_event_sources(self, request: Request) -> Response:
         """Endpoints of the KV cache events, one entry for each engine; empty if they are not published."""
@@ -134,5 +134,6 @@ class Admin:
         return info
 
 
-def _named(tier: TierStats) -> dict[str, Any]:
-    return {name: getattr(tier, name) for name in tier.__struct_fields__}
+def named(struct: TierStats | EngineStats) -> dict[str, Any]:
+    """A struct's fields by their names, where its encoding has them by their order."""
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}

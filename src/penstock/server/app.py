@@ -27,9 +27,11 @@ from penstock.server.gate import OPEN_ROUTES, Gate
 from penstock.server.keys import KeyFile
 from penstock.server.ollama.dialect import Ollama
 from penstock.server.openai.dialect import OpenAI
+from penstock.server.page import page_routes
 from penstock.server.paths import Paths
 from penstock.server.pooling.dialect import Pooling
 from penstock.server.responses.dialect import Responses
+from penstock.server.room import Room
 from penstock.server.schema import openapi
 from penstock.server.state import State
 from penstock.server.vllm.dialect import VLLM
@@ -49,7 +51,7 @@ class Application:
                                    Batches(self.state, self.batches), VLLM(self.state)]
         admin = Admin(self.state)
         routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes(),
-                  *AdapterRoutes(self.state).routes()]
+                  *AdapterRoutes(self.state).routes(), *Room(self.state).routes()]
         # Plain routes: the bodies are decoded by msgspec, so FastAPI's own machinery has nothing to do.
         for route in routes:
             self.app.add_route(route.path, route.handler, methods=[route.method])
@@ -65,6 +67,7 @@ class Application:
         document = openapi(routes, OPEN_ROUTES if open_routes is None else open_routes, options.root_path)
         page = docs_page(document)
         self.app.openapi = lambda: document  # type: ignore[method-assign]
+        self.app.router.routes.extend(page_routes())
         self.app.add_route("/docs", lambda request: HTMLResponse(page), methods=["GET"])
         asgi: ASGIApp = Gate(self.app, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes, _report,
                               keys_file)

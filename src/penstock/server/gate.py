@@ -19,15 +19,18 @@ from penstock.server.dialect import ErrorShapes
 from penstock.server.errors import as_request_error, error_response
 from penstock.server.ignored import ignored_header
 from penstock.server.keys import KeyFile
+from penstock.server.page import is_page
 
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
-"""Routes that never need a key. Where there are keys all others need one, including paths that do not exist."""
+"""Routes that never need a key, as the page's own files. Where there are keys all others need one, including paths that do
+not exist."""
 
 PROBES = OPEN_ROUTES | {"/metrics", "/load"}
 """Routes that machines ask again and again."""
 
-ADMIN_ROUTES = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-"""Routes that affect every tenant: they need an admin key if there are several keys."""
+ADMIN_ROUTES = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/engine",
+                          "/engine/events"})
+"""Routes that affect or show every tenant: they need an admin key if there are several keys."""
 
 UPLOAD_ROUTES = frozenset({"/v1/files"})
 """Routes that take a form."""
@@ -77,7 +80,7 @@ class Gate:
         scope["api_key"] = key = _key(headers)
         scope["admin"] = bool(self.admin_keys) and _among(key, self.admin_keys)
         scope["key"] = None
-        if scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS":
+        if scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS" and not is_page(scope["path"]):
             refusal = (self._refusal(scope, key, scope["path"]) or self._cross_site(headers)
                        or _no_json(scope["method"], scope["path"], headers))
             if refusal is not None:
