@@ -24,7 +24,7 @@ from penstock.core.sequence import Sequence
 from penstock.scheduler.scheduler import Scheduler
 
 WATCHED_SECONDS = 5.0
-"""How long steps are recorded after the last look."""
+"""Time for which steps are recorded after the last look."""
 
 STEPS, SEQUENCES, CELLS, NODES = 120, 256, 4096, 120
 """The most that one look has of each."""
