@@ -126,7 +126,7 @@ _SYLLABLES = listed("ba ko mi ra tu lo ve si na pe du fi go ha ki mo")
 
 
 def _invented(rng: Random) -> Tool:
-    """A tool that nobody has seen: its name and what it takes are in its schema alone."""
+    """An unseen tool: only its schema gives its name and parameters."""
     name = "".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(2, 3)))
     verb, *names = rng.sample(WORDS, rng.randint(2, 3))
     fields = {field: rng.choice((NUMBER, WORD)) for field in names}

@@ -1,4 +1,4 @@
-"""The graded skills but for tool calls: what each asks and the one answer that it takes. Owns the prompts, not the grading.
+"""The graded skills except tool calls: each skill's questions and its only right answer. Owns the prompts, not the grading.
 
 A generator takes a random source and a `span` from 0 (easy) to 1 (long) and makes an Item. Everything follows from the random
 source, so a seed gives the same prompts everywhere.

@@ -38,7 +38,7 @@ class Api:
     transport: Transport
     model: str
     own: bool = False
-    """The engine behind it is this program's: if it dies, nobody starts another."""
+    """This program owns the engine behind it: if the engine dies, no other is started."""
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ class Told(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True)
 class StoresToOpen:
-    """`stores/behind.py::Opening` but for the layout, which a rank knows itself."""
+    """`stores/behind.py::Opening` without the layout, which a rank knows itself."""
 
     host_slabs: int
     disk: str | None

@@ -24,7 +24,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """A GPU's memory before the engine takes any of it but for what CUDA itself needs, in bytes."""
+    """A GPU's memory in bytes, before the engine takes any except CUDA's own needs."""
 
     free: int
     total: int

@@ -1,4 +1,4 @@
-"""The seam between the engine's loop and whoever constrains tokens: a grammar, a schema, a list of choices."""
+"""The interface between the engine's loop and the source of token constraints: a grammar, a schema, a list of choices."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class Sequence:
     """Counts of positions: computed <= planned <= goal.
 
     `known` tokens are on the host (`tokens`); `planned` positions are in plans already made; `computed` positions are done.
-    Owned by the scheduler; nobody else writes.
+    Owned by the scheduler; nothing else writes it.
     """
 
     __slots__ = ("acceptance", "cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done", "due",

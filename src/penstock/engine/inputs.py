@@ -52,7 +52,7 @@ WORDS_AT_ONCE = 64
 
 
 class Inputs:
-    """Makes requests for one engine. Stateless but for the seeds it draws; may be used from several threads."""
+    """Makes requests for one engine. Its only state is the generator of seeds; may be used from several threads."""
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, info: EngineInfo,
                  generation_config: Mapping[str, Any] | None = None, eos_ids: Iterable[int] = (),

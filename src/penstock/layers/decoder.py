@@ -95,7 +95,7 @@ class Decoder:
         return torch.stack(found) if found else None
 
     def forget_picks(self) -> None:
-        """Starts counting anew."""
+        """Resets the counts."""
         for mixer in (mixer for block in self.blocks for mixer in block.mixers):
             if isinstance(mixer, Experts):
                 mixer.counts.zero_()

@@ -61,7 +61,7 @@ UTILITIES = "utilities"
 def compile_one(job: dict[str, Any]) -> None:
     """Compiles a kernel and its C launcher into the cache on disk."""
     if job["kernel"] == UTILITIES:
-        # Without a driver on this machine there is nothing to link with, and nobody who could launch.
+        # Without a driver on this machine there is nothing to link with, and no kernel can be launched.
         with suppress(AssertionError):
             CudaUtils()
         return

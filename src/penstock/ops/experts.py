@@ -87,7 +87,7 @@ class ExpertsOps:
               inward: bool = False) -> torch.Tensor:
         """The sum over a token's picks e of weight * (down_e glu(up_e x + up_bias_e) + down_bias_e), [T, W] in x's dtype.
 
-        x [T, W]; picks [T, K] int32, where -1 is nobody; weights [T, K] float32; up: stack of [2 F, W], gates first;
+        x [T, W]; picks [T, K] int32, where -1 is no expert; weights [T, K] float32; up: stack of [2 F, W], gates first;
         down: stack of [W, F]; biases [E, 2 F] and [E, W]. With `inward` (Llama 4) weights multiply the experts' inputs instead.
         Products accumulate in float32, inner results have x's dtype, picks are summed in float32 in their order. An
         implementation that is registered as batch_invariant gives a token the same bits in any company.

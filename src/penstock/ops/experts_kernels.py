@@ -96,7 +96,8 @@ def picked(x, weight, bias, out, picks, scales, n, k, stride, count: tl.constexp
 
 @triton.jit
 def add_up(results, picks, out, width: tl.constexpr, count: tl.constexpr, block: tl.constexpr, linked: tl.constexpr):
-    """out [T, width]: the sum in float32 of a token's results [T * K, width], in the order of its picks, without nobody's."""
+    """out [T, width]: the sum in float32 of a token's results [T * K, width], in the order of its picks.
+    Picks of -1 are skipped."""
     if linked:
         gdc_wait()
         gdc_launch_dependents()
@@ -258,7 +259,7 @@ def direct(x, weight, bias, out, picks, scales, total, n, k, stride, count: tl.c
            tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr,
            gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
            inward: tl.constexpr, linked: tl.constexpr):
-    """The grouped GEMM of up to `block` picks that nobody sorted. Grid: (blocks of outputs, E); a program finds its expert's.
+    """The grouped GEMM of up to `block` unsorted picks. Grid: (blocks of outputs, E); a program finds its expert's.
 
     Rows of x and out are as in `picked`.
     """

@@ -1,6 +1,6 @@
 """Reading a request's body: its size while it arrives, its depth, and its decoding into a struct.
 
-Fields that the struct does not have are refused, but for a dialect's list of harmless ones, which are ignored and named in the
+Unknown fields are refused, except those in a dialect's list of harmless ones, which are ignored and named in the
 answer's headers.
 """
 

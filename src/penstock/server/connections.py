@@ -191,7 +191,7 @@ class Connection(HttpToolsProtocol):
         self._cancel_timer()
         if self._write_timer is not None:
             self._write_timer.cancel()
-        # Cancel the requests in progress: nobody reads their answers.
+        # Cancel the requests in progress: no client reads their answers.
         for task in self._running:
             task.cancel()
         self.pipeline.clear()

@@ -146,7 +146,7 @@ class KeyFile:
             self._keys = {key.hash: key for key in read(self.path)}
             LOG.info("%s has changed: %d keys", self.path, len(self._keys))
         except ConfigError as error:
-            # The keys that were good stay so; nobody is let in, or out, by a slip of the pen.
+            # An invalid file changes nothing: the keys read before stay valid.
             LOG.error("%s; the keys read before stay in force", error)
         self._stamp = stamp
 

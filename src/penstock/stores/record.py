@@ -1,8 +1,8 @@
 """The record format of a page in a store: a header that identifies the page, followed by the page's bytes.
 
 Header, 80 bytes, little-endian: magic, version (16 bytes), cache group (4), key (32), length of the page (8), checksum of the
-page (4, `checksum`), CRC-32 of the header so far (4), zeros. The checksums detect damage, not tampering: whoever can write to
-the store can forge pages.
+page (4, `checksum`), CRC-32 of the header so far (4), zeros. The checksums detect damage, not tampering: any process that can
+write to the store can forge pages.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Tokenizer:
         return self._vocabulary.name_of(token) if 0 <= token < self.vocab_size else None
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of the token alone. Joined over a text without special tokens these are the text's bytes, but for the
+        """The bytes of the token alone. Joined over a text without special tokens these are the text's bytes, except for the
         space that some vocabularies add in front."""
         return self._vocabulary.bytes_of(token) if 0 <= token < self.vocab_size else b""
 

@@ -105,7 +105,7 @@ class Job:
             self._lost.append(name)
 
     def give_up(self, late: bool = False) -> None:
-        """Gives up the load, because nobody wants it or because it takes too long (`late`)."""
+        """Gives up the load, because no request needs it any more or because it takes too long (`late`)."""
         with self._lock:
             if late and not self.given_up:
                 self._missed.update(place for place, count in self._left.items() if count)

@@ -125,7 +125,7 @@ class Pinned:
         self.memory = memory
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         torch.cuda.check_error(code)
-        # Unregister even if nobody calls `release`, or the next owner of the address could not pin it.
+        # Unregister even without a call of `release`, or the next owner of the address could not pin it.
         self.release = weakref.finalize(self, _unregister, memory.data_ptr())
 
 

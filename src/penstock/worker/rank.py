@@ -172,7 +172,7 @@ class Rank:
             return memory.Working(*found)
         each = [memory.working_bytes(one, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len, config.page,
                                      device, config.graph_tokens) for one in self._held(model)]
-        # The models run one after another, so that they can use the same memory but for their graphs.
+        # The models run one after another, so that they can share all memory except their graphs.
         drafting = SCRATCH if config.speculation is not None else 0
         working = memory.Working(max(one.step for one in each) + drafting, sum(one.graphs for one in each),
                                  max(one.scratch for one in each))

@@ -1,4 +1,4 @@
-// The entries for products with quantized matrices (coded.h), the packing of their codes, and rows of them.
+// Entry points of quantized GEMMs (coded.h), the packing of codes, and embedding look-ups in packed codes.
 
 #include "coded.h"
 
@@ -21,8 +21,7 @@ bool vnni() { return false; }
 
 namespace {
 
-// The place of column k of row `lane` in a panel: the byte with its low (or all) bits, the shift there, and those of a 6-bit
-// code's high bits.
+// The place of column k of row `lane` in a panel: byte and shift of the low (or all) bits, then of a 6-bit code's high bits.
 struct Place {
     int64_t byte;
     int shift;
@@ -39,7 +38,7 @@ Place place(int64_t bits, int64_t lane, int64_t k) {
 
 }  // namespace
 
-// codes: uint8 [n, k], one each (8 bits: the signed number's bits); to: zeroed, panels.
+// codes: uint8 [n, k], one code per byte (8 bits: the bits of the signed number); to: panels, zeroed before.
 EXPORT void penstock_coded_pack(const uint8_t* codes, int64_t n, int64_t k, int64_t bits, uint8_t* to) {
     const int64_t blocks = (k + BLOCK - 1) / BLOCK, panel_bytes = blocks * (PANEL * BLOCK * bits / 8);
     const uint8_t flip = bits == 8 && vnni() ? 128 : 0;

@@ -1,12 +1,12 @@
-// Products with quantized matrices in integer arithmetic: the templates that coded.cpp and coded_vnni.cpp instantiate, each for
-// another set of instructions. Everything here has internal linkage.
+// Quantized GEMMs in integer arithmetic: the templates that coded.cpp and coded_vnni.cpp instantiate for their instruction
+// sets. Everything here has internal linkage.
 //
-// Activations are rounded to int8 with a scale for each BLOCK columns. A matrix [n, k] lies in panels of PANEL rows; a panel's
-// codes of BLOCK columns follow each other:
+// Activations are rounded to int8 with a scale for each BLOCK columns. A matrix [n, k] is stored in panels of PANEL rows; in a
+// panel, blocks of BLOCK columns follow each other:
 //    8 bits  [8 quads of columns][PANEL][4 columns], codes + BIAS
 //    4 bits  [4 pairs of quads][PANEL][4]: the first quad's codes in the low half of a byte, the second's in the high half
 //    6 bits  the low 4 as above, then the high 2: [2 fours of quads][PANEL][4], the first quad's in the lowest bits
-// Scales are in an array of their own, by panels: see Scales. The sum over a block is exact in int32; blocks are added in float32
+// Scales are in a separate array, by panels: see Scales. The sum over a block is exact in int32; blocks are added in float32
 // in the order of k, so that the bits of an output depend on its row and column alone.
 #pragma once
 

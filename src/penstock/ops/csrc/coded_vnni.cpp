@@ -1,4 +1,4 @@
-// Products with quantized matrices where the CPU has AVX-512 VNNI: coded.cpp asks at run time.
+// Quantized GEMMs for CPUs with AVX-512 VNNI; coded.cpp selects them at run time.
 #if defined(__AVX512F__)
 #pragma GCC target("avx512vnni")
 #define CODED_VNNI

@@ -1,8 +1,8 @@
 // Mixtures of experts: each token's picked feed-forward networks, weighted and summed (ops/experts.py).
 //
-// Picks are sorted by expert; each picked expert's two matrices are multiplied by the rows of all tokens that picked it, so they
-// are read once, and nobody's are not read. The products are those of linear.cpp, whose bits depend on a row alone; a token's
-// results are summed in the order of its picks.
+// Picks are sorted by expert. The two matrices of a picked expert are multiplied by the rows of all tokens that picked it, so
+// they are read once; experts without picks are not read. The GEMMs are those of linear.cpp, whose bits depend on a row alone. A
+// token's results are summed in the order of its picks.
 
 #include <algorithm>
 #include <vector>

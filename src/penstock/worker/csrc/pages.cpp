@@ -29,7 +29,7 @@ void add(const uint8_t* bytes, int64_t lines, uint64_t* line_sums, uint64_t* col
     }
 }
 
-// Fills both parts as far as the file has bytes. Returns how many it had, or -errno.
+// Fills both parts as far as the file has bytes. Returns the number of bytes read, or -errno.
 int64_t fill(int file, uint8_t* head, int64_t head_bytes, uint8_t* body, int64_t body_bytes) {
     int64_t done = 0;
     while (done < head_bytes + body_bytes) {
@@ -44,8 +44,8 @@ int64_t fill(int file, uint8_t* head, int64_t head_bytes, uint8_t* body, int64_t
     return done;
 }
 
-// Opens a file for reading. Neither it nor the folder that it lies in may be a symbolic link, and a pipe in its place is not
-// waited for. A descriptor, or -errno.
+// Opens a file for reading. Refuses symbolic links, also as its folder, and does not wait if it is a pipe.
+// Returns a descriptor, or -errno.
 int open_page(const char* path) {
     const char* slash = strrchr(path, '/');
     if (slash == nullptr) return -EINVAL;
@@ -58,7 +58,7 @@ int open_page(const char* path) {
     return file < 0 ? -error : file;
 }
 
-// Reads one file: its header and page, and the page's sums. Returns how many bytes there were, or -errno.
+// Reads one file: its header and page, and the page's sums. Returns the number of bytes, or -errno.
 int64_t read_page(const char* path, uint8_t* head, int64_t head_bytes, uint8_t* page, int64_t page_bytes, uint64_t* line_sums,
                   uint64_t* column_sums) {
     const int file = open_page(path);
