@@ -96,7 +96,7 @@ def measured(name: str, shape: str, rows_list: list[int], sweep: bool, bandwidth
     first = CodedTriton.pack(scheme, parts, (n, k), torch.bfloat16)
     copies = [first] + [CodedTriton.pack(scheme, {key: part.clone() for key, part in parts.items()}, (n, k), torch.bfloat16)
                         for _ in range(max(1, (320 << 20) // first.nbytes))]
-    ops, kind, records = CodedTriton(False, one_row=True), "silu" if gated else None, []
+    ops, kind, records = CodedTriton(False), "silu" if gated else None, []
     tiles = {rows: candidates(first, rows, gated) if sweep else [] for rows in rows_list}
 
     def run(cut: Cut, x: torch.Tensor, weight: CodedWeight) -> torch.Tensor:

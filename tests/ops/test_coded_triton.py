@@ -11,7 +11,7 @@ from penstock.ops import coded_triton
 from penstock.ops.activation import gated
 from penstock.ops.coded_forms import FP8 as FP8_TYPE
 from penstock.ops.coded_forms import NAMES, CodedWeight
-from penstock.ops.coded_triton import CodedTriton, Cut, launch, launch_row, quantized
+from penstock.ops.coded_triton import CodedTriton, Cut, launch, launch_codes, launch_dots, quantized
 from penstock.quant.fp8 import FP8
 from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
@@ -68,19 +68,46 @@ def test_product(scheme: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("scheme", [one for one in WEIGHT_ONLY if one.name.startswith(("int4", "int2", "int3", "nf4", "fp4"))],
+@pytest.mark.parametrize("scheme", [Grouped(4, 128), Grouped(4, 128, "uint8"), Grouped(4, 0), Grouped(4, 0, "uint8"),
+                                    Grouped(4, 128, "float16"), Grouped(4, 128, ordered=True), Grouped(3, 128, "uint8")],
                          ids=name)
-def test_one_row(scheme: Any, dtype: torch.dtype) -> None:
-    """Without tensor cores: units that no step divides, columns that no unit does, bias, the gated form."""
-    for n, k in ((70, 384), (128, 2176)):
+def test_dots(scheme: Any, dtype: torch.dtype) -> None:
+    """Without tensor cores: units that no step divides, columns that no unit does, strided rows, bias, the gated form."""
+    for rows, n, k in ((3, 38, 384), (2, 18, 8448), (1, 128, 640)):
         weight, matrix, _ = packed(scheme, n, k, dtype)
-        x, bias = random(1, k, seed=1).to(dtype).to(DEVICE), random(n, seed=2).to(dtype).to(DEVICE)
+        x, bias = random(rows, k + 16, seed=1).to(dtype).to(DEVICE)[:, 8:8 + k], random(n, seed=2).to(dtype).to(DEVICE)
+        x[0, :128] *= 1e-3  # a unit of small numbers keeps their bits
         exact = x.double() @ matrix.double().T + bias.double()
-        found = launch_row(operand(x, weight), weight, bias, torch.float32)
+        found = launch_dots(operand(x, weight), weight, bias, torch.float32)
         close(found.to(torch.float16), exact, (24 if weight.form == "shifts" else 2) * k ** 0.5, factor=2)
     half = gated(exact, "silu")
     if weight.form != "shifts":
-        close(launch_row(operand(x, weight), weight, bias, dtype, "silu"), half, 16 * k ** 0.5, factor=4)
+        close(launch_dots(operand(x, weight), weight, bias, dtype, "silu"), half, 16 * k ** 0.5, factor=4)
+
+
+@pytest.mark.parametrize("scheme", [FP8(), FP8("token"), FP8("tensor")], ids=name)
+def test_one_row_of_codes(scheme: Any) -> None:
+    """Without tensor cores: x is rounded as by the kernel that quantizes many rows; bias, the gated form."""
+    for n, k in ((70, 384), (128, 8448)):
+        weight, matrix, _ = packed(scheme, n, k, torch.bfloat16)
+        x, bias = random(1, k, seed=1).bfloat16().to(DEVICE), random(n, seed=2).bfloat16().to(DEVICE)
+        assert coded_triton.readable(x, weight) and not coded_triton.readable(x.expand(2, -1), weight)
+        rounded = x
+        if weight.scaled != "none":
+            codes, scales = quantized(x, weight)
+            rounded = codes.double() * scales.double().T
+        exact = rounded.double() @ matrix.double().T + bias.double()
+        close(launch_codes(x, weight, bias, torch.float32).to(torch.float16), exact, 4 * k ** 0.5, factor=2)
+    close(launch_codes(x, weight, bias, torch.bfloat16, "silu"), gated(exact, "silu"), 16 * k ** 0.5, factor=4)
+
+
+def test_dots_serve_one_row_of_integers() -> None:
+    """Matrices of other codes go to the tensor cores, and all rows do in the batch-invariant form."""
+    x = random(1, 384).half()
+    for scheme, served in ((Grouped(4, 128), True), (Grouped(4, 32), False), (MXFP4(), False), (Grouped(8, 128), False)):
+        weight, _, _ = packed(scheme, 64, 384, torch.float16)
+        assert coded_triton.dottable(x, weight) == served
+        assert not coded_triton.dottable(x.float(), weight) and not coded_triton.dottable(x.expand(2, -1), weight)
 
 
 @pytest.mark.parametrize("scheme", [*WEIGHT_ONLY, *ROUNDED], ids=name)

@@ -284,152 +284,161 @@ def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows
 
 
 @triton.jit
-def _eight(word, table, kind: tl.constexpr, fast: tl.constexpr):
-    """The numbers of the eight 4-bit codes of 32 bits, as float32: of each of four fields of 4 bits first that of the lower,
-    then that of the upper half. int4: plus 128, which in the compiled form takes two instructions."""
-    found = ()
-    if kind == "int4" and fast:
+def _fields(word, step: tl.constexpr):
+    """The four fields of 4 bits of a word's even (`step` 0) or odd places, as its bytes."""
+    return (word >> (4 * step)) & 0x0F0F0F0F
+
+
+@triton.jit
+def _dot(word, ha, la, hb, lb, fast: tl.constexpr):
+    """The sum of the products of a word's eight codes with eight 16-bit numbers, whose high and low bytes are signed."""
+    if fast:
         found = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shl.b32 t, $8, 16; lop3.b32 $0, t, 0x000F0000, 0x43000000, 0xEA; "
-            "lop3.b32 $1, $8, 0x000F0000, 0x43000000, 0xEA; shl.b32 t, $8, 12; lop3.b32 $2, t, 0x000F0000, 0x43000000, 0xEA; "
-            "shr.b32 t, $8, 4; lop3.b32 $3, t, 0x000F0000, 0x43000000, 0xEA; shl.b32 t, $8, 8; "
-            "lop3.b32 $4, t, 0x000F0000, 0x43000000, 0xEA; shr.b32 t, $8, 8; lop3.b32 $5, t, 0x000F0000, 0x43000000, 0xEA; "
-            "shl.b32 t, $8, 4; lop3.b32 $6, t, 0x000F0000, 0x43000000, 0xEA; shr.b32 t, $8, 12; "
-            "lop3.b32 $7, t, 0x000F0000, 0x43000000, 0xEA; }", "=r,=r,=r,=r,=r,=r,=r,=r,r", [word],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True, pack=1)
+            "{ .reg .b32 a, b, s; and.b32 a, $1, 0x0F0F0F0F; shr.u32 b, $1, 4; and.b32 b, b, 0x0F0F0F0F; "
+            "dp4a.s32.u32 s, $2, a, 0; dp4a.s32.u32 s, $4, b, s; shl.b32 s, s, 8; dp4a.s32.u32 s, $3, a, s; "
+            "dp4a.s32.u32 $0, $5, b, s; }", "=r,r,r,r,r,r", [word, ha, la, hb, lb], dtype=tl.int32, is_pure=True, pack=1)
     else:
+        found = tl.zeros_like(word)
+        even, odd = _fields(word, 0), _fields(word, 1)
         for i in tl.static_range(4):
-            low, high = (word >> (4 * i)) & 15, (word >> (16 + 4 * i)) & 15
-            if kind == "int4":
-                found = found + (low.to(tl.float32) + 128.0, high.to(tl.float32) + 128.0)  # noqa: RUF005
-            else:
-                found = found + (tl.load(table + low), tl.load(table + high))  # noqa: RUF005
+            code, up = (even >> (8 * i)) & 255, 24 - 8 * i
+            found += code * (((ha << up) >> 24) * 256 + ((la << up) >> 24))
+            code = (odd >> (8 * i)) & 255
+            found += code * (((hb << up) >> 24) * 256 + ((lb << up) >> 24))
     return found
 
 
 @triton.jit
-def _scale_words(words, at, units, spread, form: tl.constexpr, scales: tl.constexpr):
-    """The words of each scale of some units, [rows, units, 1] each. at: the rows of `words`; those of half a word lie below."""
-    found = ()
-    for g in tl.static_range(scales):
-        place = units[None, :, None] * scales + g
-        if form == "row":
-            word = at[:, None, None] + place
-        elif form == "pairs" or form == "halves":
-            word = tl.load(words + (place // 2).to(tl.int64) * spread + at[:, None, None])
-            word = tl.where(place % 2 == 1, word >> 16, word)
-        else:
-            word = tl.load(words + place.to(tl.int64) * spread + at[:, None, None])
-        found = found + (word,)  # noqa: RUF005
-    return found
+def _joined(a, b, c, d):
+    """The low bytes of four numbers as one word, the first lowest."""
+    return (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24)
 
 
-@triton.jit
-def _across(codes, x, sums, words, table, kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, scales: tl.constexpr,
-            fast: tl.constexpr):
-    """The products of codes [rows, units, words] with x, times their scales, of the same shape.
+@triton.jit(do_not_specialize=("rows",))
+def fixed_point(x, codes, scales, rows, stride, k, units, span: tl.constexpr, linked: tl.constexpr):
+    """x [rows, k] as 16-bit fixed point with a scale of each unit of 128 columns, for `dots`. A program takes `span` units.
 
-    x: eight float32 [1, units, words], in the order of `_eight`; sums: theirs over the columns of each scale.
+    codes: int32 [4, rows, units * 16]: high and low bytes of the columns that a word's even fields belong to, then those of its
+    odd fields; both bytes are signed. scales: float32 [units, rows]. x is read by pairs of 16-bit numbers.
     """
-    pieces: tl.constexpr = 8 // scales
-    base: tl.constexpr = 128.0 if kind == "int4" else 0.0
-    numbers = _eight(codes, table, kind, fast)
-    total = tl.zeros(codes.shape, tl.float32)
-    for g in tl.static_range(scales):
-        part = numbers[g * pieces] * x[g * pieces]
-        for i in tl.static_range(g * pieces + 1, (g + 1) * pieces):
-            part += numbers[i] * x[i]
-        word = words[g]
-        if form == "zeros":
-            part -= (base + _upper(word, half)) * sums[g]
-        elif kind == "int4":
-            part -= (base if form == "shifts" else base + 8.0) * sums[g]
-        if form == "float":
-            part *= word.to(tl.float32, bitcast=True)
-        elif form != "row":
-            part *= _lower(word, half)
-        if form == "shifts":
-            part += _upper(word, half) * sums[g]
-        total += part
-    return total
-
-
-@triton.jit
-def row(x, codes, words, gains, table, bias, out, n, k, padded, spread, wide: tl.constexpr, span: tl.constexpr,
-        steps: tl.constexpr, even: tl.constexpr, full: tl.constexpr, unit: tl.constexpr, kind: tl.constexpr, form: tl.constexpr,
-        half: tl.constexpr, scales: tl.constexpr, gate: tl.constexpr, linked: tl.constexpr, fast: tl.constexpr):
-    """As `product`, for one row of x and codes of int4 or table4, without tensor cores. A program takes `wide` rows of the
-    matrix in `steps` steps of `span` units (`even`: exactly; `full`: k is padded). It loads all its codes before it waits for
-    the kernel that writes x.
-
-    Codes are given as int32: two words of codes in one. x is read so too; k is even.
-    """
-    rn = tl.program_id(0) * wide + tl.arange(0, wide)
-    kept = tl.minimum(rn, n - 1)
-    size: tl.constexpr = unit // 8
-    units, rk = tl.arange(0, span), tl.arange(0, size)
-    at = codes + (kept // 64).to(tl.int64)[:, None, None] * (padded * 8) + (kept % 64 * size)[:, None, None]
-    at += units[None, :, None] * (64 * size) + rk[None, None, :]
-    beside = tl.cast(n, tl.int64) * (padded // 8)
     if linked:
         gdc_launch_dependents()
-    found = ()
-    other = ()
-    found_words = ()
-    other_words = ()
-    for i in tl.static_range(steps):
-        here = tl.minimum(i * span + units, padded // unit - 1)
-        if even:
-            found = found + (tl.load(at + i * (span * 64 * size)),)  # noqa: RUF005
-        else:
-            inside = (i * span + units < padded // unit)[None, :, None]
-            found = found + (tl.load(at + i * (span * 64 * size), mask=inside, other=0),)  # noqa: RUF005
-        found_words = found_words + (_scale_words(words, kept, here, spread, form, scales),)  # noqa: RUF005
-        if gate is not None:
-            if even:
-                other = other + (tl.load(at + beside + i * (span * 64 * size)),)  # noqa: RUF005
-            else:
-                other = other + (tl.load(at + beside + i * (span * 64 * size), mask=inside, other=0),)  # noqa: RUF005
-            other_words = other_words + (_scale_words(words, n + kept, here, spread, form, scales),)  # noqa: RUF005
+        gdc_wait()
+    row = tl.program_id(1).to(tl.int64)
+    u, m = tl.program_id(0) * span + tl.arange(0, span), tl.arange(0, 16)
+    pairs = x.to(tl.pointer_type(tl.int32), bitcast=True) + row * (stride // 2)
+    at, inside = u[:, None] * 64 + m[None, :], (u < units)[:, None]
+    half: tl.constexpr = x.dtype.element_ty == tl.float16
+    first = ()
+    second = ()
+    most = tl.zeros((span, 16), tl.float32)
+    for q in tl.static_range(4):
+        v = tl.load(pairs + at + 16 * q, mask=inside & (at * 2 + 32 * q < k), other=0)
+        first = first + (_lower(v, half),)  # noqa: RUF005
+        second = second + (_upper(v, half),)  # noqa: RUF005
+        most = tl.maximum(most, tl.maximum(tl.abs(first[q]), tl.abs(second[q])))
+    top = tl.max(most, 1)
+    # 32512 = 127 * 256: the high byte, rounded, stays below 128. Adding and subtracting 1.5 * 2^23 rounds to an integer.
+    factor = tl.where(top > 0, 32512.0 / top, 0.0)[:, None]
+    low = ()
+    high = ()
+    for q in tl.static_range(4):
+        a = ((first[q] * factor + 12582912.0) - 12582912.0).to(tl.int32)
+        b = ((second[q] * factor + 12582912.0) - 12582912.0).to(tl.int32)
+        low = low + (a, b)  # noqa: RUF005
+        high = high + ((a + 128) >> 8, (b + 128) >> 8)  # noqa: RUF005
+    plane = tl.cast(units, tl.int64) * 16 * rows
+    to = codes + row * (units * 16) + u[:, None] * 16 + m[None, :]
+    for i in tl.static_range(2):
+        tl.store(to + 2 * i * plane, _joined(high[2 * i], high[4 + 2 * i], high[1 + 2 * i], high[5 + 2 * i]), mask=inside)
+        tl.store(to + (2 * i + 1) * plane, _joined(low[2 * i], low[4 + 2 * i], low[1 + 2 * i], low[5 + 2 * i]), mask=inside)
+    tl.store(scales + u * rows + row, top / 32512.0, mask=u < units)
+
+
+@triton.jit
+def dots(xc, xs, codes, words, gains, bias, out, n, padded, spread, rows: tl.constexpr, groups: tl.constexpr,
+         span: tl.constexpr, steps: tl.constexpr, even: tl.constexpr, form: tl.constexpr, half: tl.constexpr,
+         gate: tl.constexpr, linked: tl.constexpr, fast: tl.constexpr):
+    """As `product`, by integer dot products: for few rows of x, which `fixed_point` wrote, and codes of int4 with at most one
+    scale a unit.
+
+    A program takes 8 * `groups` rows of the matrix in `steps` steps of `span` units (`even`: exactly). It loads all its codes
+    before it waits for the kernel that writes x. A warp reads 8 rows of a unit, which are 512 bytes in a row. codes: int32.
+    """
+    first = tl.program_id(0) * (8 * groups)
+    units = padded // 128
+    u, word_of, eight = tl.arange(0, span), tl.arange(0, 128), tl.arange(0, 8)
+    at = codes + (first // 64).to(tl.int64) * (padded * 8) + first % 64 * 16 + u[:, None] * 1024 + word_of[None, :]
+    beside = tl.cast(n, tl.int64) * (padded // 8)
+    parts: tl.constexpr = 1 if gate is None else 2
+    if linked:
+        gdc_launch_dependents()
+    code = ()
+    word = ()
+    for t in tl.static_range(steps):
+        here = t * span + u
+        for g in tl.static_range(groups):
+            kept = tl.minimum(first + g * 8 + eight, n - 1)
+            for h in tl.static_range(parts):
+                place = tl.minimum(here, units - 1)
+                if even:
+                    code = code + (tl.load(at + h * beside + t * (span * 1024) + g * 128),)  # noqa: RUF005
+                else:
+                    code = code + (tl.load(at + h * beside + t * (span * 1024) + g * 128, mask=(here < units)[:, None],  # noqa: RUF005
+                                           other=0),)
+                if form == "row":
+                    word = word + (place,)  # noqa: RUF005
+                elif form == "pairs":
+                    both = tl.load(words + (place // 2 * spread)[:, None, None] + (h * n + kept)[None, :, None])
+                    word = word + (tl.where((here % 2 == 1)[:, None, None], both >> 16, both),)  # noqa: RUF005
+                else:
+                    word = word + (tl.load(words + (place * spread)[:, None, None] + (h * n + kept)[None, :, None]),)  # noqa: RUF005
     if linked:
         gdc_wait()
-    total = tl.zeros((wide, span, size), tl.float32)
-    beyond = tl.zeros((wide, span, size), tl.float32)
-    pieces: tl.constexpr = 8 // scales
-    pairs = x.to(tl.pointer_type(tl.int32), bitcast=True)
-    for i in tl.static_range(steps):
-        column = (i * span + units)[None, :, None] * (unit // 2) + rk[None, None, :]
-        both = ()
-        sums = ()
-        for q in tl.static_range(4):
-            if even and full:
-                v = tl.load(pairs + column + q * size)
-            else:
-                v = tl.load(pairs + column + q * size, mask=column + q * size < k // 2, other=0)
-            first, second = _lower(v, x.dtype.element_ty == tl.float16), _upper(v, x.dtype.element_ty == tl.float16)
-            both = both + (first, second)  # noqa: RUF005
-        for g in tl.static_range(scales):
-            whole = both[g * pieces]
-            for q in tl.static_range(g * pieces + 1, (g + 1) * pieces):
-                whole += both[q]
-            sums = sums + (whole,)  # noqa: RUF005
-        total += _across(found[i], both, sums, found_words[i], table, kind, form, half, scales, fast)
-        if gate is not None:
-            beyond += _across(other[i], both, sums, other_words[i], table, kind, form, half, scales, fast)
-    y = tl.sum(tl.sum(total, 2), 1)
-    if gains is not None:
-        y *= tl.load(gains + kept)
-    if bias is not None:
-        y += tl.load(bias + kept).to(tl.float32)
-    if gate is not None:
-        z = tl.sum(tl.sum(beyond, 2), 1)
-        if gains is not None:
-            z *= tl.load(gains + n + kept)
-        if bias is not None:
-            z += tl.load(bias + n + kept).to(tl.float32)
-        y = _gate(y, z, out.dtype.element_ty, gate)
-    tl.store(out + rn, y.to(out.dtype.element_ty), mask=rn < n)
+    plane = rows * units * 16
+    for r in tl.static_range(rows):
+        total = ()
+        for _ in tl.static_range(groups * parts):
+            total = total + (tl.zeros((span, 8, 4), tl.float32),)  # noqa: RUF005
+        for t in tl.static_range(steps):
+            here = t * span + u
+            inside = here < units
+            column = xc + r * units * 16 + tl.minimum(here, units - 1)[:, None] * 16 + (word_of % 16)[None, :]
+            ha, la, hb, lb = tl.load(column), tl.load(column + plane), tl.load(column + 2 * plane), tl.load(column + 3 * plane)
+            scale = tl.load(xs + here * rows + r, mask=inside, other=0.0)[:, None, None]
+            # Codes of one give the sum of x's columns, by which zeros and shifts are multiplied.
+            ones = tl.full((span, 128), 0x11111111, tl.int32)
+            whole = tl.sum(tl.reshape(_dot(ones, ha, la, hb, lb, fast), (span, 8, 4, 4)), 3)
+            more = ()
+            for i in tl.static_range(groups * parts):
+                part = tl.sum(tl.reshape(_dot(code[t * groups * parts + i], ha, la, hb, lb, fast), (span, 8, 4, 4)), 3)
+                scales = word[t * groups * parts + i]
+                if form == "row":
+                    part = (part - 8 * whole).to(tl.float32)
+                elif form == "pairs":
+                    part = (part - 8 * whole).to(tl.float32) * _lower(scales, half)
+                elif form == "zeros":
+                    part = (part - _upper(scales, half).to(tl.int32) * whole).to(tl.float32) * _lower(scales, half)
+                else:
+                    part = part.to(tl.float32) * _lower(scales, half) + whole.to(tl.float32) * _upper(scales, half)
+                more = more + (total[i] + part * scale,)  # noqa: RUF005
+            total = more
+        for g in tl.static_range(groups):
+            rn = first + g * 8 + eight
+            kept = tl.minimum(rn, n - 1)
+            y = tl.sum(tl.sum(total[g * parts], 2), 0)
+            if gains is not None:
+                y *= tl.load(gains + kept)
+            if bias is not None:
+                y += tl.load(bias + kept).to(tl.float32)
+            if gate is not None:
+                z = tl.sum(tl.sum(total[g * parts + 1], 2), 0)
+                if gains is not None:
+                    z *= tl.load(gains + n + kept)
+                if bias is not None:
+                    z += tl.load(bias + n + kept).to(tl.float32)
+                y = _gate(y, z, out.dtype.element_ty, gate)
+            tl.store(out + r * n + rn, y.to(out.dtype.element_ty), mask=rn < n)
 
 
 @triton.jit

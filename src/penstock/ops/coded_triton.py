@@ -19,6 +19,9 @@ from penstock.ops.coded_forms import FP8, MOST, NAMES, CodedWeight, coded
 from penstock.ops.linear_triton import _tickets
 from penstock.ops.registry import register
 
+DOT_ROWS = 1
+"""The most rows that are multiplied by `launch_dots`; more are faster on tensor cores."""
+
 
 class Cut(NamedTuple):
     """The tile sizes of a GEMM, as ops/linear_triton.py::Tile; a step along K takes `units` units."""
@@ -121,24 +124,55 @@ def launch(cut: Cut, x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeig
     return out
 
 
-def launch_row(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
-               gate: str | None = None) -> torch.Tensor:
-    """The product of one row with a matrix of 4-bit codes, without tensor cores."""
+def launch_dots(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
+                gate: str | None = None) -> torch.Tensor:
+    """The product of few rows with a matrix of 4-bit integers, without tensor cores: `dottable` says of which."""
     from penstock.ops import coded_kernels as kernels
 
-    n, units, linked = weight.n if gate is None else weight.n // 2, weight.padded // weight.unit, gpu.linked(x.device)
-    out = torch.empty(1, n, dtype=dtype, device=x.device)
-    span = min(32, units & -units) if units & -units >= 8 else 16
-    # Codes of all columns wait in registers, at most 224 bytes in each of 128 threads.
-    wide = 4
-    while wide > 1 and wide * weight.padded // 2 * (2 if gate else 1) > 128 * 224:
-        wide //= 2
-    kernels.row[(-(-n // wide),)](
-        x, weight.data.view(torch.int32), weight.words, weight.gains, weight.table, bias, out, n, weight.k, weight.padded,
-        weight.spread, wide=wide, span=span, steps=-(-units // span), even=units % span == 0, full=weight.k == weight.padded,
-        unit=weight.unit, kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, gate=gate, linked=linked,
-        fast=x.device.type != "cpu", num_warps=4, launch_pdl=linked)
+    rows, n, units = x.shape[0], weight.n if gate is None else weight.n // 2, weight.padded // 128
+    linked, fast = gpu.linked(x.device), x.device.type != "cpu"
+    codes = torch.empty(4 * rows * units * 16, dtype=torch.int32, device=x.device)
+    scales = torch.empty(units, rows, dtype=torch.float32, device=x.device)
+    kernels.fixed_point[(-(-units // 4), rows)](x, codes, scales, rows, x.stride(0), weight.k, units, span=4, linked=linked,
+                                                num_warps=2, launch_pdl=linked)
+    out = torch.empty(rows, n, dtype=dtype, device=x.device)
+    groups, span, warps = (1, 32, 4) if gate is not None else (2, 16, 4 if units <= 64 else 16)
+    span = min(span, gpu.covering(units))
+    kernels.dots[(-(-n // (8 * groups)),)](
+        codes, scales, weight.data.view(torch.int32), weight.words, weight.gains, bias, out, n, weight.padded, weight.spread,
+        rows=rows, groups=groups, span=span, steps=-(-units // span), even=units % span == 0, form=weight.form,
+        half=weight.half, gate=gate, linked=linked, fast=fast, num_warps=min(warps, span), launch_pdl=linked)
     return out
+
+
+def launch_codes(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
+                 gate: str | None = None) -> torch.Tensor:
+    """The product of one row with FP8 codes that have no scales but of rows, without tensor cores: `readable` says of which."""
+    from penstock.ops import linear_kernels as kernels
+
+    n, k, linked = weight.n if gate is None else weight.n // 2, weight.k, gpu.linked(x.device)
+    out = torch.empty(1, n, dtype=dtype, device=x.device)
+    wide, deep, warps, stages, ahead = (4, 2048, 4, 4, 2) if k > 8192 else (4 if gate is not None else 8, 512, 2, 6, 4)
+    deep = min(deep, gpu.covering(k))
+    kernels.matvec[(-(-n // wide),)](
+        x, weight.data, weight.gains, weight.input_scale, bias, out, n, k, wide=wide, deep=deep, stages=stages,
+        ahead=min(ahead, k // deep), even=k % deep == 0, kind=gate, linked=linked, whole=gpu.covering(k),
+        most=0.0 if weight.scaled == "none" else MOST[FP8], num_warps=warps, num_stages=stages, launch_pdl=linked)
+    return out
+
+
+def readable(x: torch.Tensor, weight: CodedWeight) -> bool:
+    """Whether `launch_codes` serves."""
+    return (x.shape[0] == 1 and weight.data.dtype is FP8 and weight.form == "row" and weight.order is None
+            and weight.k == weight.padded)
+
+
+def dottable(x: torch.Tensor, weight: CodedWeight) -> bool:
+    """Whether `launch_dots` serves: for codes of 4-bit integers with groups of at least 128 columns, which fit into registers,
+    and an x of 16-bit numbers that can be read by pairs."""
+    return (x.shape[0] <= DOT_ROWS and weight.kind == "int4" and weight.scales == 1 and weight.form != "float"
+            and weight.padded <= 1 << 15 and x.dtype != torch.float32 and x.data_ptr() % 4 == 0 and weight.k % 2 == 0
+            and x.stride(0) % 2 == 0)
 
 
 def quantized(x: torch.Tensor, weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,11 +221,9 @@ def _library(x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias
 class CodedTriton:
     """MatrixOps (ops/contracts.py), for any scheme of `NAMES`."""
 
-    def __init__(self, invariant: bool, one_row: bool = False) -> None:
-        """`one_row`: a single row is multiplied without tensor cores. Off, because its results have not been compared on a GPU
-        yet, and an 8B shape in AWQ took 3.9 ms a step with it."""
+    def __init__(self, invariant: bool) -> None:
+        self._invariant = invariant
         self._pick = pick_invariant if invariant else pick
-        self._one_row = one_row
 
     @staticmethod
     def pack(scheme: Any, stored: Any, shape: tuple[int, ...], dtype: torch.dtype) -> CodedWeight:
@@ -203,11 +235,16 @@ class CodedTriton:
 
     def _product(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
                  gate: str | None = None) -> torch.Tensor:
-        if x.shape[0] == 1 and self._one_row and weight.kind in ("int4", "table4") and _pairs(x, weight):
-            return self._row(x, weight, bias, dtype, gate)
         cut = self._pick(x.shape[0], weight, gate is not None)
         if weight.order is not None:
             x = x.index_select(1, weight.order)
+        few_rows = None
+        if not self._invariant and x.shape[0]:
+            few_rows = launch_dots if dottable(x, weight) else launch_codes if readable(x, weight) else None
+        if few_rows is not None and (gate is None or weight.n % 128 == 0):
+            return few_rows(x, weight, bias, dtype, gate)
+        if few_rows is not None and gate is not None:
+            return activation_triton.gated(few_rows(x, weight, bias, dtype), gate)
         codes, scales = (x, None) if weight.scaled == "none" else quantized(x, weight)
         if cut is None and (scales is None or _scalable(weight, dtype)):
             y = _library(codes, scales, weight, bias, dtype)
@@ -216,15 +253,6 @@ class CodedTriton:
         if gate is not None and weight.n % 128:
             return activation_triton.gated(launch(cut, codes, scales, weight, bias, dtype), gate)
         return launch(cut, codes, scales, weight, bias, dtype, gate)
-
-    @staticmethod
-    def _row(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
-             gate: str | None) -> torch.Tensor:
-        if weight.order is not None:
-            x = x.index_select(1, weight.order)
-        if gate is not None and weight.n % 128:
-            return activation_triton.gated(launch_row(x, weight, bias, dtype), gate)
-        return launch_row(x, weight, bias, dtype, gate)
 
     def apply(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -236,11 +264,6 @@ class CodedTriton:
     @staticmethod
     def gather(ids: torch.Tensor, weight: CodedWeight) -> torch.Tensor:
         return weight.rows(ids.long())
-
-
-def _pairs(x: torch.Tensor, weight: CodedWeight) -> bool:
-    """Whether a row of x can be read by pairs of 16-bit numbers, in vectors."""
-    return x.dtype != torch.float32 and x.data_ptr() % 16 == 0 and weight.k % 2 == 0
 
 
 def _across(gains: torch.Tensor | None) -> torch.Tensor:

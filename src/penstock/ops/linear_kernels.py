@@ -34,12 +34,24 @@ def _fetch(at, columns, wide: tl.constexpr, threads: tl.constexpr):
 
 
 @triton.jit
-def matvec(x, weight, bias, out, n, k, wide: tl.constexpr, deep: tl.constexpr, stages: tl.constexpr, ahead: tl.constexpr,
-           even: tl.constexpr, kind: tl.constexpr, linked: tl.constexpr):
+def _operand(v, scale, most: tl.constexpr, dtype: tl.constexpr):
+    """v in float32; with `most` it is rounded as the codes v / scale of `dtype`, at most `most`."""
+    v = v.to(tl.float32)
+    if most > 0:
+        v = tl.minimum(tl.maximum(v / scale, -most), most).to(dtype).to(tl.float32)
+    return v
+
+
+@triton.jit
+def matvec(x, weight, gains, fixed, bias, out, n, k, wide: tl.constexpr, deep: tl.constexpr, stages: tl.constexpr,
+           ahead: tl.constexpr, even: tl.constexpr, kind: tl.constexpr, linked: tl.constexpr, most: tl.constexpr,
+           whole: tl.constexpr):
     """out [n] = weight [n, k] @ x [k]; with a `kind` the weight is [2 n, k] and out = kind(first half) * second half.
 
     A thread accumulates its own columns in float32; the program reduces them once, at the end. The first `ahead` blocks of the
-    weight, which k must have, are loaded before the wait for the kernel that writes x.
+    weight, which k must have, are loaded before the wait for the kernel that writes x. FP8 codes: `gains` are factors of their
+    rows, and with `most`, their largest magnitude, x is rounded to codes too, as ops/coded_kernels.py::quantize does it with
+    `fixed`; `whole` is a power of two of at least k.
     """
     rows = tl.program_id(0) * wide + tl.arange(0, wide)
     columns = tl.arange(0, deep)
@@ -56,30 +68,43 @@ def matvec(x, weight, bias, out, n, k, wide: tl.constexpr, deep: tl.constexpr, s
             second = second + (tl.load(beside + i * deep),)  # noqa: RUF005
     if linked:
         gdc_wait()
+    dtype: tl.constexpr = weight.dtype.element_ty
+    scale = 1.0
+    if most > 0:
+        if fixed is None:
+            every = tl.arange(0, whole)
+            scale = tl.max(tl.abs(tl.load(x + every, mask=every < k, other=0.0).to(tl.float32)), 0) / most
+            scale = tl.where(scale > 0, scale, 1.0)
+        else:
+            scale = tl.load(fixed)
     total = tl.zeros((wide, deep), tl.float32)
     other = tl.zeros((wide, deep), tl.float32)
     for i in tl.static_range(ahead):
-        v = tl.load(x + i * deep + columns).to(tl.float32)[None, :]
+        v = _operand(tl.load(x + i * deep + columns), scale, most, dtype)[None, :]
         total += first[i].to(tl.float32) * v
         if kind is not None:
             other += second[i].to(tl.float32) * v
     for start in tl.range(ahead * deep, k, deep, num_stages=stages):
         if even:
-            v = tl.load(x + start + columns).to(tl.float32)[None, :]
+            v = _operand(tl.load(x + start + columns), scale, most, dtype)[None, :]
             total += tl.load(at + start).to(tl.float32) * v
             if kind is not None:
                 other += tl.load(beside + start).to(tl.float32) * v
         else:
             mask = start + columns < k
-            v = tl.load(x + start + columns, mask=mask, other=0.0).to(tl.float32)[None, :]
+            v = _operand(tl.load(x + start + columns, mask=mask, other=0.0), scale, most, dtype)[None, :]
             total += tl.load(at + start, mask=mask[None, :], other=0.0).to(tl.float32) * v
             if kind is not None:
                 other += tl.load(beside + start, mask=mask[None, :], other=0.0).to(tl.float32) * v
-    y = tl.sum(total, 1)
+    y = tl.sum(total, 1) * scale
+    if gains is not None:
+        y *= tl.load(gains + kept)
     if bias is not None:
         y += tl.load(bias + kept).to(tl.float32)
     if kind is not None:
-        z = tl.sum(other, 1)
+        z = tl.sum(other, 1) * scale
+        if gains is not None:
+            z *= tl.load(gains + n + kept)
         if bias is not None:
             z += tl.load(bias + n + kept).to(tl.float32)
         y = _gate(y, z, out.dtype.element_ty, kind)

@@ -146,7 +146,8 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
               "num_warps": tile.warps, "num_stages": stages, "launch_pdl": linked}
     if tile.tall == 1:
         ahead = min(tile.ahead, k // tile.deep)
-        kernels.matvec[(columns,)](x, weight.data, bias, out, n, k, stages=stages, ahead=ahead, **shared)
+        kernels.matvec[(columns,)](x, weight.data, None, None, bias, out, n, k, stages=stages, ahead=ahead, most=0.0, whole=1,
+                                   **shared)
         return out
     count = columns * -(-rows // tile.tall)
     partial = tickets = out
