@@ -30,11 +30,11 @@ class Penstock:
     """Schemas through `define`, then llguidance with the model's vocabulary."""
 
     def __init__(self, folder: Path) -> None:
-        from penstock.grammar.vocabulary import build
+        from penstock.grammar.vocabulary import build, texts
         from penstock.text import Tokenizer
 
         self.tokenizer = Tokenizer.load(folder)
-        self.vocabulary = build(self.tokenizer, self.tokenizer.vocab_size, [])
+        self.vocabulary = build(self.tokenizer, texts(self.tokenizer, self.tokenizer.vocab_size), [])
         self._words = -(-self.tokenizer.vocab_size // 32)
 
     def encode(self, text: str) -> list[int]:

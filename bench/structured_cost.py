@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import cProfile
 import itertools
@@ -57,6 +58,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--measure", nargs="+", choices=["throughput", "intervals"], default=["throughput"])
     parser.add_argument("--profile", action="store_true", help="print where one constrained round spends its time")
+    parser.add_argument("--breakdown", action="store_true",
+                        help="print milliseconds a step in the parts of a free and a constrained round, one after the other")
     given = parser.parse_args()
     options: dict[str, Any] = {"max_num_seqs": given.rows, "max_model_len": 1024}
     with tempfile.TemporaryDirectory() as folder:
@@ -80,6 +83,9 @@ def _throughput(llm: LLM, given: argparse.Namespace) -> dict[str, Any]:
         profile = cProfile.Profile()
         profile.runcall(_round, llm, prompts, kinds["constrained"], given.tokens)
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+    if given.breakdown:
+        for kind, structured in kinds.items():
+            print(json.dumps({kind: _breakdown(llm, prompts, structured, given.tokens)}, indent=1), flush=True)
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     for _ in range(given.rounds):
         for kind, structured in kinds.items():
@@ -97,6 +103,48 @@ def _round(llm: LLM, prompts: list[str], structured: StructuredOutputsParams | N
     return {"tokens_per_second": written / seconds, "processor_us_per_token": 1e6 * processor / written, "tokens": written,
             "steps": after.steps - before.steps, "forced": after.forced_tokens - before.forced_tokens,
             "mask_us_per_row_and_step": 1e6 * (after.mask_seconds - before.mask_seconds) / max(1, after.masks - before.masks)}
+
+
+def _breakdown(llm: LLM, prompts: list[str], structured: StructuredOutputsParams | None, tokens: int) -> dict[str, Any]:
+    """Milliseconds a step on the host by part, parts within others counted in both; taking results is waiting for the device.
+    Timing each call adds a little."""
+    worker = getattr(llm.engine.rank, "worker", None)
+    parts: list[tuple[Any, str]] = [
+        (llm.engine, "turn"), (llm.engine, "_mask"), (llm.engine, "_take_results"), (llm.engine.scheduler, "plan"),
+        (llm.engine.scheduler, "apply"), (llm.engine.constraints.masker, "masks"), (llm.engine.constraints.masker, "_advance"),
+        (llm.engine.constraints.masker, "_fill"), (llm.engine.constraints.masker, "_find_forced"), (llm._outputs, "push")]
+    if worker is not None:
+        parts += [(worker, "launch"), (worker, "_choose"), (worker.sampler, "_mask"), (worker.sampler, "_choose"),
+                  (worker.runner, "forward"), (worker.graphs, "forward"), (worker.graphs, "decode")]
+    seconds: collections.Counter[str] = collections.Counter()
+    sizes: collections.Counter[str] = collections.Counter()
+
+    def timed(owner: Any, name: str) -> Callable[..., Any]:
+        plain, label = getattr(owner, name), f"{type(owner).__name__}.{name}"
+
+        def call(*given: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return plain(*given, **named)
+            finally:
+                seconds[label] += time.perf_counter() - began
+                if label == "Worker.launch":
+                    plan = given[0]
+                    sizes[f"{int(plan.counts.sum())} tokens, {len(plan.rows)} segments, {len(plan.masked)} masked"] += 1
+        return call
+
+    changed = []
+    for owner, name in parts:
+        with contextlib.suppress(AttributeError):
+            setattr(owner, name, timed(owner, name))
+            changed.append((owner, name))
+    found = _round(llm, prompts, structured, tokens)
+    for owner, name in changed:
+        delattr(owner, name)
+    each = 1e3 / found["steps"]
+    return {"ms_per_step": round(each * found["tokens"] / found["tokens_per_second"], 3), "steps": found["steps"],
+            "parts_ms": {name: round(each * value, 3) for name, value in seconds.most_common()},
+            "most_common_steps": dict(sizes.most_common(6))}
 
 
 def _intervals(llm: LLM, given: argparse.Namespace) -> dict[str, Any]:

@@ -259,3 +259,12 @@ def test_answers_are_the_same_whatever_the_route() -> None:
             preempted += llm.engine.stats().preemptions
     assert found[0] == found[1] == found[2]
     assert preempted, "the third route has room for all: give it less"
+
+
+def test_numbers_stay_within_a_double(llm: LLM) -> None:
+    """A model that wants an exponent, and nines."""
+    nine, exponent = (llm.get_tokenizer().encode(text, add_special_tokens=False)[-1] for text in ("19", "1e"))
+    for schema in ({"type": "number"}, {"type": "array", "items": {}, "minItems": 1}):
+        asked = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+        text, = _texts(_ask(llm, asked, logit_bias={nine: 60.0, exponent: 90.0}, max_tokens=30))
+        assert set(text.strip("[]").split(",")[:-1] or [text]) == {"9e99"}, text

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from penstock.core.errors import PenstockError, RequestError
 from penstock.core.request import Request
 from penstock.grammar.definition import limits
-from penstock.grammar.vocabulary import build
+from penstock.grammar.numbers import Numbers
+from penstock.grammar.vocabulary import build, texts
 from penstock.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Compiler:
         self._vocab_size = vocab_size
         self._pool: ThreadPoolExecutor | None = None
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
+        self.numbers = Numbers(())
+        """Of the vocabulary, once a grammar is compiled."""
         self._lock = threading.Lock()
         self._done: OrderedDict[tuple[str, tuple[int, ...]], LLMatcher] = OrderedDict()
         self._characters = 0
@@ -170,7 +173,9 @@ class Compiler:
                 if tokenizer is None:
                     raise RequestError("answers cannot be constrained without a tokenizer (skip_tokenizer_init)",
                                        code="no_tokenizer")
-                self._tokenizers[eos_ids] = build(tokenizer, self._vocab_size, eos_ids)
+                tokens = texts(tokenizer, self._vocab_size)
+                self.numbers = Numbers(tokens)
+                self._tokenizers[eos_ids] = build(tokenizer, tokens, eos_ids)
             return self._tokenizers[eos_ids]
 
 

@@ -108,6 +108,11 @@ def json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
     return grammar
 
 
+def is_json(grammar: str) -> bool:
+    """Whether a grammar's texts have values of JSON in them."""
+    return grammar.startswith("{") or "%json" in grammar
+
+
 def node_grammar(node: Node, special: dict[str, int]) -> str:
     """Returns the grammar of a dialect's structure (`grammar/tools.py`). `special` maps the special tokens' texts to ids."""
     grammar = _lark(lark_of(node, special))

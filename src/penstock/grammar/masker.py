@@ -20,6 +20,7 @@ from penstock.core.plan import Ints, Masks
 from penstock.core.request import Request
 from penstock.core.sequence import Sequence
 from penstock.grammar.compiling import Compiler
+from penstock.grammar.definition import is_json
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -44,7 +45,7 @@ class MaskStats:
 class State:
     """The grammar state of one sequence."""
 
-    __slots__ = ("at", "begin", "budget", "end", "forced", "least", "matcher", "since", "stops", "thinking")
+    __slots__ = ("at", "begin", "budget", "end", "forced", "json", "least", "matcher", "since", "stops", "thinking")
 
     def __init__(self, sequence: Sequence, matcher: LLMatcher | None) -> None:
         params = sequence.request.params
@@ -66,6 +67,8 @@ class State:
         self.least = sequence.prompt_len + params.min_tokens
         """Minimum length of the sequence, in tokens, before it may end."""
         self.stops = sorted(sequence.stops)
+        self.json = is_json(params.grammar or "")
+        """Whether numbers of JSON may occur."""
 
 
 class Masker:
@@ -119,6 +122,8 @@ class Masker:
         self._fill(todo, bits)
         self._find_forced(moved, bits)
         for first, segment, state in live:
+            if state.json and not state.thinking:
+                self._bound_numbers(segment, bits, first)
             if state.forced:
                 self._force(segment, state, bits, first)
             elif len(segment.sequence.tokens) < state.least:
@@ -246,6 +251,12 @@ class Masker:
             if matcher.is_error():
                 # The state is too complex for a mask: no token is allowed, and the request ends with an error.
                 bits[line] = 0
+
+    def _bound_numbers(self, segment: MaskedSegment, bits: Ints, first: int) -> None:
+        numbers, known = self._compiler.numbers, segment.sequence.tokens
+        numbers.bound(known, bits[first])
+        for line in range(1, 1 + len(segment.drafts)):
+            numbers.bound([*known, *segment.drafts[:line]], bits[first + line])
 
     def _force(self, segment: MaskedSegment, state: State, bits: Ints, first: int) -> None:
         for line, token in enumerate(state.forced[:1 + len(segment.drafts)]):

@@ -17,16 +17,13 @@ class _Wrapped:
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_id: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], eos_id: int) -> None:
         self._tokenizer = tokenizer
         self._before = tokenizer.encode("\n", add_special_tokens=False)
         self.eos_token_id = eos_id
         self.bos_token_id = tokenizer.bos_id
-        size = min(vocab_size, tokenizer.vocab_size)
-        self.tokens: list[bytes] = [tokenizer.token_bytes(token) for token in range(size)]
-        # Ids that only the model has are not tokens that could be chosen.
-        self.tokens += [b""] * (vocab_size - size)
-        self.special_token_ids = sorted(token for token in tokenizer.special_ids if token < size)
+        self.tokens = tokens
+        self.special_token_ids = sorted(token for token in tokenizer.special_ids if token < len(tokens))
 
     def __call__(self, text: str) -> list[int]:
         """Returns the tokens of a text inside another text: sentencepiece adds a space before a text that stands alone."""
@@ -36,13 +33,19 @@ class _Wrapped:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def build(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
-    """Returns llguidance's tokenizer; takes seconds for 200,000 tokens. `vocab_size` is the model's and may include unused
-    ids; each of `eos_ids` ends an answer. Raises RequestError if the model has no end-of-sequence token."""
+def texts(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
+    """Returns the bytes of the model's tokens, empty for ids that only the model has: those cannot be chosen."""
+    size = min(vocab_size, tokenizer.vocab_size)
+    return [tokenizer.token_bytes(token) for token in range(size)] + [b""] * (vocab_size - size)
+
+
+def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> LLTokenizer:
+    """Returns llguidance's tokenizer; takes seconds for 200,000 tokens. `tokens` are the model's `texts`; each of `eos_ids`
+    ends an answer. Raises RequestError if the model has no end-of-sequence token."""
     from llguidance import LLTokenizer
 
-    ends = [token for token in eos_ids if token < vocab_size] or [t for t in (tokenizer.eos_id,) if t is not None]
+    ends = [token for token in eos_ids if token < len(tokens)] or [t for t in (tokenizer.eos_id,) if t is not None]
     if not ends:
         raise RequestError("this model has no end-of-sequence token, so that a constrained answer could not end",
                            code="unsupported_parameter")
-    return LLTokenizer(cast("TokenizerWrapper", _Wrapped(tokenizer, vocab_size, ends[0])), eos_token=ends)
+    return LLTokenizer(cast("TokenizerWrapper", _Wrapped(tokenizer, tokens, ends[0])), eos_token=ends)
