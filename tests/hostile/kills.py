@@ -37,6 +37,9 @@ class Round(NamedTuple):
     """From the signal to the last client's end."""
     restart: float
     """Seconds from the start of the server to its readiness."""
+    computing: float
+    """Seconds of the processor that both processes took until then: `restart` on a machine that does nothing else is no
+    longer."""
 
 
 def bystanders(root: Path) -> dict[str, bytes]:
@@ -56,13 +59,20 @@ def contents(root: Path) -> dict[str, bytes]:
             if path.is_file() and "penstock-cache" not in path.relative_to(root).parts}
 
 
-def start(root: Path, temporary: Path) -> tuple[Served, float]:
-    """A server of canary with a disk tier, and how long it took to be ready."""
+def start(root: Path, temporary: Path) -> tuple[Served, float, float]:
+    """A server of canary with a disk tier, how long it took to be ready, and the processor's part of it."""
     began = time.monotonic()
     server = Served("canary", "--cache-disk", str(root), "--cache-disk-adopt", "--cache-host-bytes", "16M",
                     "--kv-cache-memory-bytes", "16M", "--stall-timeout", str(STALL), "--shutdown-timeout", "3",
                     environment={"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"})
-    return server, time.monotonic() - began
+    seconds = time.monotonic() - began
+    return server, seconds, sum(map(computed, (server.process.pid, *descendants(server.process.pid))))
+
+
+def computed(pid: int) -> float:
+    """Seconds of the processor that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def descendants(pid: int) -> set[int]:
@@ -99,7 +109,7 @@ async def stream(client: httpx.AsyncClient, rng: random.Random) -> str:
 def play(root: Path, temporary: Path, kind: str, streams: int, seed: int) -> Round:
     """One round. AssertionError if something does not hold."""
     rng, before = random.Random(seed), bystanders(root)
-    server, seconds = start(root, temporary)
+    server, seconds, computing = start(root, temporary)
     try:
         folders = list(temporary.glob("penstock-*"))
         assert all(folder.name.startswith(f"penstock-{server.process.pid}-") for folder in folders), folders
@@ -145,4 +155,4 @@ def play(root: Path, temporary: Path, kind: str, streams: int, seed: int) -> Rou
     finally:
         server.stop()
     assert contents(root) == before, "files of others have changed"
-    return Round(kind, status, took, seconds)
+    return Round(kind, status, took, seconds, computing)
