@@ -178,14 +178,14 @@ def _excess(what: str, script: Script, expected: list[int], root: Path) -> float
 
 @pytest.mark.exhaustive
 def test_a_thousand_requests_on_a_bad_store(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All faults in turn, each in half of the reads, as canary talks: no wrong token; each request is compared with the same one
-    computed alone right before it. A machine with other work makes computing late too, so three of a hundred may be."""
+    """All faults in turn, each in half of the reads, as canary talks: no wrong token; each request is compared with the same
+    one computed alone right before it. A machine with other work makes computing late too, so three of a hundred may be."""
     # The usual pause is so long that most requests would not meet the faults.
     monkeypatch.setattr("penstock.cache.tiers.catalog._PAUSE_SECONDS", 0.1)
     rng, wrong, late, met = random.Random(4), 0, list[float](), Counter[str]()
     whole = [[rng.randrange(300, 4000) for _ in range(rng.randrange(100, 300))] for _ in range(40)]
     plain = start(canary.NAME, enable_prefix_caching=False)
-    engine = start(canary.NAME, cache_disk=str(tmp_path), host_slabs=40)
+    engine = start(canary.NAME, cache_disk=str(tmp_path), host_slabs=40, cache_load="always")
     for fault in [*BAD, "any"]:
         def reads(fault: str = fault) -> Any:
             kind = rng.choice(list(BAD)) if fault == "any" else fault

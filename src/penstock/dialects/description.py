@@ -131,6 +131,8 @@ class Dialect:
     """Names of its reasoning: those of vLLM's --reasoning-parser."""
     signs: tuple[tuple[str, ...], ...] = ()
     """Groups of texts. A chat template that contains all texts of a group uses this dialect."""
+    lead: str = ""
+    """The text of the answer that the prompt may already end with."""
     rank: int = 0
     """Precedence among the dialects whose signs a template contains; the highest wins."""
 

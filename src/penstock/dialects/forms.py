@@ -56,7 +56,7 @@ def read(form: Form, reader: Reader, sink: Sink, tools: Tools, ends: tuple[str, 
         case Tags():
             yield from _tags(form, reader, sink, tools, ends)
         case Python():
-            yield from _python(reader, sink)
+            yield from _python(reader, sink, tools)
 
 
 class _Object:
@@ -250,7 +250,7 @@ def _parameter(form: Tags, reader: Reader, sink: Sink, tools: Tools, tool: str, 
     sink.arguments('"' if text else as_json(value, types))
 
 
-def _python(reader: Reader, sink: Sink) -> Wait:
+def _python(reader: Reader, sink: Sink, tools: Tools) -> Wait:
     name, stop = yield from reader.word(_AFTER_NAME)
     if stop != "(" or not name or not all(part.isidentifier() for part in name.replace("-", "_").split(".")):
         raise MalformedError("no call")
@@ -273,9 +273,31 @@ def _python(reader: Reader, sink: Sink) -> Wait:
             sink.begin(name)
         sink.arguments((", " if count else "{") + json.dumps(key, ensure_ascii=False) + ": ")
         count += 1
-        yield from reader.value(sink.arguments)
+        yield from reader.space()
+        text, first = tools.types(name, key) == {"string"}, (yield from reader.peek())
+        if first.isalpha() or (text and first.isdigit()):
+            value = yield from _unquoted(reader)
+            sink.arguments(as_json(value, frozenset({"string"} if first.isdigit() else ())))
+        else:
+            yield from reader.value(sink.arguments)
     if not count:
         sink.begin(name)
     sink.arguments("}" if count else "{}")
     sink.end()
     reader.cut()
+
+
+def _unquoted(reader: Reader) -> Generator[None, None, str]:
+    """A text without quotation marks, as some templates write them: up to the next argument or the end of the call."""
+    start = reader.at
+    while True:
+        _, stop = yield from reader.word(",)\n")
+        if stop not in (",", ")"):
+            raise MalformedError("a text does not end")
+        here = reader.at
+        reader.at += 1
+        key, after = ("", "=") if stop == ")" else (yield from reader.word("=,()[]{}\"'\n"))
+        if stop == ")" or (after == "=" and key.isidentifier()):
+            reader.at = here
+            return reader.text[start:here].strip()
+        reader.at = here + 1

@@ -66,6 +66,8 @@ class Parser:
         """Something other than content occurred."""
         self._work = channels(self) if dialect.harmony else self._answer()
         self._done = False
+        if dialect.lead and prompt is not None and prompt.endswith(dialect.lead):
+            self.push(dialect.lead)
 
     # -- the interface of callers
 

@@ -70,14 +70,16 @@ def structure(dialect: Dialect, tools: Tools, parallel: bool) -> Node:
     """Returns the structure of a whole answer that must call one of the tools. AssertionError for a dialect without calls."""
     how = dialect.written
     assert how is not None, f"{dialect.name} writes no calls"
+    if dialect.lead:
+        return _one_or_more(dialect, replace(how, call=how.call.removeprefix(dialect.lead)), how, tools, parallel)
     return _calls(dialect, how, tools, parallel)
 
 
 def triggered(dialect: Dialect, tools: Tools, parallel: bool) -> Node | None:
     """Returns the structure of an answer that may call the tools: text, then calls; a call once begun must be completed.
-    None for a dialect that writes no calls."""
+    None for a dialect that writes no calls, or where the prompt may have begun one."""
     how = dialect.written
-    if how is None:
+    if how is None or dialect.lead:
         return None
     if dialect.harmony:
         return _messages(dialect, how, tools)

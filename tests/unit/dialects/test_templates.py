@@ -21,14 +21,6 @@ CALL: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [
     {"id": "abcdefgh1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Lima"}'}}]}
 RESULT = {"role": "tool", "tool_call_id": "abcdefgh1", "name": "get_weather", "content": "19 degrees"}
 
-UNREAD = {
-    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",  # shows no call of a message without content None
-    "meetkai-functionary-medium-v3.2",  # its dialect is not known
-    "tool_chat_template_llama3.2_pythonic", "tool_chat_template_toolace",  # write strings without quotation marks
-    "tool_chat_template_phi4_mini",  # leaves functools out
-}
-"""Templates whose calls are not read back."""
-
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_what_a_template_renders_is_read(path: Path) -> None:
@@ -41,14 +33,17 @@ def test_what_a_template_renders_is_read(path: Path) -> None:
         template.render([USER, CALL, RESULT], [TOOL])
         opening = template.render([USER], [TOOL])
         whole = template.render([USER, CALL], [TOOL], add_generation_prompt=False)
+        if "get_weather" not in whole[len(template.render([USER], [TOOL], add_generation_prompt=False)):]:
+            # DeepSeek R1's shows calls of messages without content alone.
+            whole = template.render([USER, CALL | {"content": None}], [TOOL], add_generation_prompt=False)
     except RequestError as error:
         pytest.skip(f"the template refuses: {error}")
     cut = next((place for place, (one, two) in enumerate(zip(opening, whole, strict=False)) if one != two), len(opening))
     if whole.rfind("<", 0, cut) > whole.rfind(">", 0, cut):
         cut = whole.rfind("<", 0, cut)  # the two go on with different markers
     said = whole[cut:]
-    parser = Parser(choice.dialect, [TOOL], prompt="")
+    parser = Parser(choice.dialect, [TOOL], prompt=choice.dialect.lead)
     parser.push(said)
     parser.finish()
     found = [(call.name, json.loads(call.arguments)) for call in parser.message().calls]
-    assert (found == [("get_weather", {"city": "Lima"})]) == (path.stem not in UNREAD), (choice.dialect.name, said, found)
+    assert found == [("get_weather", {"city": "Lima"})], (choice.dialect.name, said, found)

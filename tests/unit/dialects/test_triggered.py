@@ -38,7 +38,8 @@ BARE = ("gemma3", "llama3_json", "pythonic", "xlam")
 
 
 def test_every_dialect_can_be_held() -> None:
-    assert set(HELD) == {name for name, dialect in dialects().items() if dialect.written is not None}
+    """All but Functionary 3.2, where the prompt has begun a message."""
+    assert set(HELD) == {name for name, dialect in dialects().items() if dialect.written is not None and not dialect.lead}
 
 
 @pytest.mark.parametrize("name", BARE)

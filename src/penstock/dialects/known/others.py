@@ -1,4 +1,4 @@
-"""Smaller dialects: Apertus, Functionary 3.1, GigaChat 3."""
+"""Smaller dialects: Apertus, Functionary 3.1 and 3.2, GigaChat 3."""
 
 from penstock.dialects.description import Block, Dialect, Json, Named, Reasoning, Written
 
@@ -9,6 +9,9 @@ DIALECTS = (
             signs=(("<|tools_prefix|>",),), rank=60),
     Dialect("functionary_v3.1", (Block("<function=", Named((), (">",)), "</function>"),),
             Written("<function={name}>{arguments}</function>"), signs=(("<function=", "<|python_tag|>"),), rank=36),
+    # Every message names its recipient; the prompt's end begins the first one.
+    Dialect("functionary_v3.2", (Block(">>>", Named((), ("\n",))),), Written(">>>{name}\n{arguments}"), hidden=(">>>all\n",),
+            lead=">>>", signs=((">>>all", "recipient"),), rank=48),
     Dialect("gigachat3", (Block("<|function_call|>", Json()), Block("function call<|role_sep|>\n", Json())),
             Written('<|function_call|>{{"name": "{name}", "arguments": {arguments}}}'), parallel=False,
             signs=(("<|function_call|>",), ("function call", "<|role_sep|>"), ("gigachat",)), rank=60),
