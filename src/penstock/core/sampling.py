@@ -44,7 +44,7 @@ NOT_FOR_BEAMS = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_
 """Parameters that beam search does not support, with the defaults that they must keep."""
 
 
-class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """A constraint on the answer: exactly one of the first six fields. Names and shapes are vLLM's."""
 
     json: dict[str, Any] | str | bool | None = None
@@ -65,6 +65,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     """Objects have only the listed properties, unless the schema says otherwise."""
     whitespace_pattern: str | None = None
     """A regex for the whitespace in JSON; by default a few blanks, or a line break and an indentation."""
+    disable_fallback: bool | None = None
+    """Has no effect: there is one way to constrain."""
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True):

@@ -42,18 +42,11 @@ class StructuralTagFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
 
 
-class StructuredOutputs(StructuredOutputsParams, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """vLLM's structured_outputs, as a body has it."""
-
-    disable_fallback: bool | None = None
-    """Changes nothing: there is one way to constrain."""
-
-
 class StructureFields(msgspec.Struct, kw_only=True):
     """The fields of a body that constrain the answer; no more than one of them may."""
 
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None

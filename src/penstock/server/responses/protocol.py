@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from penstock.core.sampling import StructuredOutputsParams
 from penstock.server.openai.protocol import (
     MAX_ENTRIES,
     MAX_MESSAGES,
@@ -21,7 +22,7 @@ from penstock.server.openai.protocol import (
     Top,
     Word,
 )
-from penstock.server.openai.structured import StructuredOutputs, TextFormat
+from penstock.server.openai.structured import TextFormat
 
 WHY_REFUSED = {
     "prompt": "this server keeps no prompt templates; send the text as instructions and input",
@@ -154,7 +155,7 @@ class ResponseRequest(InputTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     skip_special_tokens: bool | None = None
     logit_bias: Annotated[dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]],
                           Meta(max_length=MAX_ENTRIES)] | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
 
