@@ -31,7 +31,7 @@ from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, EngineDeadError, ModelError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.loading import Found, find
-from penstock.engine.work import give_back_memory
+from penstock.engine.work import give_back_memory, keep_little
 
 Reply = TypeVar("Reply")
 
@@ -249,6 +249,7 @@ def main() -> None:
     # The parent decides when to stop; a terminal's Ctrl-C or a service manager's SIGTERM reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    keep_little()
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     threading.Thread(target=_die_with_parent, name="penstock-parent-watch", daemon=True).start()
     context = zmq.Context()

@@ -154,8 +154,22 @@ def give_back_memory() -> None:
         _trim(0)
 
 
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""glibc's malloc_trim; None with other C libraries."""
+def keep_little(large: int | None = None) -> None:
+    """Limits glibc's allocator to few arenas: by default each thread gets its own, and each keeps the most that its thread has
+    ever used. Blocks of `large` bytes or more go back to the system as soon as they are freed. Call before threads start."""
+    if _mallopt is not None:
+        _mallopt(_ARENA_MAX, _ARENAS)
+        if large is not None:
+            _mallopt(_MMAP_THRESHOLD, large)
+
+
+_trim, _mallopt = (getattr(ctypes.CDLL(None), name, None) for name in ("malloc_trim", "mallopt"))
+"""glibc's; None with other C libraries."""
+_ARENA_MAX, _MMAP_THRESHOLD = -8, -3
+"""M_ARENA_MAX and M_MMAP_THRESHOLD of malloc.h."""
+_ARENAS = 2
+LARGE = 1 << 20
+"""Bytes of a block that a frontend does not keep: long bodies, and what is made of them."""
 
 
 def _finish(job: _Job, result: Any, error: BaseException | None) -> None:

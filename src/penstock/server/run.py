@@ -25,6 +25,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.request import EngineInfo
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.process import ENGINE
+from penstock.engine.work import LARGE, keep_little
 from penstock.observe.log import LOG
 from penstock.observe.notify import notify
 from penstock.server.app import Application
@@ -217,6 +218,8 @@ def serve(engine_options: EngineOptions, options: ServerOptions, *, engine: str 
           on_loading: OnLoading | None = None, on_ready: OnReady | None = None) -> int:
     """Runs a server in this thread, which must be the main one; the exit status. PenstockError if it could not start."""
     import uvloop
+
+    keep_little(LARGE)
 
     async def run() -> int:
         return await ServerRun(engine_options, options, engine=engine, on_loading=on_loading, on_ready=on_ready).run()
