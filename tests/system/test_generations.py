@@ -1,4 +1,4 @@
-"""A thousand constrained answers of a trained model and of random weights: every one that finishes is valid under its schema."""
+"""A thousand constrained answers, of a trained model and of random weights: those that finish are valid under their schemas."""
 
 from __future__ import annotations
 
