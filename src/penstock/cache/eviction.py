@@ -23,6 +23,9 @@ from penstock.core.request import DEFAULT_PRIORITY
 class Policy:
     """The eviction order among nodes of equal priority; this base class is LRU."""
 
+    blocks: list[int]
+    """The number of the index's blocks that were used once, and of those used again (`Prefix.blocks`)."""
+
     def kind(self, node: Node) -> int:  # noqa: ARG002 (other policies look at it)
         """The node's kind. Candidates of one kind are evicted in LRU order. May change only when the node is used or cut."""
         return 0
@@ -32,8 +35,10 @@ class Policy:
         first."""
         return -age
 
-    def added(self, node: Node, first: int) -> None:
-        """Called after the blocks of a node from `first` on were computed and added to the index."""
+    def added(self, node: Node, first: int) -> bool:  # noqa: ARG002 (other policies look at it)
+        """Called after the blocks of a node from `first` on were computed and added to the index. Returns whether the node
+        counts as used again, because the index had its blocks before."""
+        return False
 
     def evicted(self, node: Node) -> None:
         """Called before the last block of a node is evicted."""
@@ -84,46 +89,44 @@ class CostAware(Policy):
 
 
 class Adaptive(Policy):
-    """LRU in which the age of reused nodes is divided by a learned factor.
+    """ARC (Megiddo and Modha 2003): a balance between blocks that were used once and blocks that were used again.
 
-    As in ARC (Megiddo and Modha 2003), a ghost list remembers the token fingerprints of evicted blocks for a while. If a block
-    returns that had been reused before, reused blocks should have been kept longer and the factor grows; if a block returns
-    that had been used only once, the factor shrinks. The factor applies from `_ENOUGH` on; below that this policy is LRU. Only
-    every fourth block is sampled.
+    A ghost list remembers the token fingerprints of evicted blocks for a while. If a block returns that had been used once, the
+    target for the number of such blocks grows; if one returns that had been used again, it shrinks. The kind that exceeds its
+    share is evicted first, from the least recently used block on. Only every fourth block is sampled for the ghost list.
     """
 
     _WATCHED = 4
-    _STEP = 2.0
-    """The number of doublings of the factor if the whole ghost list came back at once."""
-    _LEAST, _ENOUGH, _MOST = 0.25, 3.0, 8.0
-    _GRACE = 64
-    """Below this age in clock ticks only recency counts, because LRU is best for an arena that holds only a few contexts."""
+    _GRACE = 100
+    """Below this age in clock ticks (two for each request of an idle engine) only recency counts: ARC alone finds up to two
+    points less than LRU in conversations and agents' calls."""
 
     def __init__(self, page: int, pages: int) -> None:
         """`page` is the page size in tokens, `pages` the number of pages in the arena."""
         self._page = page
-        self._room = max(1, pages // self._WATCHED)
-        self.factor = 1.0
+        self._pages = pages
+        self.target = 0.0
+        """The number of blocks used once above which they are evicted first."""
         self._gone: OrderedDict[int, int] = OrderedDict()
         """The ghost list: fingerprint of an evicted block -> its kind, oldest first."""
         self._counts = [0, 0]
+        """The number of ghosts of each kind."""
 
     def kind(self, node: Node) -> int:
         return 1 if node.uses else 0
 
     def worth(self, kind: int, age: int) -> float:
-        if not kind or age < self._GRACE or self.factor < self._ENOUGH:
-            return -age
-        return -(self._GRACE + (age - self._GRACE) / self.factor)
+        excess = 0 if self.blocks[0] > self.target else 1
+        return -age - (1 << 40) if kind == excess and age >= self._GRACE else -age
 
-    def added(self, node: Node, first: int) -> None:
-        if not self._gone:
-            return
-        for block in self._watched(node, first):
+    def added(self, node: Node, first: int) -> bool:
+        again = False
+        for block in self._watched(node, first) if self._gone else ():
             kind = self._gone.pop(self._fingerprint(node, block), None)
             if kind is not None:
-                node.uses = max(node.uses, 1)
+                again = True
                 self._learn(kind)
+        return again
 
     def evicted(self, node: Node) -> None:
         block = node.blocks - 1
@@ -134,15 +137,14 @@ class Adaptive(Policy):
             if before is not None:
                 self._counts[before] -= 1
             self._gone[seen] = kind
-            if len(self._gone) > self._room:
+            if len(self._gone) * self._WATCHED > self._pages:
                 self._counts[self._gone.popitem(last=False)[1]] -= 1
 
     def _learn(self, kind: int) -> None:
-        other = self._counts[1 - kind]
-        weight = max(1.0, other / max(1, self._counts[kind]))
+        """Moves the target after the return of a ghost of this kind."""
+        step = self._WATCHED * max(1.0, self._counts[1 - kind] / self._counts[kind])
         self._counts[kind] -= 1
-        doublings = self._STEP * weight / self._room
-        self.factor = min(self._MOST, max(self._LEAST, self.factor * 2 ** (doublings if kind else -doublings)))
+        self.target = min(float(self._pages), max(0.0, self.target + (-step if kind else step)))
 
     def _watched(self, node: Node, first: int) -> range:
         """The sampled blocks of a node from `first` on: every fourth block, counted from the root."""
@@ -222,7 +224,7 @@ class Evictor:
         """`quota` is the number of bytes that one tenant's contexts may occupy after their requests end; None for no limit."""
         self.index = index
         self.policy = policy
-        index.added = policy.added
+        index.added, policy.blocks = policy.added, index.blocks
         self.now = 0.0
         """The time of the plan being made, in seconds of `time.time()`."""
         self.evicted = [0] * index.groups

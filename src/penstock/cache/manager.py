@@ -312,7 +312,7 @@ class Cache:
         state, left, found = state_of(sequence), sequence.planned, dict[str, int]()
         node = state.node
         while node is not None:
-            node.uses += 1
+            self.index.use(node)
             node = node.parent
         for tier, positions in state.loaded.items():
             if left and positions:

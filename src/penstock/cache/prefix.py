@@ -112,8 +112,10 @@ class Prefix:
         """Callback (node, group, blocks) after pages of these blocks were added to the index."""
         self.removed: Callable[[Node, int, int], None] | None = None
         """Callback (node, group, block) before the page of a block is removed."""
-        self.added: Callable[[Node, int], None] = lambda _node, _first: None
-        """Callback (node, first) after blocks from `first` on were added to a node."""
+        self.added: Callable[[Node, int], bool] = lambda _node, _first: False
+        """Callback (node, first) after blocks from `first` on were added to a node. Returns whether it counts as used again."""
+        self.blocks = [0, 0]
+        """The number of blocks in nodes that were used once, and in nodes that were used again."""
         self.accounts: dict[str, Account] = {}
         self.roots: dict[tuple[str, str], Node] = {}
         self.clock = 0
@@ -204,7 +206,7 @@ class Prefix:
         node.tokens += tokens
         node.pages[0].append(page)
         self._keep(node, 0, block, [page])
-        self.added(node, block)
+        self._count(node, block)
 
     def _append(self, node: Node, at: int, data: bytearray, pages: list[list[int]], author: object) -> Node:
         if node.author is author and node.parent is not None and not node.children:
@@ -216,8 +218,20 @@ class Prefix:
         first = node.blocks - len(pages[0])
         for g, ids in enumerate(pages):
             self._keep(node, g, first, ids)
-        self.added(node, first)
+        self._count(node, first)
         return node
+
+    def _count(self, node: Node, first: int) -> None:
+        self.blocks[node.uses > 0] += node.blocks - first
+        if self.added(node, first) and not node.uses:
+            self.use(node)
+
+    def use(self, node: Node) -> None:
+        """Counts one more use of a node."""
+        if not node.uses and node.parent is not None:
+            self.blocks[0] -= node.blocks
+            self.blocks[1] += node.blocks
+        node.uses += 1
 
     def _add(self, parent: Node, at: int, data: bytearray, pages: list[list[int]], author: object) -> Node:
         """Creates a leaf below `parent`. Its pages are not marked as kept yet."""
@@ -282,6 +296,7 @@ class Prefix:
             return None, []
         spent = self._prefixes(node, key)
         leaf = self._add(node, at, data, pages, None)
+        self.blocks[0] += leaf.blocks
         for g, ids in enumerate(pages):
             self._keep(leaf, g, 0, ids)
         return leaf, spent
@@ -309,6 +324,7 @@ class Prefix:
         """Removes the last block of a leaf, whose pages must be gone already. An empty leaf is removed from the tree."""
         for ids in node.pages:
             ids.pop()
+        self.blocks[node.uses > 0] -= 1
         if node.blocks:
             del node.tokens[node.blocks * self.width:]
             del node.keys[node.blocks:]
@@ -335,6 +351,7 @@ class Prefix:
             root.gone = True
             root.label.account.nbytes = 0
         self.roots.clear()
+        self.blocks[:] = 0, 0
 
     def touch(self, node: Node, now: float) -> None:
         """Marks a node and its ancestors as used at `now`, in seconds of `time.time()`."""
@@ -378,7 +395,9 @@ class Prefix:
     def check(self) -> list[set[int]]:
         """Asserts the tree's invariants; returns the set of its pages for each group."""
         kept: list[set[int]] = [set() for _ in range(self.groups)]
+        blocks = [0, 0]
         for node in self.nodes():
+            blocks[node.uses > 0] += node.blocks
             parent = node.parent
             assert parent is not None and parent.children[bytes(node.tokens[:self.width])] is node
             assert node.start == parent.end and node.start % self.page == 0 and node.tokens
@@ -390,6 +409,7 @@ class Prefix:
                 mine = [page for page in ids if page >= 0]
                 assert len(set(mine)) == len(mine) and kept[g].isdisjoint(mine), "a page is in the index twice"
                 kept[g].update(mine)
+        assert blocks == self.blocks, (blocks, self.blocks)
         return kept
 
 

@@ -78,18 +78,25 @@ def test_adaptive_learns_from_what_comes_back() -> None:
     cache = _cache(40)
     policy = cache.evictor.policy
     assert isinstance(policy, Adaptive)
-    for number in range(200):
-        # One context returns again and again, but never before others, which do not, have pushed some of it out.
-        _compute(cache, list(range(64)))
-        for start in (1, 2):
-            _compute(cache, [1000 * (2 * number + start) + i for i in range(60)])
-    assert policy.factor > 2.0, "what comes back had been found before"
-    cache = _cache(40)
-    policy = cache.evictor.policy
-    assert isinstance(policy, Adaptive)
     contexts = [[1000 * n + i for i in range(64)] for n in range(400)]
     for number in range(1, 400):
         # Each context comes back once, soon after it has been pushed out.
         _compute(cache, contexts[number])
         _compute(cache, contexts[number - 1])
-    assert policy.factor < 1.0, "what comes back had been used once"
+    learned = policy.target
+    assert learned > 8, "blocks came back that had been used once"
+    for number in range(200):
+        # One context returns again and again, but never before others, which do not, have pushed some of it out.
+        _compute(cache, list(range(64)))
+        for start in (1, 2):
+            _compute(cache, [1000 * (2 * number + start) + i for i in range(500_000, 500_060)])
+    assert policy.target < learned / 2, "blocks came back that had been used again"
+
+
+def test_adaptive_evicts_from_the_kind_that_exceeds_its_share() -> None:
+    policy = Adaptive(4, 100)
+    policy.blocks = [60, 40]
+    assert policy.worth(0, 200) < policy.worth(1, 900), "the target is 0: blocks used once go first"
+    policy.target = 80.0
+    assert policy.worth(1, 200) < policy.worth(0, 900)
+    assert policy.worth(1, 20) > policy.worth(0, 30), "among young blocks only recency counts"
