@@ -114,6 +114,8 @@ AXES: dict[str, dict[str, Value]] = {
                 "model": Value({"speculative_model": "itself", "draft_policy": "fixed", "num_speculative_tokens": 3}),
                 "adaptive": Value({"speculative_model": "itself"})},
     "mask": {"none": Value(), "open": Value(apply=_mask)},
+    "codec": options("kv_cache_dtype", "auto", "fp8", "int8", "turbo4"),
+    "scheme": {"plain": Value(), **options("quantization", "fp8", "int4", "q8_0")},
     "layout": {**running("ranks", 1, 2), **{f"tp{count}": Value(run={"tensors": count}) for count in (2, 3)},
                "pp2": Value({"pipeline_parallel_size": 2})},
     "graph": {"eager": Value({"enforce_eager": True})} | ({"captured": Value()} if torch.cuda.is_available() else {}),
@@ -123,6 +125,10 @@ AXES: dict[str, dict[str, Value]] = {
 EXCLUDED: list[tuple[tuple[str, str], tuple[str, str]]] = [
     *((("tier", tier), ("reuse", "off")) for tier in ("host", "evict", "disk")),
     *((("drafter", drafter), ("layout", "pp2")) for drafter in ("one", "four", "ngram", "model", "adaptive")),
+    # The last place of a sum, which PyTorch's products of other sizes and sums over ranks change, may become a whole code.
+    *((plain, stored) for plain in (("kernel", "reference"), ("layout", "tp2"), ("layout", "tp3"))
+      for stored in (*(("codec", name) for name in ("fp8", "int8", "turbo4")),
+                     *(("scheme", name) for name in ("fp8", "int4", "q8_0")))),
 ]
 """Pairs that cannot be had together."""
 

@@ -85,9 +85,9 @@ def _prompts(vocabulary: int, count: int) -> list[list[int]]:
     return [[1] + [rng.randrange(3, vocabulary) for _ in range(length - 1)] for length in lengths[:count]]
 
 
-def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, only: int | None = None
+def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, *, alone: bool = False
          ) -> tuple[dict[tuple[int, int], list[int]], int]:
-    """Outputs by (prompt, index), and the number of preemptions."""
+    """Outputs by (prompt, index), and the number of preemptions. alone: of all prompts, one after another."""
     found = made(route, scratch)
     told = {"batch": 1, "fork": 1, "tight": False, "again": False, "ranks": 1, "tensors": 1, **found.run}
     rows = told["batch"] * told["fork"]
@@ -118,13 +118,14 @@ def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, only: int |
     prompts, out = _prompts(vocabulary, max(BATCHES)), dict[tuple[int, int], list[int]]()
     for turn in range(1 + told["again"]):
         seen: dict[tuple[int, int], list[int]] = {}
-        for i in range(told["batch"]) if only is None else [only]:
-            params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=0, n=told["fork"])
-            engine.submit(Request(f"{turn}-{i}", prompts[i], params))
-        while engine.busy:
-            for update in engine.turn():
-                assert update.finish_reason in (None, "length"), update
-                seen.setdefault((int(update.request_id[2:]), update.index), []).extend(update.token_ids)
+        for together in [[i] for i in range(max(BATCHES))] if alone else [range(told["batch"])]:
+            for i in together:
+                params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=0, n=told["fork"])
+                engine.submit(Request(f"{turn}-{i}", prompts[i], params))
+            while engine.busy:
+                for update in engine.turn():
+                    assert update.finish_reason in (None, "length"), update
+                    seen.setdefault((int(update.request_id[2:]), update.index), []).extend(update.token_ids)
         assert not out or seen == out, "what was cached changed the output"
         out = seen
     stats = engine.stats()
@@ -146,15 +147,16 @@ def _tight(folder: Path, page: int, chunk: int, count: int = 1) -> int:
 
 
 @cache
-def _alone(folder: Path, vocabulary: int, kernel: str) -> list[list[int]]:
-    """Each prompt's continuation by itself, on the plainest route but for the kernels."""
+def _alone(folder: Path, vocabulary: int, kernel: str, codec: str, scheme: str) -> list[list[int]]:
+    """Each prompt's continuation by itself, on the plainest route but for these."""
     plain = {axis: next(iter(values)) for axis, values in AXES.items()}
-    route = {**plain, "kernel": kernel, "chunk": "4096", "page": "16"}
-    return [_run(folder, vocabulary, route, folder, only=i)[0][i, 0] for i in range(max(BATCHES))]
+    route = {**plain, "kernel": kernel, "codec": codec, "scheme": scheme, "chunk": "4096", "page": "16"}
+    found, _ = _run(folder, vocabulary, route, folder, alone=True)
+    return [found[i, 0] for i in range(max(BATCHES))]
 
 
 def _check(folder: Path, vocabulary: int, route: Route, scratch: Path) -> int:
-    want = _alone(folder, vocabulary, route["kernel"])
+    want = _alone(folder, vocabulary, route["kernel"], route["codec"], route["scheme"])
     assert len({tuple(tokens) for tokens in want}) > 10, "the model says the same to everything: it would hide mistakes"
     out, preemptions = _run(folder, vocabulary, route, scratch)
     assert len(out) == int(route["batch"]) * int(route["fork"])

@@ -16,7 +16,7 @@ from penstock.cli import experts
 from penstock.cli.model import add_model, model_or_canary
 from penstock.config.flags import add_flags, from_args
 from penstock.config.options import place
-from penstock.config.resolve import EngineConfig, MemoryPlan, memory_limits, ranks, resolve
+from penstock.config.resolve import EngineConfig, MemoryPlan, cache_asked, memory_limits, ranks, resolve
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import plan_tiers
 from penstock.core.device import DeviceFacts
@@ -62,7 +62,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
 
     facts = detect(options.device)
     folder = resolve_folder(options.model, options.revision)
-    checkpoint = models.configured(folder, options.quantization, options.quantization_rules)
+    checkpoint = models.configured(folder, options.quantization, options.quantization_rules, cache_asked(options))
     spec = models.describe(checkpoint)
     own_dtype = dtype_of(folder, checkpoint)
     config = resolve(options, spec.max_positions, own_dtype, facts, spec.size)
@@ -83,11 +83,12 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
 
 
 def _describe(spec: ModelSpec) -> dict[str, Any]:
-    layers = Counter((mixer.heads, mixer.kv_heads, mixer.head_size, mixer.window) for mixer in spec.attentions)
+    layers = Counter((mixer.heads, mixer.kv_heads, mixer.head_size, mixer.window, mixer.codec.name if mixer.codec else "plain")
+                     for mixer in spec.attentions)
     return {"architecture": spec.architecture, "parameters": spec.size, "width": spec.width, "vocab_size": spec.vocab_size,
             "context": spec.max_positions, "tied_embeddings": spec.head.tied, "layers": len(spec.blocks),
-            "attention": [{"layers": count, "heads": heads, "kv_heads": kv_heads, "head_size": size, "window": window or None}
-                          for (heads, kv_heads, size, window), count in layers.items()]}
+            "attention": [{"layers": count, "heads": heads, "kv_heads": kv_heads, "head_size": size, "window": window or None,
+                           "cache": codec} for (heads, kv_heads, size, window, codec), count in layers.items()]}
 
 
 def _weights(spec: ModelSpec, dtype: str, kernels: Kernels) -> list[dict[str, Any]]:
@@ -177,7 +178,7 @@ def as_text(found: dict[str, Any]) -> str:
     for kind in model["attention"]:
         window = f", window {kind['window']:,}" if kind["window"] else ""
         lines.append(f"  attention    {kind['layers']} layers: {kind['heads']} heads, {kind['kv_heads']} key/value heads "
-                     f"of {kind['head_size']}{window}")
+                     f"of {kind['head_size']}{window}" + (f", cached as {kind['cache']}" if kind["cache"] != "plain" else ""))
     for one in found["weights"]:
         lines.append(f"  matrices     {one['matrices']} stored {one['scheme']}, {size(one['bytes'])}: "
                      f"{', '.join(one['kernels'])}")

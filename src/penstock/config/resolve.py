@@ -117,6 +117,25 @@ class MemoryLimits:
     """Number of ranks that share a computer's memory."""
 
 
+@dataclass(frozen=True)
+class CacheAsked:
+    """The options that say how keys and values are stored."""
+
+    codec: str = "auto"
+    plain_layers: tuple[str, ...] = ()
+    scales: tuple[tuple[str, str], ...] = ()
+    dtype: str = "auto"
+    """The model's."""
+    dummy: bool = False
+    """Weights are random, so that no file has scales."""
+
+
+def cache_asked(options: EngineOptions) -> CacheAsked:
+    """Those of an engine's options."""
+    return CacheAsked(options.kv_cache_dtype, tuple(options.kv_cache_plain_layers), tuple(options.kv_cache_scales.items()),
+                      options.dtype, options.load_format == "dummy")
+
+
 def processes(options: EngineOptions) -> int:
     """Ranks of all engines that share a computer."""
     return ranks(options) * options.data_parallel_size

@@ -77,6 +77,13 @@ class EngineOptions:
     kv_cache_memory_bytes: int | None = option(None, "size of the KV cache; by default what memory allows", group=MEMORY,
                                                least=1)
     block_size: int | None = option(None, "tokens in a page of the KV cache (default: 16)", group=MEMORY, least=1)
+    kv_cache_dtype: str = option("auto", "how keys and values are stored: as the checkpoint says or plain (auto), bfloat16, "
+                                 "fp8, fp8_e5m2, fp8_per_token_head, int8, int4, nvfp4, turbo4, turbo3, q8_0, q4_0",
+                                 group=CACHE)
+    kv_cache_plain_layers: list[str] = option([], "layers whose keys and values stay plain: numbers, first, last or "
+                                                  "sliding_window", group=CACHE)
+    kv_cache_scales: dict[str, str] = option({}, "scales of keys and values for fp8 and fp8_e5m2, as k=0.02,v=0.05; by default "
+                                                 "the checkpoint's, or 1", group=CACHE)
     enable_prefix_caching: bool = option(True, "reuse the KV cache of earlier requests with the same beginning", group=CACHE)
     cache_policy: str = option("adaptive", "which pages of equal priority are evicted first: the least recently used (lru), "
                                "those cheapest to recompute (cost), the last tokens of conversations (tail), or those least "

@@ -16,7 +16,10 @@ from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.rope import RopeSpec
 from penstock.layers.step import StateView, Step, Works
 from penstock.ops.attention import Geometry
+from penstock.ops.codec import Codec, Scales, hadamard
+from penstock.ops.linear import Weight
 from penstock.parallel.group import Group
+from penstock.quant.scheme import PLAIN, pack
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class AttentionSpec:
     gate: bool = False
     """Results are multiplied by the sigmoid of one more projection of x, element by element."""
     divided: Divided | None = None
+    codec: Codec | None = None
+    """How keys and values are stored; None: as they are, in the model's dtype."""
 
     name = "attention"
 
@@ -120,7 +125,8 @@ class AttentionSpec:
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
         shape = (self.kv_heads, self.head_size)
         keep = Window(self.window) if self.window else Everything()
-        return (StateSpec((Field("k", shape, dtype), Field("v", shape, dtype)), keep),)
+        plain = Field("k", shape, dtype), Field("v", shape, dtype)
+        return (StateSpec(plain if self.codec is None else self.codec.fields(*shape), keep),)
 
     def build(self, path: str, build: Build) -> Attention:
         return Attention(self, path, build)
@@ -160,6 +166,11 @@ class Attention:
         if spec.slopes:
             self.slopes = torch.tensor(_own_slopes(spec, build), dtype=torch.float32, device=build.device)
         self._kernels = build.kernels
+        self._rotations: list[Weight] = []
+        if spec.codec is not None and spec.codec.key.rotated:
+            dtype = self.qkv.weight.dtype
+            self._rotations = [pack(PLAIN, (spec.head_size, spec.head_size), {"weight": one.to(build.device, dtype)}, dtype,
+                                    build.kernels) for one in hadamard(spec.head_size)]
 
     @property
     def linears(self) -> Sequence[Linear]:
@@ -168,13 +179,17 @@ class Attention:
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         (view,) = views
         self.group, self.k, self.v = view.group, view["k"], view["v"]
-        _, kv_heads, page, size = self.k.shape
-        geometry = Geometry(self.spec.heads, kv_heads, size, page, self.spec.window, self.k.element_size(),
-                            plain=not (self.spec.softcap or self.spec.sinks or self.spec.slopes), sloped=bool(self.spec.slopes))
+        spec = self.spec
+        self.scales: Scales | None = None
+        if spec.codec is not None:
+            self.scales = Scales(spec.codec, *(view.fields.get(f"{name}_scale") for name in "kv"))
+        geometry = Geometry(spec.heads, spec.kv_heads, spec.head_size, view.page, spec.window, self.qkv.weight.dtype.itemsize,
+                            plain=not (spec.softcap or spec.sinks or spec.slopes), sloped=bool(spec.slopes),
+                            codec=spec.codec.name if spec.codec else "")
         self.work = works.index(view.group, geometry, self._kernels.attention)
 
     def detach(self) -> None:
-        del self.k, self.v
+        del self.k, self.v, self.scales
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         spec, kernels = self.spec, self._kernels
@@ -189,21 +204,36 @@ class Attention:
             assert spec.norm is not None
             if spec.norm.after and cos is not None:
                 # Heads of no keys: rotated, and nothing is written.
-                qk = kernels.rope_write(qkv[:, :heads + kv_heads], k[:, :0], v[:, :0], step.positions, group.slots,
-                                        self.k[:, :0], self.v[:, :0], cos, sin, interleaved=self.interleaved)
+                qk = kernels.rope_write(qkv[:, :heads + kv_heads], k[:, :0], None, step.positions, None,
+                                        k[:, :0, None], None, cos, sin, interleaved=self.interleaved)
                 q, k, cos, sin = qk[:, :heads], qk[:, heads:], None, None
             q, k = self._norms[0](q), self._norms[1](k)
-        q = kernels.rope_write(q, k, v, step.positions, group.slots, self.k, self.v, cos, sin, self.q_norm, self.k_norm,
-                               self.eps, self.offset, self.interleaved)
+        q = self._enter(q, k, v, step, cos, sin)
         if spec.growth is not None:
             steepness, length = spec.growth
             q = q * (1.0 + steepness * torch.log1p((step.positions // length).float())).to(q.dtype)[:, None, None]
         out = kernels.attention.apply(q, self.k, self.v, group.table, step.query_start, step.context, spec.scale, spec.window,
-                                      spec.softcap, self.sinks, step.work[self.work], step.library[self.work], self.slopes)
+                                      spec.softcap, self.sinks, step.work[self.work], step.library[self.work], self.slopes,
+                                      self.scales)
         if spec.gate:
             out = out * torch.sigmoid(qkv[:, heads + 2 * kv_heads:])
         out = out.view(tokens, -1)
         return self.o(out if ends is None else out.index_select(0, ends), step)
+
+    def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, cos: torch.Tensor | None,
+               sin: torch.Tensor | None) -> torch.Tensor:
+        """Writes keys and values to the cache, normed and rotated as the queries that it returns."""
+        slots, kernels = step.groups[self.group].slots, self._kernels
+        rest = cos, sin, self.q_norm, self.k_norm, self.eps, self.offset, self.interleaved
+        if self.scales is None:
+            return kernels.rope_write(q, k, v, step.positions, slots, self.k, self.v, *rest)
+        keys = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        q = kernels.rope_write(q, k, None, step.positions, None, keys[:, :, None], None, *rest)
+        if self._rotations:
+            q, keys = (one.ops.apply(x.flatten(0, 1), one).view(x.shape) for x, one in
+                       zip((q, keys), self._rotations, strict=True))
+        kernels.cache_write(keys, v, slots, self.k, self.v, self.scales)
+        return q
 
 
 class HeadNorm:

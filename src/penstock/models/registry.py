@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from penstock.checkpoint import read_config
+from penstock.config.resolve import CacheAsked
 from penstock.core.errors import ModelError
 from penstock.layers.embedding import HeadSpec
 from penstock.layers.spec import ModelSpec
-from penstock.models import fallback, families
+from penstock.models import caching, fallback, families
 from penstock.models.config import Config
 from penstock.models.mapped import Checkpoint
 from penstock.models.translated import Translated, with_schemes
@@ -84,7 +85,7 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config (as `read_config` gives it) describes; ModelError if Penstock cannot run it as described."""
     architecture, family = family_of(config)
     spec: ModelSpec = family.spec(Config(config, getattr(family, "DEFAULTS", None)))
-    spec = dataclasses.replace(spec, architecture=architecture)
+    spec = caching.applied(dataclasses.replace(spec, architecture=architecture), config)
     given = config.get("quantization_config")
     if given:
         spec = with_schemes(spec, family.RULES, _reader(config))
@@ -115,10 +116,12 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(names.get(str(place), f"LABEL_{place}")) for place in range(count))
 
 
-def configured(folder: Path, quantization: str | None = None, rules: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A folder's config, with what the options ask of its weights (`quantization`, `quantization_rules`) in it. ConfigError for
-    what cannot be asked of it."""
-    return at_load.requested(read_config(folder), quantization, rules or {})
+def configured(folder: Path, quantization: str | None = None, rules: Mapping[str, str] | None = None,
+               cache: CacheAsked | None = None) -> dict[str, Any]:
+    """A folder's config, with what the options ask of its weights (`quantization`, `quantization_rules`) and of its cache in
+    it. ConfigError for what cannot be asked of it."""
+    config = at_load.requested(read_config(folder), quantization, rules or {})
+    return config if cache is None else caching.requested(config, folder, cache)
 
 
 def checkpoint_of(folder: Path, config: Mapping[str, Any], spec: ModelSpec, dtype: str,

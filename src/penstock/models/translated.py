@@ -23,7 +23,7 @@ from penstock.quant.scheme import Scheme
 
 _CODES = {torch_name: code for code, torch_name in TORCH_NAMES.items()}
 _CACHE_SCALES = re.compile(r".*\.(k_scale|v_scale|q_scale|prob_output_scale|kv_cache_scale)")
-"""Scales of keys and values for a cache in FP8; a cache that is not needs none."""
+"""Scales of keys and values for a cache in FP8, which `models/caching.py` reads."""
 
 
 def _modules(spec: ModelSpec, rules: Sequence[Rule]) -> Iterator[tuple[str, Parameter | Piece, int]]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.ops.codec import Coding, Scales
 from penstock.ops.registry import register
 
 _SCORES = 1 << 24
@@ -37,6 +38,8 @@ class Geometry:
     tail: int = 0
     """Elements of a key behind its first `head_size`. If there are any, the cache holds latents: the first `head_size` elements
     of a key are also the value (MLA)."""
+    codec: str = ""
+    """The name of the cache's codec (`ops/codec.py`); empty: it holds plain numbers. `itemsize` is then the model's."""
 
 
 class Span(NamedTuple):
@@ -123,7 +126,7 @@ class AttentionOps:
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
               sinks: torch.Tensor | None = None, work: torch.Tensor | None = None, library: Sequence[Span] = (),
-              slopes: torch.Tensor | None = None) -> torch.Tensor:
+              slopes: torch.Tensor | None = None, scales: Scales | None = None) -> torch.Tensor:
         """Causal attention: softmax(cap(q k^T * scale)) v, cap(s) = softcap * tanh(s / softcap) if softcap is not 0.
 
         q [T, H, D]; segment s owns queries query_start[s] to query_start[s + 1], the last of its context[s] positions. Tokens
@@ -133,13 +136,14 @@ class AttentionOps:
         a view of their first D (`Geometry.tail`). window w > 0: a query sees the w positions up to and with its own;
         pages entirely behind every window are not read, and their block table entries may be stale. sinks [H] float32: one
         extra score per head, as of a key with a zero value. slopes [H] float32: a score is raised by slope * (key's position
-        - query's position) (ALiBi, Press et al. 2022). H is a multiple of KV (grouped queries, Ainslie et al. 2023).
+        - query's position) (ALiBi, Press et al. 2022). scales: k_cache and v_cache [pages, KV, page, bytes] hold the codes of
+        its codec (there is no R then). H is a multiple of KV (grouped queries, Ainslie et al. 2023).
         query_start [S + 1] and context [S] are int32 on q's device; `work` is the result of `prepare`, on the same device, and
         `library` its argument. Returns [T, H, D] in q's dtype. Scores and sums are float32; the reference's result for a query
         does not depend on the other queries of the step.
         """
         size, kv_heads = k_cache.shape[2], k_cache.shape[1]
-        out = q.new_empty(*q.shape[:2], v_cache.shape[3])
+        out = q.new_empty(*q.shape[:2], v_cache.shape[3] if scales is None else q.shape[2])
         elsewhere = {span.segment for span in library}
         starts, lengths = query_start.tolist(), context.tolist()
         for s, length in enumerate(lengths):
@@ -149,8 +153,8 @@ class AttentionOps:
             first_query = length - (hi - lo)
             first = max(0, first_query - window + 1) // size if window else 0
             pages = table[s, first:-(-length // size)].long()
-            keys = k_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length - first * size].float()
-            values = v_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length - first * size].float()
+            keys, values = (_numbers(x, pages, length - first * size, *how) for x, how in zip(
+                (k_cache, v_cache), _codings(scales), strict=True))
             key = torch.arange(first * size, length, device=q.device)
             if window:
                 # Stale slots of the first page may hold NaN, and zero weight times NaN is NaN.
@@ -182,6 +186,26 @@ class AttentionOps:
         numbers = torch.tensor([0, span.count, length], dtype=torch.int32, device=q.device)
         out.copy_(AttentionOps.apply(self, q[span.first:span.first + span.count], k, v, numbers[None, :1], numbers[:2],
                                      numbers[2:], scale))
+
+
+def _codings(scales: Scales | None) -> list[tuple[Coding | None, torch.Tensor | None, float]]:
+    """How keys and values are stored: coding, scales and fixed scale."""
+    if scales is None:
+        return [(None, None, 1.0)] * 2
+    codec = scales.codec
+    return [(codec.key, scales.k, codec.scales[0]), (codec.value, scales.v, codec.scales[1])]
+
+
+def _numbers(cache: torch.Tensor, pages: torch.Tensor, count: int, coding: Coding | None, scales: torch.Tensor | None,
+             fixed: float) -> torch.Tensor:
+    """The first `count` keys or values of these pages: float32 [KV, count, D]."""
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        # By bytes: not every device picks FP8 by index.
+        picked = x.view(torch.uint8)[pages].view(x.dtype) if x.element_size() == 1 else x[pages]
+        return picked.transpose(0, 1).flatten(1, 2)[:, :count]
+
+    found = rows(cache)
+    return found.float() if coding is None else coding.decode(found, None if scales is None else rows(scales), fixed)
 
 
 register("attention", "reference", rank=0, capturable=False)(AttentionOps())

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.ops.codec_kernel import decoded, element
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -33,12 +35,14 @@ def _merge(acc, peak, total, more_acc, more_peak, more_total):
 
 @triton.jit
 def _scan(q, q_tail, slope, acc, peak, total, closed_acc, closed_peak, closed_total, begin, unit, k_cache, v_cache, table,
-          start, stop, lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group: tl.constexpr,
-          size: tl.constexpr, tail: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr,
-          capped: tl.constexpr, sloped: tl.constexpr, masked: tl.constexpr, closing: tl.constexpr):
+          start, stop, lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside,
+          group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
+          windowed: tl.constexpr, capped: tl.constexpr, sloped: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr,
+          masked: tl.constexpr, closing: tl.constexpr):
     """Attends to keys [start, stop) in blocks. masked: some queries may not see some keys of the range. closing
     (batch-invariant mode): at the end of each unit of keys the running sums are merged into the closed sums and restarted.
-    tail: keys have so many more elements, and their first `size` are the values: one load serves both."""
+    tail: keys have so many more elements, and their first `size` are the values: one load serves both. k_form, v_form: the
+    cache holds codes. Scales of whole keys multiply scores, those of values the weights; `beside` has them, tables, strides."""
     block_m: tl.constexpr = q.shape[0]
     block_d: tl.constexpr = q.shape[1]
     block_t: tl.constexpr = q_tail.shape[1]
@@ -47,6 +51,8 @@ def _scan(q, q_tail, slope, acc, peak, total, closed_acc, closed_peak, closed_to
     k_inside, v_inside = k_cache + slots + d[None], v_cache + slots + d[None]
     t = tl.arange(0, block_t)
     t_inside = k_cache + slots + size + t[None]
+    # A shift of a key adds itself times the sum of the query's elements to the score.
+    sums = tl.sum(q.to(tl.float32), 1) if k_form // 64 % 2 else 0.0
     # Page ids are loaded one block ahead, so that the loads of keys and values do not wait for them.
     page = tl.load(table + (start + offset) // page_size, mask=(start + offset >= lowest) & (start + offset < highest), other=0)
     for first in range(start, stop, block_n):
@@ -55,9 +61,18 @@ def _scan(q, q_tail, slope, acc, peak, total, closed_acc, closed_peak, closed_to
             jump = (page.to(tl.int64) * page_stride)[:, None]
         else:
             jump = (page.to(tl.int64) * page_stride + (key % page_size - offset % page_size) * slot_stride)[:, None]
+        here = page.to(tl.int64)
         page = tl.load(table + first // page_size + (first % page_size + offset + block_n) // page_size,
                        mask=key + block_n < tl.minimum(stop, highest), other=0)
-        if masked:
+        if k_form > 0:
+            k_scales, v_scales, k_table, v_table, ks_page, ks_slot, vs_page, vs_slot, lift = beside
+            live, inside = (key >= lowest) & (key < highest), (key % page_size).to(tl.int64)
+            at = here * page_stride + inside * slot_stride
+            k, k_gain, k_shift = decoded(k_cache, at, k_scales, here * ks_page + inside * ks_slot, k_table, live, size, block_n,
+                                         block_d, k_form, q.dtype)
+            v, v_gain, v_shift = decoded(v_cache, at, v_scales, here * vs_page + inside * vs_slot, v_table, live, size, block_n,
+                                         block_d, v_form, q.dtype)
+        elif masked:
             # Block table entries outside [lowest, highest) may be stale: neither they nor their pages may be read.
             kept = (key >= lowest) & (key < highest)
             if size == block_d:
@@ -76,6 +91,10 @@ def _scan(q, q_tail, slope, acc, peak, total, closed_acc, closed_peak, closed_to
         if k.dtype != q.dtype:
             k, v = k.to(q.dtype), v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if k_form // 256 % 2 and k_form // 512 == 0:
+            scores *= k_gain[None, :]
+        if k_form // 64 % 2:
+            scores += sums[:, None] * k_shift[None, :]
         if tail > 0:
             k_tail = tl.load(t_inside + jump, mask=((key >= lowest) & (key < highest))[:, None] & (t < tail)[None], other=0.0)
             scores = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), scores, input_precision="ieee")
@@ -107,16 +126,21 @@ def _scan(q, q_tail, slope, acc, peak, total, closed_acc, closed_peak, closed_to
         factors = tl.full(scores.shape, factor, tl.float32)
         weights = tl.exp2(tl.fma(scores, factors, tl.broadcast_to(-shift[:, None], scores.shape)))
         total = tl.fma(total, old, tl.sum(weights, 1))
-        acc = tl.dot(weights.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
+        acc *= old[:, None]
+        if v_form // 64 % 2:
+            acc += tl.sum(weights * (v_shift * lift)[None, :], 1)[:, None]
+        if v_form > 0:
+            weights *= (v_gain * lift)[None, :]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         peak = top
     return acc, peak, total, closed_acc, closed_peak, closed_total
 
 
 @triton.jit
 def _attend(q, q_tail, slope, k_cache, v_cache, table, start, stop, unit, opened, closed, lowest, highest, position, scale,
-            softcap, window, page_stride, slot_stride, group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr,
+            softcap, window, page_stride, slot_stride, beside, group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr,
             page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, sloped: tl.constexpr,
-            edges: tl.constexpr, closing: tl.constexpr):
+            k_form: tl.constexpr, v_form: tl.constexpr, edges: tl.constexpr, closing: tl.constexpr):
     """Returns a partial softmax result over keys [start, stop): weighted sum of values, maximum score, sum of weights.
 
     All queries of the tile see keys [opened, closed), whose bounds are multiples of the block; with `edges` these run unmasked.
@@ -130,17 +154,18 @@ def _attend(q, q_tail, slope, k_cache, v_cache, table, start, stop, unit, opened
         if windowed:
             acc, peak, total, whole, whole_peak, whole_total = _scan(
                 q, q_tail, slope, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start,
-                tl.minimum(stop, opened), lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group,
-                size, tail, page_size, block_n, windowed, capped, sloped, True, closing)
+                tl.minimum(stop, opened), lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside,
+                group, size, tail, page_size, block_n, windowed, capped, sloped, k_form, v_form, True, closing)
         acc, peak, total, whole, whole_peak, whole_total = _scan(
             q, q_tail, slope, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table,
             tl.maximum(start, opened), tl.minimum(stop, closed), lowest, highest, position, scale, softcap, window, page_stride,
-            slot_stride, group, size, tail, page_size, block_n, windowed, capped, sloped, False, closing)
+            slot_stride, beside, group, size, tail, page_size, block_n, windowed, capped, sloped, k_form, v_form, False,
+            closing)
         start = tl.maximum(start, closed)
     acc, peak, total, whole, whole_peak, whole_total = _scan(
         q, q_tail, slope, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start, stop,
-        lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group, size, tail, page_size, block_n,
-        windowed, capped, sloped, True, closing)
+        lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size,
+        block_n, windowed, capped, sloped, k_form, v_form, True, closing)
     if closing:
         acc, peak, total = _merge(whole, whole_peak, whole_total, acc, peak, total)
     return acc, peak, total
@@ -208,9 +233,10 @@ def _mate(mates, listed, query, queries, column: tl.constexpr, otherwise):
 
 @triton.jit
 def _place(base, token_stride, head_stride, token, mates, listed, first, queries, group: tl.constexpr, size: tl.constexpr,
-           shared: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr):
-    """Returns (head, mask, pointers) of a tile's rows from query `first` on, in q or out."""
-    row, d = tl.arange(0, block_m), tl.arange(0, block_d)
+           shared: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr, form: tl.constexpr = 0):
+    """Returns (head, mask, pointers) of a tile's rows from query `first` on, in q or out. Columns are in the order in which
+    `form` decodes them."""
+    row, d = tl.arange(0, block_m), element(tl.arange(0, block_d), size, form)
     query = first + row // group
     tokens = token + query
     if shared:
@@ -221,13 +247,15 @@ def _place(base, token_stride, head_stride, token, mates, listed, first, queries
 
 
 @triton.jit
-def _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, first, queries, sinks, group: tl.constexpr,
-            size: tl.constexpr, shared: tl.constexpr, sunk: tl.constexpr):
-    """Divides by the sum of weights, sinks included, and writes the rows."""
+def _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, first, queries, sinks, v_fixed,
+            group: tl.constexpr, size: tl.constexpr, shared: tl.constexpr, sunk: tl.constexpr, v_form: tl.constexpr):
+    """Divides by the sum of weights, sinks included, and writes the rows. v_fixed: the scale of all coded values."""
     block_m: tl.constexpr = acc.shape[0]
     block_d: tl.constexpr = acc.shape[1]
     heads, kept, out_at = _place(out, out_token, out_head, token, mates, listed, first, queries, group, size, shared, block_m,
-                                 block_d)
+                                 block_d, v_form)
+    if v_form > 0:
+        acc *= v_fixed
     if sunk:
         sink = tl.load(sinks + heads).to(tl.float32) * _LOG2E
         top = tl.maximum(peak, sink)
@@ -239,10 +267,12 @@ def _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, fi
 
 
 @triton.jit(do_not_specialize=["table", "begin", "end"])
-def gather(k_cache, v_cache, k, v, table, begin, end, page_stride, head_stride, slot_stride, size: tl.constexpr,
-           page_size: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, linked: tl.constexpr):
+def gather(k_cache, v_cache, k, v, table, begin, end, page_stride, head_stride, slot_stride, k_scales, v_scales, k_table,
+           v_table, k_fixed, v_fixed, ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot, size: tl.constexpr,
+           page_size: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr,
+           linked: tl.constexpr):
     """Copies the keys and values of one block table row from position `begin` on to contiguous k and v [N, KV heads, size];
-    writes zeros for positions from `end` on.
+    writes zeros for positions from `end` on. Codes (k_form, v_form) are decoded.
 
     Grid (KV heads, N / block_n).
     """
@@ -256,9 +286,21 @@ def gather(k_cache, v_cache, k, v, table, begin, end, page_stride, head_stride, 
     here = (page * page_stride + key % page_size * slot_stride)[:, None] + head.to(tl.int64) * head_stride + d[None]
     there = (place.to(tl.int64) * tl.num_programs(0) + head)[:, None] * size + d[None]
     wide = tl.broadcast_to((d < size)[None], here.shape)
-    present = wide & (key < end)[:, None]
-    tl.store(k + there, tl.load(k_cache + here, mask=present, other=0.0), mask=wide)
-    tl.store(v + there, tl.load(v_cache + here, mask=present, other=0.0), mask=wide)
+    if k_form > 0:
+        inside, row = (key % page_size).to(tl.int64), (place.to(tl.int64) * tl.num_programs(0) + head)[:, None] * size
+        at = page * page_stride + inside * slot_stride + head.to(tl.int64) * head_stride
+        x, gain, shift = decoded(k_cache, at, k_scales, page * ks_page + inside * ks_slot + head.to(tl.int64) * ks_head,
+                                 k_table, key < end, size, block_n, block_d, k_form, tl.float32)
+        to = row + element(d, size, k_form)[None]
+        tl.store(k + to, ((x * gain[:, None] + shift[:, None]) * k_fixed).to(k.dtype.element_ty), mask=wide)
+        x, gain, shift = decoded(v_cache, at, v_scales, page * vs_page + inside * vs_slot + head.to(tl.int64) * vs_head,
+                                 v_table, key < end, size, block_n, block_d, v_form, tl.float32)
+        to = row + element(d, size, v_form)[None]
+        tl.store(v + to, ((x * gain[:, None] + shift[:, None]) * v_fixed).to(v.dtype.element_ty), mask=wide)
+    else:
+        present = wide & (key < end)[:, None]
+        tl.store(k + there, tl.load(k_cache + here, mask=present, other=0.0), mask=wide)
+        tl.store(v + there, tl.load(v_cache + here, mask=present, other=0.0), mask=wide)
 
 
 @triton.jit
@@ -306,10 +348,12 @@ def join(out, lse, part0, part1, part2, part3, lse0, lse1, lse2, lse3, heads, ou
 @triton.jit(do_not_specialize=["items", "mates", "counters", "table_row", "scale", "softcap", "window"])
 def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counters, parts_acc, parts_sum, scale, softcap, window,
            q_token, q_head, page_stride, head_stride, slot_stride, out_token, out_head, table_row,
+           k_scales, v_scales, k_table, v_table, ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot, v_fixed, lift,
            group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr, page_size: tl.constexpr, block_m: tl.constexpr,
            block_n: tl.constexpr, block_d: tl.constexpr, block_t: tl.constexpr, rows: tl.constexpr, windowed: tl.constexpr,
            capped: tl.constexpr, sunk: tl.constexpr, sloped: tl.constexpr, fixed: tl.constexpr,
-           edges: tl.constexpr, shared: tl.constexpr, linked: tl.constexpr, fields: tl.constexpr):
+           edges: tl.constexpr, shared: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr, linked: tl.constexpr,
+           fields: tl.constexpr):
     """Computes one item for one KV head. Grid (KV heads, items); an item without queries is inert.
 
     Rows are (query, head of the group), heads within a query. shared: tiles may hold single tokens of several segments,
@@ -328,7 +372,8 @@ def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counter
     # Only one inert program must run the PDL wait: the next kernel takes this kernel's end for the end of all before it.
     if (queries == 0) & (tl.program_id(1) > 0):
         return
-    heads, kept, q_at = _place(q, q_token, q_head, token, mates, listed, first, queries, group, size, shared, block_m, block_d)
+    heads, kept, q_at = _place(q, q_token, q_head, token, mates, listed, first, queries, group, size, shared, block_m, block_d,
+                               k_form)
     if linked:
         # The work list was complete before the preceding kernel began; everything else may be that kernel's output.
         gdc_launch_dependents()
@@ -336,7 +381,7 @@ def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counter
     if queries == 0:
         return
     tile = tl.load(q_at, mask=kept, other=0.0)
-    if tile.dtype != k_cache.dtype.element_ty:
+    if k_form == 0 and tile.dtype != k_cache.dtype.element_ty:
         tile = tile.to(tl.float32)
     if tail > 0:
         _, kept, q_at = _place(q + size, q_token, q_head, token, mates, listed, first, queries, group, tail, shared, block_m,
@@ -348,6 +393,10 @@ def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counter
     k_cache += head.to(tl.int64) * head_stride
     v_cache += head.to(tl.int64) * head_stride
     table += segment * table_row
+    if k_form > 0:
+        k_scales += head.to(tl.int64) * ks_head
+        v_scales += head.to(tl.int64) * vs_head
+    beside = (k_scales, v_scales, k_table, v_table, ks_page, ks_slot, vs_page, vs_slot, lift)
 
     highest = tl.minimum(end, position + queries)
     lowest = tl.maximum(position - window + 1, 0) if windowed else 0
@@ -360,8 +409,8 @@ def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counter
             # One loop over all units: a loop per unit would stall on its first loads each time.
             acc, peak, total = _attend(
                 tile, end_tile, slope, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
-                scale, softcap, window, page_stride, slot_stride, group, size, tail, page_size, block_n, windowed, capped,
-                sloped, edges, True)
+                scale, softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size, block_n, windowed,
+                capped, sloped, k_form, v_form, edges, True)
         else:
             acc = tl.zeros((block_m, block_d), tl.float32)
             peak = tl.full((block_m,), float("-inf"), tl.float32)
@@ -369,21 +418,21 @@ def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counter
             for start in range(begin, end, unit):
                 more_acc, more_peak, more_total = _attend(
                     tile, end_tile, slope, k_cache, v_cache, table, start, tl.minimum(start + unit, end), unit, opened, closed,
-                    lowest, highest, position, scale, softcap, window, page_stride, slot_stride, group, size, tail, page_size,
-                    block_n, windowed, capped, sloped, edges, False)
+                    lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside, group, size, tail,
+                    page_size, block_n, windowed, capped, sloped, k_form, v_form, edges, False)
                 _store_part(more_acc, more_peak, more_total, parts_acc, parts_sum, own_slot + done * queries, queries, group)
                 done += 1
     else:
         acc, peak, total = _attend(
             tile, end_tile, slope, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position, scale,
-            softcap, window, page_stride, slot_stride, group, size, tail, page_size, block_n, windowed, capped, sloped, edges,
-            False)
+            softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size, block_n, windowed, capped, sloped,
+            k_form, v_form, edges, False)
         if ends > 1:
             _store_part(acc, peak, total, parts_acc, parts_sum, own_slot, queries, group)
             done += 1
     if ends == 1:
-        _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, first, queries, sinks, group, size, shared,
-                sunk)
+        _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, first, queries, sinks, v_fixed, group, size,
+                shared, sunk, v_form)
     else:
         # All threads write their part before one thread counts it, so the program that counts the last part sees all parts.
         tl.debug_barrier()
@@ -407,5 +456,5 @@ def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counter
             for part in range(0, parts + most, count):
                 whole, top, sums = _join(whole, top, sums, parts_acc, parts_sum, part, first_slot, joined, parts, own,
                                          own_parts, group, count)
-            _finish(whole, top, sums, out, out_token, out_head, token, mates, listed, 0, joined, sinks, group, size, shared,
-                    sunk)
+            _finish(whole, top, sums, out, out_token, out_head, token, mates, listed, 0, joined, sinks, v_fixed, group, size,
+                    shared, sunk, v_form)

@@ -16,6 +16,8 @@ import torch
 
 from penstock.ops import gpu
 from penstock.ops.attention import Geometry, Ints, Rows, Span
+from penstock.ops.codec import Scales
+from penstock.ops.codec_triton import decoding
 
 LONG = 1024
 """Minimum queries of a segment that the library computes: 612 TFLOP/s of the causal triangle at 8,192 queries against 440 of
@@ -80,15 +82,15 @@ def warm_up(device: torch.device) -> None:
 
 
 def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, scale: float,
-           chosen: Sequence[Span], out: torch.Tensor) -> None:
+           chosen: Sequence[Span], out: torch.Tensor, scales: Scales | None = None) -> None:
     """Writes the attention of the chosen segments to their rows of `out` [T, H, D]. Other arguments: AttentionOps.apply."""
     for group in groups([span for span in chosen if not span.before]):
-        found = whole_prompts(q, k_cache, v_cache, table, scale, group)
+        found = whole_prompts(q, k_cache, v_cache, table, scale, group, scales)
         for span, one in zip(group, found, strict=True):
             out[span.first:span.first + span.count] = one[:span.count]
     for span in chosen:
         if span.before:
-            rows = partial(_gathered, k_cache, v_cache, table[span.segment])
+            rows = partial(_gathered, q, k_cache, v_cache, scales, table[span.segment])
             continued(q, rows, scale, span, out[span.first:span.first + span.count])
 
 
@@ -115,14 +117,12 @@ def exact(group: Sequence[Span]) -> bool:
 
 
 def whole_prompts(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, scale: float,
-                  group: Sequence[Span]) -> torch.Tensor:
+                  group: Sequence[Span], scales: Scales | None = None) -> torch.Tensor:
     """Returns the attention of a group of prompts that begin at position 0: [G, N, H, D], padded to N rows per prompt."""
     length = _padded(group[0].count)
-    _, kv_heads, _, size = k_cache.shape
-    k = torch.empty(len(group), length, kv_heads, size, dtype=k_cache.dtype, device=q.device)
-    v = torch.empty_like(k)
+    k, v = q.new_empty(2, len(group), length, k_cache.shape[1], q.shape[2])
     for place, span in enumerate(group):
-        _gather(k_cache, v_cache, table[span.segment], 0, span.count, k[place], v[place])
+        _gather(k_cache, v_cache, scales, table[span.segment], 0, span.count, k[place], v[place])
     if exact(group):
         queries = q[group[0].first:group[0].first + len(group) * length].unflatten(0, (len(group), length))
     else:
@@ -168,25 +168,24 @@ def _blocks(before: int) -> Iterator[int]:
             before -= size
 
 
-def _gathered(k_cache: torch.Tensor, v_cache: torch.Tensor, row: torch.Tensor, begin: int, end: int,
-              size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _gathered(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales | None, row: torch.Tensor,
+              begin: int, end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`Rows` of a block table row of a cache of keys and values."""
-    k = torch.empty(size, *k_cache.shape[1::2], dtype=k_cache.dtype, device=k_cache.device)
-    v = torch.empty_like(k)
-    _gather(k_cache, v_cache, row, begin, end, k, v)
+    k, v = q.new_empty(2, size, k_cache.shape[1], q.shape[2])
+    _gather(k_cache, v_cache, scales, row, begin, end, k, v)
     return k, v
 
 
-def _gather(k_cache: torch.Tensor, v_cache: torch.Tensor, row: torch.Tensor, begin: int, end: int, k: torch.Tensor,
-            v: torch.Tensor) -> None:
+def _gather(k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales | None, row: torch.Tensor, begin: int, end: int,
+            k: torch.Tensor, v: torch.Tensor) -> None:
     """Copies keys and values from position `begin` on to k and v [N, KV, D]; writes zeros from position `end` on."""
     from penstock.ops.attention_kernel import gather  # triton takes 0.3 s to import, and may be absent
 
-    _, kv_heads, page, size = k_cache.shape
-    linked = gpu.linked(k.device)
-    gather[(kv_heads, k.shape[0] // 64)](k_cache, v_cache, k, v, row, begin, end, *k_cache.stride()[:3], size=size,
-                                         page_size=page, block_n=64, block_d=max(16, gpu.covering(size)), linked=linked,
-                                         num_warps=4, launch_pdl=linked)
+    kv_heads, page, size = *k_cache.shape[1:3], k.shape[2]
+    linked, (given, forms, fixed) = gpu.linked(k.device), decoding(scales, k_cache, v_cache, k)
+    gather[(kv_heads, k.shape[0] // 64)](k_cache, v_cache, k, v, row, begin, end, *k_cache.stride()[:3], *given[:4], *fixed,
+                                         *given[4:], **forms, size=size, page_size=page, block_n=64,
+                                         block_d=max(16, gpu.covering(size)), linked=linked, num_warps=4, launch_pdl=linked)
 
 
 def _call(queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,

@@ -17,6 +17,8 @@ from penstock.ops import attention_library, attention_work, gpu
 from penstock.ops.attention import AttentionOps, Divides, Geometry, Ints, Rows, SharedPrefixes, Span
 from penstock.ops.attention_divider import Divider
 from penstock.ops.attention_work import Launch, Shape
+from penstock.ops.codec import Scales
+from penstock.ops.codec_triton import decoding
 from penstock.ops.registry import register
 
 
@@ -56,18 +58,22 @@ class TritonAttention(AttentionOps):
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
               sinks: torch.Tensor | None = None, work: torch.Tensor | None = None, library: Sequence[Span] = (),
-              slopes: torch.Tensor | None = None) -> torch.Tensor:
+              slopes: torch.Tensor | None = None, scales: Scales | None = None) -> torch.Tensor:
         """Without `work` it is prepared here, which synchronises the device. Counters in `work` are zero before and after."""
         tokens, heads, _ = q.shape
         _, kv_heads, page, size = v_cache.shape
-        stride, tail = k_cache.stride(), k_cache.shape[3] - size
+        stride, tail, itemsize = k_cache.stride(), k_cache.shape[3] - size, k_cache.element_size()
+        if scales is not None:
+            size, itemsize = q.shape[2], q.element_size()
         assert v_cache.stride() == stride and stride[3] == 1, "keys and values have equal strides, and each entry is contiguous"
         assert not tail or (v_cache.data_ptr() == k_cache.data_ptr() and kv_heads == 1), "longer keys begin with their values"
-        given = Geometry(heads, kv_heads, size, page, window, k_cache.element_size(), sloped=slopes is not None, tail=tail)
+        given = Geometry(heads, kv_heads, size, page, window, itemsize, sloped=slopes is not None, tail=tail,
+                         codec=scales.codec.name if scales is not None else "")
         segments = context.shape[0]
         if (not tail and len(library) == segments and attention_library.exact(library)
                 and len(attention_library.groups(library)) == 1):
-            return attention_library.whole_prompts(q, k_cache, v_cache, table, scale, library).flatten(0, 1).contiguous()
+            whole = attention_library.whole_prompts(q, k_cache, v_cache, table, scale, library, scales)
+            return whole.flatten(0, 1).contiguous()
         if work is None:
             found = self.prepare(given, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens, library)
             work = torch.from_numpy(found).to(q.device)
@@ -78,9 +84,9 @@ class TritonAttention(AttentionOps):
         for launch in (layout.narrow, layout.broad):
             if launch is not None and len(library) < segments:
                 self._launch(launch, geometry, launch is layout.broad, q, k_cache, v_cache, table, scale, softcap, sinks,
-                             slopes, work, out)
+                             slopes, work, out, scales)
         if not tail:
-            attention_library.attend(q, k_cache, v_cache, table, scale, library, out)
+            attention_library.attend(q, k_cache, v_cache, table, scale, library, out, scales)
         return out
 
     def expanded(self, q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
@@ -88,7 +94,7 @@ class TritonAttention(AttentionOps):
 
     def _launch(self, launch: Launch, geometry: Geometry, broad: bool, q: torch.Tensor, k_cache: torch.Tensor,
                 v_cache: torch.Tensor, table: torch.Tensor, scale: float, softcap: float, sinks: torch.Tensor | None,
-                slopes: torch.Tensor | None, work: torch.Tensor, out: torch.Tensor) -> None:
+                slopes: torch.Tensor | None, work: torch.Tensor, out: torch.Tensor, scales: Scales | None) -> None:
         from penstock.ops.attention_kernel import attend  # triton takes 0.3 s to import, and may be absent
 
         shape, size, kv_heads = launch.shape, geometry.head_size, geometry.kv_heads
@@ -96,13 +102,16 @@ class TritonAttention(AttentionOps):
         block_d = _block(size)
         room = launch.slots * kv_heads * group
         parts = torch.empty(room * (block_d + 2), dtype=torch.float32, device=q.device)
-        linked = gpu.linked(q.device)
+        linked, (given, forms, fixed) = gpu.linked(q.device), decoding(scales, k_cache, v_cache, q)
+        # Float16 has no room for small weights times small scales.
+        lift = 64.0 if scales is not None and q.dtype is torch.float16 else 1.0
         attend[(kv_heads, launch.items)](
             q, k_cache, v_cache, out, table, out if sinks is None else sinks,
             out if slopes is None else slopes, work[launch.offset:], work[launch.mates:],
-            work[launch.counters:], parts, parts[room * block_d:], scale, softcap, geometry.window,
+            work[launch.counters:], parts, parts[room * block_d:], scale * fixed[0], softcap, geometry.window,
             q.stride(0), q.stride(1), *k_cache.stride()[:3], out.stride(0), out.stride(1),
-            table.stride(0), group=group, size=size, tail=geometry.tail, page_size=geometry.page, block_m=shape.block_m,
+            table.stride(0), *given, fixed[1] / lift, lift, **forms, group=group, size=size, tail=geometry.tail,
+            page_size=geometry.page, block_m=shape.block_m,
             block_n=shape.block_n, block_d=block_d, block_t=_block(geometry.tail), rows=shape.queries * group,
             windowed=geometry.window > 0, capped=softcap != 0.0, sunk=sinks is not None, sloped=slopes is not None,
             fixed=self.invariant, edges=broad, shared=launch.shared, linked=linked,

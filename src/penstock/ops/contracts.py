@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from penstock.ops.codec import Scales
     from penstock.ops.linear import Weight
     from penstock.ops.routing import Routing
     from penstock.ops.step import StepTensors
@@ -65,10 +66,18 @@ class LayerNorm(Protocol):
 class RopeWrite(Protocol):
     """ops/rope.py."""
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
-                 k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None,
-                 sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
-                 eps: float = 1e-6, offset: float = 0.0, interleaved: bool = False) -> torch.Tensor: ...
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, positions: torch.Tensor,
+                 slots: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor | None,
+                 cos: torch.Tensor | None = None, sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None,
+                 k_norm: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
+                 interleaved: bool = False) -> torch.Tensor: ...
+
+
+class CacheWrite(Protocol):
+    """ops/codec.py."""
+
+    def __call__(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                 scales: Scales) -> None: ...
 
 
 class LatentWrite(Protocol):

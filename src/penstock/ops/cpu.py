@@ -15,6 +15,7 @@ import torch
 from penstock.core.errors import ConfigError
 from penstock.ops import coded_cpu, native
 from penstock.ops.attention import AttentionOps, Span
+from penstock.ops.codec import Scales, table
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.linear import Weight
 from penstock.ops.registry import register
@@ -130,17 +131,42 @@ class CpuAttention(AttentionOps):
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
               sinks: torch.Tensor | None = None, work: torch.Tensor | None = None,  # noqa: ARG002 (nothing is prepared)
-              library: Sequence[Span] = (), slopes: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
+              library: Sequence[Span] = (), slopes: torch.Tensor | None = None,  # noqa: ARG002
+              scales: Scales | None = None) -> torch.Tensor:
         tokens, heads, size = q.shape
-        value_size = v_cache.shape[3]
+        value_size = v_cache.shape[3] if scales is None else size
         out = torch.empty(tokens, heads, value_size, dtype=q.dtype)
         kc, vc, shape = k_cache.stride(), v_cache.stride(), k_cache.shape
         self._owner.attention_(self._owner.ATTENTION.pack(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), query_start.data_ptr(),
             context.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), *kc[:3], *vc[:3], table.stride(0),
             context.shape[0], heads, shape[1], size, value_size, shape[2], window, 0 if sinks is None else sinks.data_ptr(),
-            0 if slopes is None else slopes.data_ptr()), scale, softcap, _CODES[q.dtype], _CODES[k_cache.dtype])
+            0 if slopes is None else slopes.data_ptr(), *_codings(scales)), scale, softcap, _CODES[q.dtype],
+            _CODES[k_cache.dtype] if scales is None else 3)
         return out
+
+
+_PLAIN = (0,) * 14 * 2
+_ELEMENTS = {"float8_e4m3fn": 0, "float8_e5m2": 1, "int8": 2, "uint8": 3}
+_RULES = {"fixed": 0, "peak": 1, "signed": 2, "range": 3, "norm": 4}
+_SCALES = {"float32": 0, "float16": 1, "float8_e4m3fn": 2}
+"""As csrc/codec.h."""
+
+
+def _codings(scales: Scales | None) -> tuple[float, ...]:
+    """Two times the fields of csrc/codec.h's Coding: of keys and of values."""
+    if scales is None:
+        return _PLAIN
+    codec, found = scales.codec, list[float]()
+    for coding, beside, fixed in ((codec.key, scales.k, codec.scales[0]), (codec.value, scales.v, codec.scales[1])):
+        found += (0, 0, 0, 0) if beside is None else (beside.data_ptr(), *beside.stride()[:3])
+        found += (table(coding, _CPU).data_ptr() if coding.magnitudes else 0, coding.bits, coding.group,
+                  _ELEMENTS[coding.dtype], _RULES[coding.rule], coding.gguf, _SCALES[coding.scales], fixed,
+                  coding.peak, coding.least)
+    return tuple(found)
+
+
+_CPU = torch.device("cpu")
 
 
 class CpuSample(SampleOps):
@@ -158,7 +184,8 @@ class CpuOperations:
     """The operations of one instruction set. `supports` builds and loads the library, and must be called first."""
 
     _ROPE = struct.Struct("31q")
-    ATTENTION = struct.Struct("25q")
+    ATTENTION = struct.Struct("25q11q3d11q3d")
+    _CACHE = struct.Struct("19q11q3d11q3d")
 
     def __init__(self, isa: native.InstructionSet) -> None:
         self.isa = isa
@@ -193,6 +220,7 @@ class CpuOperations:
         self._layer_norm = lib.penstock_layer_norm
         self._rope_write = lib.penstock_rope_write
         self._activation = lib.penstock_activation
+        self._cache_write = lib.penstock_cache_write
         self.attention_ = lib.penstock_attention
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -223,23 +251,33 @@ class CpuOperations:
                          _CODES[x.dtype if weight is None else weight.dtype])
         return out
 
-    def rope_write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
-                   k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None,
-                   sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
-                   eps: float = 1e-6, offset: float = 0.0, interleaved: bool = False) -> torch.Tensor:
+    def rope_write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, positions: torch.Tensor,
+                   slots: torch.Tensor | None, k_cache: torch.Tensor, v_cache: torch.Tensor | None,
+                   cos: torch.Tensor | None = None, sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None,
+                   k_norm: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
+                   interleaved: bool = False) -> torch.Tensor:
         dtype = q.dtype
         assert k_cache.dtype is dtype and (k_norm is None or k_norm.dtype is dtype), "the cache and the norms have q's dtype"
         tokens, heads, size = q.shape
         out = torch.empty(tokens, heads, size, dtype=dtype)
-        qs, ks, vs, kc, vc = q.stride(), k.stride(), v.stride(), k_cache.stride(), v_cache.stride()
+        qs, ks, kc = q.stride(), k.stride(), k_cache.stride()
+        vs, vc = (ks, kc) if v is None or v_cache is None else (v.stride(), v_cache.stride())
         half = 0 if cos is None else cos.shape[1]
         self._rope_write(self._ROPE.pack(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), qs[0], qs[1], ks[0], ks[1], vs[0], vs[1],
-            positions.data_ptr(), slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *kc[:3], *vc[:3],
+            q.data_ptr(), k.data_ptr(), 0 if v is None else v.data_ptr(), qs[0], qs[1], ks[0], ks[1], vs[0], vs[1],
+            positions.data_ptr(), 0 if slots is None else slots.data_ptr(), k_cache.data_ptr(),
+            0 if v_cache is None else v_cache.data_ptr(), *kc[:3], *vc[:3],
             0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
             0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), out.data_ptr(),
             tokens, heads, k.shape[1], size, k_cache.shape[2], half, interleaved), eps, offset, _CODES[q.dtype])
         return out
+
+    def cache_write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                    scales: Scales) -> None:
+        ks, vs, kc, vc = k.stride(), v.stride(), k_cache.stride(), v_cache.stride()
+        self._cache_write(self._CACHE.pack(
+            k.data_ptr(), v.data_ptr(), *ks[:2], *vs[:2], slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *kc[:3],
+            *vc[:3], *k.shape, k_cache.shape[2], *_codings(scales)), _CODES[k.dtype])
 
     def gated(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         rows, width = x.shape
@@ -258,8 +296,8 @@ class CpuOperations:
 def _register() -> None:
     for isa in native.INSTRUCTION_SETS:
         operations = CpuOperations(isa)
-        for op in ("linear", "head_linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "attention", "experts",
-                   "gated", "activation", "sample"):
+        for op in ("linear", "head_linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "cache_write", "attention",
+                   "experts", "gated", "activation", "sample"):
             register(op, f"cpu-{isa.name}", rank=isa.rank, supports=operations.supports,
                      dtypes=tuple(_CODES))(getattr(operations, op))
         coded_cpu.register_all(operations, f"cpu-{isa.name}", isa.rank)

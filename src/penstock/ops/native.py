@@ -72,6 +72,7 @@ def _prototypes() -> dict[str, tuple[type | None, str]]:
         "penstock_add_rms_norm": (None, "ppppiiiiddii"),
         "penstock_layer_norm": (None, "ppppiiidii"),
         "penstock_rope_write": (None, "bddi"),
+        "penstock_cache_write": (None, "bi"),
         "penstock_activation": (None, "pipiiiii"),
         "penstock_attention": (None, "bddii"),
         "penstock_experts": (None, "bdddi"),

@@ -18,6 +18,7 @@ from penstock.ops.contracts import (
     Activation,
     AddRmsNorm,
     BuildStep,
+    CacheWrite,
     HeadMatrixOps,
     LatentWrite,
     LayerNorm,
@@ -75,9 +76,10 @@ class Implementation:
 
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
-_MODULES = ("linear", "routing", "experts", "norm", "rope", "attention", "attention_triton", "activation", "step", "sample",
-            "sample_triton", "linear_triton", "linear_invariant", "coded_triton", "routing_triton", "experts_triton",
-            "norm_triton", "rope_triton", "activation_triton", "step_triton", "latent", "latent_triton", "cpu")
+_MODULES = ("linear", "routing", "experts", "norm", "rope", "codec", "codec_triton", "attention", "attention_triton",
+            "activation", "step", "sample", "sample_triton", "linear_triton", "linear_invariant", "coded_triton",
+            "routing_triton", "experts_triton", "norm_triton", "rope_triton", "activation_triton", "step_triton", "latent",
+            "latent_triton", "cpu")
 """Modules whose import registers implementations; a new provider is one more name."""
 
 
@@ -129,6 +131,7 @@ class Kernels:
     add_rms_norm: AddRmsNorm
     layer_norm: LayerNorm
     rope_write: RopeWrite
+    cache_write: CacheWrite
     route: Route
     experts: ExpertsOps
     """For stacks of plain matrices; `experts_for` says which serves another scheme."""

@@ -9,8 +9,9 @@ from penstock.ops.registry import register
 
 
 @register("rope_write", "reference", rank=0, capturable=False)
-def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
-               k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, positions: torch.Tensor, slots: torch.Tensor | None,
+               k_cache: torch.Tensor, v_cache: torch.Tensor | None, cos: torch.Tensor | None = None,
+               sin: torch.Tensor | None = None,
                q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 1e-6,
                offset: float = 0.0, interleaved: bool = False) -> torch.Tensor:
     """Norms and rotates q and k, writes k and v into their cache slots, returns the new q [T, H, D] contiguous.
@@ -19,7 +20,8 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: tor
     size + offset, or -1 for padding, of which nothing is written. k_cache, v_cache [pages, KV, page, D], any strides but the
     last. cos, sin [max positions, R / 2] float32 for the first R dimensions of a head, in two halves (Su et al. 2021, in the
     GPT-NeoX order), or `interleaved` in pairs of neighbours (GPT-J's order); None leaves positions out. q_norm, k_norm [D]:
-    RMSNorm weights a head, applied before the rotation. k and v are not changed.
+    RMSNorm weights a head, applied before the rotation. k and v are not changed. Without v, values are not written; without
+    slots, token t is written to slot t.
     """
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, offset)
@@ -29,10 +31,12 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: tor
         at = positions.long()
         q, k = (rotate(x, cos[at], sin[at], interleaved) for x in (q, k))
     size = k_cache.shape[2]
+    slots = torch.arange(len(q), device=q.device) if slots is None else slots
     kept = slots >= 0
     page, inside = slots[kept] // size, slots[kept] % size
     k_cache[page, :, inside] = k[kept].to(k_cache.dtype)
-    v_cache[page, :, inside] = v[kept].to(v_cache.dtype)
+    if v is not None and v_cache is not None:
+        v_cache[page, :, inside] = v[kept].to(v_cache.dtype)
     return q.contiguous()
 
 

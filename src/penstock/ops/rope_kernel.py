@@ -61,7 +61,7 @@ def rope_write(q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_
         at = tl.load(positions + token).to(tl.int64) * half + a
         c = tl.load(cos + at, mask=a < half, other=0.0)[None, :]
         s = tl.load(sin + at, mask=a < half, other=0.0)[None, :]
-    slot = tl.load(slots + token)
+    slot = token if slots is None else tl.load(slots + token)
     if linked and early:
         gdc_wait()
     if block < (heads + many - 1) // many:
@@ -74,9 +74,10 @@ def rope_write(q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_
         kept = head < kv_heads
         written = kept & (slot >= 0)
         to_k = slot // page * k_page + slot % page * k_slot + head * tl.cast(k_row, tl.int64)
-        to_v = slot // page * v_page + slot % page * v_slot + head * tl.cast(v_row, tl.int64)
         _turn(k + token * k_token + head * k_head, k_cache + to_k, k_norm, c, s, kept, written, eps, offset, size, half, near,
               far, interleaved)
-        d = tl.arange(0, whole)[None, :]
-        value = tl.load(v + token * v_token + head * v_head + d, mask=kept & (d < size), other=0.0)
-        tl.store(v_cache + to_v + d, value.to(v_cache.dtype.element_ty), mask=written & (d < size))
+        if v is not None:
+            to_v = slot // page * v_page + slot % page * v_slot + head * tl.cast(v_row, tl.int64)
+            d = tl.arange(0, whole)[None, :]
+            value = tl.load(v + token * v_token + head * v_head + d, mask=kept & (d < size), other=0.0)
+            tl.store(v_cache + to_v + d, value.to(v_cache.dtype.element_ty), mask=written & (d < size))

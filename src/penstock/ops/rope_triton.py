@@ -15,8 +15,9 @@ which is launched without programmatic dependent launch and so starts only when 
 
 
 @register("rope_write", "triton", rank=10, supports=gpu.supports)
-def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
-               k_cache: torch.Tensor, v_cache: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, positions: torch.Tensor, slots: torch.Tensor | None,
+               k_cache: torch.Tensor, v_cache: torch.Tensor | None, cos: torch.Tensor | None = None,
+               sin: torch.Tensor | None = None,
                q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 1e-6,
                offset: float = 0.0, interleaved: bool = False) -> torch.Tensor:
     from penstock.ops.rope_kernel import rope_write as kernel  # Triton: heavy, and not everywhere
@@ -33,8 +34,9 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: tor
     linked = gpu.linked(q.device)
     kernel[(tokens, -(-heads // many) - (-kv_heads // many))](
         q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_norm, out, float(eps), float(offset),
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        *k_cache.stride()[:3], *v_cache.stride()[:3], heads=heads, kv_heads=kv_heads, size=size, page=k_cache.shape[2],
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), *((0, 0) if v is None else v.stride()[:2]),
+        *k_cache.stride()[:3], *((0, 0, 0) if v_cache is None else v_cache.stride()[:3]), heads=heads,
+        kv_heads=kv_heads, size=size, page=k_cache.shape[2],
         half=half, near=gpu.covering(half), far=gpu.covering(size - 2 * half), whole=whole, many=many, linked=linked,
         early=_EARLY, interleaved=interleaved, num_warps=warps, launch_pdl=linked)
     return out

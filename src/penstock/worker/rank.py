@@ -17,7 +17,7 @@ import torch
 from penstock import models
 from penstock.checkpoint import adapter, dtype_of, resolve_folder
 from penstock.config.options import balancing
-from penstock.config.resolve import EngineConfig, cache_room, memory_limits
+from penstock.config.resolve import EngineConfig, cache_asked, cache_room, memory_limits
 from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts
 from penstock.core.layout import CacheLayout
@@ -93,7 +93,9 @@ class Rank:
     def survey(self) -> Survey:
         """Inspects the device and the model's small files. ConfigError or ModelError if one of them cannot be used."""
         self._folder = resolve_folder(self._options.model, self._options.revision)
-        self._checkpoint = models.configured(self._folder, self._options.quantization, self._options.quantization_rules)
+        options = self._options
+        self._checkpoint = models.configured(self._folder, options.quantization, options.quantization_rules,
+                                             cache_asked(options))
         spec = models.describe(self._checkpoint).dealt(self._place).share(self._place.tensors)
         self._spec = spec.stage(self._place.stage, self._place.stages, self._place.layers)
         return Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.max_positions, spec.size,

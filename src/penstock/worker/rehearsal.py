@@ -78,6 +78,10 @@ def _silent(q: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
     return torch.empty_like(q)
 
 
+def _silent_write(*_rest: object, **_named: object) -> None:
+    pass
+
+
 def _without_values(kernels: Kernels) -> Kernels:
     """Returns a copy of `kernels` in which no-ops replace the reference implementations that read tensor values."""
     kernels = copy.copy(kernels)
@@ -87,6 +91,8 @@ def _without_values(kernels: Kernels) -> Kernels:
         kernels.experts = _SilentExperts()
     if not kernels.chosen["rope_write"].capturable:
         kernels.rope_write = _silent
+    if not kernels.chosen["cache_write"].capturable:
+        kernels.cache_write = _silent_write
     return kernels
 
 

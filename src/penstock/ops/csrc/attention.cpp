@@ -13,7 +13,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "dtypes.h"
+#include "codec.h"
 #include "pool.h"
 
 namespace {
@@ -35,6 +35,7 @@ struct Arguments {
     int64_t q_token, q_head, k_page, k_head, k_slot, v_page, v_head, v_slot, table_row;
     int64_t segments, heads, kv_heads, size, value_size, page, window;
     const float *sinks, *slopes;  // a head's; null if there are none
+    Coding key, value;            // of a cache of codes
 };
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -250,8 +251,10 @@ struct Attention {
         }
     }
 
+    static constexpr bool CODED = std::is_same_v<C, code>;
     struct Entries {
         const C *key[BLOCK], *value[BLOCK];
+        const uint8_t* scale[2][CODED ? BLOCK : 1];
     };
 
     // Where the entries of the block at `begin` lie; those outside of [live, end) are null.
@@ -264,7 +267,34 @@ struct Attention {
         for (int64_t i = from; i < to; i++) {
             found.key[i - begin] = (const C*)a.k + *page * a.k_page + t.kv_head * a.k_head + slot * a.k_slot;
             found.value[i - begin] = (const C*)a.v + *page * a.v_page + t.kv_head * a.v_head + slot * a.v_slot;
+            if constexpr (CODED) {
+                found.scale[0][i - begin] = a.key.at(*page, t.kv_head, slot);
+                found.scale[1][i - begin] = a.value.at(*page, t.kv_head, slot);
+            }
             if (++slot == a.page) slot = 0, page++;
+        }
+    }
+
+    // A block's keys, transposed, and its values as f32. Codes are decoded row by row into the cache that is nearest.
+    void load_block(const Entries& now, const Entries& next, int64_t count, int64_t whole, float* keys, float* values) const {
+        if constexpr (CODED) {
+            float* rows = (float*)pool::scratch(6, BLOCK * a.size * sizeof(float));
+            const float* found[BLOCK] = {};
+            for (int64_t i = 0; i < count; i++) {
+                float* value = values + i * padded;
+                std::fill(value, value + padded, 0.0f);
+                if (!now.key[i]) continue;
+                found[i] = rows + i * a.size;
+                decode_row(a.key, now.key[i], now.scale[0][i], a.size, rows + i * a.size);
+                decode_row(a.value, now.value[i], now.scale[1][i], a.value_size, value);
+            }
+            load_keys(found, found, whole, 0, a.size, keys);
+        } else {
+            if constexpr (std::is_same_v<C, bf16>)
+                load_key_pairs(now.key, next.key, whole, a.size, keys);
+            else
+                load_keys(now.key, next.key, whole, 0, a.size, keys);
+            load_values(now.value, next.value, count, a.value_size, padded, values);
         }
     }
 
@@ -282,11 +312,7 @@ struct Attention {
             const int64_t count = std::min(BLOCK, end - begin), whole = round_up(count, VW);
             now = next;
             locate(t, begin + BLOCK, live, end, next);
-            if constexpr (std::is_same_v<C, bf16>)
-                load_key_pairs(now.key, next.key, whole, a.size, keys);
-            else
-                load_keys(now.key, next.key, whole, 0, a.size, keys);
-            load_values(now.value, next.value, count, a.value_size, padded, values);
+            load_block(now, next, count, whole, keys, values);
             product(rows, q, wide, keys, BLOCK, scores, BLOCK, whole, a.size, false);
             weigh_rows(t, scores, whole, begin, s);
             product(rows, scores, BLOCK, values, padded, s.values, padded, padded, count, true);
@@ -373,7 +399,9 @@ struct Attention {
 
 }  // namespace
 
+// cache_dtype 3: codes.
 EXPORT void penstock_attention(const Arguments* arguments, double scale, double softcap, int64_t dtype, int64_t cache_dtype) {
+    if (cache_dtype == 3) return Attention<code>{*arguments, dtype, (float)scale, (float)softcap}.run();
     by_dtype(cache_dtype, [&](auto type) {
         Attention<decltype(type)>{*arguments, dtype, (float)scale, (float)softcap}.run();
     });

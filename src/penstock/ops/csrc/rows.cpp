@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "activate.h"
-#include "dtypes.h"
+#include "codec.h"
 #include "pool.h"
 
 namespace {
@@ -100,7 +100,7 @@ void rope_write(const Rope& a, float eps, float offset) {
         T* narrow = (T*)(head + a.size + VW);
         const float* cos = a.cos ? a.cos + a.positions[t] * a.half : nullptr;
         const float* sin = a.cos ? a.sin + a.positions[t] * a.half : nullptr;
-        const int64_t page = a.slots[t] / a.page, slot = a.slots[t] % a.page;
+        const int64_t place = a.slots ? a.slots[t] : t, page = place / a.page, slot = place % a.page;
         auto turn = [&](const T* from, const void* norm, T* to) {
             if (norm) {
                 rms_row(from, (const T*)norm, narrow, a.size, eps, offset);
@@ -116,12 +116,38 @@ void rope_write(const Rope& a, float eps, float offset) {
         };
         for (int64_t h = 0; h < a.heads; h++)
             turn((const T*)a.q + t * a.q_token + h * a.q_head, a.q_norm, (T*)a.out + (t * a.heads + h) * a.size);
-        if (a.slots[t] < 0) return;  // padding
+        if (place < 0) return;  // padding
         for (int64_t h = 0; h < a.kv_heads; h++) {
             turn((const T*)a.k + t * a.k_token + h * a.k_head, a.k_norm,
                  (T*)a.k_cache + page * a.k_page + h * a.k_kv + slot * a.k_slot);
-            copy((const T*)a.v + t * a.v_token + h * a.v_head,
+            if (a.v) copy((const T*)a.v + t * a.v_token + h * a.v_head,
                  (T*)a.v_cache + page * a.v_page + h * a.v_kv + slot * a.v_slot, a.size);
+        }
+    });
+}
+
+struct CacheWrite {
+    const void *k, *v;
+    int64_t k_token, k_head, v_token, v_head;
+    const int64_t* slots;
+    void *k_cache, *v_cache;
+    int64_t k_page, k_kv, k_slot, v_page, v_kv, v_slot, tokens, kv_heads, size, page;
+    Coding key, value;
+};
+
+template <class T>
+void cache_write(const CacheWrite& a) {
+    pool::parallel_if(a.tokens * 2 * a.kv_heads * a.size > WORTH / 4, a.tokens, [&](int64_t t) {
+        if (a.slots[t] < 0) return;  // padding
+        float* row = (float*)pool::scratch(2, (a.size + VW) * sizeof(float));
+        const int64_t page = a.slots[t] / a.page, slot = a.slots[t] % a.page;
+        for (int64_t h = 0; h < a.kv_heads; h++) {
+            copy((const T*)a.k + t * a.k_token + h * a.k_head, row, a.size);
+            encode_row(a.key, row, a.size, (uint8_t*)a.k_cache + page * a.k_page + h * a.k_kv + slot * a.k_slot,
+                       (uint8_t*)a.key.at(page, h, slot));
+            copy((const T*)a.v + t * a.v_token + h * a.v_head, row, a.size);
+            encode_row(a.value, row, a.size, (uint8_t*)a.v_cache + page * a.v_page + h * a.v_kv + slot * a.v_slot,
+                       (uint8_t*)a.value.at(page, h, slot));
         }
     });
 }
@@ -196,6 +222,10 @@ EXPORT void penstock_layer_norm(const void* x, const void* weight, const void* b
 // Everything is of one type but the tables.
 EXPORT void penstock_rope_write(const Rope* arguments, double eps, double offset, int64_t dtype) {
     by_dtype(dtype, [&](auto type) { rope_write<decltype(type)>(*arguments, (float)eps, (float)offset); });
+}
+
+EXPORT void penstock_cache_write(const CacheWrite* arguments, int64_t dtype) {
+    by_dtype(dtype, [&](auto type) { cache_write<decltype(type)>(*arguments); });
 }
 
 EXPORT void penstock_activation(const void* x, int64_t stride, void* out, int64_t rows, int64_t width, int64_t kind,

@@ -1,6 +1,6 @@
 """compressed-tensors, which llm-compressor writes: groups of modules, each with its own format.
 
-`kv_cache_scheme` is the business of the cache's codec; its scales are left to it.
+`kv_cache_scheme` and its scales concern the cache (`models/caching.py`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,93 @@
+"""Codecs of the KV cache in Triton against the reference: in the interpreter without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.interpreter import DEVICE  # isort: skip  (before Triton's kernels are imported)
+
+from penstock.ops import attention_library
+from penstock.ops.attention import Span
+from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
+from penstock.ops.codec import CODECS, Codec, Scales
+from penstock.ops.codec_triton import cache_write
+from penstock.ops.rope_triton import rope_write
+from tests.ops.kernels import close, random, reference
+from tests.ops.test_attention import Case
+from tests.ops.test_attention_triton import built
+from tests.ops.test_codec import cached, written
+
+NAMED = pytest.mark.parametrize("name", CODECS)
+
+
+def _named(name: str) -> Codec:
+    return Codec(name, CODECS[name].key, CODECS[name].value, (0.05, 0.03))
+
+
+@NAMED
+def test_codes_are_the_references(name: str) -> None:
+    """Up to ties that a division rounds otherwise; padding is not written."""
+    codec, x = _named(name), random(9, 2, 32, seed=1).to(DEVICE)
+    x[3], x[4, 0] = 0.0, torch.linspace(-1, 1, 32)
+    slots = torch.tensor([3, -1, 7, 0, 1, 12, 11, -1, 15], device=DEVICE)
+    found = []
+    for write in (cache_write, reference("cache_write")):
+        k, v, scales = (one if one is None or isinstance(one, Scales) else one.to(DEVICE) for one in cached(codec, 2, 2, 8, 32))
+        scales = Scales(codec, *(None if one is None else one.to(DEVICE) for one in scales[1:]))
+        write(x, x.flip(2), slots, k, v, scales)
+        kept = torch.zeros(2, 8, dtype=torch.bool)
+        kept.view(-1)[slots[slots >= 0].cpu()] = True
+        found.append([codec.key.decode(k, scales.k, 0.05).transpose(1, 2)[kept],
+                      codec.value.decode(v, scales.v, 0.03).transpose(1, 2)[kept], k.view(torch.uint8).transpose(1, 2)[~kept]])
+    assert torch.equal(found[0][2], found[1][2])
+    # The interpreter's conversion to FP8 loses the carry into the exponent.
+    if DEVICE.type == "cuda" or not (name.startswith("fp8") or name == "nvfp4"):
+        for one, other in zip(found[0][:2], found[1][:2], strict=True):
+            assert ((one - other).abs() > 1e-3).float().mean() < 5e-3
+
+
+@pytest.mark.parametrize(("attention", "case"), [
+    (TRITON, Case([(70, 20), (330, 1)], 4, 1, 64)),
+    (INVARIANT, Case([(90, 1), (20, 3)], 3, 1, 32, window=40)),
+], ids=["triton", "invariant"])
+@NAMED
+def test_attention_is_that_over_decoded_numbers(name: str, attention: TritonAttention, case: Case) -> None:
+    case = built(case, torch.float32)
+    k, v, scales, keys, values = written(case, _named(name), reference("cache_write"))
+    found = attention.apply(case.q, k, v, case.table, case.query_start, case.context, case.size**-0.5, case.window,
+                            scales=scales)
+    case.k, case.v = keys, values
+    close(found, case.run(reference("attention")), 0.1, 2.0)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+def test_half_precision(name: str) -> None:
+    """Products run on converted codes in the model's 16 bits."""
+    case = built(Case([(50, 40), (130, 1)], 2, 1, 64), torch.float16)
+    k, v, scales, keys, values = written(case, _named(name), reference("cache_write"))
+    case.q, case.k, case.v = case.q, keys, values
+    found = TRITON.apply(case.q, k, v, case.table, case.query_start, case.context, 0.125, scales=scales)
+    case.q = case.q.float()
+    close(found, case.run(reference("attention")), 1.0, 2.0)
+
+
+@NAMED
+def test_blocks_for_the_library(name: str) -> None:
+    """A long prompt's attention: keys and values are gathered as plain numbers."""
+    case = built(Case([(64, 10)], 2, 1, 64), torch.float32)
+    k, v, scales, case.k, case.v = written(case, _named(name), reference("cache_write"))
+    out = torch.empty_like(case.q)
+    attention_library.attend(case.q, k, v, case.table, 0.125, [Span(0, 0, 10, 54)], out, scales)
+    close(out, case.run(reference("attention")), 0.1, 2.0)
+
+
+def test_keys_alone_are_rotated_to_their_tokens_place() -> None:
+    q, k = random(5, 4, 16, seed=1).to(DEVICE), random(5, 2, 16, seed=2).to(DEVICE)
+    angles = random(9, 8, seed=3).to(DEVICE)
+    positions, found = torch.arange(5, dtype=torch.int32, device=DEVICE), []
+    for call in (rope_write, reference("rope_write")):
+        keys = torch.zeros_like(k)
+        found.append((call(q, k, None, positions, None, keys[:, :, None], None, angles.cos(), angles.sin()), keys))
+    close(found[0][0], found[1][0].double())
+    close(found[0][1], found[1][1].double())
