@@ -131,7 +131,7 @@ class CacheAsked:
 
 
 def cache_asked(options: EngineOptions) -> CacheAsked:
-    """Those of an engine's options."""
+    """The ones among an engine's options."""
     return CacheAsked(options.kv_cache_dtype, tuple(options.kv_cache_plain_layers), tuple(options.kv_cache_scales.items()),
                       options.dtype, options.load_format == "dummy")
 

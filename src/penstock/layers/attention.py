@@ -81,7 +81,7 @@ class AttentionSpec:
     """Results are multiplied by the sigmoid of one more projection of x, element by element."""
     divided: Divided | None = None
     codec: Codec | None = None
-    """How keys and values are stored; None: as they are, in the model's dtype."""
+    """The way in which keys and values are stored; None: as they are, in the model's dtype."""
 
     name = "attention"
 

@@ -189,7 +189,7 @@ class AttentionOps:
 
 
 def _codings(scales: Scales | None) -> list[tuple[Coding | None, torch.Tensor | None, float]]:
-    """How keys and values are stored: coding, scales and fixed scale."""
+    """Coding, scales and fixed scale of keys and of values."""
     if scales is None:
         return [(None, None, 1.0)] * 2
     codec = scales.codec
