@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock import canary
 from penstock.checkpoint import read_config
@@ -185,3 +186,37 @@ def test_experts_of_a_model_without_any_are_refused() -> None:
     asked = options("canary", tensor_parallel_size=2, enable_expert_parallel=True)
     with pytest.raises(PenstockError, match="mixtures"):
         Engine(asked, rank=Threaded(asked))
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose shares on two ranks are whole blocks of every scheme."""
+    import transformers
+
+    torch.manual_seed(6)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
+        vocab_size=160, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.1)
+    folder = tmp_path_factory.mktemp("blocks")
+    model.save_pretrained(folder)
+    return folder
+
+
+STORED = [{"quantization": name} for name in ("fp8_block", "int4", "int4_zeros", "q8_0", "nvfp4")] + [
+    {"kv_cache_dtype": name} for name in ("fp8", "int8", "turbo4")]
+
+
+@pytest.mark.parametrize("stored", STORED, ids=str)
+def test_stored_matrices_and_caches_are_divided(blocks: Path, stored: dict[str, Any]) -> None:
+    """Each rank has its share of the same codes, and heads are encoded as on one rank."""
+    wanted = greedy(Engine(options(blocks, **stored)))
+    asked = options(blocks, tensor_parallel_size=2, **stored)
+    assert greedy(Engine(asked, rank=Threaded(asked))) == wanted
+
+
+def test_blocks_that_ranks_would_cut_are_refused() -> None:
+    with pytest.raises(PenstockError, match="cut apart blocks"):
+        Threaded(options("canary", tensor_parallel_size=2, quantization="fp8_block")).survey()
