@@ -120,13 +120,17 @@ class Run:
                                 prompt_logprobs=0 if rng.random() < 0.1 else None)
         tenant = rng.choice(["", "", "b"])
         spans = [Span(rng.choice([3, 20, WHOLE]), rng.choice([10, 70, 100]), rng.choice([2.0, 50.0]))] * (rng.random() < 0.2)
-        request = Request(f"r{number}", self.prompt(), params, priority=rng.choice([0, 0, 1]), salt=tenant, tenant=tenant,
-                          retain=spans)
+        request = self.dress(Request(f"r{number}", self.prompt(), params, priority=rng.choice([0, 0, 1]), salt=tenant,
+                                     tenant=tenant, retain=spans))
         try:
             self.scheduler.add(request, self.now)
         except RequestError:
             return
         self.requests[request.id] = request
+
+    def dress(self, request: Request) -> Request:
+        """What else a request has."""
+        return request
 
     def abort(self) -> None:
         live = self.scheduler.live
@@ -207,8 +211,11 @@ class Run:
                 got, end = self.outputs.get((request.id, index), []), self.ends[(request.id, index)]
                 want = expected(request.prompt_ids, self.keeps, (request.params.seed or 0) + index, len(got))
                 assert got == want, (request.id, index, got, want)
-                assert end.finish_reason in ("stop", "length", "abort")
-                if end.finish_reason == "abort":
+                assert end.finish_reason in ("stop", "length", "abort") or (end.finish_reason == "error" and request.deadline)
+                self.seen["expired"] += end.finish_reason == "error"
+                if end.finish_reason == "error":
+                    assert end.status == 504
+                elif end.finish_reason == "abort":
                     assert {request.id, f"{request.id}/{index}"} & self.aborted
                 elif end.finish_reason == "stop":
                     assert got[-1] == 3 and request.params.stop_token_ids

@@ -28,6 +28,9 @@ def add(parser: argparse.ArgumentParser) -> None:
                                                                           "ever)")
             action.add_argument("--max-tokens", metavar="N", type=int, help="most prompt tokens of the tenant in flight")
             action.add_argument("--requests-per-minute", metavar="N", type=int, help="most requests of this key")
+            action.add_argument("--tokens-per-minute", metavar="N", type=int, help="most tokens of its prompts and answers")
+            action.add_argument("--tier", metavar="CLASS", help="class of service of requests that name none: interactive, "
+                                                                "standard, batch, or one of --classes")
             action.add_argument("--note", default="", help="shown by ls")
         elif name == "revoke":
             action.add_argument("id", metavar="ID", help="as ls shows it")
@@ -42,11 +45,11 @@ def run(args: argparse.Namespace) -> int:
     path: Path = args.file
     found = keys.read(path) if path.exists() or args.action != "add" else []
     if args.action == "add":
-        for name in ("max_tokens", "requests_per_minute"):
+        for name in ("max_tokens", "requests_per_minute", "tokens_per_minute"):
             if getattr(args, name) is not None and getattr(args, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
         secret, key = keys.make(args.tenant or "", args.kind, args.expires, args.max_tokens, args.requests_per_minute,
-                                args.note)
+                                args.note, args.tokens_per_minute, args.tier)
         key.tenant = key.tenant or key.id
         keys.write(path, [*found, key])
         print(secret)
@@ -64,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _line(key: object) -> str:
     said = {name: getattr(key, name) for name in ("id", "tenant", "kind", "created", "expires", "max_tokens",
-                                                  "requests_per_minute",
-                                                  "note")}
+                                                  "requests_per_minute", "tokens_per_minute", "tier", "note")}
     state = ["revoked"] if getattr(key, "revoked", False) else []
     return "  ".join([str(said["id"]), *(f"{name}={value}" for name, value in said.items() if name != "id" and value), *state])

@@ -24,6 +24,8 @@ COMMANDS = {
     "eval": "ask graded questions and show how many answers are right",
     "quantize": "write a model's folder quantized, and tell what was lost",
     "bench": "measure latency, throughput or a running server",
+    "simulate": "serve a recorded trace on simulated replicas",
+    "plan": "find how many replicas keep a promise on a recorded trace",
     "cache": "list, measure, clean and check a folder of cached pages",
     "keys": "make, list and revoke API keys",
     "completion": "print a script that completes commands and flags in a shell",

@@ -109,8 +109,12 @@ class EngineOptions:
                                                 group=SCHEDULING, least=1)
     max_num_queued_reqs: int = option(1024, "requests that may wait; more are refused with status 503", group=SCHEDULING,
                                       least=1)
-    scheduling_policy: str = option("priority", "who is served first and preempted last: by priority, then arrival "
-                                    "(priority), or by arrival alone (fcfs)", ("fcfs", "priority"), group=SCHEDULING)
+    scheduling_policy: str = option("promises", "who is served first and preempted last: by fair shares and the deadlines of "
+                                    "classes (promises), by priority, then arrival (priority), or by arrival alone (fcfs)",
+                                    ("promises", "fcfs", "priority"), group=SCHEDULING)
+    classes: str | None = option(None, "JSON file with classes of service beside interactive, standard and batch: an object of "
+                                       "objects with ttft, tpot (seconds), weight, queue, tenant_queue and preemptible",
+                                 group=SCHEDULING)
     step_target_ms: float | None = option(None, "milliseconds that a step may take while requests decode: prompts are cut into "
                                           "smaller chunks (default: serve 50; offline no limit)", group=SCHEDULING)
     depth: int | None = option(None, "steps in flight: 1 waits for each step, 2 (the default) plans the next one meanwhile",

@@ -23,15 +23,17 @@ class RequestError(PenstockError):
     """One request is refused; the engine and every other request go on.
 
     `param` names the request field at fault (OpenAI's name for it), `code` is a stable machine-readable word, `status` is
-    the HTTP status that fits.
+    the HTTP status that fits. `retry`: seconds after which another try may succeed, where that is known.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400,
+                 retry: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code
         self.status = status
+        self.retry = retry
 
 
 class EngineDeadError(PenstockError):

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.sampling import SamplingParams
+from penstock.core.service import BUILT_IN
 
 PROMPT = 0
 """Value of `Span.upto` for the whole prompt. The frontend replaces it by a number of positions."""
@@ -96,6 +97,12 @@ class Request(msgspec.Struct, array_like=True):
     """Special tokens that appear in the text although others are skipped: the markers by which an answer is parsed."""
     pool: Pool | None = None
     """Pool the prompt's hidden states instead of generating tokens."""
+    tier: str = ""
+    """Its class of service (`core/service.py`)."""
+    deadline: float = 0.0
+    """time.time() at which it ends unserved or unfinished; 0: never."""
+    waits: bool = False
+    """It would rather wait than be refused because its promise cannot be kept."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -107,6 +114,11 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """1 is the most likely token."""
 
 
+PHASES = ("queued", "cache", "prefill", "decode", "preempted", "grammar")
+"""Where a sequence's time goes in the engine: waiting for room or its turn, for pages or another's prefill, computing its
+prompt, its answer, waiting after it lost its pages, and waiting for its grammar."""
+
+
 class Timings(msgspec.Struct, array_like=True, gc=False):
     """When things happened to one sequence, time.time() in seconds; 0.0 where it did not happen."""
 
@@ -115,6 +127,8 @@ class Timings(msgspec.Struct, array_like=True, gc=False):
     first_token: float = 0.0
     finished: float = 0.0
     preemptions: int = 0
+    phases: list[float] = []
+    """Seconds by PHASES; together they are the time from `arrival` to `finished`."""
 
 
 class Update(msgspec.Struct, array_like=True, gc=False):
@@ -225,6 +239,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Number of times that the first, second, ... draft of a segment was kept."""
     expert_picks: list[list[int]] = []
     """Of each layer with experts, how often each was picked."""
+    limits: list[float] = []
+    """Seconds of steps by what bound them, as in `scheduler/step.py::LIMITS`."""
     step_time: list[float] = []
     """The model of step time: the weights of `core/steptime.py::TERMS`, in seconds."""
     step_time_error: float = 0.0
@@ -297,5 +313,11 @@ class EngineInfo(msgspec.Struct):
     """Names of a classifier's labels."""
     adapters: list[Adapter] = []
     """The adapters that are served from the start."""
+    classes: list[str] = msgspec.field(default_factory=lambda: list(BUILT_IN))
+    """Names of the classes of service."""
+    step_target: float | None = None
+    """Target step time in seconds while sequences decode."""
+    buckets: list[int] = []
+    """Tokens to which steps are padded, ascending."""
     notes: list[str] = []
     """Sentences about decisions that the user may not expect."""

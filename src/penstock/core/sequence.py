@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.request import Request, Timings, TokenLogprobs
+from penstock.core.request import PHASES, Request, Timings, TokenLogprobs
 
 Floats = npt.NDArray[np.float32]
 
@@ -17,9 +17,10 @@ class Sequence:
     Owned by the scheduler; nothing else writes it.
     """
 
-    __slots__ = ("acceptance", "cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done", "due",
-                 "epoch", "expected", "goal", "index", "limit", "masked", "pages", "passed", "planned", "pooled", "promised",
-                 "prompt_len", "request", "room", "row", "scores", "scoring", "seed", "slack", "stops", "timings", "tokens")
+    __slots__ = ("acceptance", "cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done",
+                 "due", "epoch", "expected", "goal", "index", "limit", "mark", "masked", "pages", "passed", "phase",
+                 "planned", "pooled", "promise", "promised", "prompt_len", "request", "room", "row", "scores", "scoring",
+                 "seed", "since", "slack", "stops", "stretched", "timings", "tokens")
 
     def __init__(self, request: Request, index: int, seed: int, limit: int) -> None:
         self.request = request
@@ -51,6 +52,12 @@ class Sequence:
         """Prompt tokens that the cache had at first admission."""
         self.cached_by_tier: dict[str, int] = {}
         """`cached` by tier."""
+        self.promise = request.arrival
+        """When its first token is due, time.time() in seconds. Written by the policy alone."""
+        self.stretched = False
+        """Whether the prompt is so long that more time was promised than its class has. Written by the policy alone."""
+        self.mark = 0
+        """Tokens that it had when it was last preempted: it is not again before it has more."""
         self.passed = 0
         """Number of later sequences admitted while this one waited for room."""
         self.children: list[Sequence] = []
@@ -74,7 +81,15 @@ class Sequence:
         """Value of `computed` at which the scheduler must call `Cache.commit` again. Written by the cache alone."""
         self.cache_state: object = None
         """The cache's own record of this sequence, beside its pages."""
-        self.timings = Timings(arrival=request.arrival)
+        self.timings = Timings(arrival=request.arrival, phases=[0.0] * len(PHASES))
+        self.phase = PHASES.index("queued")
+        self.since = request.arrival
+        """Where its time goes now, and since when."""
+
+    def enter(self, phase: str, now: float) -> None:
+        """Its time goes elsewhere from now on."""
+        self.timings.phases[self.phase] += max(0.0, now - self.since)
+        self.phase, self.since = PHASES.index(phase), max(now, self.since)
 
     @property
     def known(self) -> int:
@@ -88,6 +103,7 @@ class Sequence:
     def restart(self) -> None:
         """Resets the computed positions, as preemption does. Known tokens stay; plans in flight may still add some."""
         self.epoch += 1
+        self.mark = self.known
         self.planned = self.computed = self.slack = 0
         self.row = -1
         self.pooled = []

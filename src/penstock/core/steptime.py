@@ -82,6 +82,10 @@ class StepTime:
         found = whole * self.seconds(Load(1, chunk)) + (self.seconds(Load(1, rest)) if rest else 0.0)
         return found + self.weights[4] * tokens * (start + tokens / 2)
 
+    def slope(self, tokens: int) -> float:
+        """Seconds of one token more in a step of so many."""
+        return self.weights[len(TERMS) - len(KNOTS) - 1 + bisect_left(KNOTS, tokens)]
+
     def within(self, load: Load, seconds: float, start: float = 0.0) -> int:
         """Returns how many prefill tokens, at position `start` on average, make a step take `seconds` when added to it."""
         weights = self.weights

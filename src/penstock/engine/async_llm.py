@@ -17,10 +17,12 @@ from penstock import canary
 from penstock.config.options import engine_options
 from penstock.config.resolve import replicas
 from penstock.config.schema import EngineOptions
+from penstock.core import service
 from penstock.core.errors import EngineDeadError, PenstockError, RequestError
 from penstock.core.request import Adapter, EngineInfo, EngineStats, Request, Span, Timings, Update
 from penstock.core.sampling import MAX_OPEN_LIST_WORDS, SamplingParams
 from penstock.engine.adapters import located
+from penstock.engine.ledger import bound, ledger
 from penstock.engine.loading import inputs_of, load_text
 from penstock.engine.outputs import Delta, Outputs, RequestOutput
 from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused
@@ -34,6 +36,8 @@ from penstock.text import ChatTemplate, Tokenizer
 
 ENDED = 200
 """Sequences that `AsyncLLM.ended` remembers."""
+_TELL_SECONDS = 10.0
+"""Seconds between two lines of the log that name the limit that binds."""
 
 
 class Track:
@@ -75,6 +79,9 @@ class Stream:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
+        self.ledger: dict[str, float] = {}
+        self.ledger_at = 0.0
+        """Where the time of the sequence went that ended last, and when that was: time.time()."""
         self.name, self.owner = "", b""
         """The id by which its client knows it, and whose it is: for `AsyncLLM.abort_named`."""
         self.ends: dict[str, None] = {}
@@ -282,7 +289,8 @@ class AsyncLLM:
     async def _watch_progress(self) -> None:
         """Fails all open requests once the engine is stuck, so that no client waits forever."""
         interval = min(1.0, self.stall_timeout / 4)
-        seen = time.monotonic()
+        seen = told = time.monotonic()
+        limits = list[float]()
         while True:
             await asyncio.sleep(interval)
             now = time.monotonic()
@@ -290,6 +298,11 @@ class AsyncLLM:
                 # This process itself was suspended and may have unread messages from the engine.
                 self._process.last_message = self._progress = now
             seen = now
+            if now - told >= _TELL_SECONDS:
+                if self.stats.limits != limits:
+                    LOG.info("%s (%d run, %d wait)", bound(limits, self.stats.limits, now - told), self.stats.running,
+                             self.stats.waiting)
+                limits, told = self.stats.limits, now
             reason = self.unhealthy()
             if reason is not None and self._tracks and self.dead is None:
                 LOG.error("%s; its %d requests fail", reason, self.live)
@@ -357,7 +370,7 @@ class AsyncLLM:
                 stream.prompt_tokens += len(request.prompt_ids)
                 self.outputs.register(request)
                 self._process.tell("submit", request, request.id)
-                self._count_start(request)
+                self.figures.started(request)
         except BaseException:
             # Undo the bookkeeping of all these requests, whichever failed.
             stream.close()
@@ -365,12 +378,12 @@ class AsyncLLM:
         return stream
 
     async def generate(self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
-                       priority: int = 0, cache_salt: str | None = None,
-                       retention: Sequence[Span] = ()) -> AsyncGenerator[RequestOutput, None]:
+                       priority: int = 0, cache_salt: str | None = None, retention: Sequence[Span] = (),
+                       service_tier: str | None = None) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's whole output so far, each time it has grown. Closing the generator aborts the request.
 
         Cached prompts are shared only with requests of equal `cache_salt`; `retention` gives the spans to keep cached.
-        `request_id` is for `abort`; RequestError if it is in use.
+        `request_id` is for `abort`; RequestError if it is in use. `service_tier` is its class of service.
         """
         self._check_alive()
         name = self.new_id()
@@ -383,6 +396,8 @@ class AsyncLLM:
             size = len(prompt) if isinstance(prompt, str) else 0
             request = await self.work.run(size, lambda: self.inputs.request(
                 name, prompt, sampling_params, priority=priority, salt=cache_salt or "", retain=retention))
+            if service_tier is not None:
+                request.tier = service.named(service_tier, self.inputs.info.classes)
             output = RequestOutput.empty(request, prompt if isinstance(prompt, str) else None, self.tokenizer)
             output.request_id = given
             async with self.open([request]) as stream:
@@ -515,6 +530,8 @@ class AsyncLLM:
             track.stream.ends[delta.finish_reason] = None
             track.open -= 1
             self._count_end(track, delta, now)
+            delta.ledger = track.stream.ledger = ledger(delta.timings or Timings(track.request.arrival))
+            track.stream.ledger_at = time.time()
         track.stream.put(delta)
         if track.open == 0:
             self._forget(delta.request_id)
@@ -526,7 +543,8 @@ class AsyncLLM:
             return
         self.figures.refused += 1
         track.open = 0
-        track.stream.close(RequestError(refused.message, param=refused.param, code=refused.code, status=refused.status))
+        track.stream.close(RequestError(refused.message, param=refused.param, code=refused.code, status=refused.status,
+                                        retry=refused.retry))
 
     def _on_death(self, reason: str) -> None:
         self.fail_open(EngineDeadError(reason))
@@ -534,14 +552,6 @@ class AsyncLLM:
             self.on_death(reason)
 
     # -- statistics
-
-    def _count_start(self, request: Request) -> None:
-        figures, params = self.figures, request.params
-        figures.prompt_tokens += len(request.prompt_ids)
-        figures.prompt_lengths.observe(len(request.prompt_ids))
-        figures.sequences.observe(params.n)
-        if params.max_tokens is not None:
-            figures.max_tokens.observe(params.max_tokens)
 
     def _count_update(self, update: Update) -> None:
         if update.finish_reason == "error":
@@ -553,15 +563,7 @@ class AsyncLLM:
         timings = update.timings
         if timings is not None and timings.first_scheduled:
             track.queued = timings.first_scheduled - timings.arrival
-            self._count_timings(timings)
-
-    def _count_timings(self, timings: Timings) -> None:
-        figures = self.figures
-        figures.queue.observe(max(0.0, timings.first_scheduled - timings.arrival))
-        figures.inference.observe(max(0.0, timings.finished - timings.first_scheduled))
-        if timings.first_token:
-            figures.prefill.observe(max(0.0, timings.first_token - timings.first_scheduled))
-            figures.decode.observe(max(0.0, timings.finished - timings.first_token))
+            self.figures.ended(timings)
 
     def _count_tokens(self, track: Track, index: int, count: int, now: float) -> None:
         figures = self.figures

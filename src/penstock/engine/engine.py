@@ -21,6 +21,7 @@ from penstock.config.options import place
 from penstock.config.resolve import memory_limits, plan_memory, ranks, resolve
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import names_leave, plan_tiers
+from penstock.core import service
 from penstock.core.errors import RequestError
 from penstock.core.plan import Masks, StepPlan
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
@@ -38,7 +39,8 @@ from penstock.engine.view import View
 from penstock.parallel.axis import places
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.drafting import draft_policy
-from penstock.scheduler.policy import POLICIES
+from penstock.scheduler.policy import POLICIES, Policy
+from penstock.scheduler.promises import Promises
 from penstock.scheduler.scheduler import Scheduler
 
 _FLUSH_SECONDS = 5.0
@@ -56,6 +58,10 @@ def make_rank(options: EngineOptions) -> Rank:
         return RemoteGroup(msgspec.json.encode(options), list(places(place(options))))
     module, _, attribute = _RANK.partition(":")
     return cast(Rank, getattr(importlib.import_module(module), attribute)(options))
+
+
+def _policy(name: str, classes: dict[str, service.Service], times: StepTime, tokens: int) -> Policy:
+    return Promises(classes, times, 2 * tokens) if name == "promises" else POLICIES[name]()
 
 
 class Engine:
@@ -97,14 +103,15 @@ class Engine:
         cache = Cache(plan.layout, policy=options.cache_policy, sharing=options.enable_prefix_caching,
                       model=self._naming.start(loaded.computation), quota=options.cache_tenant_share,
                       tiers=self.tiers.hierarchy, sink=self.events.sink if self.events is not None else None)
+        classes = service.read(options.classes)
+        times = StepTime(buckets=prepared.buckets)
         self.scheduler = Scheduler(cache, Limits(
             max_model_len=plan.max_model_len, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
             vocab_size=survey.vocab_size, step_target=config.step_target,
             max_adapters=options.max_loras if options.enable_lora else 0, stages=config.stages),
-            POLICIES[options.scheduling_policy](),
-            drafting=draft_policy(config.speculation) if config.speculation is not None else None,
-            times=StepTime(buckets=prepared.buckets))
+            _policy(options.scheduling_policy, classes, times, config.max_num_batched_tokens),
+            drafting=draft_policy(config.speculation) if config.speculation is not None else None, times=times)
         self.view = View(self.scheduler)
         self.executor: Executor = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)
         undo.callback(self._end)
@@ -128,7 +135,8 @@ class Engine:
             tenant_share=options.cache_tenant_share,
             kv_events=self.events.describe() if self.events is not None else None, kernels=loaded.kernels,
             task=survey.task, labels=list(survey.labels),
-            adapters=self.adapters.start(options.lora_modules), notes=notes)
+            adapters=self.adapters.start(options.lora_modules), buckets=list(prepared.buckets), classes=list(classes),
+            step_target=config.step_target, notes=notes)
 
     def submit(self, request: Request) -> None:
         """Queues a request. RequestError if its parameters are invalid, if it can never run, or if the queue is full."""

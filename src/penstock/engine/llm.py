@@ -17,6 +17,7 @@ from tqdm import tqdm
 from penstock import canary
 from penstock.config.options import engine_options
 from penstock.config.resolve import replicas
+from penstock.core import service
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import Adapter, EngineInfo, EngineStats, Pool, Request, Span
 from penstock.core.sampling import BeamSearchParams, SamplingParams
@@ -115,19 +116,22 @@ class LLM:
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: Bar = True, *,
                  priority: Sequence[int] | None = None, cache_salt: str | Sequence[str | None] | None = None,
-                 retention: Retention = None, lora_request: Lora = None) -> list[RequestOutput]:
+                 retention: Retention = None, lora_request: Lora = None,
+                 service_tier: str | Sequence[str | None] | None = None) -> list[RequestOutput]:
         """Completes prompts; the outputs are in the prompts' order. Work begins with those that may have the longest ones.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; a list of them is a batch, and
         then `sampling_params` and `priority` may be lists too. Requests share cached prompts only with those of equal
         `cache_salt` (one for all, or a list); `retention` says what should stay in the cache: Spans for all, or a list of
-        Spans for each prompt. `lora_request` names the adapter that answers (one for all, or a list). RequestError, naming the
-        prompt, before anything runs if one cannot be served. A request that fails while it runs ends with finish_reason
+        Spans for each prompt. `lora_request` names the adapter that answers, `service_tier` the class of service (one for
+        all, or a list): classes share the engine by their weights, and none is refused for its promise. RequestError, naming
+        the prompt, before anything runs if one cannot be served. A request that fails while it runs ends with finish_reason
         "error"; the others go on.
         """
         batch = _batch(prompts)
         texts = [_text(prompt) for prompt in batch]
-        return self._run(batch, texts, sampling_params, use_tqdm, True, priority, cache_salt, retention, lora_request)
+        return self._run(batch, texts, sampling_params, use_tqdm, True, priority, cache_salt, retention, lora_request,
+                         tiers=service_tier)
 
     def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None,
              use_tqdm: Bar = True, *, chat_template: str | None = None, add_generation_prompt: bool = True,
@@ -252,21 +256,24 @@ class LLM:
     def _run(self, prompts: Sequence[Any], texts: Sequence[str | None], params: Params, use_tqdm: Bar, specials: bool,
              priority: Sequence[int] | None, cache_salt: str | Sequence[str | None] | None,
              retention: Retention, adapters: Lora = None, parsed: bool = False,
-             grammar: str | None = None) -> list[RequestOutput]:
+             grammar: str | None = None, tiers: str | Sequence[str | None] | None = None) -> list[RequestOutput]:
         """`grammar` holds answers that the parameters do not constrain."""
         count = len(prompts)
         each = zip(prompts, _spread(params, count, "sampling_params"), _spread(priority, count, "priority"),
                    [cache_salt] * count if isinstance(cache_salt, str) else _spread(cache_salt, count, "cache_salt"),
                    _spans(retention, count),
-                   _spread(adapters, count, "lora_request"), strict=True)
+                   _spread(adapters, count, "lora_request"),
+                   [tiers] * count if isinstance(tiers, str) else _spread(tiers, count, "service_tier"), strict=True)
         requests = []
-        for place, (prompt, wanted, order, salt, retain, lora) in enumerate(each):
+        for place, (prompt, wanted, order, salt, retain, lora, tier) in enumerate(each):
             if grammar is not None and (wanted is None or (wanted.structured_outputs is None and wanted.grammar is None)):
                 wanted = (wanted or self.inputs.default_params()).replace(grammar=grammar)
             with _naming(place, count, "prompt"):
                 requests.append(self.inputs.request(str(self._count), prompt, wanted, add_special_tokens=specials,
                                                     priority=order or 0, salt=salt or "", retain=retain, parsed=parsed,
                                                     adapter=self._adapter(lora)))
+                if tier is not None:
+                    requests[-1].tier, requests[-1].waits = service.named(tier, self.info.classes), True
             self._count += 1
         results = [RequestOutput.empty(request, text, self._tokenizer) for request, text in zip(requests, texts, strict=True)]
         self._with_bar(requests, {output.request_id: output for output in results}, use_tqdm)

@@ -39,6 +39,8 @@ class Delta(msgspec.Struct, gc=False):
     cached_by_tier: dict[str, int] | None = None
     pooled: bytes | None = None
     """Update.pooled"""
+    ledger: dict[str, float] | None = None
+    """Where the sequence's time went (`engine/ledger.py`); on its last delta."""
 
 
 class _Open:
@@ -179,6 +181,9 @@ def _stop(live: _Live, sequence: _Open, delta: Delta, text: str, stop: str, toke
     delta.finish_reason, delta.stop_reason = "stop", stop
     if delta.timings is None:
         delta.timings = Timings(arrival=live.request.arrival, first_token=sequence.first_token, finished=time.time())
+        first = sequence.first_token or delta.timings.finished
+        # As seen from here: it ended by a stop string, and the engine's own timings come too late.
+        delta.timings.phases = [0.0, 0.0, first - live.request.arrival, delta.timings.finished - first]
 
 
 # -- vLLM's shapes

@@ -116,6 +116,7 @@ class Refused(msgspec.Struct, array_like=True, tag="refused"):
     param: str | None
     code: str | None
     status: int
+    retry: float | None = None
 
 
 class Answered(msgspec.Struct, array_like=True, tag="answered"):
@@ -229,7 +230,7 @@ class Loop:
         try:
             value = method(*([] if decode is None else [decode(call.argument)]))
         except RequestError as error:
-            self.send(Refused(call.key, error.message, error.param, error.code, error.status))
+            self.send(Refused(call.key, error.message, error.param, error.code, error.status, error.retry))
             return False
         except Exception as error:  # noqa: BLE001 (reported to the caller)
             # Nothing has been started yet, so only this call fails.

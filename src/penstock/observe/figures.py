@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 
+from penstock.core.request import Request, Timings
+
 FIRST_TOKEN_SECONDS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
                        640.0, 2560.0)
 TOKEN_SECONDS = (.001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -78,3 +80,19 @@ class Figures:
         self.output_lengths = Histogram(tokens)
         self.max_tokens = Histogram(tokens)
         self.sequences = Histogram((1.0, 2.0, 5.0, 10.0, 20.0))
+
+    def started(self, request: Request) -> None:
+        """Counts a request that was submitted."""
+        self.prompt_tokens += len(request.prompt_ids)
+        self.prompt_lengths.observe(len(request.prompt_ids))
+        self.sequences.observe(request.params.n)
+        if request.params.max_tokens is not None:
+            self.max_tokens.observe(request.params.max_tokens)
+
+    def ended(self, timings: Timings) -> None:
+        """Counts where the time of a sequence went that had a row."""
+        self.queue.observe(max(0.0, timings.first_scheduled - timings.arrival))
+        self.inference.observe(max(0.0, timings.finished - timings.first_scheduled))
+        if timings.first_token:
+            self.prefill.observe(max(0.0, timings.first_token - timings.first_scheduled))
+            self.decode.observe(max(0.0, timings.finished - timings.first_token))

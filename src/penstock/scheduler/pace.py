@@ -14,6 +14,8 @@ _PATIENCE = 2.0
 """Summed waiting time of prompts, in seconds, after which they may add more: in proportion, up to the target."""
 _MARGIN = 0.9
 """Part of a promise that a step is planned to take: predictions err."""
+_SLOW = 0.1
+"""Part of a decode step that prefill may add although that breaks a promise: the device is too slow for it."""
 _LEAST = 16
 """Fewest prefill tokens of a step, so that prompts make progress."""
 _PAUSE = 32
@@ -35,10 +37,12 @@ class Pace:
         self._reading = 0
         """Number of mixed steps in a row."""
 
-    def tokens(self, decode: Load, reading: int, unread: int, waited: float, promised: float | None = None) -> int:
+    def tokens(self, decode: Load, reading: int, unread: int, waited: float, promised: float | None = None,
+               at: float = 0.0) -> int:
         """Returns the token budget of the next step. `decode` is the part of it that decodes; `reading` sequences have `unread`
         prompt tokens in total and have waited `waited` seconds in total. `promised`, in seconds, is the tightest promise of
         those who decode, between tokens: the target is never above it; infinity where none was made, which lifts the target.
+        `at` is the position that prompts are at, on average.
 
         If most sequences are in prefill and one step can take most of it, one long step is better than several, because it
         delays the few decoding sequences only once; unless that breaks a promise.
@@ -62,9 +66,9 @@ class Pace:
             added = min(_ADDED * alone * waited / _PATIENCE, added)
         added = max(_ADDED * alone, min(_UNNOTICED, target), added)
         if promised is not None and alone:
-            added = min(added, _MARGIN * promised - alone)
+            added = min(added, max(_MARGIN * promised - alone, _SLOW * alone))
         # Do not extrapolate to steps more than twice as long as the measured ones.
-        tokens = min(times.within(decode, alone + added), 2 * (times.longest - decoding))
+        tokens = min(times.within(decode, alone + added, at), 2 * (times.longest - decoding))
         return min(self._most, max(decoding + _LEAST, _whole(decoding + tokens)))
 
     def learn(self, load: Load, decoding: int, seconds: float) -> None:

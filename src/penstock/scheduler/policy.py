@@ -11,11 +11,13 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.core.sequence import Sequence
 
 Key = tuple[float, ...]
+Standing = float | tuple[float, ...]
+"""Lower is first; of one type for all groups of a policy."""
 
 
 class Policy(Protocol):
@@ -24,12 +26,33 @@ class Policy(Protocol):
     charges: bool
     """Whether `charge` has an effect. Constant."""
 
+    def arrive(self, sequence: Sequence) -> None:
+        """Reports a new sequence, before it is in any order. RequestError if it cannot be served."""
+        ...
+
+    def end(self, sequence: Sequence) -> None:
+        """Reports that a sequence has ended."""
+        ...
+
+    def waits(self, sequence: Sequence, change: int) -> None:
+        """Reports that a sequence has begun to wait (1), or waits no more (-1)."""
+        ...
+
+    def begin(self) -> None:
+        """Called before each plan."""
+        ...
+
+    def expendable(self, sequence: Sequence, head: Sequence | None = None) -> int:
+        """Returns how readily a running sequence gives up its pages, or its row for a waiting one (`head`); 0: not at all, if
+        any other can. Of equal ones the last in order is taken."""
+        ...
+
     def group(self, sequence: Sequence) -> str:
         """Returns the sequence's group. Must never change."""
         ...
 
-    def standing(self, group: str) -> float:
-        """Returns the current rank of a group among groups."""
+    def standing(self, group: str) -> Standing:
+        """Returns the current rank of a group among groups. Of equal ones the one with the first key goes first."""
         ...
 
     def key(self, sequence: Sequence) -> Key:
@@ -46,10 +69,25 @@ class Priority:
 
     charges = False
 
+    def arrive(self, sequence: Sequence) -> None:
+        """Nothing is promised."""
+
+    def end(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+    def waits(self, sequence: Sequence, change: int) -> None:
+        """Nothing is counted."""
+
+    def begin(self) -> None:
+        """Nothing changes."""
+
+    def expendable(self, sequence: Sequence, head: Sequence | None = None) -> int:  # noqa: ARG002
+        return int(head is None)
+
     def group(self, sequence: Sequence) -> str:  # noqa: ARG002 (all are one group)
         return ""
 
-    def standing(self, group: str) -> float:  # noqa: ARG002
+    def standing(self, group: str) -> Standing:  # noqa: ARG002
         return 0.0
 
     def key(self, sequence: Sequence) -> Key:
@@ -66,8 +104,14 @@ class FirstCome(Priority):
         return sequence.request.arrival, sequence.index
 
 
+def victim(policy: Policy, running: list[Sequence], head: Sequence | None = None) -> Sequence | None:
+    """The running sequence that loses its pages; for a waiting `head` perhaps none."""
+    readiest, last = max(((policy.expendable(sequence, head), i) for i, sequence in enumerate(running)), default=(0, -1))
+    return running[last] if running and (readiest or head is None) else None
+
+
 POLICIES: dict[str, type[Priority]] = {"priority": Priority, "fcfs": FirstCome}
-"""Policies by the values of the option `scheduling_policy`."""
+"""Plain policies by the values of the option `scheduling_policy`; `promises` is `scheduler/promises.py::Promises`."""
 
 _Entry = tuple[Key, int, Sequence]
 
@@ -98,20 +142,29 @@ class Order:
 
     def _merged(self) -> Iterator[Sequence]:
         """Merges the groups; each time, the group with the lowest standing yields next."""
-        heap = [(self._policy.standing(name), number, name, iter([entry[2] for entry in group]))
-                for number, (name, group) in enumerate(self._groups.items())]
+        heap: list[Any] = [(self._policy.standing(name), group[0][0], number, 0, name, list(group))
+                           for number, (name, group) in enumerate(self._groups.items())]
         heapq.heapify(heap)
         while heap:
-            standing, number, name, left = heap[0]
+            standing, key, number, at, name, entries = heap[0]
             now = self._policy.standing(name)
             if now != standing:
-                heapq.heapreplace(heap, (now, number, name, left))
-                continue
-            sequence = next(left, None)
-            if sequence is None:
+                heapq.heapreplace(heap, (now, key, number, at, name, entries))
+            elif at + 1 == len(entries):
                 heapq.heappop(heap)
+                yield entries[at][2]
             else:
-                yield sequence
+                heapq.heapreplace(heap, (now, entries[at + 1][0], number, at + 1, name, entries))
+                yield entries[at][2]
+
+    @property
+    def groups(self) -> list[str]:
+        """The groups that have sequences."""
+        return list(self._groups)
+
+    def heads(self) -> list[Sequence]:
+        """The first sequence of each group."""
+        return [group[0][2] for group in self._groups.values()]
 
     def add(self, sequence: Sequence) -> None:
         """Inserts a sequence, after those of equal keys."""

@@ -8,6 +8,7 @@ livelock.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
@@ -18,20 +19,24 @@ from penstock.cache.manager import Cache, Reuse
 from penstock.core.errors import RequestError
 from penstock.core.masking import MaskedSegment, Masker
 from penstock.core.plan import NOT_FINITE, Enter, StepPlan, StepResult, Want
-from penstock.core.request import EngineStats, Request, TokenLogprobs, Update
-from penstock.core.sequence import Floats, Sequence
+from penstock.core.request import PHASES, EngineStats, Request, Update
+from penstock.core.sequence import Sequence
 from penstock.core.steptime import Load, StepTime
 from penstock.scheduler import pooling, results
 from penstock.scheduler.adapters import Slots
 from penstock.scheduler.admission import Admission, Limits
 from penstock.scheduler.drafting import DraftPolicy, Drafts
+from penstock.scheduler.forecast import Forecast
 from penstock.scheduler.pace import Pace
-from penstock.scheduler.policy import Order, Policy, Priority
-from penstock.scheduler.step import InFlight, load_of
+from penstock.scheduler.policy import Order, Policy, Priority, victim
+from penstock.scheduler.promises import Promises, whole
+from penstock.scheduler.results import Taker
+from penstock.scheduler.step import LIMITS, InFlight, binding, load_of
 
 _SAMPLE, _SCORE, _EACH = int(Want.SAMPLE), int(Want.SCORE), int(Want.EACH)
-_NOT_FINITE_ERROR = ("the model gave no usable next-token scores for this request (not a number, infinite, or every token is "
-                     "excluded by its parameters)")
+_CACHE = PHASES.index("cache")
+_EXPIRED = 504
+"""Status of a request whose deadline has passed."""
 
 
 class Scheduler:
@@ -44,25 +49,38 @@ class Scheduler:
         self.cache = cache
         self.limits = limits
         self.policy = Priority() if policy is None else policy
+        self.promises = self.policy if isinstance(self.policy, Promises) else None
         self.masker = masker
         self.drafts = Drafts(drafting)
         self.admission = Admission(limits, cache.layout)
         self.times = StepTime() if times is None else times
         self.pace = Pace(limits.step_target, limits.max_num_batched_tokens, self.times)
+        self.forecast = Forecast(self.promises, self.times) if self.promises is not None else None
         self.waiting = Order(self.policy)
         self.running = Order(self.policy)
         self.in_flight: deque[InFlight] = deque()
-        self.stats = EngineStats(pages_total=cache.layout.slabs)
+        self.stats = EngineStats(pages_total=cache.layout.slabs, limits=[0.0] * len(LIMITS))
         self._rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.adapters = Slots(limits.max_adapters)
         self._leave: list[int] = []
         self._fill: list[tuple[int, str]] = []
         self._enter: list[Enter] = []
         self._news: list[Update] = []
+        self.taker = Taker(self.stats, self.drafts, self._finish, self._news.append)
         self._requests: dict[str, dict[int, Sequence]] = {}
         self._plans = 0
         self._crowded = False
         """Whether a waiting sequence found no room in the last admission."""
+        self._decode = Load(0, 0)
+        self._tightest: float | None = None
+        """Of the plan being made: what decodes, and the tightest promise of the running sequences between tokens."""
+        self._cut: list[tuple[int, Sequence]] = []
+        self._refused = False
+        """Whether a request was refused since the last plan."""
+        self._unread = 0
+        """Prompt tokens of those who read or could start to."""
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap of (deadline, request)."""
         self._cornered: Sequence | None = None
         """A sequence that ran out of pages although it ran alone, because its shared pages occupy too many slabs. It runs
         before all others, and without sharing while it is alone."""
@@ -82,8 +100,31 @@ class Scheduler:
         if self.masker is not None and self.masker.wants(request):
             for sequence in (parent, *children):
                 sequence.masked = True
+            # Until now its grammar was compiled.
+            parent.phase = PHASES.index("grammar")
+            parent.enter("queued", now)
+        self._promise(request, [parent, *children], now)
         self._requests[request.id] = dict(enumerate([parent, *children]))
         self._wait(parent)
+
+    def _promise(self, request: Request, sequences: list[Sequence], now: float) -> None:
+        """Has the policy take sequences in. RequestError if their promise cannot be kept."""
+        self.policy.arrive(sequences[0])
+        if self.forecast is not None and not (request.part or request.follows):
+            free = bool(self._rows) and not self.waiting and not self._crowded
+            mine = sequences[0].promise
+            readers = () if free else [s for s in self.running if s.goal > s.planned + 1 and s.promise <= mine]
+            reading = sum(s.goal - s.planned for s in readers)
+            try:
+                self.forecast.check(request, sequences[0], now, reading, free)
+            except RequestError:
+                self.policy.end(sequences[0])
+                self._refused = True
+                raise
+        for sequence in sequences[1:]:
+            self.policy.arrive(sequence)
+        if request.deadline:
+            heapq.heappush(self._deadlines, (request.deadline, request.id))
 
     def limit_of(self, request: Request) -> int:
         """Returns the maximum tokens of each of the request's sequences. RequestError as in `Admission.check`."""
@@ -118,12 +159,18 @@ class Scheduler:
         """Returns the next step, or None if nothing can be computed now, possibly because it depends on plans in flight."""
         step = InFlight(self._plans)
         self.cache.evictor.now = now
+        self._expire(now)
+        self.policy.begin()
+        if self.promises is not None:
+            self._make_way(self.promises, now)
         budget = self._plan_running(step, now)
         if budget is None and not (step.sequences or self.in_flight):
             # The only running sequence was preempted. Alone, it always finds room.
             budget = self.limits.max_num_batched_tokens
         if budget is not None:
-            self._admit(step, budget, now)
+            self._extend(step, self._admit(step, budget, now))
+        if self.forecast is not None:
+            self.forecast.planned(now, step, len(self._enter), bool(self.waiting))
         # A sequence's true start is uncertain only while drafts are in flight.
         unsure = any(step.drafts for step in self.in_flight)
         slack = np.array([sequence.slack for sequence in step.sequences], np.int32) if unsure else None
@@ -139,6 +186,9 @@ class Scheduler:
         self.in_flight.append(step)
         starts, counts = np.array(step.starts, np.int32), np.array(step.counts, np.int32)
         step.load = load_of(starts, counts)
+        step.limit = binding(step.load, self.times, waiting=bool(self.waiting), rows=bool(self._rows), room=not self._crowded,
+                             refused=self._refused)
+        self._refused = False
         plan = StepPlan(step.id, enter, leave, fill, rows=np.array(rows, np.int32), starts=starts, counts=counts,
                         wants=np.array(step.wants, np.int32), proposals=proposals,
                         slack=slack if slack is not None and slack.any() else None)
@@ -160,6 +210,26 @@ class Scheduler:
         """As `Drafts.expect`."""
         self.drafts.expect(sequence, at, tokens)
 
+    def _expire(self, now: float) -> None:
+        """Ends requests whose deadline has passed, wherever they are."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, name = heapq.heappop(self._deadlines)
+            for sequence in reversed((self._requests.get(name) or {}).copy().values()):
+                self._finish(sequence, Update(name, sequence.index, [], finish_reason="error", status=_EXPIRED,
+                                              error="its deadline has passed"), now)
+
+    def _make_way(self, policy: Promises, now: float) -> None:
+        """Renews broken promises of those who wait, and preempts a sequence of a lower class for one that must start now."""
+        for first in self.waiting.heads():
+            if policy.late(first, now):
+                self.waiting.changed(first)
+        head = next(iter(self.waiting), None)
+        if head is None or (self._rows and not self._crowded) or not policy.urgent(head, now, self.times.seconds(self._decode)):
+            return
+        lower = victim(policy, list(self.running), head)
+        if lower is not None:
+            self._preempt(lower, now)
+
     def spare(self) -> int:
         """Returns how many expected tokens a step can check: devices prepare max_num_seqs logits rows, in CUDA graphs too."""
         return self.limits.max_num_seqs - len(self.running)
@@ -167,9 +237,13 @@ class Scheduler:
     def _plan_running(self, step: InFlight, now: float) -> int | None:
         """Plans segments for the running sequences in order. Returns the remaining token budget, or None if one was preempted.
 
-        Every sequence gets at least one position; the rest of the budget goes to the first in order.
+        Every sequence gets at least one position; the rest of the budget goes to the first in order, but for what `share`
+        leaves to others.
         """
         running, budget, at, preempted = list(self.running), self._budget(now), 0, False
+        head = next(iter(self.waiting), None) if self._rows and not self._crowded else None
+        share = whole if self.promises is None else self.promises.share
+        cut: list[tuple[int, Sequence]] = []
         charges, hinted, spare = self.policy.charges, self.drafts.active, self.spare()
         resting = self._resting()
         while at < len(running):
@@ -180,7 +254,10 @@ class Scheduler:
                 continue
             drafts = 0
             if count > 1:
-                count = self._chunk(sequence, max(1, min(count, budget - (len(running) - at - 1))))
+                most = share(sequence, budget - (len(running) - at - 1), self._unread, head)
+                count = self._chunk(sequence, max(1, min(count, most)))
+                if count < sequence.goal - sequence.planned:
+                    cut.append((len(step.sequences), sequence))
             elif hinted:
                 drafts = self.drafts.count(sequence, budget - (len(running) - at), spare, self.cache.exact)
                 spare -= drafts
@@ -194,9 +271,10 @@ class Scheduler:
                 preempted = True
                 if self._shed_waiting():
                     continue
-                victim = running.pop()
-                self._preempt(victim)
-                if victim is sequence:
+                loser = victim(self.policy, running[at:]) or sequence
+                running.remove(loser)
+                self._preempt(loser, now)
+                if loser is sequence:
                     self._cornered = None if running else sequence
                     break
             else:
@@ -208,6 +286,7 @@ class Scheduler:
                     self.policy.charge(sequence, count)
                 budget -= count
                 at += 1
+        self._cut = cut
         return None if preempted else budget
 
     def _resting(self) -> set[Sequence]:
@@ -222,32 +301,54 @@ class Scheduler:
         ready = [sequence for sequence in decoding if sequence not in recent]
         return recent.union(ready[-(-len(decoding) // stages):])
 
+    def _extend(self, step: InFlight, budget: int) -> None:
+        """Gives what is left of the budget to segments that were cut for others who did not need it."""
+        for i, sequence in self._cut:
+            if budget <= 0:
+                break
+            count = self._chunk(sequence, min(sequence.goal - sequence.planned, step.counts[i] + budget))
+            if count > step.counts[i] and self.cache.grow(sequence, sequence.planned + count):
+                budget -= count - step.counts[i]
+                step.counts[i] = count
+
     def _budget(self, now: float) -> int:
         """Returns the token budget of this step, reduced if decoding sequences would otherwise wait too long."""
         running, most = len(self.running), self.limits.max_num_batched_tokens
-        if not self.limits.step_target:
-            return max(running, most)
         reading = [s for s in self.running if s.goal - s.planned > 1]
         decoding = running - len(reading)
         read = sum(s.planned for s in self.running) - sum(s.planned for s in reading)
         # A longer step does not help sequences that wait for pages.
         reading += [] if self._crowded else list(islice(self.waiting, len(self._rows)))
-        if not (decoding and reading):
+        self._unread = unread = sum(s.goal - s.planned for s in reading)
+        self._decode = Load(decoding, decoding, read)
+        if self.promises is not None:
+            self._tightest = self.promises.tightest(self.running.groups)
+        if not (decoding and reading and self.limits.step_target):
             return max(running, most)
         waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in reading)
-        unread = sum(s.goal - s.planned for s in reading)
-        return max(running, self.pace.tokens(Load(decoding, decoding, read), len(reading), unread, waited))
+        at = sum(s.planned for s in reading) / len(reading) + self.limits.max_num_batched_tokens / 8
+        return max(running, self.pace.tokens(self._decode, len(reading), unread, waited, self._tightest, at))
 
-    def _admit(self, step: InFlight, budget: int, now: float) -> None:
-        """Admits waiting sequences in the policy's order; others may overtake one without room (`scheduler/admission.py`)."""
-        blocked = list[Sequence]()
+    def _admit(self, step: InFlight, budget: int, now: float) -> int:
+        """Admits waiting sequences in the policy's order; others may overtake one without room (`scheduler/admission.py`).
+        Returns what is left of the budget."""
+        blocked, load, full = list[Sequence](), self._decode, False
         for sequence in self.waiting if self._rows else ():
             if not self._rows or budget <= 0:
                 break
             # Preempted with a token still in flight: it re-enters only when all of its tokens are known.
             lost = any(sequence in step.lost for step in self.in_flight)
-            if lost or self._cornered not in (None, sequence) or self.cache.must_wait(sequence):
+            if lost or self._cornered not in (None, sequence):
                 continue
+            waits = self.cache.must_wait(sequence)
+            if waits != (sequence.phase == _CACHE) and not sequence.timings.preemptions:
+                sequence.enter("cache" if waits else "queued", now)
+            if waits:
+                continue
+            load = Load(load.segments + 1, load.tokens + 1, load.read + sequence.prompt_len)
+            full = self.promises is not None and not self.promises.bearable(load, self._tightest)
+            if full:
+                break
             count = self._find_room(sequence, budget) if self.adapters.has_room(sequence.request.adapter) else 0
             if not count:
                 blocked.append(sequence)
@@ -256,13 +357,15 @@ class Scheduler:
                 continue
             self.admission.passed(blocked)
             self.waiting.remove(sequence)
+            self.policy.waits(sequence, -1)
             self._enter_row(sequence, now)
             step.sequences.append(sequence)
             step.counts.append(count)
             if self.policy.charges:
                 self.policy.charge(sequence, count)
             budget -= count
-        self._crowded = bool(blocked)
+        self._crowded = bool(blocked) or full
+        return budget
 
     def _find_room(self, sequence: Sequence, budget: int) -> int:
         """Allocates pages for the first segment of a waiting sequence beyond its prefix hit, and returns its length; 0 if its
@@ -310,6 +413,7 @@ class Scheduler:
             self._fill.append((slot, sequence.request.adapter))
         self._enter.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, params, sequence.seed, banned,
                                  labels, slot))
+        sequence.enter("decode" if sequence.timings.first_token else "prefill", now)
         if not sequence.timings.first_scheduled:
             sequence.timings.first_scheduled = now
             # Count a prompt once: the request's other sequences are forked from the first.
@@ -359,18 +463,20 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         self.waiting.add(sequence)
+        self.policy.waits(sequence, 1)
 
-    def _preempt(self, victim: Sequence) -> None:
+    def _preempt(self, loser: Sequence, now: float) -> None:
         for step in self.in_flight:
-            if victim in step.sequences:
-                step.lost.add(victim)
-        self.running.remove(victim)
-        self._give_row(victim)
-        self.cache.release(victim)
-        victim.restart()
-        victim.timings.preemptions += 1
+            if loser in step.sequences:
+                step.lost.add(loser)
+        self.running.remove(loser)
+        self._give_row(loser)
+        self.cache.release(loser)
+        loser.restart()
+        loser.timings.preemptions += 1
+        loser.enter("preempted", now)
         self.stats.preemptions += 1
-        self._wait(victim)
+        self._wait(loser)
 
     def _shed_waiting(self) -> bool:
         """Takes the pages of the last forked sequence that still waits; it will recompute its prompt. False if there is
@@ -404,7 +510,7 @@ class Scheduler:
             if sequence.done:
                 continue
             if drafts and i in drafts:
-                count = self._take_drafts(sequence, drafts[i], own, sequence in lost)
+                count = self.taker.drafts(sequence, drafts[i], own, sequence in lost)
             if not lost or sequence not in lost:
                 sequence.computed = computed = sequence.computed + count
                 # Do not index positions whose logits were not finite.
@@ -413,10 +519,10 @@ class Scheduler:
                 if want & _SCORE:
                     sequence.scores += scores.get(i, ())
                 if sequence.request.pool is not None:
-                    self._take_vectors(sequence, vectors.get(i), now)
+                    self.taker.vectors(sequence, vectors.get(i), now)
             if want & _SAMPLE:
                 sequence.promised -= 1
-                self._take_token(sequence, own, logprobs.get(i), now)
+                self.taker.token(sequence, own, logprobs.get(i), now)
         decoded = step.counts.count(1) + len(drafts)
         checked = sum(drafts.values())
         tokens_done = sum(step.counts)
@@ -428,76 +534,13 @@ class Scheduler:
         self.pace.learn(step.load, decoded + checked, result.seconds)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds
+        self.stats.limits[LIMITS.index(step.limit)] += result.seconds
         self.stats.kernel_seconds += result.kernel_seconds
-
-    def _take_vectors(self, sequence: Sequence, lines: Floats | None, now: float) -> None:
-        """Processes what a segment of a pooled prompt reports; ends the sequence with the last one."""
-        if lines is not None:
-            sequence.pooled.append(lines)
-        if sequence.computed < sequence.prompt_len:
-            return
-        update = Update(sequence.request.id, 0, [], finish_reason="stop", cached_tokens=sequence.cached,
-                        cached_by_tier=sequence.cached_by_tier)
-        found = pooling.pooled(sequence)
-        if found is None:
-            update.finish_reason, update.error = "error", "the model gave hidden states that are not finite for this prompt"
-        else:
-            update.pooled = found.astype("<f4").tobytes()
-        self._finish(sequence, update, now)
-
-    def _take_drafts(self, sequence: Sequence, drafts: int, own: list[int], gone: bool) -> int:
-        """Processes verified drafts. `own`, the kept tokens, is truncated at the end of the sequence; all but the last become
-        known, and `_take_token` handles the last. Returns the number of computed positions. `gone`: the sequence was preempted
-        since, and its counts restarted at 0."""
-        for j, token in enumerate(own):
-            if token in sequence.stops or len(sequence.tokens) + j + 1 >= sequence.limit:
-                del own[j + 1:]
-                break
-        sequence.promised -= drafts
-        sequence.tokens += own[:-1]
-        if not gone:
-            sequence.slack -= drafts
-            sequence.planned -= drafts + 1 - len(own)
-        # The last of `own` is still promised.
-        sequence.goal = min(len(sequence.tokens) + sequence.promised, sequence.limit - 1)
-        if len(own) <= drafts:
-            sequence.expected = None
-        self.stats.drafted_tokens += drafts
-        self.stats.count_draft(len(own) - 1)
-        if self.drafts.policy is not None:
-            self.drafts.policy.learn(sequence, drafts, len(own) - 1)
-        return len(own)
-
-    def _take_token(self, sequence: Sequence, own: list[int], logprobs: list[TokenLogprobs] | None, now: float) -> None:
-        """Processes the tokens that a segment adds; all but the last are already known."""
-        request, tokens, token = sequence.request, sequence.tokens, own[-1]
-        if token == NOT_FINITE:
-            self._finish(sequence, Update(request.id, sequence.index, own[:-1], finish_reason="error", error=_NOT_FINITE_ERROR,
-                                          logprobs=logprobs[:len(own) - 1] if logprobs else None), now)
-            return
-        tokens.append(token)
-        self.stats.generation_tokens += len(own)
-        update, known = Update(request.id, sequence.index, own, logprobs=logprobs), len(tokens)
-        if logprobs is not None and len(own) > 1:
-            update.logprobs = logprobs[:len(own)]
-        if sequence.scoring and sequence.computed >= sequence.prompt_len:
-            update.prompt_logprobs, sequence.scoring = sequence.scores, False
-        if known - len(own) == sequence.prompt_len:
-            sequence.timings.first_token = now
-            update.cached_tokens, update.cached_by_tier = sequence.cached, sequence.cached_by_tier
-        if token in sequence.stops:
-            update.finish_reason = "stop"
-            update.stop_reason = token if token in (request.params.stop_token_ids or ()) else None
-            self._finish(sequence, update, now)
-        elif known >= sequence.limit:
-            update.finish_reason = "length"
-            self._finish(sequence, update, now)
-        else:
-            self._news.append(update)
 
     def _finish(self, sequence: Sequence, update: Update, now: float) -> None:
         """Ends a sequence: frees its row and pages, and queues its last update."""
         sequence.done = True
+        self.policy.end(sequence)
         siblings = self._requests[sequence.request.id]
         del siblings[sequence.index]
         if not siblings:
@@ -507,21 +550,24 @@ class Scheduler:
             self._give_row(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+            self.policy.waits(sequence, -1)
             if sequence is self._cornered:
                 self._cornered = None
         elif siblings and 0 in siblings and sequence in siblings[0].children:
             siblings[0].children.remove(sequence)
-        self.cache.release(sequence, keep=update.finish_reason != "error")
+        self.cache.release(sequence, keep=update.finish_reason != "error" or update.status == _EXPIRED)
         for child in sequence.children:
             self._wait(child)
         sequence.children = []
+        sequence.enter("queued", now)
         sequence.timings.finished = now
         update.timings = sequence.timings
         self._news.append(update)
 
     def take_updates(self) -> list[Update]:
         """Returns the updates since the last call."""
-        news, self._news = self._news, []
+        news = self._news.copy()
+        self._news.clear()
         return news
 
     def snapshot(self, now: float) -> EngineStats:

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.core.plan import Ints
 from penstock.core.sequence import Sequence
-from penstock.core.steptime import Load
+from penstock.core.steptime import Load, StepTime
 
 
 @dataclass(slots=True)
@@ -26,6 +26,24 @@ class InFlight:
     """Sequences preempted since the plan was made: their computed positions are void, their sampled tokens still count."""
     load: Load = Load(0, 0)
     """The size of the step."""
+    limit: str = "memory"
+    """Of LIMITS: what binds it."""
+
+
+LIMITS = ("compute", "memory", "kv_space", "rows", "queue", "client")
+"""The limits that can bind: the device's arithmetic, the reading of its memory, pages, rows, the bounds of queues, and clients
+who send no more."""
+
+
+def binding(load: Load, times: StepTime, *, waiting: bool, rows: bool, room: bool, refused: bool) -> str:
+    """Which limit binds a step: `waiting` others, free `rows`, `room` for those who wait, and `refused` since the last step."""
+    if waiting and not rows:
+        return "rows"
+    if waiting and not room:
+        return "kv_space"
+    if refused and not waiting:
+        return "queue"
+    return "compute" if 2 * times.slope(load.tokens) * load.tokens > times.seconds(load) else "memory"
 
 
 def load_of(starts: Ints, counts: Ints) -> Load:

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.async_llm import Stream
+from penstock.engine.ledger import rounded
 from penstock.observe.log import LOG
 from penstock.server.gate import PROBES
 
@@ -49,8 +50,14 @@ class AccessLog:
 def _fields(scope: Scope, path: str, status: int, seconds: float, complete: bool) -> dict[str, Any]:
     """The same for a log of JSON objects."""
     stream: Stream | None = scope.get("stream")
-    counts = {} if stream is None else {"prompt_tokens": stream.prompt_tokens, "cached_tokens": stream.cached_tokens,
-                                        "output_tokens": stream.output_tokens, "finish_reasons": list(stream.ends)}
+    counts: dict[str, Any] = {} if stream is None else {
+        "prompt_tokens": stream.prompt_tokens, "cached_tokens": stream.cached_tokens, "output_tokens": stream.output_tokens,
+        "finish_reasons": list(stream.ends)}
+    if stream is not None and stream.ledger:
+        # The engine's part, how long its answer took to be sent, and what came before the engine: parsing, template, tokens.
+        sent = max(0.0, time.time() - stream.ledger_at)
+        parts = {**stream.ledger, "sent": sent, "total": stream.ledger["total"] + sent}
+        counts["ledger"] = rounded({**parts, "received": max(0.0, seconds - parts["total"])})
     return {"request_id": scope.get("request_id"), "method": scope["method"], "path": path, "status": status,
             "seconds": round(seconds, 6), "complete": complete, **counts}
 

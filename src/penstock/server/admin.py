@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 import penstock
 from penstock.core.request import EngineInfo, EngineStats, TierStats
+from penstock.core.steptime import TERMS
 from penstock.server.answer import json_response
 from penstock.server.dialect import Route
 from penstock.server.errors import UnavailableError
@@ -50,7 +51,8 @@ class EventSource(TypedDict, total=False):
 
 
 class Admin:
-    """GET /health, /ready, /ping, /metrics, /version, /load, /server_info, /kv_event_sources, POST /reset_prefix_cache.
+    """GET /health, /ready, /ping, /metrics, /version, /load, /server_info, /step_time, /kv_event_sources; POST
+    /reset_prefix_cache.
 
     Only the last one sends a call to the engine.
     """
@@ -69,6 +71,7 @@ class Admin:
             Route("GET", "/version", self.version, "The version of Penstock", answer=Version),
             Route("GET", "/load", self.load, "How much there is to do", answer=Load),
             Route("GET", "/server_info", self.server_info, "What is served and how"),
+            Route("GET", "/step_time", self.step_time, "The model of step time, for penstock simulate --model-cost"),
             Route("GET", "/kv_event_sources", self.kv_event_sources, "Where the cache's events are published, by engine",
                   answer=list[EventSource]),
             Route("GET", "/metrics", self.metrics, "Figures in Prometheus' format"),
@@ -114,6 +117,19 @@ class Admin:
             "cache": {"prefix_caching": info.prefix_caching, "identity": info.cache_identity, "isolated": tenants.isolated,
                       "tenant_share": info.tenant_share,
                       "tiers": [named(tier) for tier in self.state.llm.stats.tiers]}})
+
+    async def step_time(self, request: Request) -> Response:
+        """The engine as `cli/simulation/fleet.py::Cost`. 503 until it has run a step."""
+        info, stats = self._info(), self.state.llm.stats
+        if not any(stats.step_time):
+            raise UnavailableError("no step has run yet, so nothing is known of their times; send a request first", "not_ready")
+        return json_response({
+            "name": f"{info.model} on {info.device}", "weights": dict(zip(TERMS, stats.step_time, strict=True)),
+            "buckets": info.buckets, "kv_tokens": info.kv_tokens, "page_size": info.page_size,
+            "max_num_seqs": info.max_num_seqs, "max_num_batched_tokens": info.max_num_batched_tokens,
+            "max_model_len": info.max_model_len,
+            "step_target": info.step_target,
+            "overhead": stats.plan_seconds / max(1, stats.steps)})
 
     async def kv_event_sources(self, request: Request) -> Response:
         """Endpoints of the KV cache events, one entry for each engine; empty if they are not published."""

@@ -6,6 +6,7 @@ The answer is always JSON, from every route and also where there is no route; it
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 
@@ -35,7 +36,7 @@ def error_response(error: RequestError, shape: ErrorShape, headers: Mapping[str,
     """The whole answer to a refused request."""
     extra = dict(headers or {})
     if error.status in (429, 503):
-        extra.setdefault("Retry-After", str(RETRY_SECONDS))
+        extra.setdefault("Retry-After", str(RETRY_SECONDS if error.retry is None else max(1, math.ceil(error.retry))))
     return Response(msgspec.json.encode(shape(error)), error.status, extra, "application/json")
 
 

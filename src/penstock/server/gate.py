@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.core.errors import RequestError
+from penstock.engine.async_llm import Stream
 from penstock.server.dialect import ErrorShapes
 from penstock.server.errors import as_request_error, error_response
 from penstock.server.ignored import ignored_header
@@ -72,7 +73,8 @@ class Gate:
             nonlocal started, finished
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *ignored_header(scope)]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *ignored_header(scope),
+                                      *self._rates(scope)]
             elif not message.get("more_body"):
                 finished = True
             await send(message)
@@ -96,6 +98,13 @@ class Gate:
             elif not finished:
                 # The status has been sent already, so only breaking the connection can show the failure.
                 raise
+        finally:
+            stream: Stream | None = scope.get("stream")
+            if stream is not None and self.keys_file is not None and scope["key"] is not None:
+                self.keys_file.spend(scope["key"], "tokens", stream.prompt_tokens + stream.output_tokens)
+
+    def _rates(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        return [] if self.keys_file is None or scope["key"] is None else self.keys_file.headers(scope["key"])
 
     def _cross_site(self, headers: dict[bytes, bytes]) -> RequestError | None:
         """The refusal of a request from another site's page in a browser, where no key protects the server."""
@@ -134,8 +143,8 @@ class Gate:
                                 code="invalid_api_key", status=401)
         if path in ADMIN_ROUTES and key.kind != "admin":
             return _admin_needed(path, "send a key of the class admin")
-        file.count(key)
         scope["key"], scope["api_key"], scope["admin"] = key, b"tenant " + key.tenant.encode(), key.kind == "admin"
+        file.count(key)
         return None
 
 

@@ -6,6 +6,7 @@ random bits, so a plain hash of one tells nothing about it.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import time
@@ -42,6 +43,10 @@ class Key(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_field
     max_tokens: int | None = None
     """The most prompt tokens of the tenant's requests in flight; by default --max-tenant-tokens."""
     requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Of prompts and answers."""
+    tier: str | None = None
+    """The class of service of requests that name none; by default standard."""
     revoked: bool = False
     note: str = ""
 
@@ -55,13 +60,14 @@ def hashed(key: bytes) -> str:
 
 
 def make(tenant: str, kind: Class = "user", seconds: float | None = None, max_tokens: int | None = None,
-         requests_per_minute: int | None = None, note: str = "") -> tuple[str, Key]:
+         requests_per_minute: int | None = None, note: str = "", tokens_per_minute: int | None = None,
+         tier: str | None = None) -> tuple[str, Key]:
     """(a new key, what the file says of it)"""
     secret, now = f"pk-{secrets.token_urlsafe(32)}", datetime.now(UTC)
     expires = None if seconds is None else datetime.fromtimestamp(now.timestamp() + seconds, UTC).isoformat(timespec="seconds")
     return secret, Key(id=f"key_{secrets.token_hex(6)}", hash=hashed(secret.encode()), tenant=tenant, kind=kind,
                        created=now.isoformat(timespec="seconds"), expires=expires, max_tokens=max_tokens,
-                       requests_per_minute=requests_per_minute, note=note)
+                       requests_per_minute=requests_per_minute, note=note, tokens_per_minute=tokens_per_minute, tier=tier)
 
 
 def read(path: Path) -> list[Key]:
@@ -100,6 +106,11 @@ def write(path: Path, keys: Iterable[Key]) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
+def _limits(key: Key) -> list[tuple[str, int]]:
+    given = (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute))
+    return [(unit, most) for unit, most in given if most is not None]
+
+
 class KeyFile:
     """The keys of one file, as it is now."""
 
@@ -109,8 +120,8 @@ class KeyFile:
         self._keys = {key.hash: key for key in read(self.path)}
         self._stamp = self._now()
         self._looked = time.monotonic()
-        self._buckets: dict[str, tuple[float, float]] = {}
-        """Requests that a key may send now, and when that was true."""
+        self._buckets: dict[tuple[str, str], tuple[float, float]] = {}
+        """Requests or tokens that a key may send now, and when that was true."""
 
     def find(self, secret: bytes) -> Key | None:
         """The entry of a key. RequestError if it was revoked or has expired."""
@@ -122,18 +133,36 @@ class KeyFile:
         return key
 
     def count(self, key: Key) -> None:
-        """Counts a request of a key. RequestError 429 beyond its requests_per_minute."""
-        most = key.requests_per_minute
-        if most is None:
-            return
+        """Counts a request of a key. RequestError 429 beyond its requests_per_minute, or if its tokens are used up."""
+        for unit, most in _limits(key):
+            left, need = self._left(key, unit, most), 1.0 if unit == "requests" else min(1.0, most)
+            if left < need:
+                seconds = (need - left) * 60 / most
+                raise RequestError(f"the key {key.id} may send {most:,} {unit} a minute; try again in {math.ceil(seconds)} s",
+                                   code="rate_limit_exceeded", status=429, retry=seconds)
+        self.spend(key, "requests", 1)
+
+    def spend(self, key: Key, unit: str, amount: int) -> None:
+        """Takes from what a key may send. Tokens are known late: it may end below zero, which the key's next requests wait
+        out."""
+        for name, most in _limits(key):
+            if name == unit:
+                self._buckets[key.id, unit] = self._left(key, unit, most) - amount, time.monotonic()
+
+    def headers(self, key: Key) -> list[tuple[bytes, bytes]]:
+        """OpenAI's x-ratelimit headers, of the limits that the key has."""
+        found = []
+        for unit, most in _limits(key):
+            left = self._left(key, unit, most)
+            for name, value in (("limit", str(most)), ("remaining", str(max(0, int(left)))),
+                                ("reset", f"{max(0.0, (most - left) * 60 / most):.3f}s")):
+                found.append((f"x-ratelimit-{name}-{unit}".encode(), value.encode()))
+        return found
+
+    def _left(self, key: Key, unit: str, most: int) -> float:
         now = time.monotonic()
-        left, at = self._buckets.get(key.id, (float(most), now))
-        left = min(float(most), left + (now - at) * most / 60)
-        if left < 1:
-            raise RequestError(f"the key {key.id} may send {most} requests a minute; try again in "
-                               f"{(1 - left) * 60 / most:.0f} s",
-                               code="rate_limit_exceeded", status=429)
-        self._buckets[key.id] = left - 1, now
+        left, at = self._buckets.get((key.id, unit), (float(most), now))
+        return min(float(most), left + (now - at) * most / 60)
 
     def _look(self) -> None:
         now = time.monotonic()

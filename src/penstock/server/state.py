@@ -11,11 +11,9 @@ from penstock.server.connections import Counts
 from penstock.server.errors import UnavailableError
 from penstock.server.keys import Key
 from penstock.server.limits import Limits
+from penstock.server.promise import LOWEST
 from penstock.server.store import Store
 from penstock.server.tenants import Tenants
-
-LOWEST = 2**31 - 1
-"""The priority of what runs after all others and is preempted first."""
 
 
 class State:

@@ -32,7 +32,7 @@ def serve(policy: Policy, requests: list[Request], *, rows: int, slabs: int, bud
         scheduler.add(request, 0.0)
     enter, preempt = scheduler._enter_row, scheduler._preempt
     scheduler._enter_row = lambda s, now: (entered.append(s.request.id), enter(s, now))
-    scheduler._preempt = lambda s: (preempted.update([s.request.id]), preempt(s))
+    scheduler._preempt = lambda s, now: (preempted.update([s.request.id]), preempt(s, now))
     while scheduler.busy:
         plan = scheduler.plan(0.0)
         assert plan is not None

@@ -40,6 +40,10 @@ class Lengths(NamedTuple):
     input_len: int
     output_len: int
     blocks: tuple[int, ...] = ()
+    tier: str = ""
+    tenant: str = ""
+    deadline: float = 0.0
+    """Seconds after the arrival; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,11 @@ def read_trace(path: Path) -> Iterator[Lengths]:
 
 
 def _trace_row(row: dict[str, Any], number: float) -> Lengths:
+    return _lengths(row, number)._replace(tier=row.get("class") or "", tenant=row.get("tenant") or "",
+                                          deadline=float(row.get("deadline") or 0.0))
+
+
+def _lengths(row: dict[str, Any], number: float) -> Lengths:
     if "ContextTokens" in row:
         moment = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
         return Lengths(moment, int(row["ContextTokens"]), int(row["GeneratedTokens"]))

@@ -20,7 +20,8 @@ from penstock.observe.log import LOG
 from penstock.server.batches.files import read_file, write_file
 from penstock.server.batches.lines import Ask, answer_of, answered, parse, write_answer, written
 from penstock.server.dialect import ErrorShapes
-from penstock.server.state import LOWEST, State
+from penstock.server.promise import LOWEST
+from penstock.server.state import State
 from penstock.server.store import Database
 
 BUSY = (429, 503)

@@ -11,6 +11,8 @@ from msgspec import UNSET, UnsetType
 
 import penstock
 from penstock.core.request import EngineInfo, Request, TokenLogprobs
+from penstock.core.service import shown
+from penstock.engine.ledger import rounded
 from penstock.engine.outputs import Delta
 from penstock.server.openai.protocol import GenerationFields
 
@@ -38,9 +40,9 @@ def fingerprint(info: EngineInfo | None) -> str | None:
     return "fp_" + blake2b(repr(facts).encode(), digest_size=5).hexdigest()
 
 
-def tier(body: GenerationFields) -> str | None:
-    """`service_tier` of the answer: "default" if the request has the field, else null. There is only one tier."""
-    return None if body.service_tier is None else "default"
+def tier(body: GenerationFields, request: Request) -> str | None:
+    """`service_tier` of the answer: the class that served it if the request has the field, else null."""
+    return None if body.service_tier is None else shown(request.tier)
 
 
 class Growth:
@@ -71,6 +73,9 @@ class Choices:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.cached_by_tier: dict[str, int] = {}
+        self.want_ledger = bool(body.include_ledger)
+        self.ledger: dict[str, Any] | UnsetType = UNSET
+        """Of the choice that ended last, if it is wanted."""
         self.want_ids = bool(body.return_token_ids)
         options = body.stream_options
         self.usage_at_end = bool(options and options.include_usage)
@@ -101,6 +106,8 @@ class Choices:
     def count(self, delta: Delta) -> None:
         """Adds a delta's tokens to the usage. Called when they are sent, so that no event counts the tokens of later ones."""
         self.completion_tokens += len(delta.token_ids)
+        if self.want_ledger and delta.ledger is not None:
+            self.ledger = rounded(delta.ledger)
 
     def merged(self, deltas: list[Delta]) -> list[tuple[int, Delta]]:
         """(choice, delta), with the deltas of each choice merged into one."""

@@ -50,6 +50,7 @@ class Chunk(msgspec.Struct):
     service_tier: str | UnsetType | None = UNSET
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    ledger: dict[str, Any] | UnsetType = UNSET
 
 
 class AnswerChoice(msgspec.Struct):
@@ -73,6 +74,7 @@ class ChatCompletion(msgspec.Struct):
     service_tier: str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[msgspec.Raw | None] | None = None
+    ledger: dict[str, Any] | UnsetType = UNSET
 
 
 class ChatAnswer:
@@ -83,7 +85,7 @@ class ChatAnswer:
         self.id = answer_id
         self.model = model
         self.system_fingerprint = system_fingerprint
-        self.service_tier = tier(body)
+        self.service_tier = tier(body, request)
         self.created = int(time.time())
         self.request = request
         self.choices = Choices([request], body)
@@ -128,10 +130,11 @@ class ChatAnswer:
         return chunk
 
     def last_events(self) -> bytes:
-        if not self.choices.usage_at_end:
+        choices = self.choices
+        if not (choices.usage_at_end or choices.want_ledger):
             return b""
         return event(Chunk(self.id, self.created, self.model, [], system_fingerprint=self.system_fingerprint,
-                           usage=self.choices.usage()))
+                           usage=choices.usage() if choices.usage_at_end else UNSET, ledger=choices.ledger))
 
     def add(self, deltas: list[Delta]) -> None:
         self.choices.add(deltas)
@@ -145,7 +148,8 @@ class ChatAnswer:
             lines.append(AnswerChoice(index, message, logprobs, reading.finish_reason(growth.finish_reason),
                                       growth.stop_reason, growth.token_ids if choices.want_ids else UNSET, reading.flags))
         answer = ChatCompletion(self.id, self.created, self.model, lines, choices.usage(),
-                                system_fingerprint=self.system_fingerprint, service_tier=self.service_tier)
+                                system_fingerprint=self.system_fingerprint, service_tier=self.service_tier,
+                                ledger=choices.ledger)
         if choices.want_ids:
             answer.prompt_token_ids = self.request.prompt_ids
         if self.request.params.prompt_logprobs is not None:

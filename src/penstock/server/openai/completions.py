@@ -51,6 +51,7 @@ class Completion(msgspec.Struct):
     system_fingerprint: str | None = None
     service_tier: str | None = None
     usage: Usage | UnsetType | None = UNSET
+    ledger: dict[str, Any] | UnsetType = UNSET
 
 
 class CompletionAnswer:
@@ -61,7 +62,7 @@ class CompletionAnswer:
         self.id = answer_id
         self.model = model
         self.system_fingerprint = system_fingerprint
-        self.service_tier = tier(body)
+        self.service_tier = tier(body, requests[0])
         self.created = int(time.time())
         self.requests = requests
         self.echoes = echoes
@@ -131,13 +132,14 @@ class CompletionAnswer:
         return self._offsets[index]
 
     def last_events(self) -> bytes:
-        if not self.choices.usage_at_end:
+        if not (self.choices.usage_at_end or self.choices.want_ledger):
             return b""
-        return event(self._completion([], self.choices.usage()))
+        return event(self._completion([], self.choices.usage() if self.choices.usage_at_end else UNSET, self.choices.ledger))
 
-    def _completion(self, choices: list[Choice], usage: Usage | UnsetType | None) -> Completion:
+    def _completion(self, choices: list[Choice], usage: Usage | UnsetType | None,
+                    ledger: dict[str, Any] | UnsetType = UNSET) -> Completion:
         return Completion(self.id, self.created, self.model, choices, system_fingerprint=self.system_fingerprint,
-                          service_tier=self.service_tier, usage=self._shown(usage))
+                          service_tier=self.service_tier, usage=self._shown(usage), ledger=ledger)
 
     def add(self, deltas: list[Delta]) -> None:
         self.choices.add(deltas)
@@ -146,7 +148,8 @@ class CompletionAnswer:
         choices = self.choices
         for place, request in enumerate(self.requests):
             self._scores[request.id] = choices.growths[place * choices.n].prompt_logprobs or []
-        return self._completion([self._whole_choice(i) for i in range(len(choices.growths))], choices.usage())
+        return self._completion([self._whole_choice(i) for i in range(len(choices.growths))], choices.usage(),
+                                choices.ledger)
 
     def _whole_choice(self, index: int) -> Choice:
         choices, growth = self.choices, self.choices.growths[index]

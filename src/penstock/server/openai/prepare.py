@@ -12,6 +12,7 @@ from penstock.engine.retention import Marked
 from penstock.server.openai.protocol import GenerationFields
 from penstock.server.openai.sampling import check_something_is_left, retained
 from penstock.server.openai.structured import check_structure
+from penstock.server.promise import promised
 from penstock.server.state import State
 
 _COMPILING = 100_000
@@ -29,6 +30,7 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
             text = prompt if isinstance(prompt, str) else prompt.text
             state.limits.check_text(len(text), llm.inputs.info.max_model_len)
     priority = state.priority(body.priority, http.scope["admin"], http.scope["key"])
+    promise = promised(llm.inputs.info.classes, body.service_tier, http.headers, http.scope["key"], priority)
     tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
     retain = retained(body)
 
@@ -49,6 +51,7 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
         size += _COMPILING
     requests = await llm.work.run(size, work)
     state.limits.check_tenant(llm.tokens_in_flight(tenant), requests, http.scope["key"])
+    promise.give(requests)
     for request in requests[1:]:
         request.follows = True
     return requests

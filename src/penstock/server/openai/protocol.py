@@ -148,6 +148,9 @@ class GenerationFields(StructureFields, kw_only=True, forbid_unknown_fields=True
     metadata: Annotated[dict[str, Any], Meta(max_length=MAX_ENTRIES)] | None = None
     store: bool | None = None
     service_tier: Name | None = None
+    """A class of service: auto, default, priority (interactive), flex (batch), or a class by its own name."""
+    include_ledger: bool | None = None
+    """Add where the request's time went, in seconds, to the answer, or to a stream's last event."""
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
 

@@ -34,6 +34,7 @@ from penstock.server.openai.completions import split_prompts
 from penstock.server.openai.errors import error_body, explain_field
 from penstock.server.openai.harmless import IGNORED
 from penstock.server.pooling import protocol as p
+from penstock.server.promise import promised
 from penstock.server.respond import gather
 from penstock.server.state import State
 
@@ -178,6 +179,7 @@ async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFie
         if isinstance(text.prompt, str):
             state.limits.check_text(len(text.prompt), inputs.info.max_model_len, "input")
     priority = state.priority(body.priority, http.scope["admin"], http.scope["key"])
+    promise = promised(inputs.info.classes, None, http.headers, http.scope["key"], priority)
     tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
 
     def prepare() -> list[Any]:
@@ -187,6 +189,7 @@ async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFie
 
     requests = await state.llm.work.run(sum(100 + len(text.prompt) for text in texts), prepare)
     state.limits.check_tenant(state.llm.tokens_in_flight(tenant), requests, http.scope["key"])
+    promise.give(requests)
     for request in requests[1:]:
         request.follows = True
     found: dict[str, bytes] = {}

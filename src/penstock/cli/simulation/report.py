@@ -1,0 +1,77 @@
+"""The tables and plots of simulated runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.cli.bench.drawing import COLOURS, Box, Line, legend, panel, picture, rounded
+from penstock.cli.simulation.fleet import Outcome, Record
+from penstock.core.service import Service
+
+PERCENTILES = (0.5, 0.9, 0.99)
+
+
+def at(values: Sequence[float], share: float) -> float:
+    """A percentile of sorted values; 0 of none."""
+    return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+def figures(outcome: Outcome, classes: Mapping[str, Service]) -> dict[str, Any]:
+    """Everything that a run showed, by class and in all, in seconds and tokens."""
+    records, found = outcome.records, dict[str, Any]()
+    tiers = {tier: [record for record in records if record.tier == tier] for tier in sorted({r.tier for r in records})}
+    found["classes"] = {tier or "none": _of(own, classes[tier]) for tier, own in tiers.items()}
+    span = max(outcome.seconds - (records[0].arrival if records else 0.0), 1e-9)
+    kept = sum(record.kept(classes[record.tier]) for record in records)
+    prompts = sum(record.prompt for record in records if record.tokens)
+    return found | {
+        "requests": len(records), "goodput": kept / max(1, len(records)), "kept_per_second": kept / span,
+        "refused": sum(record.refused for record in records) / max(1, len(records)), "seconds": span,
+        "output_tokens_per_second": sum(record.tokens for record in records) / span,
+        "hit_rate": sum(record.cached for record in records) / max(1, prompts),
+        "utilisation": [busy / span for busy in outcome.busy], "preemptions": outcome.preemptions,
+        "limits": {name: seconds / span / len(outcome.busy) for name, seconds in outcome.limits.items()}}
+
+
+def _of(records: Sequence[Record], service: Service) -> dict[str, Any]:
+    answered = [record for record in records if record.tokens]
+    first, each = sorted(record.ttft for record in answered), sorted(record.tpot for record in answered if record.tokens > 1)
+    return {"requests": len(records), "refused": sum(record.refused for record in records) / len(records),
+            "goodput": sum(record.kept(service) for record in records) / len(records),
+            **{f"ttft_p{share * 100:g}": at(first, share) for share in PERCENTILES},
+            **{f"tpot_p{share * 100:g}": at(each, share) for share in PERCENTILES}}
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The figures as text."""
+    lines = [f"{'class':14}{'requests':>9}{'goodput':>9}{'refused':>9}" + "".join(
+        f"{name} p{share * 100:g}".rjust(12) for name in ("TTFT", "TPOT") for share in PERCENTILES)]
+    for tier, own in found["classes"].items():
+        lines.append(f"{tier:14}{own['requests']:>9}{own['goodput']:>9.1%}{own['refused']:>9.1%}" + "".join(
+            f"{own[f'{name}_p{share * 100:g}'] * 1e3:>9.1f} ms" for name in ("ttft", "tpot") for share in PERCENTILES))
+    used = found["utilisation"]
+    lines.append(f"goodput {found['goodput']:.1%} ({found['kept_per_second']:.2f} requests/s), "
+                 f"{found['output_tokens_per_second']:.0f} output tokens/s, {found['hit_rate']:.1%} of prompts cached, "
+                 f"{found['preemptions']} preemptions in {found['seconds']:.1f} s")
+    lines.append(f"replicas are busy {min(used):.0%} to {max(used):.0%} of the time; limits: " + (", ".join(
+        f"{name} {share:.0%}" for name, share in sorted(found["limits"].items(), key=lambda item: -item[1])) or "none"))
+    return "\n".join(lines)
+
+
+def curves(records: Sequence[Record], title: str) -> str:
+    """SVG: the cumulative distributions of TTFT and TPOT by class."""
+    parts: list[str] = []
+    for i, (name, value) in enumerate((("TTFT", Record.ttft), ("TPOT", Record.tpot))):
+        lines = []
+        for colour, tier in zip(COLOURS, sorted({record.tier for record in records}), strict=False):
+            own = [record for record in records if record.tier == tier and record.tokens > i]
+            values = sorted(max(1e-4, float(value.fget(record))) for record in own)  # type: ignore[attr-defined]
+            points = [(at(values, step / 100), step / 100) for step in range(101)]
+            lines += [Line(tier or "none", points, colour)] if values else []
+        if lines:
+            box = Box(70 + 430 * i, 60, 340, 220)
+            x = rounded([point[0] for line in lines for point in line.points], True)
+            parts += panel(box, f"{title}: {name}, share of requests", x, rounded([0.0, 1.0]), lines, "seconds")
+            parts += legend(box.left + 220, box.top + 140, lines)
+    return picture(900, 340, parts)

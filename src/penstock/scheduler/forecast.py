@@ -1,0 +1,113 @@
+"""The forecast: when a request would have its first token, and the refusal of those whose promise cannot be kept.
+
+The rates are those at which prompts were computed and admitted while somebody was left waiting; until then, those of the model
+of step time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from penstock.core.errors import RequestError
+from penstock.core.request import Request
+from penstock.core.sequence import Sequence
+from penstock.core.steptime import StepTime
+from penstock.scheduler.promises import Promises
+from penstock.scheduler.step import InFlight
+
+_MARGIN = 0.9
+"""Part of a promise that a forecast may take."""
+_LEAST = 0.5
+"""Seconds of waiting after which the rate of prompts counts."""
+_MEMORY = 3.0
+"""Seconds of waiting over which the rates are averaged."""
+
+
+class Forecast:
+    """Learns rates from plans; asked once for each request."""
+
+    def __init__(self, policy: Promises, times: StepTime) -> None:
+        self._policy = policy
+        self._times = times
+        self._seconds = self._tokens = self._entered = 0.0
+        self._last = 0.0
+
+    def planned(self, now: float, step: InFlight, entered: int, waiting: bool) -> None:
+        """Reports a plan, before its segments are handed out, in which `entered` sequences got rows; `waiting`: others got
+        none."""
+        segments = zip(step.sequences, step.counts, strict=True)
+        tokens = sum(count for sequence, count in segments if sequence.planned < sequence.prompt_len)
+        seconds = now - self._last if self._last else 0.0
+        self._last = now if waiting else 0.0
+        if seconds > 0:
+            keep = math.exp(-seconds / _MEMORY)
+            self._seconds = keep * self._seconds + seconds
+            self._tokens = keep * self._tokens + tokens
+            self._entered = keep * self._entered + entered
+
+    def seconds(self, request: Request, reading: int) -> float:
+        """Predicted seconds to the first token of a new request; `reading`: prompt tokens left of the running sequences."""
+        policy, own = self._policy, len(request.prompt_ids)
+        service = policy.classes[request.tier]
+        tokens, entries = _Ahead(), _Ahead()
+        later = []
+        for group, count in policy.waiting.items():
+            tier, _, tenant = group.partition("\n")
+            other = policy.classes[tier]
+            if other.ttft > service.ttft:
+                later.append((other.weight / service.weight, tenant, policy.unread[group], count))
+                continue
+            tokens.add(tenant, policy.unread[group], request.tenant)
+            entries.add(tenant, count, request.tenant)
+        for ratio, tenant, unread, count in later:
+            # Classes that are due later have their share meanwhile, at most.
+            tokens.add(tenant, min(unread, ratio * tokens.tenants[tenant]), request.tenant)
+            entries.add(tenant, min(count, ratio * entries.tenants[tenant]), request.tenant)
+        alone = self._times.prompt(own) if self._times.known else 0.0
+        if not entries.all:
+            return alone + (self._times.prompt(reading) if reading and self._times.known else 0.0)
+        ahead, before = tokens.fair(), entries.fair()
+        # Where none has entered for so long, another will not for as long again.
+        rows = before * self._seconds / max(1.0, self._entered)
+        if self._seconds < _LEAST or not self._tokens:
+            return alone + max(rows, self._times.prompt(int(ahead) + reading) if self._times.known else 0.0)
+        return alone + max((ahead + reading) * self._seconds / self._tokens, rows)
+
+    def check(self, request: Request, sequence: Sequence, now: float, reading: int, free: bool) -> None:
+        """RequestError 429 if the queue of the request's class or tenant is full, or if its promise cannot be kept; with the
+        seconds after which it probably could. `free`: nobody waits and there are rows."""
+        policy, service = self._policy, self._policy.classes[request.tier]
+        late = 0.0 if free else now + self.seconds(request, reading) - request.arrival
+        mine = policy.waiting[policy.group(sequence)]
+        many = sum(count for group, count in policy.waiting.items() if group.startswith(f"{request.tier}\n"))
+        most = service.queue if not request.tenant else service.tenant_queue or max(1, service.queue // 2)
+        for count, limit, whose in ((many, service.queue, "all"), (mine, most, "your key's")):
+            if count >= limit:
+                raise RequestError(f"{count} of {whose} requests of the class {request.tier!r} are waiting, which is the most; "
+                                   "try again later, or use another class", code="queue_full", status=429,
+                                   retry=max(1.0, late / 2))
+        promised = sequence.promise - request.arrival
+        if free or request.waits or not math.isfinite(min(service.ttft, promised)) or late <= _MARGIN * promised:
+            return
+        raise RequestError(f"the first token would come after about {late:.1f} s, and {promised:.1f} s are promised to the "
+                           f"class {request.tier!r}; try again later, or send x-penstock-wait: true to wait",
+                           code="overloaded", status=429, retry=max(1.0, late - _MARGIN * promised))
+
+
+class _Ahead:
+    """Work ahead of a request: of all, and of its own tenant."""
+
+    def __init__(self) -> None:
+        self.all = self.own = 0.0
+        self.tenants: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, tenant: str, amount: float, mine: str) -> None:
+        self.all += amount
+        self.tenants[tenant] += amount
+        if tenant == mine:
+            self.own += amount
+
+    def fair(self) -> float:
+        """Tenants are served by turns: nobody waits for more of another tenant's work than of its own."""
+        return min(self.all, self.own * len(self.tenants))

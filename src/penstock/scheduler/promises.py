@@ -1,0 +1,188 @@
+"""The policy of promises: earliest deadline first, within what each tenant, and each class of a tenant, is owed.
+
+Every tenant has a counter of the service that it had (virtual token counter: prompt and output tokens by what they cost), and
+each of its classes one by its weight. Those who had more than the least served, beyond a tolerance, come after all others;
+among these the earliest deadline of a first token is first. A tenant that comes back starts where the least served one is:
+nothing is saved up. Those who wait gain on the others, and every deadline comes, so nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from penstock.core.errors import RequestError
+from penstock.core.sequence import Sequence
+from penstock.core.service import Service
+from penstock.core.steptime import Load, StepTime
+from penstock.scheduler.policy import Key, Priority, Standing
+
+_LENIENT = 25.0
+"""Tolerance between the classes of a tenant, in multiples of that between tenants: shares bind in the long run only."""
+_ALONE = 4.0
+"""A promise is no shorter than this many times what a prompt takes alone: no order could keep it."""
+_PATIENCE = 600.0
+"""Deadline, in seconds, of a class that promises nothing: the longest that others may go before it."""
+_AGAIN = 10.0
+"""A promise that was broken is renewed for this many times its length: those that can still be kept go first."""
+_OUTPUT = 4.0
+"""Cost of an output token in prompt tokens, until the model of step time knows."""
+_FULL = 0.75
+"""Part of a promise between tokens that a step without prompts may take: they need the rest."""
+_SOON = 0.25
+"""Part of its promise for which a request waits before others make room for it."""
+_URGENT = 5
+"""Steps before a prompt must start at which others make room for it."""
+
+
+class _Account:
+    """The service that a tenant, or one of its classes, had: tokens by weight, and its sequences that have not ended."""
+
+    __slots__ = ("had", "live")
+
+    def __init__(self) -> None:
+        self.had = 0.0
+        self.live = 0
+
+
+def whole(_sequence: Sequence, budget: int, _unread: int, _head: Sequence | None) -> int:
+    """`Promises.share` of policies that promise nothing."""
+    return budget
+
+
+class Promises(Priority):
+    """One tenant of one class is served in the order of arrival, as by `FirstCome`, unless a prompt is so long that its promise
+    is another."""
+
+    charges = promises = True
+
+    def __init__(self, classes: dict[str, Service], times: StepTime, tolerance: float) -> None:
+        """`tolerance`: tokens by which one may be ahead of the least served without losing its turn."""
+        self.classes = classes
+        self._times = times
+        self._tolerance = tolerance
+        self._tenants: dict[str, _Account] = {}
+        self._shares: dict[str, dict[str, _Account]] = {}
+        """By tenant, then class."""
+        self._floor = 0.0
+        self.waiting: Counter[str] = Counter()
+        """Sequences that wait, by group."""
+        self.unread: Counter[str] = Counter()
+        """Their prompt tokens."""
+
+    def service(self, sequence: Sequence) -> Service:
+        """The class of a sequence."""
+        return self.classes[sequence.request.tier]
+
+    def arrive(self, sequence: Sequence) -> None:
+        request, service = sequence.request, self.classes.get(sequence.request.tier)
+        if service is None:
+            raise RequestError(f"there is no class {request.tier!r}; possible: {', '.join(filter(None, self.classes))}",
+                               param="service_tier", code="invalid_value")
+        alone = self._times.prompt(sequence.prompt_len) if self._times.known else 0.0
+        sequence.promise = request.arrival + min(max(service.ttft, _ALONE * alone), _PATIENCE + alone)
+        sequence.stretched = _ALONE * alone > service.ttft
+        if request.deadline:
+            sequence.promise = min(sequence.promise, request.deadline)
+        tenant = self._tenants.setdefault(request.tenant, _Account())
+        share = self._shares.setdefault(request.tenant, {}).setdefault(request.tier, _Account())
+        for account, others in ((tenant, self._tenants), (share, self._shares[request.tenant])):
+            if not account.live:
+                account.had = max(account.had, _least(others.values(), account.had))
+            account.live += 1
+
+    def waits(self, sequence: Sequence, change: int) -> None:
+        group = self.group(sequence)
+        self.waiting[group] += change
+        # Long prompts let others go first.
+        self.unread[group] += 0 if sequence.stretched else change * sequence.prompt_len
+        if not self.waiting[group]:
+            del self.waiting[group], self.unread[group]
+
+    def end(self, sequence: Sequence) -> None:
+        tenant, tier = sequence.request.tenant, sequence.request.tier
+        self._tenants[tenant].live -= 1
+        self._shares[tenant][tier].live -= 1
+        if not self._tenants[tenant].live and len(self._tenants) > 1 and self._tenants[tenant].had <= self._floor:
+            # It would come back at the floor in any case.
+            del self._tenants[tenant], self._shares[tenant]
+
+    def begin(self) -> None:
+        self._floor = _least(self._tenants.values(), self._floor)
+
+    def group(self, sequence: Sequence) -> str:
+        return f"{sequence.request.tier}\n{sequence.request.tenant}"
+
+    def standing(self, group: str) -> Standing:
+        tier, _, name = group.partition("\n")
+        shares = self._shares[name]
+        ahead, tolerance = self._tenants[name].had - self._floor, self._tolerance
+        within = 0.0 if len(shares) == 1 else shares[tier].had - _least(shares.values(), shares[tier].had)
+        lenient = _LENIENT * tolerance / self.classes[tier].weight
+        return ahead if ahead > tolerance else 0.0, within if within > lenient else 0.0
+
+    def key(self, sequence: Sequence) -> Key:
+        return sequence.request.priority, sequence.promise, sequence.request.arrival, sequence.index
+
+    def charge(self, sequence: Sequence, positions: int) -> None:
+        tenant, tier = sequence.request.tenant, sequence.request.tier
+        cost = positions if sequence.planned < sequence.prompt_len else positions * self._output
+        self._tenants[tenant].had += cost
+        self._shares[tenant][tier].had += cost / self.classes[tier].weight
+
+    @property
+    def _output(self) -> float:
+        weights = self._times.weights
+        # A row of decode beside others, of 1,000 tokens, in tokens of a prompt that fills a step.
+        prompt = self._times.slope(2048)
+        return _OUTPUT if not prompt else min(16.0, max(1.0, (self._times.slope(64) + weights[2] + 1000 * weights[3]) / prompt))
+
+    def share(self, sequence: Sequence, budget: int, unread: int, head: Sequence | None) -> int:
+        """The part of the budget that a prompt may take. A long one leaves half of it to others who read, or could begin to
+        (`unread` tokens, with its own); any leaves all but a little if the first of those who wait (`head`) is due earlier."""
+        others = unread - (sequence.goal - sequence.planned)
+        earlier = head is not None and head.promise < sequence.promise
+        if others <= 0 or not (earlier or sequence.stretched):
+            return budget
+        return max(budget - others, budget // 8 if earlier else budget // 2)
+
+    def late(self, sequence: Sequence, now: float) -> bool:
+        """Renews a promise that cannot be kept any more. True if it did: the order has changed."""
+        ttft, own = self.service(sequence).ttft, self._own(sequence)
+        if now + own <= sequence.promise or sequence.known > sequence.prompt_len or not math.isfinite(ttft):
+            return False
+        sequence.promise = now + _AGAIN * ttft
+        return True
+
+    def urgent(self, sequence: Sequence, now: float, step: float) -> bool:
+        """Whether a waiting sequence must start now, so that others have to make room."""
+        left, service = sequence.promise - now, self.service(sequence)
+        return not service.preemptible and (left < (1 - _SOON) * service.ttft or left < self._own(sequence) + _URGENT * step)
+
+    def _own(self, sequence: Sequence) -> float:
+        """Predicted seconds to compute what a sequence has left to read, with nothing beside it."""
+        return self._times.prompt(sequence.goal - sequence.planned) if self._times.known else 0.0
+
+    def expendable(self, sequence: Sequence, head: Sequence | None = None) -> int:
+        if sequence.known <= sequence.mark:
+            return 0
+        service = self.service(sequence)
+        if head is not None and service.weight >= self.service(head).weight:
+            return 0
+        return 2 if service.preemptible else int(head is None)
+
+    def tightest(self, groups: Iterable[str]) -> float | None:
+        found = [self.classes[group.partition("\n")[0]].tpot for group in groups]
+        promised = [tpot for tpot in found if tpot is not None and tpot < math.inf]
+        return min(promised) if promised else (math.inf if found and None not in found else None)
+
+    def bearable(self, load: Load, tightest: float | None) -> bool:
+        if tightest is None or not self._times.known or load.segments == 1:
+            return True
+        one = Load(1, 1, load.read / load.segments)
+        return self._times.seconds(load) <= _FULL * tightest or self._times.seconds(one) > _FULL * tightest
+
+
+def _least(accounts: Iterable[_Account], default: float) -> float:
+    return min((account.had for account in accounts if account.live), default=default)

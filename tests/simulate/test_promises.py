@@ -1,0 +1,254 @@
+"""Promises by property: random classes, tenants, deadlines, aborts and preemptions; fairness, bounded waiting, and that no
+exchange of two requests would have kept a promise that was broken."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from itertools import combinations
+
+import pytest
+from msgspec import structs
+
+from penstock.cache.manager import Cache
+from penstock.cli.simulation.fleet import Cost, Fleet, Record, Replica
+from penstock.core.errors import RequestError
+from penstock.core.layout import lay_out
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.core.service import BUILT_IN, Service
+from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.steptime import KNOTS, StepTime
+from penstock.scheduler.admission import Limits
+from penstock.scheduler.policy import FirstCome, Policy
+from penstock.scheduler.promises import Promises
+from penstock.scheduler.scheduler import Scheduler
+from tests.simulate.fake import VOCABULARY, FakeWorker
+from tests.simulate.test_simulate import Run, seen_in
+
+CLASSES = {**BUILT_IN, "hurried": Service(ttft=3.0, tpot=1.0, weight=5.0), "idle": Service(weight=0.5, preemptible=True)}
+WIDE = {name: structs.replace(service, queue=1 << 20) for name, service in BUILT_IN.items()}
+"""The built-in classes, with queues for everybody."""
+COST = Cost(weights={"step": 0.004, "read": 2e-8, **{f"tokens_from_{knot}": 2e-5 for knot in KNOTS}},
+            kv_tokens=400_000, max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=140_000)
+"""A device that reads 40,000 tokens of prompts a second."""
+
+
+class PromisedRun(Run):
+    """The random workloads, under promises."""
+
+    def assemble(self, *_: object) -> None:
+        times = StepTime()
+        self.cache = Cache(self.worker.layout, policy=self.policy, sharing=self.sharing, quota=self.quota, tiers=self.tiers)
+        self.scheduler = Scheduler(self.cache, self.limits, Promises(CLASSES, times, 20.0), drafting=self.drafting, times=times)
+
+    def dress(self, request: Request) -> Request:
+        request.tier, request.waits = self.rng.choice(list(CLASSES)), True
+        if self.rng.random() < 0.1:
+            request.deadline = self.now + self.rng.choice([0.5, 5.0, 30.0])
+        return request
+
+
+@pytest.mark.parametrize("shard", range(4))
+def test_random_workloads_keep_every_invariant(shard: int) -> None:
+    """Outputs are right, pages and rows are accounted for, everybody ends: whatever is preempted, aborted or expires."""
+    seen = seen_in(PromisedRun, range(10_000 + shard * 100, 10_100 + shard * 100))
+    assert seen["preemptions"] > 20 and seen["expired"] > 5
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_results_are_equal_at_depth_1_and_2(seed: int) -> None:
+    found = []
+    for depth in (1, 2):
+        run = PromisedRun(20_000 + seed)
+        run.depth, run.drafting, run.tiers = depth, None, None
+        run.assemble()
+        draw = random.Random(seed)
+        for number in range(8):
+            params = SamplingParams(max_tokens=draw.randint(1, 9), seed=number)
+            prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 9))]
+            try:
+                run.scheduler.add(run.dress(Request(f"r{number}", prompt, params)), 1.0)
+            except RequestError:
+                continue
+            run.requests[f"r{number}"] = Request(f"r{number}", [], params)
+        while run.scheduler.busy:
+            run.turn()
+        found.append({key: tokens for key, tokens in run.outputs.items() if run.ends[key].finish_reason == "length"})
+    both = found[0].keys() & found[1].keys()
+    assert both and all(found[0][key] == found[1][key] for key in both)
+
+
+def plans(policy: Policy, seed: int) -> Iterator[list[list[int]]]:
+    """The plans of a workload of one tenant and one class in a small arena."""
+    draw = random.Random(seed)
+    layout = lay_out([StateSpec((Field("k", (1, 16), "float32"),), Everything())], 4, 64 * 4 * 40)
+    scheduler, worker = Scheduler(Cache(layout), Limits(64, 4, 16, 1000, VOCABULARY), policy), FakeWorker(layout, 4, 64)
+    for step in range(400):
+        if draw.random() < 0.3:
+            prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 30))]
+            scheduler.add(Request(f"{step}", prompt, SamplingParams(max_tokens=draw.randint(1, 20), seed=0), tier="standard"),
+                          1.0 + step * 1e-3)
+        plan = scheduler.plan(1.0 + step * 1e-3)
+        if plan is not None:
+            yield [plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist()]
+            scheduler.apply(worker.run(plan), 1.0)
+            scheduler.take_updates()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_tenant_of_one_class_is_served_as_first_come(seed: int) -> None:
+    ours, theirs = (list(plans(policy, seed)) for policy in (Promises(BUILT_IN, StepTime(), 100.0), FirstCome()))
+    assert ours == theirs and len(ours) > 100
+
+
+def asked(name: str, tokens: int, tier: str = "", arrival: float = 1.0, output: int = 1, **more: object) -> Request:
+    number = int("".join(c for c in name if c.isdigit()) or 0)
+    base = (number + 1) * 150_000 % (1 << 29)
+    return Request(name, list(range(base, base + tokens)), SamplingParams(max_tokens=output, ignore_eos=True, seed=0),
+                   arrival=arrival, tier=tier, **more)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_exchange_of_two_would_have_kept_a_broken_promise(seed: int) -> None:
+    """By brute force: requests that are there at once, one after another; every pair of the order is exchanged."""
+    draw = random.Random(seed)
+    sizes = [draw.choice([100, 400, 1000, 2000]) for _ in range(draw.randint(2, 6))]
+    device = COST.times()
+    classes = {f"c{i}": Service(ttft=max(4.05 * device.prompt(size), draw.uniform(0.02, 0.3))) for i, size in enumerate(sizes)}
+    replica = Replica(structs.replace(COST, max_num_seqs=1),
+                      "promises", classes, depth=1, times=COST.times())
+    records = {}
+    for i, size in enumerate(sizes):
+        records[i] = Record(1.0, f"c{i}", "", size)
+        replica.work[f"r{i}"] = records[i]
+        replica.scheduler.add(asked(f"r{i}", size, f"c{i}", waits=True), 1.0)
+    replica.turn(1.0)
+    while replica.wake < math.inf:
+        replica.turn(replica.wake)
+    order = sorted(records, key=lambda i: records[i].first)
+
+    def kept(order: list[int]) -> set[int]:
+        now, found = 0.0, set()
+        for i in order:
+            now += device.prompt(sizes[i], chunk=2048)
+            if now <= classes[f"c{i}"].ttft + 1e-9:
+                found.add(i)
+        return found
+
+    ours = kept(order)
+    for a, b in combinations(range(len(order)), 2):
+        other = order.copy()
+        other[a], other[b] = other[b], other[a]
+        assert not ours < kept(other), (sizes, order, other)
+
+
+def test_nobody_waits_for_ever() -> None:
+    """Batch and a quiet tenant beside a class of more weight that asks for more than there is."""
+    def stream() -> Iterator[Request]:
+        for i in range(1200):
+            yield asked(f"i{i}", 1000, "interactive", 1.0 + i * 0.0125, 8, tenant="loud", waits=True)
+            if i == 100:
+                yield asked("b5000", 1000, "batch", 1.0 + i * 0.0125, 8, tenant="loud", waits=True)
+                yield asked("q5001", 1000, "standard", 1.0 + i * 0.0125, 8, tenant="quiet")
+
+    outcome = Fleet(COST, 1, policy="promises", classes=WIDE).run(stream())
+    batch, quiet = (next(r for r in outcome.records if r.tier == tier) for tier in ("batch", "standard"))
+    assert quiet.ttft < 1.0 and batch.ttft < 20.0
+    assert all(record.tokens == 8 for record in outcome.records)
+
+
+def jain(values: list[float]) -> float:
+    return sum(values) ** 2 / (len(values) * sum(value * value for value in values))
+
+
+def test_ten_tenants_have_equal_shares_though_one_sends_ten_times_as_much() -> None:
+    def stream() -> Iterator[Request]:
+        draw = random.Random(1)
+        for number in range(1900):
+            tenant = 0 if number % 19 < 10 else number % 19 - 9
+            yield asked(f"r{number}", draw.randint(200, 1200), "standard", 1.0 + number * 1e-3, 20, tenant=f"t{tenant}",
+                        waits=True)
+
+    outcome = Fleet(COST, 1, policy="promises", classes=WIDE).run(stream())
+    tenants = [[r for r in outcome.records if r.tenant == f"t{i}"] for i in range(10)]
+    backlogged = min(max(r.first for r in own) for own in tenants)
+    served = [float(sum(r.prompt for r in own if r.first <= backlogged)) for own in tenants]
+    assert jain(served) >= 0.95
+
+
+def test_a_long_prompt_among_short_ones_delays_them_little() -> None:
+    def stream(long: bool) -> Iterator[Request]:
+        for number in range(250):
+            if long and number == 50:
+                yield asked("long900", 128_000, "interactive", 1.0 + number * 0.05, 50, waits=True)
+            yield asked(f"s{number}", 400, "interactive", 1.0 + number * 0.05, 50)
+
+    found = []
+    for long in (False, True):
+        records = Fleet(COST, 1, policy="promises", classes=WIDE).run(stream(long)).records
+        short = [r for r in records if r.prompt == 400]
+        assert all(r.tokens == 50 for r in records)
+        found.append((sorted(r.ttft for r in short)[247], sorted(r.tpot for r in short)[247]))
+    (ttft, tpot), (ttft_beside, tpot_beside) = found
+    assert ttft_beside <= 2 * max(ttft, 0.05) and tpot_beside <= 1.5 * max(tpot, 0.03)
+
+
+def test_overload_is_refused_and_those_taken_in_are_served_in_time() -> None:
+    def stream(scale: float) -> Iterator[Request]:
+        draw, now = random.Random(2), 1.0
+        for number in range(1500):
+            now += draw.expovariate(35 * scale)
+            yield asked(f"r{number}", draw.randint(500, 1500), draw.choice(["interactive", "standard"]), now, 10)
+
+    goodput = {}
+    for scale in (0.8, 3.0):
+        outcome = Fleet(COST, 1, policy="promises", classes=BUILT_IN).run(stream(scale))
+        kept = [r for r in outcome.records if r.kept(BUILT_IN[r.tier])]
+        accepted = [r for r in outcome.records if not r.refused]
+        goodput[scale] = len(kept) / outcome.seconds
+        assert len(kept) >= 0.99 * len(accepted)
+    assert goodput[3.0] >= 0.95 * goodput[0.8]
+
+
+def test_a_refusal_says_when_to_come_again_and_can_be_waived() -> None:
+    replica = Replica(COST, "promises", {"": Service(), "fast": Service(ttft=0.5)}, times=COST.times())
+    for number in range(40):
+        replica.scheduler.add(asked(f"r{number}", 2000), 1.0)
+    with pytest.raises(RequestError, match="the first token would come after about") as refused:
+        replica.scheduler.add(asked("r90", 100, "fast"), 1.0)
+    assert refused.value.status == 429 and 1.0 <= (refused.value.retry or 0) < 3.0
+    replica.scheduler.add(asked("r91", 100, "fast", waits=True), 1.0)
+    with pytest.raises(RequestError, match="there is no class 'slow'; possible: fast"):
+        replica.scheduler.add(asked("r92", 100, "slow"), 1.0)
+
+
+def test_queues_are_bounded_by_class_and_tenant() -> None:
+    replica = Replica(COST, "promises", {"": Service(), "few": Service(queue=4)}, times=COST.times())
+    scheduler = replica.scheduler
+    for number, tenant in enumerate(["a", "a", "b", "b"]):
+        scheduler.add(asked(f"r{number}", 100, "few", tenant=tenant), 1.0)
+        if number == 1:
+            with pytest.raises(RequestError, match="2 of your key's requests of the class 'few' are waiting"):
+                scheduler.add(asked("r80", 100, "few", tenant="a"), 1.0)
+    with pytest.raises(RequestError, match="4 of all requests of the class 'few' are waiting") as refused:
+        scheduler.add(asked("r81", 100, "few", tenant="c"), 1.0)
+    assert (refused.value.code, refused.value.status) == ("queue_full", 429)
+    scheduler.abort(["r0", "r1", "r2", "r3"], 1.0)
+    assert not scheduler.waiting and not scheduler.promises.waiting and not scheduler.promises.unread
+
+
+def test_a_lower_class_makes_room_once() -> None:
+    """All rows are taken by batch: one gives way to a request that must start, and later stays until it has progressed."""
+    cost = structs.replace(COST, max_num_seqs=4)
+
+    def stream() -> Iterator[Request]:
+        for number in range(4):
+            yield asked(f"b{number}", 500, "batch", 1.0, 2000)
+        for number in range(10, 30):
+            yield asked(f"i{number}", 200, "interactive", 2.0 + number * 0.3, 20)
+
+    outcome = Fleet(cost, 1, policy="promises", classes=WIDE).run(stream())
+    assert all(r.ttft < 0.8 for r in outcome.records if r.tier == "interactive")
+    assert 0 < outcome.preemptions <= 20 and all(r.tokens == 2000 for r in outcome.records if r.tier == "batch")
