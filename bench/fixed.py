@@ -49,12 +49,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
                          "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}},
 }
+SHAPES["llama70b"] = SHAPES["llama8b"] | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
 SHAPES["llama8b-fp8"] = SHAPES["llama8b"] | {"quantization_config": {
     "quant_method": "fp8", "activation_scheme": "dynamic"}}
 SHAPES["llama8b-awq"] = SHAPES["llama8b"] | {"quantization_config": {
     "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}}
-"""Config files of the shapes of Llama 3.1 8B (in bf16, FP8 and INT4; the floors of all are bf16's), Qwen3 0.6B, Qwen2.5 14B
-(for long prompts only), Qwen3 30B-A3B and DeepSeek V2 Lite."""
+"""Config files of the shapes of Llama 3.1 8B (in bf16, FP8 and INT4; the floors of all are bf16's) and 70B, Qwen3 0.6B, Qwen2.5
+14B (for long prompts only), Qwen3 30B-A3B and DeepSeek V2 Lite."""
 
 PEER: dict[str, dict[str, float]] = {
     "llama8b": {"decode_b1": 1.254, "decode_b8": 0.7386, "decode_b32": 1.088, "decode_b128": 2.545, "decode_b256": 4.677,

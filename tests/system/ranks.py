@@ -27,7 +27,7 @@ class ThreadRank(Rank):
         super().__init__(options, place)
         tensor = None if shared is None else Threads(place.tensor, shared)
         self._threads = Mesh(tensor, ThreadPipe(place, queues) if place.stages > 1 else None,
-                             None if shared is None else shared.barrier.abort)
+                             end=None if shared is None else shared.barrier.abort)
 
     def _join(self) -> Mesh:
         return self._threads

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock import LLM
+from penstock.config.options import checked
 from penstock.config.resolve import replicas
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
 from penstock.core.request import EngineStats, Request, TierStats
 from penstock.core.sampling import SamplingParams
+from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.replicas import Balancer, together
+from tests.models.families import CASES, make
 from tests.system.served import served
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 
 
 def request(name: str, prompt: list[int], salt: str = "") -> Request:
@@ -53,6 +61,44 @@ def test_options_of_each() -> None:
     assert two.kv_events_config["endpoint"] == "tcp://*:5558" and two.kv_events_config["replay_endpoint"] == "ipc:///tmp/replay-1"
     with pytest.raises(ConfigError, match="data_parallel_size needs a server"):
         LLM("canary", data_parallel_size=2)
+
+
+async def _answers(options: EngineOptions, prompts: list[list[int]]) -> list[list[int]]:
+    """Of the first prompt alone, of all at once, and of the last alone after a pause."""
+    llm = AsyncLLM(options)
+    await llm.start()
+    try:
+        async def one(number: int) -> list[int]:
+            *_, last = [found async for found in llm.generate({"prompt_token_ids": prompts[number]}, GREEDY)]
+            return list(last.outputs[0].token_ids)
+
+        first = await one(0)
+        every = await asyncio.gather(*map(one, range(len(prompts))))
+        await asyncio.sleep(0.2)
+        return [first, *every, await one(len(prompts) - 1)]
+    finally:
+        await llm.shutdown()
+
+
+@pytest.mark.parametrize("engines", [2, *(pytest.param(count, marks=pytest.mark.exhaustive) for count in (3, 4))])
+def test_engines_that_share_experts_step_together(engines: int, tmp_path: Path) -> None:
+    """Attention by data: each has its own requests, some of the experts, and steps along while it has nothing to do."""
+    case = next(case for case in CASES if case.kind == "Qwen3Moe")
+    make(case, tmp_path)
+    prompts = [[1, 5, 9, 44, 17, 60, 8], [1, *range(40, 75)], [1, 44], [3, 4, 5], [9] * 70]
+    options = EngineOptions(model=str(tmp_path), device="cpu", dtype="float32", threads=1, max_num_seqs=4,
+                            max_num_batched_tokens=64, max_model_len=128, skip_tokenizer_init=True)
+    with LLM(**dataclasses.asdict(options)) as llm:
+        asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        wanted = [list(found.outputs[0].token_ids) for found in llm.generate(asked, GREEDY, use_tqdm=False)]
+    several = dataclasses.replace(options, data_parallel_size=engines, enable_expert_parallel=True, enable_eplb=True,
+                                  eplb_config={"step_interval": 2, "num_redundant_experts": 3})
+    assert asyncio.run(_answers(several, prompts)) == [wanted[0], *wanted, wanted[-1]]
+
+
+def test_attention_by_data_is_refused_with_other_axes() -> None:
+    with pytest.raises(ConfigError, match="attention is by data"):
+        checked(EngineOptions(data_parallel_size=2, enable_expert_parallel=True, tensor_parallel_size=2))
 
 
 def test_statistics_together() -> None:

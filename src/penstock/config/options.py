@@ -114,6 +114,10 @@ def _check_engine(options: EngineOptions) -> None:
     if options.enable_lora and options.tensor_parallel_size * options.pipeline_parallel_size > 1:
         raise ConfigError("adapters are not possible with several ranks yet; leave out enable_lora, or serve with "
                           "tensor_parallel_size and pipeline_parallel_size 1")
+    if options.enable_expert_parallel and options.data_parallel_size > 1 and (
+            options.tensor_parallel_size * options.pipeline_parallel_size > 1 or options.enable_lora):
+        raise ConfigError("with data_parallel_size and enable_expert_parallel, attention is by data: tensor_parallel_size and "
+                          "pipeline_parallel_size must be 1, and enable_lora must be left out")
     stage_layers(options)
     balancing(options)
     if options.lora_modules and not options.enable_lora:
@@ -144,10 +148,11 @@ def balancing(options: EngineOptions) -> tuple[int, int]:
 
 def place(options: EngineOptions) -> Place:
     """The place of an engine's first rank."""
-    ranks = options.tensor_parallel_size
-    dealt = options.enable_expert_parallel and ranks > 1
-    return Place(tensors=ranks, stages=options.pipeline_parallel_size, layers=stage_layers(options), experts=dealt,
-                 spare=-(-balancing(options)[0] // ranks) if dealt else 0)
+    tensors, datas = options.tensor_parallel_size, options.data_parallel_size if options.enable_expert_parallel else 1
+    dealt = options.enable_expert_parallel and max(tensors, datas) > 1
+    return Place(tensors=tensors, stages=options.pipeline_parallel_size, layers=stage_layers(options), experts=dealt,
+                 spare=-(-balancing(options)[0] // max(tensors, datas)) if dealt else 0, datas=datas,
+                 data=options.data_parallel_rank if datas > 1 else 0, rendezvous=options.data_parallel_rendezvous)
 
 
 def stage_layers(options: EngineOptions) -> tuple[int, ...]:

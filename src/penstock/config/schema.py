@@ -154,6 +154,8 @@ class EngineOptions:
     data_parallel_size: int = option(1, "engines with the whole model behind one server, which sends a request where "
                                         "least is left to compute and its prompt may be cached", group=PARALLEL, least=1)
     data_parallel_rank: int = option(0, "which of them this engine is; the server says so to each", group=PARALLEL, least=0)
+    data_parallel_rendezvous: str = option("", "folder in which engines that step together meet; the server says so to each",
+                                           group=PARALLEL)
     disable_custom_all_reduce: bool = option(False, "leave short messages between GPUs to NCCL, too", group=PARALLEL)
     threads: int | None = option(None, "CPU threads for kernels; by default all cores", group=EXECUTION, least=1)
     kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch",

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.cache.manager import Cache
 from penstock.config.options import place
-from penstock.config.resolve import memory_limits, plan_memory, ranks, resolve
+from penstock.config.resolve import memory_limits, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import names_leave, plan_tiers
 from penstock.core import service
@@ -54,8 +54,9 @@ _RANK = "penstock.worker.rank:Rank"
 def make_rank(options: EngineOptions) -> Rank:
     """The ranks that the options ask for: one in this process, or several in processes of their own. ConfigError if a device
     cannot be used."""
-    if ranks(options) > 1:
-        return RemoteGroup(msgspec.json.encode(options), list(places(place(options))))
+    first = place(options)
+    if not first.alone:
+        return RemoteGroup(msgspec.json.encode(options), list(places(first)))
     module, _, attribute = _RANK.partition(":")
     return cast(Rank, getattr(importlib.import_module(module), attribute)(options))
 

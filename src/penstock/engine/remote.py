@@ -205,8 +205,8 @@ class RemoteGroup(RankGroup):
         self._lost: str | None = None
         try:
             for place in places:
-                found = replace(place, rendezvous=self._folder)
-                self.ranks.append(RemoteRank(options, found, f"rank {place.rank} of {place.ranks}",
+                found = replace(place, rendezvous=place.rendezvous or self._folder)
+                self.ranks.append(RemoteRank(options, found, f"rank {place.number} of {place.world}",
                                              f"ipc://{self._folder}/rank-{place.rank}", self._context))
         except BaseException:
             self.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ import msgspec
 from penstock.core.errors import EngineDeadError
 from penstock.core.request import EngineInfo, EngineStats, Request, TierStats, Update
 from penstock.engine.loading import Found
-from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused
+from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused, own_folder
 from penstock.observe.log import LOG
 
 _BLOCK = 64
@@ -124,6 +125,10 @@ class Replicas:
         self._on_death = on_death
         self._ready = False
         """`options`: those of each replica (`config/resolve.py::replicas`)."""
+        self._folder = own_folder()
+        self._together = options[0].enable_expert_parallel
+        """Whether they step together, so that none can go on without the others."""
+        options = [dataclasses.replace(own, data_parallel_rendezvous=self._folder) for own in options]
         self.balancer = Balancer(len(options))
         self._stats = [EngineStats() for _ in options]
         self._processes = [EngineProcess(
@@ -144,7 +149,7 @@ class Replicas:
     def dead(self) -> str | None:
         """The reason why no replica is left; before all are ready, why one is gone."""
         reasons = [process.dead for process in self._processes]
-        if self._ready and None in reasons:
+        if self._ready and None in reasons and not self._together:
             return None
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -223,6 +228,7 @@ class Replicas:
     async def stop(self, timeout: float = 10.0) -> None:
         """As `EngineProcess.stop`."""
         await asyncio.gather(*(process.stop(timeout) for process in self._processes))
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _take(self, replica: int, outputs: EngineOutputs) -> None:
         for update in outputs.updates:
@@ -242,7 +248,7 @@ class Replicas:
         self._on_refused(refused)
 
     def _die(self, replica: int, reason: str) -> None:
-        if not self._live or not self._ready:
+        if not self._live or not self._ready or self._together:
             self._on_death(reason)
             return
         lost = [name for name, found in self.balancer.open.items() if found.replica == replica]

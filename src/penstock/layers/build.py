@@ -11,6 +11,7 @@ from penstock.ops.experts import Stack
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Kernels
 from penstock.parallel.group import Group
+from penstock.parallel.lockstep import Lockstep
 
 RopeTable = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, float32 [max_model_len, rotated dimensions / 2]."""
@@ -45,6 +46,8 @@ class Build:
     max_model_len: int
     group: Group | None = None
     """The ranks of tensor parallelism, whose shares of a projection's inputs add up to the result; None on a single rank."""
+    data: Lockstep | None = None
+    """The engines with which this one steps together, each with some of the experts."""
     tables: dict[RopeSpec, RopeTable] = field(default_factory=dict)
 
     def rope(self, spec: RopeSpec) -> RopeTable:

@@ -18,22 +18,24 @@ from penstock.layers.spec import ModelSpec
 from penstock.layers.step import BASE, Adapted, StateView, Step, Works
 from penstock.ops.registry import Kernels
 from penstock.parallel.group import Group
+from penstock.parallel.lockstep import Lockstep
 
 
 class Decoder:
     """Tokens in, logits out. `values` has every parameter that the spec lists, by its path."""
 
     def __init__(self, spec: ModelSpec, values: Values, kernels: Kernels, *, dtype: torch.dtype, device: torch.device,
-                 max_model_len: int, group: Group | None = None) -> None:
-        """`group`: the ranks of tensor parallelism, if `spec` is one rank's part."""
+                 max_model_len: int, group: Group | None = None, data: Lockstep | None = None) -> None:
+        """`group`: the ranks of tensor parallelism, if `spec` is one rank's part. `data`: engines that step together."""
         self.spec = spec
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
         self._max_model_len = max_model_len
         self.states: list[StateSpec] = spec.states(str(dtype).removeprefix("torch."))
-        build = Build(values, kernels, device, max_model_len, group)
+        build = Build(values, kernels, device, max_model_len, group, data)
         self.group = group
+        self.lockstep = data
         self._entry = torch.empty(0, spec.width, dtype=dtype, device=device)
         self.embedding = Embedding(spec.embedding, build, dtype) if spec.begins else None
         self.blocks = [Block(block, f"blocks.{i}", build) for i, block in enumerate(spec.blocks, spec.first)]
@@ -87,6 +89,13 @@ class Decoder:
             delta, residual = block(delta, residual, step)
         delta, residual = last(delta, residual, step, step.ends if self.spec.ends else None)
         return delta + residual if self.norm is None else self.norm.add(delta, residual)[0]
+
+    def follow(self) -> None:
+        """Takes part in a step of the other engines, of which this one has no token."""
+        for block in self.blocks:
+            for mixer in block.mixers:
+                if isinstance(mixer, Experts):
+                    mixer.follow(self._entry[:0])
 
     @property
     def picks(self) -> torch.Tensor | None:

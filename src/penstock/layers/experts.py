@@ -20,6 +20,7 @@ from penstock.layers.step import StateView, Step, Works
 from penstock.ops.experts import Glu
 from penstock.ops.linear import Weight
 from penstock.ops.routing import Routing
+from penstock.parallel.lockstep import Lockstep
 from penstock.parallel.placement import Held, linear, places_of
 from penstock.quant.scheme import PLAIN
 
@@ -59,10 +60,13 @@ class ExpertsSpec:
         """Every rank has its share of the channels of all experts, or of the experts."""
         shared = 0 if self.shared is None else self.shared.share(ranks).inner
         if self.dealt:
-            return replace(self, slots=-(-self.routing.experts // ranks) + self.spare, shared_inner=shared,
-                           divided=(self.inner, ranks))
+            return replace(self.deal(ranks), shared_inner=shared)
         return replace(self, inner=Piece("up", self.inner, even_unit(self.inner)).room(ranks), shared_inner=shared,
                        divided=(self.inner, ranks))
+
+    def deal(self, ranks: int) -> ExpertsSpec:
+        """One rank's part where only the experts are divided."""
+        return replace(self, slots=-(-self.routing.experts // ranks) + self.spare, divided=(self.inner, ranks))
 
     @property
     def router(self) -> LinearSpec:
@@ -153,9 +157,10 @@ class Experts:
         Neighbouring tokens take different replicas."""
         self.held: Held | None = None
         """Of ranks that divide the experts: where each one is."""
+        self._data = build.data
+        group = build.group if build.data is None else build.data.group
         if spec.slots:
-            assert build.group is not None
-            self._rank = build.group.rank
+            self._rank = 0 if group is None else group.rank
             self.placement = torch.empty(spec.routing.experts, 1 + spec.spare * spec.divided[1], dtype=torch.int32,
                                          device=build.device)
             self.hold(linear(spec.routing.experts, spec.divided[1], spec.slots))
@@ -194,13 +199,44 @@ class Experts:
         if ends is not None:  # how many of them are padding is not known here
             x, counted = x.index_select(0, ends), (None, None)  # type: ignore[assignment]
         picks, weights = self._route(self.router(x, step), self.correction, spec.routing, *counted)
+        if self._data is not None:
+            if ends is None:
+                picks = picks.masked_fill((torch.arange(len(x), device=x.device) >= step.query_start[-1])[:, None], -1)
+            out = self._together(self._data, x, picks, weights)
+            return out if self.shared is None else self._with_shared(out, x, step)
         if self.placement is not None:
             picks = placed(picks, self.placement)
         out = self.up.grouped.apply(x, picks, weights, self.up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward)
         if self._reduce is not None:
             out = self._reduce(out)
-        if self.shared is None:
-            return out
+        return out if self.shared is None else self._with_shared(out, x, step)
+
+    def follow(self, x: torch.Tensor) -> None:
+        """Takes part in a step of other ranks without a token: x [0, W]."""
+        assert self._data is not None
+        count = self.spec.routing.picks
+        self._together(self._data, x, torch.empty(0, count, dtype=torch.int32, device=x.device),
+                       torch.empty(0, count, device=x.device))
+
+    def _together(self, data: Lockstep, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The experts' results for this rank's tokens, where every rank has other tokens and other experts: all tokens go to
+        all ranks with their picks and weights in one message, and each rank gets the sum of the results for its own."""
+        assert self.placement is not None
+        size, tokens, width, count = data.group.size, len(x), x.shape[1], picks.shape[1]
+        parts = [part.contiguous().view(torch.int32) for part in (x, picks, weights)]
+        sizes = [part.shape[1] for part in parts]
+        sent = torch.zeros(data.most, sum(sizes), dtype=torch.int32, device=x.device)
+        sent[:tokens] = torch.cat(parts, 1)
+        sent[tokens:, sizes[0]:sizes[0] + count] = -1
+        found = data.group.gather(sent).flatten(0, 1).split(sizes, 1)
+        everyones, chosen, shares = (part.contiguous() for part in found)
+        out = self.up.grouped.apply(everyones.view(x.dtype).view(-1, width), placed(chosen.view(-1, count), self.placement),
+                                    shares.view(torch.float32), self.up, self.down, self.spec.glu, self.up_bias, self.down_bias,
+                                    self.spec.inward)
+        return data.group.reduce_own(out.view(size, data.most, width))[:tokens]
+
+    def _with_shared(self, out: torch.Tensor, x: torch.Tensor, step: Step) -> torch.Tensor:
+        assert self.shared is not None
         shared = self.shared(x, step)
         return out + (shared if self.shared_gate is None else self.shared_gate(x, step).sigmoid() * shared)
 
@@ -208,7 +244,8 @@ class Experts:
 def placed(picks: torch.Tensor, placement: torch.Tensor) -> torch.Tensor:
     """Places in the stacks [T, K] of picks [T, K]; token t takes replica t % R."""
     replica = torch.arange(len(picks), device=picks.device) % placement.shape[1]
-    return placement[picks.long(), replica[:, None]].contiguous()
+    found = placement[picks.clamp(min=0).long(), replica[:, None]]
+    return found.masked_fill(picks < 0, -1).contiguous()
 
 
 def _own_bias(bias: torch.Tensor, spec: ExpertsSpec, rank: int) -> torch.Tensor:

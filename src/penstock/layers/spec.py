@@ -61,7 +61,10 @@ class ModelSpec:
 
     def at(self, place: Place) -> ModelSpec:
         """The part of the rank at `place`."""
-        return self.dealt(place).share(place.tensors).stage(place.stage, place.stages, place.layers)
+        whole = self.dealt(place)
+        if place.datas > 1:
+            return whole.changed(lambda mixer: mixer.deal(place.datas) if isinstance(mixer, ExpertsSpec) else mixer)
+        return whole.share(place.tensors).stage(place.stage, place.stages, place.layers)
 
     def dealt(self, place: Place) -> ModelSpec:
         """The whole model, where ranks divide experts and not the channels of each, if so."""
@@ -69,10 +72,10 @@ class ModelSpec:
             return self
         if not any(isinstance(mixer, ExpertsSpec) for block in self.blocks for mixer in block.mixers):
             raise ModelError("enable_expert_parallel is for mixtures of experts; this model has none")
-        return self._with(lambda mixer: dataclasses.replace(mixer, dealt=True, spare=place.spare)
+        return self.changed(lambda mixer: dataclasses.replace(mixer, dealt=True, spare=place.spare)
                           if isinstance(mixer, ExpertsSpec) else mixer)
 
-    def _with(self, change: Callable[[MixerSpec], MixerSpec]) -> ModelSpec:
+    def changed(self, change: Callable[[MixerSpec], MixerSpec]) -> ModelSpec:
         """The model with every mixer changed."""
         return dataclasses.replace(self, blocks=tuple(dataclasses.replace(block, stages=tuple(
             tuple(dataclasses.replace(branch, body=change(branch.body)) for branch in stage) for stage in block.stages))
@@ -109,7 +112,7 @@ class ModelSpec:
         """One rank's part. It is the same for every rank; which rows of a parameter are in it, `Parameter.share` says."""
         if ranks == 1:
             return self
-        own = dataclasses.replace(self._with(lambda mixer: mixer.share(ranks)), ranks=ranks)
+        own = dataclasses.replace(self.changed(lambda mixer: mixer.share(ranks)), ranks=ranks)
         cut = {parameter.scheme.name for parameter in self.parameters()
                if parameter.scheme is not None and not _divides(parameter, ranks)}
         if cut or len(list(own.parameters())) != len(list(self.parameters())):

@@ -20,19 +20,20 @@ from penstock.models.weights import Progress
 from penstock.ops.registry import Kernels
 from penstock.parallel.axis import ALONE, Place
 from penstock.parallel.group import Group
+from penstock.parallel.lockstep import Lockstep
 
 __all__ = ["Decoder", "ModelSpec", "configured", "describe", "family_of", "load", "registry"]
 
 
 def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, device: torch.device, kernels: Kernels,
          load_format: str = "auto", max_model_len: int, seed: int = 0, progress: Progress | None = None, place: Place = ALONE,
-         group: Group | None = None) -> Decoder:
+         group: Group | None = None, data: Lockstep | None = None) -> Decoder:
     """A model ready to run: described by `config` (as `read_config` gives it), weights from `folder`'s safetensors.
 
     load_format "dummy" needs no folder: weights are random, a function of `seed`. `max_model_len` is the length of the rope
     tables, and decides how some rope scalings behave (layers/rope.py). `progress` is called with (bytes done, bytes in all).
-    `place` is that of a rank, which loads its share and exchanges with its `group`. ModelError names what is wrong with the
-    config or the files.
+    `place` is that of a rank, which loads its share and exchanges with its `group` and its `data`. ModelError names what is
+    wrong with the config or the files.
     """
     spec = describe(config)
     learned = spec.embedding.positions
@@ -49,4 +50,4 @@ def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, dev
         values = weights.stream(spec, family.RULES, checkpoint, dtype=dtype, device=device,
                                 kernels=kernels, progress=progress, place=place)
     return Decoder(spec.at(place), values, kernels, dtype=dtype, device=device, max_model_len=max_model_len,
-                   group=group)
+                   group=group, data=data)

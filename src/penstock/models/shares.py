@@ -78,15 +78,22 @@ class Shares:
         self._dtype = dtype
         self._wholes = {parameter.name: parameter for parameter in self.whole.parameters()}
 
+    def _axis(self, whole: Parameter) -> tuple[int, int]:
+        """(rank, ranks) of those that divide a parameter: of engines that step together, only experts."""
+        place = self._place
+        if place.datas > 1:
+            return (place.data, place.datas) if whole.stack else (0, 1)
+        return place.tensor, place.tensors
+
     def of(self, parameter: Parameter) -> Parameter:
         """The whole of which this rank's `parameter` is a share."""
         return self._wholes[parameter.name]
 
     def taken(self, parameter: Parameter, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's share of the stored tensors of a whole parameter."""
-        if self._place.tensors == 1:
+        whole, found = self.of(parameter), dict[str, torch.Tensor]()
+        if self._axis(whole)[1] == 1:
             return parts
-        whole, found = self.of(parameter), {}
         for part in stored(whole, self._dtype):
             axis = part.rows
             count = 0 if axis is None else part.shape[axis]
@@ -121,7 +128,7 @@ class Shares:
     def clear(self, parameter: Parameter, tensors: dict[str, torch.Tensor]) -> None:
         """Sets to zero what no cut fills, where this rank has fewer heads or channels than there is room for."""
         whole = self._wholes[parameter.name]
-        held = sum(last - first for first, last in whole.share(self._place.tensor, self._place.tensors))
+        held = sum(last - first for first, last in whole.share(*self._axis(whole)))
         if whole.split is not Split.WHOLE and held < sum(piece.rows for piece in parameter.divided):
             for tensor in tensors.values():
                 tensor.zero_()
@@ -130,11 +137,11 @@ class Shares:
         """The part of a source that this rank's `parameter` holds."""
         whole = self._wholes[parameter.name]
         rows = () if source.axis is None else (Run(source.axis, source.first, source.count),)
-        if self._place.tensors == 1 or whole.split is Split.WHOLE:
+        if self._axis(whole)[1] == 1 or whole.split is Split.WHOLE:
             yield Cut(None, rows)
         elif whole.split is Split.COLUMNS:
             part = self._part(whole, source.part)
-            ((first, last),) = whole.share(self._place.tensor, self._place.tensors)
+            ((first, last),) = whole.share(*self._axis(whole))
             if part.columns is None:
                 yield Cut(None, rows)
             elif first < last:
@@ -148,7 +155,7 @@ class Shares:
     def _rows(self, whole: Parameter, own: Parameter, source: Source, axis: int) -> Iterator[Cut]:
         at = 0
         joined = source.rows < whole.shape[0]
-        for (first, last), piece in zip(whole.share(self._place.tensor, self._place.tensors), own.divided, strict=True):
+        for (first, last), piece in zip(whole.share(*self._axis(whole)), own.divided, strict=True):
             low, high = max(first, source.row), min(last, source.row + source.rows)
             if low < high:
                 taken = [self._scaled(whole, row - source.row, source.rows, source.count) for row in (low, high)]
@@ -165,5 +172,5 @@ class Shares:
         if rest:
             assert parameter.scheme is not None
             raise ModelError(f"{parameter.name} is stored as {parameter.scheme.name}, whose blocks would be cut apart by "
-                             f"{self._place.tensors} ranks; use another tensor_parallel_size")
+                             f"{self._axis(parameter)[1]} ranks; use another tensor_parallel_size")
         return at

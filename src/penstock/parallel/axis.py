@@ -22,10 +22,13 @@ class Place:
     """Ranks divide the experts of a mixture, not the channels of each."""
     spare: int = 0
     """Experts for which each rank has room besides its share."""
+    data: int = 0
+    datas: int = 1
+    """Engines that step together: each has its own requests, and some of the experts for all."""
 
     @property
     def rank(self) -> int:
-        """Its number among all ranks: stage by stage."""
+        """Its number among the ranks of its engine: stage by stage."""
         return self.stage * self.tensors + self.tensor
 
     @property
@@ -33,8 +36,17 @@ class Place:
         return self.stages * self.tensors
 
     @property
+    def number(self) -> int:
+        """Its number in the world: engine by engine."""
+        return self.data * self.ranks + self.rank
+
+    @property
+    def world(self) -> int:
+        return self.datas * self.ranks
+
+    @property
     def alone(self) -> bool:
-        return self.ranks == 1
+        return self.world == 1
 
 
 ALONE = Place()

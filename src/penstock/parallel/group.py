@@ -37,6 +37,10 @@ class Group(Protocol):
         """[size, *x.shape]: the x of all ranks."""
         ...
 
+    def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, ...] -> [...]: the sum of the ranks' parts x[rank]."""
+        ...
+
 
 def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum in order, rounded once."""
@@ -60,8 +64,8 @@ def joined(place: Place, device: torch.device) -> None:
     # All ranks are on this machine: nothing is bound to another interface.
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     store = torch._C._distributed_c10d.FileStore(  # noqa: SLF001 (not exported)
-        f"{place.rendezvous}/ranks", place.ranks)
-    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=place.rank, world_size=place.ranks,
+        f"{place.rendezvous}/ranks", place.world)
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=place.number, world_size=place.world,
                             timeout=timedelta(seconds=_JOIN_SECONDS), device_id=device if cuda else None)
 
 
@@ -79,16 +83,14 @@ def subgroup(members: Sequence[Sequence[int]], rank: int) -> Any:
 class Processes:
     """Ranks in processes."""
 
-    def __init__(self, place: Place, device: torch.device, peers: bool = True) -> None:
-        """The ranks that divide the layers of this rank's stage. `peers`: GPUs that can, exchange short messages by our own
-        kernel."""
+    def __init__(self, rank: int, size: int, group: Any, device: torch.device, peers: bool = True) -> None:
+        """`group`: torch's. `peers`: GPUs that can, exchange short messages by our own kernel."""
         import torch.distributed as dist
 
-        self.rank, self.size = place.tensor, place.tensors
+        self.rank, self.size, self._group = rank, size, group
         cuda = device.type == "cuda"
-        stages = [range(stage * self.size, (stage + 1) * self.size) for stage in range(place.stages)]
-        self._group = dist.group.WORLD if place.stages == 1 else subgroup(stages, place.rank)
         self._reduce = dist.all_reduce
+        self._exchange = dist.all_to_all_single
         # Its name in torch 2.13, and before.
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._sums = cuda and self.size == 2
@@ -117,6 +119,14 @@ class Processes:
         return found
 
 
+    def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers.reduce(x)[self.rank]
+        found = torch.empty_like(x)
+        self._exchange(found.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8), group=self._group)
+        return added(found.unbind())
+
+
 class Threads:
     """Ranks in threads of one process, for tests."""
 
@@ -126,6 +136,9 @@ class Threads:
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         return added(self.gather(x).unbind())
+
+    def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
+        return added(self.gather(x)[:, self.rank].unbind())
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         shared = self._shared

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from penstock.parallel.axis import Place
-from penstock.parallel.group import Group, Processes, joined
+from penstock.parallel.group import Group, Processes, joined, subgroup
+from penstock.parallel.lockstep import Lockstep
 from penstock.parallel.pipe import Pipe, ProcessPipe
 
 
@@ -18,6 +19,7 @@ class Mesh:
 
     tensor: Group | None = None
     pipe: Pipe | None = None
+    data: Lockstep | None = None
     end: Callable[[], None] | None = None
 
     def close(self) -> None:
@@ -33,5 +35,14 @@ def join(place: Place, device: torch.device, peers: bool) -> Mesh:
     import torch.distributed as dist
 
     joined(place, device)
-    return Mesh(Processes(place, device, peers) if place.tensors > 1 else None,
-                ProcessPipe(place) if place.stages > 1 else None, dist.destroy_process_group)
+    world, tensors = dist.group.WORLD, place.tensors
+    tensor = data = None
+    if tensors > 1:
+        stages = [range(stage * tensors, (stage + 1) * tensors) for stage in range(place.stages)]
+        group = world if place.stages == 1 else subgroup(stages, place.rank)
+        tensor = Processes(place.tensor, tensors, group, device, peers)
+    if place.datas > 1:
+        # Of its own and on the host, as ranks agree on sizes while the devices compute.
+        agreeing = Processes(place.data, place.datas, dist.new_group(backend="gloo"), torch.device("cpu"))
+        data = Lockstep(Processes(place.data, place.datas, world, device, peers), agreeing, f"{place.rendezvous}/wave")
+    return Mesh(tensor, ProcessPipe(place) if place.stages > 1 else None, data, dist.destroy_process_group)

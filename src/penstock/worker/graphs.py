@@ -79,7 +79,7 @@ class Graphs:
         self.model = model
         self._sampler = sampler
         # A pipeline stage is part of a step, between two messages.
-        self._alone = model.spec.begins and model.spec.ends
+        self._alone = model.spec.begins and model.spec.ends and model.lockstep is None
         self.builder = StepBuilder(model, rows, page, captured=True)
         self._columns = rows.tables[0].shape[1]
         self._longest = rows.tokens.shape[1]
@@ -132,6 +132,8 @@ class Graphs:
 
     def _run(self, bucket: Bucket, parts: Parts) -> torch.Tensor:
         ends = None if bucket.tokens == bucket.segments else bucket.segments
+        if self.model.lockstep is not None:
+            self.model.lockstep.most = bucket.tokens
         return self.model.forward(self.builder.step(bucket, parts, ends, self._columns))
 
     def forward(self, plan: StepPlan, bucket: Bucket, picks: Picks, behind: Ints | None = None) -> tuple[torch.Tensor, Parts]:

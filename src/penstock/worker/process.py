@@ -42,6 +42,8 @@ from penstock.stores.version import Version
 from penstock.worker.rank import Rank, Start
 from penstock.worker.worker import Launched
 
+_IDLE_MS = 1
+"""A rank waits so long for a plan before it takes part in other engines' steps without one."""
 _WATCH_SECONDS = 2e-5
 """The interval at which a step on the device is looked at while no message comes."""
 
@@ -81,6 +83,9 @@ class Loop:
             if self._flying[0].ended():
                 return None
             time.sleep(_WATCH_SECONDS)
+        while self.rank.together and not self._inbox.poll(_IDLE_MS):
+            if self.rank.called:
+                self.rank.follow()
         return self._read(self._inbox.recv())
 
     def _step(self, told: Told) -> None:

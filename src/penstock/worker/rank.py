@@ -96,8 +96,8 @@ class Rank:
         options = self._options
         self._checkpoint = models.configured(self._folder, options.quantization, options.quantization_rules,
                                              cache_asked(options))
-        spec = models.describe(self._checkpoint).dealt(self._place).share(self._place.tensors)
-        self._spec = spec.stage(self._place.stage, self._place.stages, self._place.layers)
+        whole = models.describe(self._checkpoint)
+        self._spec, spec = whole.at(self._place), whole.dealt(self._place).share(self._place.tensors)
         return Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.max_positions, spec.size,
                       dtype_of(self._folder, self._checkpoint), spec.task, spec.labels)
 
@@ -132,7 +132,7 @@ class Rank:
                                    "load_format": options.load_format, "max_model_len": config.max_model_len,
                                    "seed": options.seed}
             self._model = model = models.load(self._folder, self._checkpoint, **how, progress=progress, place=self._place,
-                                                group=self._mesh.tensor)
+                                                group=self._mesh.tensor, data=self._mesh.data)
             if config.speculation is not None:
                 self._drafter = drafters.load(config.speculation, self._draft, **how)
             warming.result()
@@ -200,16 +200,39 @@ class Rank:
                     store.close()
                 raise
             worker.warm_up(self._scratch, config.max_num_batched_tokens)
-            if self._place.experts and self._mesh.tensor is not None:
-                options = self._options
-                with torch.inference_mode():
-                    worker.balancing = Balancing(self._model, self._mesh.tensor, interval=balancing(options)[1],
-                                                 spread=options.expert_placement_strategy == "round_robin")
+            if self._place.experts:
+                self._balance(worker)
             worker.model.forget_picks()
         if worker.graphs is None:
             return Prepared()
         sizes = worker.graphs.buckets
         return Prepared(len(worker.graphs), worker.graphs.seconds, tuple(sorted({*sizes.decode, *sizes.mixed})))
+
+    def _balance(self, worker: Worker) -> None:
+        options, data = self._options, self._mesh.data
+        group = self._mesh.tensor if data is None else data.group
+        assert group is not None
+        with torch.inference_mode():
+            found = Balancing(worker.model, group, interval=balancing(options)[1],
+                              spread=options.expert_placement_strategy == "round_robin")
+        if data is None:
+            worker.balancing = found
+        else:
+            data.each = found.step
+
+    @property
+    def called(self) -> bool:
+        """Whether engines that step together with this one have steps to compute."""
+        return self._mesh.data is not None and self._mesh.data.active
+
+    @property
+    def together(self) -> bool:
+        """Whether other engines wait for this one at every step."""
+        return self._mesh.data is not None
+
+    def follow(self) -> None:
+        """Takes part in a step of theirs, without a token."""
+        self.worker.follow()
 
     def look(self) -> None:
         """A rank of the engine's own process is never lost."""

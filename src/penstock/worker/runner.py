@@ -6,12 +6,13 @@ import torch
 
 from penstock.core.plan import Ints, StepPlan
 from penstock.layers.decoder import Decoder
+from penstock.parallel.lockstep import Lockstep
 from penstock.parallel.pipe import Pipe
 from penstock.worker.adapters import Adapters
 from penstock.worker.graphs import Graphs
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
-from penstock.worker.step import StepBuilder, picks_of
+from penstock.worker.step import Bucket, StepBuilder, picks_of
 
 
 class Runner:
@@ -36,6 +37,8 @@ class Runner:
         every = every or delta is not None
         # CUDA graphs do not return the hidden states of all tokens.
         bucket = self.graphs.buckets.of(plan, count) if self.graphs is not None and not every else None
+        if self.model.lockstep is not None:
+            bucket = self._agreed(self.model.lockstep, plan, count, bucket)
         captured = bucket is not None
         bucket = self.builder.bucket(plan, count) if bucket is None else bucket
         if self.pipe is not None and not self.model.spec.begins:
@@ -62,6 +65,12 @@ class Runner:
             hidden = self.model.forward(builder.step(bucket, parts, None if whole else ends))
             self._pass_on(hidden)
         return hidden, hidden[:ends], builder.lines(parts, plan, picks)
+
+    def _agreed(self, lockstep: Lockstep, plan: StepPlan, count: int, bucket: Bucket | None) -> Bucket | None:
+        """The bucket of a captured step, which all ranks must replay together: of decode steps of the size of the largest."""
+        decodes = bucket is not None and bucket.tokens == bucket.segments
+        tokens = bucket.tokens if bucket is not None and decodes else self.builder.bucket(plan, count).tokens
+        return Bucket(lockstep.most, lockstep.most) if lockstep.begin(tokens, decodes) else None
 
     def _pass_on(self, stream: torch.Tensor, copied: bool = False) -> None:
         """Sends a stage's result to the next."""

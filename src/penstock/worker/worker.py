@@ -299,6 +299,15 @@ class Worker:
             return Launched(plan, interval, self.movers, choose, picks=self._picks)
         return Launched(plan, interval, self.movers, None, self._choose(plan, forward, interval, None), self._picks)
 
+    def follow(self) -> None:
+        """Takes part in a step of other engines, of which this one has no token."""
+        lockstep = self.model.lockstep
+        assert lockstep is not None
+        with torch.inference_mode(), self._on_stream:
+            lockstep.begin(0, True)
+            if lockstep.most:
+                self.model.follow()
+
     def _passed(self, interval: Interval, _masks: Masks | None) -> Chosen:
         """The second launch where another stage chooses."""
         with self._on_stream:

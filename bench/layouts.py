@@ -1,0 +1,241 @@
+"""Layouts over several GPUs: first whether greedy tokens equal one card's, then seconds of fixed workloads; or both on paper.
+
+usage: python bench/layouts.py equal tp2 pp2 ep2
+       python bench/layouts.py time llama8b:tp2:decode_b1,prefill_8k llama70b:tp2:decode_b1 [--repeats 2] [--limit 60]
+       python bench/layouts.py predict [--shape llama8b llama70b qwen30b_a3b]
+
+Every engine is a process of its own with a limit, and every figure is printed and appended to $OUT/layouts.jsonl as it comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fixed import COPY, PRODUCT, SHAPES, sizes, workloads, write
+from penstock.config.options import engine_options
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {}, **{f"tp{n}": {"tensor_parallel_size": n} for n in (2, 3, 4, 8)},
+    **{f"pp{n}": {"pipeline_parallel_size": n} for n in (2, 3, 4)},
+    **{f"ep{n}": {"tensor_parallel_size": n, "enable_expert_parallel": True} for n in (2, 4, 8)},
+    **{f"dp{n}": {"data_parallel_size": n} for n in (2, 4, 8)},
+    **{f"dpep{n}": {"data_parallel_size": n, "enable_expert_parallel": True} for n in (2, 4, 8)},
+    "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "tp2dp2": {"tensor_parallel_size": 2, "data_parallel_size": 2}}
+
+SMALL: dict[str, dict[str, Any]] = {
+    "8b-small": SHAPES["llama8b"] | {"num_hidden_layers": 4},
+    "30b-small": SHAPES["qwen30b_a3b"] | {"num_hidden_layers": 4}}
+"""Shapes cut to a few layers, for equality."""
+
+DEVICE = os.environ.get("DEVICE", "cuda")
+AT_ONCE = 16 if DEVICE == "cuda" else 2
+OUT = Path(os.environ.get("OUT", "."))
+
+
+def say(**found: Any) -> None:
+    line = json.dumps(found)
+    print(line, flush=True)
+    with (OUT / "layouts.jsonl").open("a") as file:
+        file.write(line + "\n")
+
+
+def child(*words: str, limit: float) -> list[dict[str, Any]]:
+    """The lines that this script prints when run with `words`; what it says besides goes to the error output."""
+    started = time.monotonic()
+    process = subprocess.Popen([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        out, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        out, _ = process.communicate()
+        say(failed=" ".join(words), after=round(time.monotonic() - started, 1), why="limit")
+    if process.returncode not in (0, -9):
+        say(failed=" ".join(words), status=process.returncode)
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+# -- equality
+
+
+def tokens(shape: str, layout: str, dtype: str) -> None:
+    """Prints the greedy tokens of a few prompts."""
+    prompts = [[(7 + 31 * i * (row + 1)) % 4000 + 1 for i in range(length)] for row, length in enumerate((1, 40, 300, 17, 700))]
+    with tempfile.TemporaryDirectory() as folder:
+        model = "canary" if shape == "canary" else str(write(SMALL[shape], Path(folder) / shape))
+        options = {"dtype": dtype, "device": DEVICE, "batch_invariant": DEVICE == "cuda", "max_model_len": 1024,
+                   "max_num_seqs": 16,
+                   "skip_tokenizer_init": True, "gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": 1 << 28,
+                   "load_format": "auto" if shape == "canary" else "dummy", **LAYOUTS[layout]}
+        print(json.dumps({"tokens": answers(model, options, [(prompt, 32) for prompt in prompts])[1]}), flush=True)
+
+
+def equal(layouts: list[str], limit: float) -> None:
+    """Compares every layout with one card in float32, where sums over ranks leave no ties, and in bfloat16 for information. All
+    engines run at once: they are small."""
+    runs = [(shape, layout, dtype) for shape in ("canary", *SMALL) for dtype in ("float32", "bfloat16")
+            for layout in ("one", *layouts)
+            if (shape == "30b-small" or "ep" not in layout) and (dtype == "float32" or shape == "8b-small")]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = dict(zip(runs, pool.map(lambda run: child("tokens", *run, limit=limit), runs), strict=True))
+    for (shape, layout, dtype), lines in found.items():
+        wanted = found[shape, "one", dtype]
+        if layout == "one" or not lines or not wanted:
+            continue
+        pairs = [(a, b) for one, other in zip(wanted[-1]["tokens"], lines[-1]["tokens"], strict=True)
+                 for a, b in zip(one, other, strict=True)]
+        same = sum(a == b for a, b in pairs)
+        say(equal=same == len(pairs), shape=shape, dtype=dtype, layout=layout, same_tokens=same, of=len(pairs))
+
+
+# -- time
+
+
+def answers(model: str, options: dict[str, Any], asks: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
+    """Seconds, and the tokens of every request."""
+    with Engine(model, options) as engine:
+        return engine.run(asks)
+
+
+class Engine:
+    """An offline engine, or several behind the server's balancer."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        started = time.perf_counter()
+        self._several = options.get("data_parallel_size", 1) > 1
+        if self._several:
+            from penstock.engine.async_llm import AsyncLLM
+
+            self._loop = asyncio.new_event_loop()
+            self._llm: Any = AsyncLLM(engine_options(model, options))
+            self._loop.run_until_complete(self._llm.start())
+        else:
+            from penstock.engine.llm import LLM
+
+            self._llm = LLM(model, **options)
+        self.seconds = time.perf_counter() - started
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._several:
+            self._loop.run_until_complete(self._llm.shutdown())
+        else:
+            self._llm.close()
+
+    def run(self, asks: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
+        from penstock.core.sampling import SamplingParams
+
+        params = [SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False) for _, output in asks]
+        if self._several:
+            return self._loop.run_until_complete(self._all(asks, params))
+        self._llm.reset_prefix_cache()
+        started = time.perf_counter()
+        found = self._llm.generate([{"prompt_token_ids": prompt} for prompt, _ in asks], params, use_tqdm=False)
+        return time.perf_counter() - started, [list(one.outputs[0].token_ids) for one in found]
+
+    async def _all(self, asks: list[tuple[list[int], int]], params: list[Any]) -> tuple[float, list[list[int]]]:
+        await self._llm.reset_prefix_cache()
+
+        async def one(number: int) -> list[int]:
+            *_, last = [output async for output in self._llm.generate(
+                {"prompt_token_ids": asks[number][0]}, params[number], f"{number}")]
+            return list(last.outputs[0].token_ids)
+
+        started = time.perf_counter()
+        found = await asyncio.gather(*map(one, range(len(asks))))
+        return time.perf_counter() - started, found
+
+
+def timed(shape: str, layout: str, names: str, repeats: int) -> None:
+    """Prints the median seconds of workloads; also of a prompt of 122,880 tokens: prompt_120k, and decode_120k with steps."""
+    known = {name: [(ask.prompt, ask.output) for ask in asks] for name, asks in workloads(shape)}
+    long = [1000 + i * 7919 % 90000 for i in range(122880)]
+    known["prompt_120k"], known["decode_120k"] = [(long, 1)], [(long, 33)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(write(SHAPES[shape], Path(folder) / shape))
+        options = {"device": DEVICE, "load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.85,
+                   "max_model_len": 131072 if "120k" in names else 16384, **LAYOUTS[layout]}
+        with Engine(model, options) as engine:
+            print(json.dumps({"shape": shape, "layout": layout, "start_s": round(engine.seconds, 1)}), flush=True)
+            for name in names.split(","):
+                seconds = [engine.run(known[name])[0] for _ in range(repeats + 1)][1:]
+                print(json.dumps({"shape": shape, "layout": layout, "workload": name,
+                                  "seconds": round(statistics.median(seconds), 4)}), flush=True)
+
+
+# -- on paper
+
+LINK, REDUCE, SHARED = 360e9, 4.5e-6, 1.3e-6
+"""Of NVLink between H200s: bytes/s one way as copied, seconds of a short sum over two cards (measured, bench/gpu_peers.py), and
+what each further rank adds to it (assumed: its flags are read one after another)."""
+READ = 0.86
+"""Of the copy's rate, what one card's decode steps of these shapes reach (measured: 8B, 1 to 256 sequences)."""
+STEP = 0.15e-3
+"""Seconds of a step that no number of ranks shortens: building it, norms, choosing."""
+
+
+def predicted(shape: str, ranks: int, rows: int, context: int, experts: bool = False) -> dict[str, float]:
+    """Seconds of a decode step of `rows` sequences under tensor parallelism, or experts over ranks. A mixture's ranks read the
+    experts that any of the rows picks; under expert parallelism the busiest rank has more than its share of them."""
+    size, width = sizes(SHAPES[shape]), SHAPES[shape]["hidden_size"]
+    moved = size.read(rows) * 2 + rows * context * size.entry
+    uneven = 1 + 0.6 / max(1.0, rows * size.picks / ranks) ** 0.5 if experts and ranks > 1 else 1.0
+    reading = moved / ranks / (COPY * READ) * uneven
+    computing = 2 * size.weights * rows / PRODUCT / ranks
+    message = rows * width * 2
+    one = REDUCE + SHARED * (ranks - 2) + (message * (ranks - 1) / LINK if message <= 1 << 19
+                                           else 2 * message * (ranks - 1) / ranks / LINK)
+    return {"seconds": STEP + max(reading, computing) + (2 * size.layers + 1) * one * (ranks > 1),
+            "sums": (2 * size.layers + 1) * one * (ranks > 1)}
+
+
+def predict(shapes: list[str]) -> None:
+    """Prints a table in Markdown."""
+    print("| decode step, ms (of it sums over ranks) | " + " | ".join(f"{n} card{'s' * (n > 1)}" for n in (1, 2, 4, 8)) + " |")
+    print("|---|" + "---|" * 4)
+    for shape in shapes:
+        for rows, context in ((1, 256), (32, 576), (256, 576)):
+            for experts in (False, True) if sizes(SHAPES[shape]).experts else (False,):
+                cells = [predicted(shape, n, rows, context, experts) for n in (1, 2, 4, 8)]
+                kind = "experts" if experts else "tensors"
+                print(f"| {shape}, {rows} sequences, {kind} | "
+                      + " | ".join(f"{c['seconds'] * 1e3:.2f} ({c['sums'] * 1e3:.2f})" for c in cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("equal", "time", "predict", "tokens", "timed"))
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--shape", nargs="*", default=["llama8b", "llama70b", "qwen30b_a3b"])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for each engine")
+    args = parser.parse_args()
+    if args.what == "predict":
+        predict(args.shape)
+    elif args.what == "tokens":
+        tokens(*args.names)
+    elif args.what == "timed":
+        timed(*args.names, args.repeats)
+    elif args.what == "equal":
+        equal(args.names, args.limit)
+    else:
+        for name in args.names:
+            for line in child("timed", *name.split(":"), "--repeats", str(args.repeats), limit=args.limit):
+                say(**line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Engines that step together, because each has some of the experts for the tokens of all (attention by data).
+
+A step is a round: all ranks first agree on its size, those without tokens too. While no rank has any, nobody agrees on
+anything; the first that has some calls the others by a number in memory that all map.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Callable
+
+import torch
+
+from penstock.parallel.group import Group
+
+_NUMBER = struct.Struct("q")
+
+
+class Lockstep:
+    """One rank's side. Rounds in a row, until one has no tokens at all, are a wave."""
+
+    def __init__(self, group: Group, agreeing: Group, path: str) -> None:
+        """`group` exchanges tensors of the device, `agreeing` those of the host. `path`: of the file with the wave's number."""
+        self.group = group
+        self.most = 0
+        """The most tokens that any rank has in this round."""
+        self.each: Callable[[], None] | None = None
+        """Called in every round that has tokens, by all ranks."""
+        self._agreeing = agreeing
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(file, _NUMBER.size)
+        self._called = mmap.mmap(file, _NUMBER.size)
+        os.close(file)
+        self._ended = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether a wave goes on, of which this rank has not seen the end."""
+        return int(_NUMBER.unpack(self._called[:])[0]) > self._ended
+
+    def begin(self, tokens: int, decodes: bool) -> bool:
+        """Begins a round of so many tokens here; sets `most`. Returns whether on all ranks the tokens are one of each segment,
+        which is so with no tokens. Waits for the other ranks' hosts."""
+        if tokens:
+            self._called[:] = _NUMBER.pack(self._ended + 1)
+        sizes = self._agreeing.gather(torch.tensor([tokens, decodes], dtype=torch.int64))
+        self.most = int(sizes[:, 0].max())
+        if not self.most:
+            self._ended += 1
+        elif self.each is not None:
+            self.each()
+        return bool(sizes[:, 1].all())
