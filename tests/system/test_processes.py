@@ -182,6 +182,28 @@ def test_a_server_whose_rank_dies_tells_every_request() -> None:
         assert "rank 1 of 2" in server.log
 
 
+def test_lost_ranks_are_started_again() -> None:
+    """Requests get their errors, the server stays, refuses while it has no engine, and answers as before."""
+    flags = ("--tensor-parallel-size", "2", "--max-model-len", "512", "--device", "cpu", "--restart", "ranks")
+    with served("canary", *flags) as server:
+        before = server.complete(prompt="Once", max_tokens=8, temperature=0)["choices"][0]["text"]
+        statuses: list[int] = []
+        asking = threading.Thread(target=lambda: statuses.append(
+            server.post("/v1/completions", prompt="Once", max_tokens=400, temperature=0, ignore_eos=True).status_code))
+        asking.start()
+        time.sleep(0.3)
+        os.kill(_ranks_of(server)[1], signal.SIGKILL)
+        asking.join(10)
+        assert statuses in ([500], [503])
+        assert server.post("/v1/completions", prompt="Once", max_tokens=4).status_code == 503
+        assert server.http.get("/health").status_code == 503
+        until = time.monotonic() + 90
+        while server.http.get("/health").status_code != 200:
+            assert time.monotonic() < until and server.process.poll() is None, server.log
+            time.sleep(0.2)
+        assert server.complete(prompt="Once", max_tokens=8, temperature=0)["choices"][0]["text"] == before
+
+
 def _ranks_of(server: Served) -> list[int]:
     """The rank processes below a server, in the order of their start."""
     parents = {}

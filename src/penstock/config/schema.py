@@ -156,6 +156,8 @@ class EngineOptions:
     data_parallel_rank: int = option(0, "which of them this engine is; the server says so to each", group=PARALLEL, least=0)
     data_parallel_rendezvous: str = option("", "folder in which engines that step together meet; the server says so to each",
                                            group=PARALLEL)
+    restart: str = option("none", "ranks: an engine that is lost is started again, once its requests have got their errors; "
+                                  "none: the server ends when no engine is left", ("none", "ranks"), group=PARALLEL)
     disable_custom_all_reduce: bool = option(False, "leave short messages between GPUs to NCCL, too", group=PARALLEL)
     threads: int | None = option(None, "CPU threads for kernels; by default all cores", group=EXECUTION, least=1)
     kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch",

@@ -194,7 +194,7 @@ class AsyncLLM:
         told: dict[str, Any] = {"on_outputs": self._on_outputs, "on_refused": self._on_refused, "on_death": self._on_death,
                                 "on_loading": on_loading, "engine": engine}
         self._process: EngineProcess | Replicas = (
-            EngineProcess(self.options, **told) if self.options.data_parallel_size == 1 else
+            EngineProcess(self.options, **told) if self.options.data_parallel_size == 1 and self.options.restart == "none" else
             Replicas(replicas(self.options), **told))
         self._tracks: dict[str, Track] = {}
         self._tenant_tokens: Counter[str] = Counter()
@@ -277,6 +277,8 @@ class AsyncLLM:
         """The reason why requests cannot be served now (loading, dead, silent, or busy without progress); None if healthy."""
         if self.dead is not None:
             return f"the engine has stopped: {self.dead}"
+        if isinstance(self._process, Replicas) and self.info is not None and self._process.starting:
+            return "the engine starts again"
         if self.info is None:
             return "the model is still loading"
         now = time.monotonic()

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import shutil
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from penstock.core.errors import EngineDeadError
+from penstock.core.errors import EngineDeadError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, TierStats, Update
 from penstock.engine.loading import Found
 from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused, own_folder
@@ -28,6 +29,8 @@ _BLOCKS = 256
 """The most blocks of a prompt that are looked at."""
 _REMEMBERED = 1 << 16
 """Blocks remembered of each replica, the most recently sent ones."""
+_RESTARTS, _RESTART_SECONDS = 3, 600.0
+"""The most restarts within so many seconds: an engine that is lost again and again does not come back."""
 _DECODING = 64
 """Tokens of work that a request stands for besides its prompt."""
 
@@ -128,13 +131,21 @@ class Replicas:
         self._folder = own_folder()
         self._together = options[0].enable_expert_parallel
         """Whether they step together, so that none can go on without the others."""
-        options = [dataclasses.replace(own, data_parallel_rendezvous=self._folder) for own in options]
+        self._options = list(options)
+        self._engine = engine
+        self._restart = options[0].restart == "ranks"
+        self._restarts: deque[float] = deque(maxlen=_RESTARTS)
+        """Times of the last restarts."""
+        self._again: dict[int, asyncio.Task[None]] = {}
+        """Replicas that are being started again."""
         self.balancer = Balancer(len(options))
         self._stats = [EngineStats() for _ in options]
-        self._processes = [EngineProcess(
-            own, on_outputs=partial(self._take, i), on_refused=self._refuse,
-            on_death=partial(self._die, i), on_loading=on_loading if i == 0 else None, engine=engine)
-            for i, own in enumerate(options)]
+        self._processes = [self._made(i, on_loading if i == 0 else None) for i in range(len(options))]
+
+    def _made(self, replica: int, on_loading: Callable[[int, int], None] | None = None) -> EngineProcess:
+        options = dataclasses.replace(self._options[replica], data_parallel_rendezvous=self._folder)
+        return EngineProcess(options, on_outputs=partial(self._take, replica), on_refused=self._refuse,
+                             on_death=partial(self._die, replica), on_loading=on_loading, engine=self._engine)
 
     @property
     def pid(self) -> int | None:
@@ -149,13 +160,18 @@ class Replicas:
     def dead(self) -> str | None:
         """The reason why no replica is left; before all are ready, why one is gone."""
         reasons = [process.dead for process in self._processes]
-        if self._ready and None in reasons and not self._together:
+        if self._ready and (self._again or (None in reasons and not self._together)):
             return None
         return next((reason for reason in reasons if reason is not None), None)
 
     @property
     def _live(self) -> list[int]:
-        return [i for i, process in enumerate(self._processes) if process.dead is None]
+        return [i for i, process in enumerate(self._processes) if process.dead is None and i not in self._again]
+
+    @property
+    def starting(self) -> bool:
+        """Whether requests cannot be taken until a lost engine has started again."""
+        return bool(self._again) and not self._live
 
     @property
     def last_message(self) -> float:
@@ -192,6 +208,9 @@ class Replicas:
         """As `EngineProcess.tell`; a request goes to one replica, anything else to all."""
         live = self._live
         if not live:
+            if self._again:
+                raise RequestError("the engine was lost and starts again; try again in a while", status=503,
+                                   code="engine_restarting")
             raise EngineDeadError(self.dead or "no replica is left")
         if name != "submit":
             for i in live:
@@ -227,6 +246,8 @@ class Replicas:
 
     async def stop(self, timeout: float = 10.0) -> None:
         """As `EngineProcess.stop`."""
+        for task in self._again.values():
+            task.cancel()
         await asyncio.gather(*(process.stop(timeout) for process in self._processes))
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -248,17 +269,55 @@ class Replicas:
         self._on_refused(refused)
 
     def _die(self, replica: int, reason: str) -> None:
-        if not self._live or not self._ready or self._together:
+        if replica in self._again:
+            # Told by who waits for its start; or one of engines that step together, which all end.
+            return
+        again = self._ready and self._restart and self._may_restart()
+        if not again and (not self._live or not self._ready or self._together):
             self._on_death(reason)
             return
-        lost = [name for name, found in self.balancer.open.items() if found.replica == replica]
-        LOG.error("replica %d of %d is gone, the others go on; its %d requests fail: %s", replica, len(self._processes),
-                  len(lost), reason)
-        self._stats[replica] = EngineStats()
+        gone = list(range(len(self._processes))) if self._together else [replica]
+        lost = [name for name, found in self.balancer.open.items() if found.replica in gone]
+        LOG.error("replica %d of %d is gone%s; %d requests fail: %s", replica, len(self._processes),
+                  " and starts again" if again else ", the others go on", len(lost), reason)
+        for one in gone:
+            self._stats[one] = EngineStats()
+        if again:
+            task = asyncio.get_running_loop().create_task(self._start_again(gone))
+            self._again.update(dict.fromkeys(gone, task))
         for name in lost:
             self.balancer.forget(name)
         self._on_outputs(EngineOutputs([Update(name, 0, [], "error", error=f"its replica is gone: {reason}", status=503)
                                         for name in lost], together(self._stats)))
+
+    def _may_restart(self) -> bool:
+        """Whether an engine may be started again: not if the last restarts were too many in too short a time."""
+        now = time.monotonic()
+        if len(self._restarts) == _RESTARTS and now - self._restarts[0] < _RESTART_SECONDS:
+            return False
+        self._restarts.append(now)
+        return True
+
+    async def _start_again(self, gone: Sequence[int]) -> None:
+        """Starts engines again that are lost. The server ends if that fails."""
+        try:
+            await asyncio.gather(*(self._processes[i].stop(0.0) for i in gone))
+            if self._together:
+                # Ranks of the last start left their names in the folder.
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = own_folder()
+            for i in gone:
+                self._processes[i] = self._made(i)
+            await asyncio.gather(*(self._processes[i].start() for i in gone))
+            await asyncio.gather(*(self._processes[i].ready() for i in gone))
+        except PenstockError as error:
+            self._again.clear()
+            self._on_death(f"an engine that was lost could not be started again: {error}")
+            return
+        for i in gone:
+            del self._again[i]
+        self.balancer.reset()
+        LOG.info("%d of %d replicas have started again", len(gone), len(self._processes))
 
 
 _NOT_ADDED = ("time", "kv_usage", "tiers", "cache_identity", "step_time", "step_time_error")
