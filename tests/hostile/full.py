@@ -234,7 +234,7 @@ def main() -> int:
         document = server.http.get("/openapi.json").json()
         client = Behaved(server)
         # A short attack first: caches that fill once, and memory that allocators keep, are no growth.
-        warm = min(60.0, ALONE)
+        warm = min(60.0, SECONDS / 2)
         queue, process = start(attack, server, document, warm)
         time.sleep(warm)
         finish(queue, process, server)

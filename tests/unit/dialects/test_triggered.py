@@ -156,3 +156,16 @@ def test_several_calls_can_be_forced(name: str) -> None:
     if any(isinstance(block.form, Python) for block in dialect.blocks):
         two = two.replace("'", '"')
     assert judge(node_grammar(structure(dialect, TOOLS, True), {}), two) == [True]
+
+
+@pytest.mark.parametrize("name", sorted(name for name, one in dialects().items()
+                                        if one.written is not None and not one.harmony))
+def test_a_forced_answer_may_have_several_calls(name: str) -> None:
+    dialect = dialects()[name]
+    calls = [("look", {"city": "Lima", "n": 3}), ("look", {"city": "Rome", "n": 1})]
+    one, two = (write(dialect, calls[:count]).removeprefix(dialect.lead) for count in (1, 2))
+    if any(isinstance(block.form, Python) for block in dialect.blocks):
+        one, two = one.replace("'", '"'), two.replace("'", '"')
+    for parallel in (True, False):
+        grammar = node_grammar(structure(dialect, TOOLS, parallel), {})
+        assert judge(grammar, one, two, "Hm. " + one) == [True, parallel and dialect.parallel, False]

@@ -22,7 +22,7 @@ def _written(block: str) -> Written:
 DIALECTS = (
     Dialect("deepseek_v3", (V3,), Written(CALL + "function" + SEP + "{name}\n```json\n{arguments}\n```" + CALL_END, BEGIN,
                                           "\n", END),
-            THINK_OPEN, aliases=("deepseekv3", "deepseek_r1"), reasoning_names=("deepseek_r1", "deepseekr1"),
+            THINK_OPEN, aliases=("deepseekv3", "deepseek_r1"), reasoning_names=("deepseek_r1", "deepseekr1", "holo2"),
             signs=((BEGIN, "```json"),), rank=52),
     Dialect("deepseek_v31", (V31,), Written(CALL + "{name}" + SEP + "{arguments}" + CALL_END, BEGIN, "", END), THINK,
             aliases=("deepseekv31",), reasoning_names=("deepseek_v3", "deepseek_v31"), signs=((BEGIN,),), rank=51),

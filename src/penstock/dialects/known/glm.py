@@ -1,4 +1,6 @@
-"""GLM 4.5 to 5: a name, and keys and values in tags."""
+"""GLM 4.5 to 5, Poolside's models and Hunyuan 3: a name, and keys and values in tags."""
+
+from dataclasses import replace
 
 from penstock.dialects.description import Block, Dialect, Reasoning, Tags, Written
 
@@ -14,4 +16,13 @@ DIALECTS = (
             Written("<tool_call>{name}{arguments}</tool_call>",
                     parameter="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"),
             REASONING, HIDDEN, reasoning_names=("glm47",), signs=(("<arg_key>",),), rank=45),
+    Dialect("poolside_v1", (Block("<tool_call>", replace(TAGS, trim=False), "</tool_call>"),),
+            Written("<tool_call>{name}\n{arguments}</tool_call>", separator="\n",
+                    parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"),
+            REASONING, reasoning_names=("poolside_v1",)),
+    Dialect("hy_v3", (Block("<tool_calls>", replace(TAGS, name=("<tool_call>", "<tool_sep>"), end="</tool_call>"),
+                            "</tool_calls>"),),
+            Written("<tool_call>{name}<tool_sep>\n{arguments}</tool_call>\n", "<tool_calls>\n", tail="</tool_calls>",
+                    parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"),
+            REASONING, reasoning_names=("hy_v3",), signs=(("<arg_key>", "<tool_sep>"),), rank=50),
 )

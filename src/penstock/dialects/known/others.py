@@ -1,6 +1,6 @@
-"""Smaller dialects: Apertus, Functionary 3.1 and 3.2, GigaChat 3."""
+"""Smaller dialects: Apertus, Functionary 3.1 and 3.2, GigaChat 3, MiniCPM 5."""
 
-from penstock.dialects.description import Block, Dialect, Json, Named, Reasoning, Written
+from penstock.dialects.description import THINK, Block, Dialect, Json, Named, Reasoning, Tags, Written
 
 DIALECTS = (
     Dialect("apertus", (Block("<|tools_prefix|>", Json(keyed=True), "<|tools_suffix|>"),),
@@ -15,4 +15,9 @@ DIALECTS = (
     Dialect("gigachat3", (Block("<|function_call|>", Json()), Block("function call<|role_sep|>\n", Json())),
             Written('<|function_call|>{{"name": "{name}", "arguments": {arguments}}}'), parallel=False,
             signs=(("<|function_call|>",), ("function call", "<|role_sep|>"), ("gigachat",)), rank=60),
+    Dialect("minicpm5", (Block('<function name="', Tags(('<function name="', '">'), ('<param name="', '">'), ("", "</param>"),
+                                                        "</function>"), keep=True),),
+            Written('<function name="{name}">{arguments}</function>', separator="\n",
+                    parameter='<param name="{key}">{value}</param>'), THINK, signs=(('<function name="', '<param name="'),),
+            rank=48),
 )

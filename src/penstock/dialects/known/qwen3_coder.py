@@ -8,6 +8,6 @@ WRITTEN = Written("<tool_call>\n<function={name}>\n{arguments}</function>\n</too
 BLOCKS = (Block("<tool_call>", TAGS, "</tool_call>"), Block("<function=", TAGS, keep=True))
 DIALECTS = (
     Dialect("qwen3_coder", BLOCKS, WRITTEN, Reasoning(("<think>",), ("</think>",), call_ends=True),
-            aliases=("qwen3_xml", "qwen3coder", "step3p5", "mimo_v2"), reasoning_names=("step3p5", "nemotron_v3"),
+            aliases=("qwen3_xml", "qwen3coder", "step3p5", "mimo", "mimo_v2"), reasoning_names=("step3p5", "nemotron_v3"),
             signs=(("<function=", "<parameter="),), rank=40),
 )
