@@ -596,6 +596,5 @@ class AsyncLLM:
 
 def _list_words(request: Request) -> int:
     params = request.params
-    if not (params.bad_words_token_ids or params.logit_bias or params.allowed_token_ids or params.min_tokens):
-        return 0
-    return params.n * params.list_words(len(request.eos_ids) + len(params.stop_token_ids or ()))
+    listed = params.bad_words_token_ids or params.logit_bias or params.allowed_token_ids or params.min_tokens
+    return params.n * params.list_words(len(request.eos_ids) + len(params.stop_token_ids or ())) if listed else 0
