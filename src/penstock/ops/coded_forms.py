@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,6 +131,18 @@ def coded(scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]
         words = _floats(_units(parts["absmax"].float(), scheme.block, k, size))
         return _four(weight, n, k, dtype, "table4", 128, form="float", scales=128 // size, words=words, table=table)
     return _grouped(scheme, parts, n, k, dtype)
+
+
+def joined(each: Sequence[CodedWeight]) -> CodedWeight:
+    """Matrices of one scheme and equal columns as one, by rows. All but the last have whole panels of rows; x is rounded as for
+    the first."""
+    first = each[0]
+    words, gains = (None if getattr(first, name) is None else torch.cat([getattr(one, name) for one in each], axis)
+                    for name, axis in (("words", 1), ("gains", 0)))
+    data = torch.cat([one.data.view(torch.int8) for one in each]).view(first.data.dtype)
+    return CodedWeight(data, sum(one.n for one in each), first.k, first.dtype, kind=first.kind, form=first.form,
+                       unit=first.unit, scales=first.scales, words=words, scale=first.scale, gains=gains, table=first.table,
+                       order=first.order, scaled=first.scaled, input_scale=first.input_scale)
 
 
 def _grouped(scheme: Any, parts: Mapping[str, torch.Tensor], n: int, k: int, dtype: torch.dtype) -> CodedWeight:

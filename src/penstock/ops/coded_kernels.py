@@ -163,6 +163,27 @@ def _unit(total, code, x, words, xs, table, second: tl.constexpr, kind: tl.const
     return total
 
 
+@triton.jit
+def _columns(v, within, here, k, rk, size: tl.constexpr, pieces: tl.constexpr, even: tl.constexpr):
+    """x's columns of the unit from `here` on, in pieces of `size`. `even`: k ends with a unit."""
+    a = ()
+    for i in tl.static_range(pieces):
+        if even:
+            a = a + (tl.load(v + here + i * size, mask=within, other=0.0),)  # noqa: RUF005
+        else:
+            a = a + (tl.load(v + here + i * size, mask=within & (here + i * size + rk < k)[None, :], other=0.0),)  # noqa: RUF005
+    return a
+
+
+@triton.jit
+def _scales(line, place, spread, lines: tl.constexpr, odd: tl.constexpr):
+    """The words of a unit's scales, which begin at `line`."""
+    word = ()
+    for i in tl.static_range(lines):
+        word = word + (_either(tl.load(line + i * spread), place, odd),)  # noqa: RUF005
+    return word
+
+
 @triton.jit(do_not_specialize=("rows", "stride"))
 def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows, n, k, stride, padded, spread,
             tall: tl.constexpr, wide: tl.constexpr, unit: tl.constexpr, count: tl.constexpr, split: tl.constexpr,
@@ -216,13 +237,7 @@ def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows
         for u in tl.static_range(count):
             here = start + u * unit
             place = here // unit
-            a = ()
-            for i in tl.static_range(pieces):
-                if even:
-                    a = a + (tl.load(v + here + i * size, mask=within, other=0.0),)  # noqa: RUF005
-                else:
-                    inside = within & (here + i * size + rk < k)[None, :]
-                    a = a + (tl.load(v + here + i * size, mask=inside, other=0.0),)  # noqa: RUF005
+            a = _columns(v, within, here, k, rk, size, pieces, even)
             factor = rm
             if scaled == "group":
                 factor = tl.load(xs + place.to(tl.int64) * rows + rm, mask=rm < rows, other=0.0)
@@ -231,12 +246,9 @@ def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows
                 other_word = word
             elif u % per == 0:
                 line = words + (place // per * lines).to(tl.int64) * spread + kept
-                word = ()
-                other_word = ()
-                for i in tl.static_range(lines):
-                    word = word + (_either(tl.load(line + i * spread), place, odd),)  # noqa: RUF005
-                    if gate is not None:
-                        other_word = other_word + (_either(tl.load(line + i * spread + n), place, odd),)  # noqa: RUF005
+                word = _scales(line, place, spread, lines, odd)
+                if gate is not None:
+                    other_word = _scales(line + n, place, spread, lines, odd)
             code = tl.load(at + place.to(tl.int64) * step)
             total = _unit(total, code, a, word, factor, table, u % per == 1, kind, form, half, scales, scaled == "group", swap,
                           fast)

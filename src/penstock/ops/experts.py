@@ -5,8 +5,9 @@ The matrices of all experts of a layer are one `Stack`, packed once after loadin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,12 +76,18 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertsOps:
-    """The reference. An implementation has these two functions."""
+    """The reference. An implementation has these three functions; `pack_stored` if it is registered for a scheme."""
 
     def pack(self, matrices: torch.Tensor) -> Stack:
         """Packs [E, n, k] matrices of f32, f16 or bf16 into the layout that `apply` reads."""
         count, n, k = matrices.shape
         return Stack(matrices.contiguous(), count, n, k, matrices.dtype, self)
+
+    def pack_stored(self, scheme: Any, parts: Mapping[str, torch.Tensor], count: int, shape: tuple[int, int],
+                    dtype: torch.dtype) -> Stack:
+        """Packs `count` matrices of `shape`, whose parts (`quant/scheme.py::Scheme.parts`) are joined by rows, for
+        activations of `dtype`. `apply` takes two stacks of any schemes."""
+        return self.pack(scheme.decode(parts, dtype).view(count, *shape))
 
     def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
               up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,

@@ -7,12 +7,15 @@ ops/experts_kernels.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from penstock.ops import gpu
+from penstock.ops import experts_coded, gpu
+from penstock.ops.coded_forms import NAMES
 from penstock.ops.experts import ExpertsOps, Glu, Stack
+from penstock.ops.experts_coded import CodedStack
 from penstock.ops.registry import register
 
 
@@ -48,6 +51,8 @@ _ONE_BY_ONE = 4
 """The most tokens of which each reads its experts for itself: few experts are shared, and L2 has them."""
 _UNSORTED = 512
 """The most picks of which each program finds its expert's own."""
+_FEW = 96
+"""The most picks whose programs are narrow where experts are quantized: there would be too few of them else."""
 _ARRANGED = 4096
 """The most picks that one launch sorts."""
 
@@ -73,14 +78,31 @@ def choose(tokens: int, picks: int, experts: int, invariant: bool = False, boxes
     return Plan(tile, tile._replace(boxed=False) if each <= 200 else tile._replace(wide=256), True)
 
 
-class _Sorted(NamedTuple):
+def choose_coded(total: int, each: float, up: Stack, invariant: bool = False) -> Plan:
+    """The kernels for `total` picks of quantized experts, `each` of them an expert: as `choose`, where the weight, which is
+    decoded in registers, is always the operand of 64 rows."""
+    def tile(tall: int, wide: int, warps: int = 4) -> Tile:
+        return Tile(tall, wide, 256 if tall <= 32 else 128, warps, 3, swap=True)
+
+    if total <= _UNSORTED and each <= 16:
+        few = tile(16, 32 if total <= _FEW and not invariant else 64)
+        return Plan(few, few, False)
+    for most, tall in ((4, 16), (20, 32), (80, 64)):
+        if each <= most:
+            return Plan(tile(tall, 64), tile(tall, 64), True)
+    # With scales of groups, sums of a group are kept beside the two of gate and up.
+    lean = isinstance(up, CodedStack) and up.coded.form != "row"
+    return Plan(tile(128, 64 if lean else 128, warps=8), tile(128, 128, warps=8), True)
+
+
+class Sorted(NamedTuple):
     order: torch.Tensor
     starts: torch.Tensor
     tile_expert: torch.Tensor
     tile_place: torch.Tensor
 
 
-def _sort(picks: torch.Tensor, experts: int, tall: int) -> _Sorted:
+def _sort(picks: torch.Tensor, experts: int, tall: int) -> Sorted:
     """The picks by expert, and the tiles of `tall` of them."""
     from penstock.ops import experts_kernels as kernels  # Triton: heavy, and not everywhere
 
@@ -88,7 +110,7 @@ def _sort(picks: torch.Tensor, experts: int, tall: int) -> _Sorted:
     count = total // tall + min(experts, total)
     sizes = (total, experts + 2, count, count)
     order, starts, tile_expert, tile_place = picks.new_empty(sum(sizes)).split(sizes)
-    found = _Sorted(order, starts, tile_expert, tile_place)
+    found = Sorted(order, starts, tile_expert, tile_place)
     if total <= _ARRANGED:
         linked = gpu.linked(picks.device)
         block = gpu.covering(max(total, 128))
@@ -105,8 +127,11 @@ def _sort(picks: torch.Tensor, experts: int, tall: int) -> _Sorted:
 
 
 def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | None, picks: torch.Tensor, scales: torch.Tensor,
-             found: _Sorted | None, out: torch.Tensor, glu: Glu | None, inward: bool) -> None:
+             found: Sorted | None, out: torch.Tensor, glu: Glu | None, inward: bool) -> None:
     """Launches one grouped GEMM: gated with a `glu`, weighted without."""
+    if isinstance(stack, CodedStack):
+        experts_coded.product(tile, x, stack, bias, picks, scales, found, out, glu, inward)
+        return
     from penstock.ops import experts_kernels as kernels
 
     total, count = picks.numel(), picks.shape[1]
@@ -173,12 +198,19 @@ class TritonExperts(ExpertsOps):
 
     invariant = False
 
+    def pack_stored(self, scheme: Any, parts: Mapping[str, torch.Tensor], count: int, shape: tuple[int, int],
+                    dtype: torch.dtype) -> Stack:
+        return experts_coded.pack(scheme, parts, count, shape, dtype, self)
+
     def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
               up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
               inward: bool = False) -> torch.Tensor:
         boxes = (gpu.capability(x.device) >= (9, 0) and x.dtype != torch.float32 and not inward
                  and up.k % 8 == 0 and down.k % 8 == 0)
-        plan = choose(len(x), picks.shape[1], up.count, self.invariant, boxes)
+        if isinstance(up, CodedStack) or isinstance(down, CodedStack):
+            plan = choose_coded(picks.numel(), picks.numel() / up.count, up, self.invariant)
+        else:
+            plan = choose(len(x), picks.shape[1], up.count, self.invariant, boxes)
         if x.dtype == torch.float32:
             plan = plan._replace(up=_exact(plan.up), down=_exact(plan.down))
         return launch(plan, x, picks, weights, up, down, glu, up_bias, down_bias, inward)
@@ -196,5 +228,6 @@ class InvariantExperts(TritonExperts):
     invariant = True
 
 
-register("experts", "triton", rank=10, supports=gpu.supports, batch_invariant=False)(TritonExperts())
-register("experts", "triton-invariant", rank=5, supports=gpu.supports)(InvariantExperts())
+for _op in ("experts", *(f"experts.{_name}" for _name in NAMES)):
+    register(_op, "triton", rank=10, supports=gpu.supports, batch_invariant=False)(TritonExperts())
+    register(_op, "triton-invariant", rank=5, supports=gpu.supports)(InvariantExperts())

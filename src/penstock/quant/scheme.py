@@ -122,10 +122,14 @@ def pack(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, torch.Tenso
 
 def _pack_stack(scheme: Scheme, stack: int, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor], dtype: torch.dtype,
                 kernels: Kernels) -> Stack:
-    """On a CPU, matrix by matrix as the scheme's own kernel reads them; elsewhere decoded."""
+    """By the kernel of the scheme's stacks; else on a CPU matrix by matrix as the scheme's own kernel reads them, elsewhere
+    decoded."""
     n, k = shape[0] // stack, shape[1]
     if scheme == PLAIN:
         return kernels.experts.pack(parts["weight"].view(stack, n, k))
+    grouped = kernels.experts_for(scheme.name)
+    if grouped is not None:
+        return grouped.pack_stored(scheme, parts, stack, (n, k), dtype)
     each = [{part.suffix: _slice(parts[part.suffix], part, stack, i) for part in scheme.parts(shape[0], k, str(dtype)[6:])}
             for i in range(stack)]
     device = next(iter(parts.values())).device

@@ -20,7 +20,9 @@ from penstock.core.sampling import MAX_OPEN_LIST_WORDS
 from penstock.core.state import StateSpec
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
+from penstock.ops.registry import Kernels
 from penstock.platform.facts import available_memory
+from penstock.quant.scheme import empty
 from penstock.worker.dummy import dummy_plan
 from penstock.worker.graphs import Graphs
 from penstock.worker.sampler import MAX_LOGITS_ROWS
@@ -79,13 +81,30 @@ def _states(specs: Sequence[ModelSpec], config: EngineConfig) -> list[StateSpec]
     return [state for spec in specs for state in spec.states(config.dtype)]
 
 
+def packed_bytes(spec: ModelSpec, dtype: torch.dtype, kernels: Kernels) -> int:
+    """Bytes of the parameters as a GPU's kernels hold them: packed, or decoded where none reads the stored form."""
+    sizes: dict[tuple[object, ...], int] = {}
+    total = 0
+    for parameter in spec.parameters():
+        scheme, key = parameter.scheme, (parameter.scheme, parameter.shape, parameter.stack, parameter.decoded)
+        if scheme is None:
+            total += parameter.nbytes(str(dtype).removeprefix("torch."))
+            continue
+        if key not in sizes:
+            stays = not parameter.decoded and (not parameter.stack or kernels.experts_for(scheme.name) is not None)
+            sizes[key] = empty(scheme, parameter.shape, dtype, torch.device("meta"), kernels, parameter.stack).nbytes if stays \
+                else parameter.size * dtype.itemsize
+        total += sizes[key]
+    return total
+
+
 def check(limits: MemoryLimits, config: EngineConfig, specs: Sequence[ModelSpec], device: torch.device, facts: DeviceFacts,
-          found: Occupancy | None) -> None:
+          found: Occupancy | None, kernels: Kernels) -> None:
     """Raises ConfigError before anything is loaded if it cannot fit. `found` is the GPU's `occupancy`."""
     if found is None:
         predicted(limits, config, specs, device, facts)
         return
-    weights = sum(spec.nbytes(config.dtype) for spec in specs)
+    weights = sum(packed_bytes(spec, getattr(torch, config.dtype), kernels) for spec in specs)
     check_room(limits.utilization, weights, found)
     if limits.cache_bytes is not None:
         # The memory of a step is measured later; the cache must fit even without it.

@@ -111,7 +111,8 @@ class Rank:
         if self._occupancy is not None:
             memory.configure_allocator()
         self._draft = drafters.survey(config.speculation, self._spec, config.max_model_len)
-        memory.check(self._limits, self._config, self._specs, self._device, self._facts, self._occupancy)
+        memory.check(self._limits, self._config, self._specs, self._device, self._facts, self._occupancy,
+                     self._kernels)
 
     @property
     def _specs(self) -> list[models.ModelSpec]:

@@ -1,0 +1,94 @@
+"""Stacks of quantized experts on NVIDIA GPUs: they stay as ops/coded_forms.py packs a single matrix, and one kernel serves.
+
+`ops/experts_triton.py` decides on the tiles. The kernel is in ops/experts_coded_kernels.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.core.errors import ModelError
+from penstock.ops import gpu
+from penstock.ops.coded_forms import CodedWeight, coded, joined
+from penstock.ops.coded_triton import fitting, quantized
+from penstock.ops.experts import ExpertsOps, Glu, Stack
+
+if TYPE_CHECKING:
+    from penstock.ops.experts_triton import Sorted, Tile
+
+_AT_ONCE = 1 << 26
+"""Elements that are packed at a time: packing takes some bytes of memory for each."""
+
+
+class CodedStack(Stack):
+    """Matrices of one scheme, one behind the other as the rows of `coded`."""
+
+    __slots__ = ("coded",)
+
+    def __init__(self, coded_: CodedWeight, count: int, n: int, k: int, dtype: torch.dtype, grouped: ExpertsOps) -> None:
+        super().__init__(coded_.data, count, n, k, dtype, grouped)
+        self.coded = coded_
+        self.nbytes = coded_.nbytes
+
+    def matrix(self, place: int) -> list[torch.Tensor]:
+        if self.coded.four and self.n % 64:
+            raise ModelError(f"experts of {self.n} rows of 4-bit codes cannot be moved, because they share panels of 64 rows; "
+                             "leave out enable_eplb")
+        rows = slice(place * self.n, (place + 1) * self.n)
+        codes = self.coded.data.view(torch.uint8).flatten()
+        lines = [] if self.coded.words is None else [line[rows] for line in self.coded.words]
+        gains = [] if self.coded.gains is None else [self.coded.gains[rows]]
+        size = self.n * self.coded.data.shape[1] * self.coded.data.element_size()
+        return [codes[place * size:(place + 1) * size], *(one.view(torch.uint8) for one in (*lines, *gains))]
+
+
+def pack(scheme: Any, parts: Mapping[str, torch.Tensor], count: int, shape: tuple[int, int], dtype: torch.dtype,
+         grouped: ExpertsOps) -> CodedStack:
+    """`count` matrices of `shape`, whose parts are joined by rows."""
+    n, k = shape
+    # Borders of what is packed at a time are those of panels of 4-bit codes.
+    least = 128 // math.gcd(n, 128)
+    step = max(least, _AT_ONCE // (n * k) // least * least)
+    axes = {part.suffix: part.rows for part in scheme.parts(count * n, k, str(dtype).removeprefix("torch."))}
+
+    def pieces() -> Iterator[CodedWeight]:
+        for first in range(0, count, step):
+            some = min(step, count - first)
+            own = {suffix: _rows(part, axes[suffix], first, some, count) for suffix, part in parts.items()}
+            yield coded(scheme, own, (some * n, k), dtype)
+
+    return CodedStack(joined(list(pieces())), count, n, k, dtype, grouped)
+
+
+def _rows(part: torch.Tensor, axis: int | None, first: int, some: int, count: int) -> torch.Tensor:
+    if axis is None:
+        return part
+    each = part.shape[axis] // count
+    return part.narrow(axis, first * each, some * each)
+
+
+def product(tile: Tile, x: torch.Tensor, stack: CodedStack, bias: torch.Tensor | None, picks: torch.Tensor,
+            scales: torch.Tensor, found: Sorted | None, out: torch.Tensor, glu: Glu | None, inward: bool) -> None:
+    """Launches one grouped GEMM: gated with a `glu`, weighted without. x: the tokens, or results by pick or place."""
+    from penstock.ops import experts_coded_kernels as kernels  # Triton: heavy, and not everywhere
+
+    weight, total, count = stack.coded, picks.numel(), picks.shape[1]
+    gated, n = glu is not None, stack.n // 2 if glu is not None else stack.n
+    if gated and inward:  # a row for each pick, with its weight in it
+        x, count = (x[:, None] * scales[..., None]).to(x.dtype).flatten(0, 1), 1
+    codes, xs = (x, x) if weight.scaled == "none" else quantized(x, weight)
+    kind, linked = glu or Glu(), gpu.linked(x.device) and total <= 4096
+    order = found if found is not None else (picks, picks, picks, picks)
+    grid = (-(-n // tile.wide), len(found.tile_expert) if found is not None else stack.count)
+    kernels.product[grid](
+        codes, xs, weight.data, weight.words, weight.gains, weight.table, bias, out, picks, *order, scales, total, n, stack.k,
+        codes.stride(0), codes.shape[0], weight.padded, weight.spread, arranged=found is not None, count=count,
+        block=gpu.covering(max(total, 16)) if found is None else 16, tall=tile.tall, wide=tile.wide, unit=weight.unit,
+        units=fitting(weight, tile.deep), swap=tile.swap, even=stack.k == weight.padded, kind=weight.kind, form=weight.form,
+        half=weight.half, parts=weight.scales, scaled=weight.scaled, four=weight.four, stages=tile.stages,
+        fast=x.device.type != "cpu", gated=gated, activation=kind.kind, alpha=kind.alpha, limit=kind.limit, shift=kind.shift,
+        inward=inward, linked=linked, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=linked)

@@ -1,0 +1,139 @@
+"""The Triton kernel of mixtures of experts whose matrices are quantized: their codes are decoded in the inner loop.
+
+`ops/experts_coded.py` decides how it is tiled, and launches it. Picks, orders and results are those of ops/experts_kernels.py,
+codes those of ops/coded_forms.py::CodedWeight: a stack is one matrix [E * n, k], or with gates [E * 2 n, k], gates first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.ops.coded_kernels import _beside, _columns, _scales, _unit
+from penstock.ops.experts_kernels import _leave
+
+
+@triton.jit
+def _codes(codes, row, k, rk, size: tl.constexpr, four: tl.constexpr):
+    """Where the codes of rows [wide] begin, and their columns `rk`."""
+    if four:
+        at = codes + (row // 64)[:, None] * (k * 16) + (row % 64 * size)[:, None] + rk[None, :]
+    else:
+        at = codes + row[:, None] * k + rk[None, :]
+    return at
+
+
+@triton.jit
+def _finish(total, gains, row, each, scaled: tl.constexpr, swap: tl.constexpr):
+    """Sums as float32, times the scales of x's rows and of the matrix's."""
+    total = total.to(tl.float32)
+    if scaled == "token":
+        total *= each[None, :] if swap else each[:, None]
+    if gains is not None:
+        total *= _beside(tl.load(gains + row), swap)
+    return total
+
+
+@triton.jit
+def _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, places, pick, within, column, n, k, stride, rows,
+          padded, spread, count: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr, unit: tl.constexpr, units: tl.constexpr,
+          swap: tl.constexpr, even: tl.constexpr, kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr,
+          parts: tl.constexpr, scaled: tl.constexpr, four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr,
+          gated: tl.constexpr, activation: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
+          inward: tl.constexpr):
+    """`tall` picks of one expert times `wide` of its outputs (of each half, if gated), `units` units of columns a step."""
+    rn = column * wide + tl.arange(0, wide)
+    base = expert.to(tl.int64) * n * (2 if gated else 1)
+    own = base + tl.minimum(rn, n - 1)
+    size: tl.constexpr = unit // 4 if four else unit
+    pieces: tl.constexpr = unit // size
+    per: tl.constexpr = 2 if form == "pairs" else 1
+    odd: tl.constexpr = form == "pairs" and units == 1
+    lines: tl.constexpr = parts // 2 if form == "halves" else parts
+    step: tl.constexpr = 64 * size if four else unit
+    rk = tl.arange(0, size)
+    at = _codes(codes, own, padded, rk, size, four)
+    row = (pick // count if gated else places).to(tl.int64)
+    v = x + row[:, None] * stride + rk[None, :]
+    height: tl.constexpr = wide if swap else tall
+    width: tl.constexpr = tall if swap else wide
+    sums: tl.constexpr = tl.int32 if kind == "plain" and x.dtype.element_ty == tl.int8 else tl.float32
+    total = tl.zeros((height, width), sums)
+    other = total
+    if gated:
+        beside = _codes(codes, own + n, padded, rk, size, four)
+        other = tl.zeros((height, width), sums)
+    for start in tl.range(0, padded, unit * units, num_stages=stages):
+        for u in tl.static_range(units):
+            here = start + u * unit
+            place = here // unit
+            a = _columns(v, within[:, None], here, k, rk, size, pieces, even)
+            factor = row
+            if scaled == "group":
+                factor = tl.load(xs + place.to(tl.int64) * rows + row, mask=within, other=0.0)
+            if form == "row":
+                word = (own,)
+                other_word = word
+            elif u % per == 0:
+                line = words + (place // per * lines).to(tl.int64) * spread + own
+                word = _scales(line, place, spread, lines, odd)
+                if gated:
+                    other_word = _scales(line + n, place, spread, lines, odd)
+            code = tl.load(at + place.to(tl.int64) * step)
+            total = _unit(total, code, a, word, factor, table, u % per == 1, kind, form, half, parts, scaled == "group", swap,
+                          fast)
+            if gated:
+                code = tl.load(beside + place.to(tl.int64) * step)
+                other = _unit(other, code, a, other_word, factor, table, u % per == 1, kind, form, half, parts,
+                              scaled == "group", swap, fast)
+    each = tl.load(xs + row, mask=within, other=0.0) if scaled == "token" else row
+    total = _finish(total, gains, own, each, scaled, swap)
+    if gated:
+        other = _finish(other, gains, own + n, each, scaled, swap)
+    else:
+        other = total
+    weight = tl.load(scales + pick, mask=within, other=0.0)
+    _leave(total, other, bias, out, base, n, rn, places if gated else pick, within, weight, swap, gated, activation, alpha,
+           limit, shift, inward)
+
+
+@triton.jit(do_not_specialize=("total", "rows"))
+def product(x, xs, codes, words, gains, table, bias, out, picks, order, starts, tile_expert, tile_place, scales, total, n, k,
+            stride, rows, padded, spread, arranged: tl.constexpr, count: tl.constexpr, block: tl.constexpr, tall: tl.constexpr,
+            wide: tl.constexpr, unit: tl.constexpr, units: tl.constexpr, swap: tl.constexpr, even: tl.constexpr,
+            kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, parts: tl.constexpr, scaled: tl.constexpr,
+            four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr, gated: tl.constexpr, activation: tl.constexpr,
+            alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr):
+    """The grouped GEMM. Grid: (blocks of outputs, tiles) of sorted picks if `arranged`, as ops/experts_kernels.py::tiles, else
+    (blocks of outputs, E) as ops/experts_kernels.py::direct, for up to `block` picks.
+
+    x [rows, k], with scales xs if it is `scaled`: [rows] ("token") or [padded / unit, rows] ("group").
+    """
+    if linked:
+        gdc_wait()
+        gdc_launch_dependents()
+    column = tl.program_id(0)
+    if arranged:
+        expert = tl.load(tile_expert + tl.program_id(1))
+        if expert < 0:
+            return
+        places = tl.load(tile_place + tl.program_id(1)) + tl.arange(0, tall)
+        within = places < tl.load(starts + expert + 1)
+        pick = tl.load(order + places, mask=within, other=0)
+        _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, places, pick, within, column, n, k, stride, rows,
+              padded, spread, count, tall, wide, unit, units, swap, even, kind, form, half, parts, scaled, four, stages, fast,
+              gated, activation, alpha, limit, shift, inward)
+    else:
+        expert = tl.program_id(1)
+        number = tl.arange(0, block)
+        match = tl.load(picks + number, mask=number < total, other=-1) == expert
+        rank = tl.cumsum(match.to(tl.int32), 0)
+        mine = tl.sum(match.to(tl.int32), 0)
+        for first in range(0, mine, tall):
+            slot = first + tl.arange(0, tall)
+            hit = match[None, :] & (rank[None, :] == slot[:, None] + 1)
+            pick = tl.sum(tl.where(hit, number[None, :], 0), 1)
+            _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, pick, pick, slot < mine, column, n, k, stride,
+                  rows, padded, spread, count, tall, wide, unit, units, swap, even, kind, form, half, parts, scaled, four,
+                  stages, fast, gated, activation, alpha, limit, shift, inward)
