@@ -77,6 +77,8 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         value = os.fspath(value)
     elif name == "dtype":
         value = str(value).removeprefix("torch.")
+    elif name == "experts_on_device" and isinstance(value, int):
+        value = str(value)
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError:
@@ -122,6 +124,11 @@ def _check_engine(options: EngineOptions) -> None:
     balancing(options)
     if options.lora_modules and not options.enable_lora:
         raise ConfigError("lora_modules needs enable_lora")
+    held = options.experts_on_device
+    if held is not None and options.tensor_parallel_size * options.pipeline_parallel_size > 1:
+        raise ConfigError("experts_on_device is for a single GPU; with several, divide the model: leave it out")
+    if held not in (None, "auto") and not (held.isdecimal() and int(held) > 0):
+        raise ConfigError(f"experts_on_device is {held!r}; possible are auto and a number of experts of each layer, at least 1")
     if options.step_target_ms is not None and not options.step_target_ms > 0:
         raise ConfigError(f"step_target_ms is {options.step_target_ms}; it must be above 0")
 

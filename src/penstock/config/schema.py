@@ -76,6 +76,9 @@ class EngineOptions:
                                            fraction=True)
     kv_cache_memory_bytes: int | None = option(None, "size of the KV cache; by default what memory allows", group=MEMORY,
                                                least=1)
+    experts_on_device: str | None = option(None, "how many experts of each layer the GPU's memory holds, the others being read "
+                                                 "from host memory: a number, or auto for as many as fit; by default all",
+                                           group=MEMORY)
     block_size: int | None = option(None, "tokens in a page of the KV cache (default: 16)", group=MEMORY, least=1)
     kv_cache_dtype: str = option("auto", "how keys and values are stored: as the checkpoint says or plain (auto), bfloat16, "
                                  "fp8, fp8_e5m2, fp8_per_token_head, int8, int4, nvfp4, turbo4, turbo3, q8_0, q4_0",

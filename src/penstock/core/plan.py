@@ -166,6 +166,8 @@ class StepResult:
     """Writes to stores that have ended or failed since the last result."""
     picks: npt.NDArray[np.int64] | None = None
     """[layers with experts, experts] how often each was picked since the start; now and then, of mixtures."""
+    expert_hits: int = 0
+    """With `picks`: how many of them were of experts on the device, if some are in host memory alone."""
 
 
 MOST_DEPTH = 9

@@ -239,6 +239,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Number of times that the first, second, ... draft of a segment was kept."""
     expert_picks: list[list[int]] = []
     """Of each layer with experts, how often each was picked."""
+    expert_hits: int = 0
+    """Of those picks, how many were of experts on the device; 0 where all are."""
     limits: list[float] = []
     """Seconds of steps by what bound them, as in `scheduler/step.py::LIMITS`."""
     step_time: list[float] = []

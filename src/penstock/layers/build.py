@@ -49,6 +49,8 @@ class Build:
     data: Lockstep | None = None
     """The engines with which this one steps together, each with some of the experts."""
     tables: dict[RopeSpec, RopeTable] = field(default_factory=dict)
+    stages: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    """Of experts in host memory (ops/experts_hosted.py)."""
 
     def rope(self, spec: RopeSpec) -> RopeTable:
         """The table of a rotation, one for all layers of an equal spec."""

@@ -42,7 +42,7 @@ class Decoder:
         self.norm = build_norm(spec.norm, "norm", build) if spec.ends else None
         self.logits = Head(spec.head, build, len(spec.labels) or spec.vocab_size) if spec.ends else None
         self.works = Works()
-        held = [*values.values(), *(tensor for table in build.tables.values() for tensor in table)]
+        held = [*values.values(), *(tensor for table in build.tables.values() for tensor in table), *build.stages.values()]
         self.weight_bytes: int = sum(value.nbytes for value in held)
         """Bytes of all that the model holds: parameters as packed, and the rope tables."""
 
@@ -100,14 +100,18 @@ class Decoder:
     @property
     def picks(self) -> torch.Tensor | None:
         """[layers with experts, E] int64 on the device: how often each expert was picked. None without experts."""
-        found = [mixer.counts for block in self.blocks for mixer in block.mixers if isinstance(mixer, Experts)]
+        found = [layer.counts for layer in self.experts]
         return torch.stack(found) if found else None
+
+    @property
+    def experts(self) -> list[Experts]:
+        """The layers with experts."""
+        return [mixer for block in self.blocks for mixer in block.mixers if isinstance(mixer, Experts)]
 
     def forget_picks(self) -> None:
         """Resets the counts."""
-        for mixer in (mixer for block in self.blocks for mixer in block.mixers):
-            if isinstance(mixer, Experts):
-                mixer.counts.zero_()
+        for layer in self.experts:
+            layer.counts.zero_()
 
     @property
     def linears(self) -> list[Linear]:

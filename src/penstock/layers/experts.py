@@ -18,6 +18,7 @@ from penstock.layers.mlp import MLP, MLPSpec
 from penstock.layers.parameter import Parameter, Piece, Split, even_unit
 from penstock.layers.step import StateView, Step, Works
 from penstock.ops.experts import Glu
+from penstock.ops.experts_hosted import HostedStack, Residency
 from penstock.ops.linear import Weight
 from penstock.ops.routing import Routing
 from penstock.parallel.lockstep import Lockstep
@@ -152,6 +153,9 @@ class Experts:
         self.shared_gate = Linear(spec.gate, f"{path}.shared_gate", build) if spec.shared_gate else None
         self.counts = torch.zeros(spec.routing.experts, dtype=torch.int64, device=build.device)
         """The number of times each expert was picked. The last layer counts only steps in which every token runs to the end."""
+        self.residency = (Residency(self.up, self.down, build.stages) if isinstance(self.up, HostedStack)
+                          and isinstance(self.down, HostedStack) else None)
+        """If some experts are in host memory alone."""
         self.placement: torch.Tensor | None = None
         """[E, R] int32: where in the stacks an expert's R replicas are, -1 where another rank has it; None: at its own number.
         Neighbouring tokens take different replicas."""
@@ -206,6 +210,8 @@ class Experts:
             return out if self.shared is None else self._with_shared(out, x, step)
         if self.placement is not None:
             picks = placed(picks, self.placement)
+        if self.residency is not None:
+            self.residency.fetch(picks)
         out = self.up.grouped.apply(x, picks, weights, self.up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward)
         if self._reduce is not None:
             out = self._reduce(out)

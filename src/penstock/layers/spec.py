@@ -48,6 +48,8 @@ class ModelSpec:
     """Names of the labels of a classifier, whose head has one row for each."""
     task: str = "generate"
     """generate, or, where the checkpoint has no language model's head: embed or classify."""
+    resident: int = 0
+    """Experts of a layer that are on the device; all are in host memory then. 0: all are on the device alone."""
     ranks: int = 1
     """This describes the part of one of so many ranks of tensor parallelism (`share`). `vocab_size` is that of all together."""
     stages: tuple[tuple[BlockSpec, ...], ...] = ()
@@ -183,7 +185,9 @@ class ModelSpec:
             if self.begins or (self.ends and self.head.tied and parameter.name == "embedding.weight"):
                 yield parameter
         for i, block in enumerate(self.blocks, self.first):
-            yield from block.parameters(f"blocks.{i}")
+            for parameter in block.parameters(f"blocks.{i}"):
+                hosted = 0 < self.resident < parameter.stack
+                yield dataclasses.replace(parameter, resident=self.resident) if hosted else parameter
         if self.ends:
             yield from self.norm.parameters("norm", self.width)
             yield from self.head.parameters(self.outputs, self.width)

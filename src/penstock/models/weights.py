@@ -253,16 +253,18 @@ def _to_device(shares: Shares, sources: dict[str, list[Source]], checkpoint: Che
 
     with opened(device) as transfer, checkpoint.mapped():
         for parameter, _ in _order(shares.spec):
-            mine = wholes[parameter.name] = {suffix: torch.empty(shape, dtype=kind, device=device) for suffix, (shape, kind)
+            mine = wholes[parameter.name] = {suffix: _room(shape, kind, device, parameter) for suffix, (shape, kind)
                                              in _wholes(shares, parameter, sources, dtype).items()}
             shares.clear(parameter, mine)
             for source in sources[parameter.name]:
                 tensor = checkpoint.tensors[source.name]
                 kind = stored_dtype(tensor.dtype)
                 targets = [(cut.target(mine[source.part]), cut) for cut in shares.cuts(parameter, source)]
-                if tensor.made:
+                if tensor.made or parameter.resident:
                     if targets:
                         arranged = checkpoint.read(source.name)
+                        if source.change is not None:
+                            arranged = source.change(arranged, shares.whole)
                         for target, cut in targets:
                             target.copy_(cut.source(arranged))
                         checkpoint.drop(source.name)
@@ -285,6 +287,13 @@ def _to_device(shares: Shares, sources: dict[str, list[Source]], checkpoint: Che
             finish_one()
     return Values((parameter.name, _place(wholes.pop(parameter.name), parameter, dtype, device, kernels))
                   for parameter in shares.spec.parameters())
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, parameter: Parameter) -> torch.Tensor:
+    """Uninitialised memory for a stored tensor: on the device, or pinned where experts stay on the host."""
+    if not parameter.resident:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def _wholes(shares: Shares, parameter: Parameter, sources: dict[str, list[Source]],
@@ -334,12 +343,13 @@ def _order(spec: ModelSpec) -> Iterator[tuple[Parameter, _Workbench]]:
 def _place(parts: dict[str, torch.Tensor], parameter: Parameter, dtype: torch.dtype, device: torch.device,
            kernels: Kernels) -> Weight | torch.Tensor:
     """A parameter as layers take it, given its stored tensors."""
-    parts = {suffix: whole.to(device) for suffix, whole in parts.items()}
+    if not parameter.resident:
+        parts = {suffix: whole.to(device) for suffix, whole in parts.items()}
     if parameter.scheme is None:
         return parts[""]
     if parameter.decoded:
         return parameter.scheme.decode(parts, dtype).contiguous()
-    return pack(parameter.scheme, parameter.shape, parts, dtype, kernels, parameter.stack)
+    return pack(parameter.scheme, parameter.shape, parts, dtype, kernels, parameter.stack, parameter.resident, device)
 
 
 _RANDOM = 1_000_003
@@ -370,6 +380,8 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
         else:
             whole = torch.full(parameter.shape, parameter.rest, dtype=getattr(torch, parameter.dtype or str(dtype)[6:]),
                                device=device)
+        if own.resident:
+            whole = _room(parameter.shape, dtype, device, parameter).copy_(whole)
         parts = {"": whole} if parameter.scheme is None else parameter.scheme.encode(whole)
         values[own.name] = _place(shares.taken(own, parts), own, dtype, device, kernels)
         del whole, parts

@@ -76,12 +76,16 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertsOps:
-    """The reference. An implementation has these three functions; `pack_stored` if it is registered for a scheme."""
+    """The reference. An implementation has `pack` and `apply`, those of schemes `pack_stored`, those of GPUs `host`."""
 
     def pack(self, matrices: torch.Tensor) -> Stack:
         """Packs [E, n, k] matrices of f32, f16 or bf16 into the layout that `apply` reads."""
         count, n, k = matrices.shape
         return Stack(matrices.contiguous(), count, n, k, matrices.dtype, self)
+
+    def host(self, matrices: torch.Tensor, _slots: int, device: torch.device) -> Stack:
+        """Packs plain [E, n, k] matrices in pinned host memory: some on the device too (slots), if that can be, else all."""
+        return self.pack(matrices.to(device))
 
     def pack_stored(self, scheme: Any, parts: Mapping[str, torch.Tensor], count: int, shape: tuple[int, int],
                     dtype: torch.dtype) -> Stack:

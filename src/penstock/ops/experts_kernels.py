@@ -29,9 +29,20 @@ def _gate(x, z, dtype: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, li
 
 
 @triton.jit
-def picked(x, weight, bias, out, picks, scales, n, k, stride, count: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr,
-           stages: tl.constexpr, even: tl.constexpr, ahead: tl.constexpr, gated: tl.constexpr, kind: tl.constexpr,
-           alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr):
+def _begin(where, expert, size):
+    """At which element an expert's matrix begins: where its number says, or `where` [E], a multiple of 16."""
+    if where is None:
+        at = expert.to(tl.int64) * size
+    else:
+        at = tl.multiple_of(tl.load(where + expert), 16)
+    return at
+
+
+@triton.jit
+def picked(x, weight, where, bias, out, picks, scales, n, k, stride, count: tl.constexpr, wide: tl.constexpr,
+           deep: tl.constexpr, stages: tl.constexpr, even: tl.constexpr, ahead: tl.constexpr, gated: tl.constexpr,
+           kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr,
+           linked: tl.constexpr):
     """GEMV for each pick, without tensor cores. Grid: (blocks of `wide` outputs, picks).
 
     Gated: x is the tokens' [T, k], out [T * K, n] by pick. Else x is [T * K, k] by pick, and out is x's product times scales.
@@ -47,7 +58,8 @@ def picked(x, weight, bias, out, picks, scales, n, k, stride, count: tl.constexp
     kept = tl.minimum(rows, n - 1)
     parts: tl.constexpr = 2 if gated else 1
     base = tl.maximum(expert, 0).to(tl.int64) * n * parts
-    at = weight + (base + kept)[:, None] * k + columns[None, :]
+    at = weight + _begin(where, tl.maximum(expert, 0), tl.cast(n, tl.int64) * parts * k)
+    at += kept.to(tl.int64)[:, None] * k + columns[None, :]
     beside = at + tl.cast(n, tl.int64) * k
     first = ()
     for i in tl.static_range(ahead):
@@ -184,6 +196,30 @@ def place(picks, cursor, order, total, block: tl.constexpr):
     tl.store(order + at, number, mask=pick >= 0)
 
 
+@triton.jit(do_not_specialize=("total",))
+def fetch(picks, total, missing, up, up_stage, down, down_stage, up_size, down_size, every: tl.constexpr, most: tl.constexpr,
+          block: tl.constexpr):
+    """Copies both matrices of expert missing[i] to place i of the stages, if it is among up to `most` picks, or in any case.
+
+    Sizes are those of a matrix in 32-bit words. Grid: (missing experts, programs that share one).
+    """
+    expert = tl.load(missing + tl.program_id(0))
+    wanted = 1
+    if not every:
+        number = tl.arange(0, most)
+        wanted = tl.max((tl.load(picks + number, mask=number < total, other=-1) == expert).to(tl.int32), 0)
+    if wanted > 0:
+        begin, to = expert.to(tl.int64), tl.program_id(0).to(tl.int64)
+        for at in range(tl.program_id(1) * block, up_size, tl.num_programs(1) * block):
+            word = at + tl.arange(0, block)
+            tl.store(up_stage + to * up_size + word, tl.load(up + begin * up_size + word, mask=word < up_size),
+                     mask=word < up_size)
+        for at in range(tl.program_id(1) * block, down_size, tl.num_programs(1) * block):
+            word = at + tl.arange(0, block)
+            tl.store(down_stage + to * down_size + word, tl.load(down + begin * down_size + word, mask=word < down_size),
+                     mask=word < down_size)
+
+
 # -- grouped GEMMs
 
 
@@ -216,7 +252,7 @@ def _leave(total, other, bias, out, base, n, rn, to, within, scale, swap: tl.con
 
 
 @triton.jit
-def _tile(x, weight, bias, out, scales, expert, places, pick, within, column, n, k, stride, count: tl.constexpr,
+def _tile(x, weight, where, bias, out, scales, expert, places, pick, within, column, n, k, stride, count: tl.constexpr,
           tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr,
           gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
           inward: tl.constexpr):
@@ -224,7 +260,8 @@ def _tile(x, weight, bias, out, scales, expert, places, pick, within, column, n,
     rn, rk = column * wide + tl.arange(0, wide), tl.arange(0, deep)
     parts: tl.constexpr = 2 if gated else 1
     base = expert.to(tl.int64) * n * parts
-    w = weight + (base + tl.minimum(rn, n - 1))[:, None] * k + rk[None, :]
+    w = weight + _begin(where, expert, tl.cast(n, tl.int64) * parts * k)
+    w += tl.minimum(rn, n - 1).to(tl.int64)[:, None] * k + rk[None, :]
     beside = tl.cast(n, tl.int64) * k
     row = pick // count if gated else places
     v = x + row.to(tl.int64)[:, None] * stride + rk[None, :]
@@ -255,7 +292,7 @@ def _tile(x, weight, bias, out, scales, expert, places, pick, within, column, n,
 
 
 @triton.jit(do_not_specialize=("total",))
-def direct(x, weight, bias, out, picks, scales, total, n, k, stride, count: tl.constexpr, block: tl.constexpr,
+def direct(x, weight, where, bias, out, picks, scales, total, n, k, stride, count: tl.constexpr, block: tl.constexpr,
            tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr,
            gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
            inward: tl.constexpr, linked: tl.constexpr):
@@ -275,12 +312,12 @@ def direct(x, weight, bias, out, picks, scales, total, n, k, stride, count: tl.c
         slot = first + tl.arange(0, tall)
         hit = match[None, :] & (rank[None, :] == slot[:, None] + 1)
         pick = tl.sum(tl.where(hit, number[None, :], 0), 1)
-        _tile(x, weight, bias, out, scales, expert, pick, pick, slot < mine, tl.program_id(0), n, k, stride, count, tall,
+        _tile(x, weight, where, bias, out, scales, expert, pick, pick, slot < mine, tl.program_id(0), n, k, stride, count, tall,
               wide, deep, even, swap, gated, kind, alpha, limit, shift, inward)
 
 
 @triton.jit
-def tiles(x, weight, bias, out, order, starts, tile_expert, tile_place, scales, n, k, stride, count: tl.constexpr,
+def tiles(x, weight, where, bias, out, order, starts, tile_expert, tile_place, scales, n, k, stride, count: tl.constexpr,
           tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr,
           gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
           inward: tl.constexpr, linked: tl.constexpr):
@@ -294,7 +331,7 @@ def tiles(x, weight, bias, out, order, starts, tile_expert, tile_place, scales, 
     places = tl.load(tile_place + tl.program_id(1)) + tl.arange(0, tall)
     within = places < tl.load(starts + expert + 1)
     pick = tl.load(order + places, mask=within, other=0)
-    _tile(x, weight, bias, out, scales, expert, places, pick, within, tl.program_id(0), n, k, stride, count, tall, wide,
+    _tile(x, weight, where, bias, out, scales, expert, places, pick, within, tl.program_id(0), n, k, stride, count, tall, wide,
           deep, even, swap, gated, kind, alpha, limit, shift, inward)
 
 

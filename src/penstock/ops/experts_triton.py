@@ -16,6 +16,7 @@ from penstock.ops import experts_coded, gpu
 from penstock.ops.coded_forms import NAMES
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.experts_coded import CodedStack
+from penstock.ops.experts_hosted import HostedStack
 from penstock.ops.registry import register
 
 
@@ -142,6 +143,7 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
         "count": count, "deep": tile.deep, "wide": tile.wide, "gated": gated, "kind": kind.kind, "alpha": kind.alpha,
         "limit": kind.limit, "shift": kind.shift, "inward": inward, "num_warps": tile.warps}
     columns, even = -(-n // tile.wide), k % tile.deep == 0
+    where = stack.where if isinstance(stack, HostedStack) else None
     if tile.boxed:
         assert found is not None
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -160,15 +162,16 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
                "num_stages": max(1, min(tile.stages, gpu.shared_bytes(x.device) // block))}
     if tile.tall == 1:
         ahead = min(tile.ahead, k // tile.deep) if not gated else 0
-        kernels.picked[(columns, total)](x, stack.data, bias, out, picks, scales, n, k, x.stride(0), ahead=ahead,
+        kernels.picked[(columns, total)](x, stack.data, where, bias, out, picks, scales, n, k, x.stride(0), ahead=ahead,
                                          stages=shared["num_stages"], **shared)
         return
     shared |= {"tall": tile.tall, "swap": tile.swap}
     if found is None:
-        kernels.direct[(columns, experts)](x, stack.data, bias, out, picks, scales, total, n, k, x.stride(0),
+        kernels.direct[(columns, experts)](x, stack.data, where, bias, out, picks, scales, total, n, k, x.stride(0),
                                            block=gpu.covering(max(total, 16)), **shared)
     else:
-        kernels.tiles[(columns, len(found.tile_expert))](x, stack.data, bias, out, *found, scales, n, k, x.stride(0), **shared)
+        kernels.tiles[(columns, len(found.tile_expert))](x, stack.data, where, bias, out, *found, scales, n, k, x.stride(0),
+                                                         **shared)
 
 
 def launch(plan: Plan, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
@@ -198,6 +201,9 @@ class TritonExperts(ExpertsOps):
 
     invariant = False
 
+    def host(self, matrices: torch.Tensor, slots: int, device: torch.device) -> Stack:
+        return HostedStack(matrices, slots, device, self)
+
     def pack_stored(self, scheme: Any, parts: Mapping[str, torch.Tensor], count: int, shape: tuple[int, int],
                     dtype: torch.dtype) -> Stack:
         return experts_coded.pack(scheme, parts, count, shape, dtype, self)
@@ -206,7 +212,7 @@ class TritonExperts(ExpertsOps):
               up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
               inward: bool = False) -> torch.Tensor:
         boxes = (gpu.capability(x.device) >= (9, 0) and x.dtype != torch.float32 and not inward
-                 and up.k % 8 == 0 and down.k % 8 == 0)
+                 and up.k % 8 == 0 and down.k % 8 == 0 and not isinstance(up, HostedStack))
         if isinstance(up, CodedStack) or isinstance(down, CodedStack):
             plan = choose_coded(picks.numel(), picks.numel() / up.count, up, self.invariant)
         else:

@@ -103,9 +103,13 @@ PLAIN = Plain()
 
 
 def pack(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor], dtype: torch.dtype,
-         kernels: Kernels, stack: int = 0) -> Weight:
+         kernels: Kernels, stack: int = 0, resident: int = 0, device: torch.device | None = None) -> Weight:
     """The matrix of `shape` as the kernel that is bound for (linear, scheme, shape) reads it; with `stack`, so many matrices
-    joined by rows as the operation `experts` reads them."""
+    joined by rows as the operation `experts` reads them, of which the first `resident` are on the `device` and all of the parts
+    in host memory."""
+    if resident:
+        assert device is not None and scheme == PLAIN, scheme.name
+        return kernels.experts.host(parts["weight"].view(stack, -1, shape[1]), resident, device)
     if stack:
         return _pack_stack(scheme, stack, shape, parts, dtype, kernels)
     ops = kernels.linear_for(scheme.name, shape[0], shape[1])
@@ -150,8 +154,8 @@ def _slice(tensor: torch.Tensor, part: Part, stack: int, i: int) -> torch.Tensor
 
 
 def empty(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: Kernels,
-          stack: int = 0) -> Weight:
+          stack: int = 0, resident: int = 0) -> Weight:
     """The same without its numbers: for a rehearsal on meta tensors."""
     parts = {part.suffix: torch.empty(part.shape, dtype=getattr(torch, part.dtype), device=device)
              for part in scheme.parts(shape[0], shape[1], str(dtype).removeprefix("torch."))}
-    return pack(scheme, shape, parts, dtype, kernels, stack)
+    return pack(scheme, shape, parts, dtype, kernels, stack, resident, device)

@@ -527,7 +527,7 @@ class Scheduler:
         checked = sum(drafts.values())
         tokens_done = sum(step.counts)
         if result.picks is not None:
-            self.stats.expert_picks = result.picks.tolist()
+            self.stats.expert_picks, self.stats.expert_hits = result.picks.tolist(), result.expert_hits
         self.cache.report(result.load_results, result.write_results, tokens_done, result.seconds)
         if self.drafts.policy is not None and decoded + checked == tokens_done:
             self.drafts.policy.stepped(len(step.counts), tokens_done, int(result.kept.sum()), result.seconds)

@@ -146,6 +146,8 @@ class EngineCollector(Collector):
             ("penstock:plan_seconds", "Host time for planning steps and applying results.", stats.plan_seconds),
             ("penstock:worker_seconds", "Worker time in steps.", stats.worker_seconds),
             ("penstock:kernel_seconds", "Worker time in the model's forward pass and head.", stats.kernel_seconds),
+            ("penstock:expert_hits", "Picks of experts that were on the device, where some are in host memory alone.",
+             stats.expert_hits),
             ("vllm:spec_decode_num_drafts", "Times that tokens were drafted for a sequence.", stats.drafts),
             ("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", stats.drafted_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", stats.accepted_tokens),

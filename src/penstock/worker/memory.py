@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 from collections.abc import Iterator, Sequence
@@ -22,13 +23,15 @@ from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.ops.registry import Kernels
 from penstock.platform.facts import available_memory
-from penstock.quant.scheme import empty
+from penstock.quant.scheme import PLAIN, empty
 from penstock.worker.dummy import dummy_plan
 from penstock.worker.graphs import Graphs
 from penstock.worker.sampler import MAX_LOGITS_ROWS
 from penstock.worker.worker import Worker
 
 _GIB = 1 << 30
+_BESIDE_CACHE = 0.8
+"""The share of a GPU's memory that weights may take where experts are to be divided between it and the host."""
 
 
 LIST_BYTES = 5 * 4 * MAX_OPEN_LIST_WORDS
@@ -84,18 +87,51 @@ def _states(specs: Sequence[ModelSpec], config: EngineConfig) -> list[StateSpec]
 def packed_bytes(spec: ModelSpec, dtype: torch.dtype, kernels: Kernels) -> int:
     """Bytes of the parameters as a GPU's kernels hold them: packed, or decoded where none reads the stored form."""
     sizes: dict[tuple[object, ...], int] = {}
+    stages: dict[tuple[int, ...], int] = {}
     total = 0
     for parameter in spec.parameters():
         scheme, key = parameter.scheme, (parameter.scheme, parameter.shape, parameter.stack, parameter.decoded)
         if scheme is None:
             total += parameter.nbytes(str(dtype).removeprefix("torch."))
             continue
+        if parameter.resident:
+            each = parameter.size * dtype.itemsize // parameter.stack
+            total += each * parameter.resident
+            stages[parameter.shape] = each * (parameter.stack - parameter.resident)
+            continue
         if key not in sizes:
             stays = not parameter.decoded and (not parameter.stack or kernels.experts_for(scheme.name) is not None)
             sizes[key] = empty(scheme, parameter.shape, dtype, torch.device("meta"), kernels, parameter.stack).nbytes if stays \
                 else parameter.size * dtype.itemsize
         total += sizes[key]
-    return total
+    return total + sum(stages.values())
+
+
+def resident(asked: str | None, spec: ModelSpec, dtype: torch.dtype, kernels: Kernels, facts: DeviceFacts, free: int) -> int:
+    """How many experts of each layer the GPU is to hold, as `experts_on_device` asks; 0: all. `free`: bytes that the engine may
+    fill. ConfigError if this model's experts cannot be divided so."""
+    if asked is None:
+        return 0
+    stacks = [parameter for parameter in spec.parameters() if parameter.stack]
+    if facts.kind != "cuda":
+        raise ConfigError("experts_on_device is for GPUs; on a CPU all experts are in its memory. Leave it out")
+    if not stacks:
+        raise ConfigError(f"experts_on_device is set, but {spec.architecture} has no experts. Leave it out")
+    stored = {parameter.scheme.name for parameter in stacks if parameter.scheme not in (None, PLAIN)}
+    if stored or kernels.chosen["experts"].name == "reference":
+        what = f"experts that are stored as {', '.join(sorted(stored))}" if stored else "the reference kernel of experts"
+        raise ConfigError(f"experts_on_device cannot serve {what} yet, only plain ones by Triton. Leave it out")
+    most = min(parameter.stack for parameter in stacks)
+    if asked != "auto":
+        return int(asked) if int(asked) < most else 0
+    room = int(free * _BESIDE_CACHE)
+    whole, one, two = (packed_bytes(dataclasses.replace(spec, resident=held), dtype, kernels) for held in (0, 1, 2))
+    if whole <= room or most < 3:
+        return 0
+    if one > room:
+        raise ConfigError(f"experts_on_device auto: with one expert of each layer on the device the weights take "
+                          f"{one / _GIB:.1f} GiB, and there is room for {room / _GIB:.1f} beside a KV cache")
+    return min(most - 1, 1 + (room - one) // (two - one))
 
 
 def check(limits: MemoryLimits, config: EngineConfig, specs: Sequence[ModelSpec], device: torch.device, facts: DeviceFacts,

@@ -110,6 +110,9 @@ class Rank:
         self._occupancy = memory.occupancy(self._device)
         if self._occupancy is not None:
             memory.configure_allocator()
+        free = 0 if self._occupancy is None else memory.free_bytes(self._device, self._limits.utilization)
+        self._spec = replace(self._spec, resident=memory.resident(
+            self._options.experts_on_device, self._spec, getattr(torch, config.dtype), kernels, self._facts, free))
         self._draft = drafters.survey(config.speculation, self._spec, config.max_model_len)
         memory.check(self._limits, self._config, self._specs, self._device, self._facts, self._occupancy,
                      self._kernels)
@@ -133,7 +136,7 @@ class Rank:
                                    "load_format": options.load_format, "max_model_len": config.max_model_len,
                                    "seed": options.seed}
             self._model = model = models.load(self._folder, self._checkpoint, **how, progress=progress, place=self._place,
-                                                group=self._mesh.tensor, data=self._mesh.data)
+                                              group=self._mesh.tensor, data=self._mesh.data, resident=self._spec.resident)
             if config.speculation is not None:
                 self._drafter = drafters.load(config.speculation, self._draft, **how)
             warming.result()

@@ -138,7 +138,8 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
             plain = getattr(torch, parameter.dtype or name)
             values[parameter.name] = torch.empty(parameter.shape, dtype=plain, device=_META)
         else:
-            values[parameter.name] = empty(parameter.scheme, parameter.shape, dtype, _META, kernels, parameter.stack)
+            values[parameter.name] = empty(parameter.scheme, parameter.shape, dtype, _META, kernels, parameter.stack,
+                                           parameter.resident)
     model = Decoder(short, values, kernels, dtype=dtype, device=_META, max_model_len=max_model_len)
     model.attach([view for _, mine in kinds.values() for view in mine])
     return model, len(none.groups)

@@ -65,6 +65,8 @@ class Forward:
 
 _PICKS_SECONDS = 0.5
 """Between two reports of how often experts were picked."""
+_MOST_PROMOTED = 64
+"""Experts that change places at a time: some hundred megabytes over PCIe, which the next step waits for."""
 
 
 @dataclass(slots=True)
@@ -83,9 +85,9 @@ class Launched:
 
     def __init__(self, plan: StepPlan, interval: Interval, movers: Movers | None,
                  choose: Callable[[Masks | None], Chosen] | None, chosen: Chosen | None = None,
-                 picks: Callable[[], npt.NDArray[np.int64] | None] | None = None) -> None:
-        """`choose` enqueues the second launch; None if `chosen` holds its outputs. `picks` is asked for the experts' counts,
-        and has them now and then."""
+                 picks: Callable[[StepResult], None] | None = None) -> None:
+        """`choose` enqueues the second launch; None if `chosen` holds its outputs. `picks` adds the experts' counts to a
+        result, now and then."""
         self._plan = plan
         self._interval = interval
         self._movers = movers
@@ -120,7 +122,7 @@ class Launched:
                 # A step without segments waits for loads that the engine needs.
                 self._result.load_results, self._result.write_results = self._movers.arrived(wait=self._plan.idle)
             if self._picks is not None:
-                self._result.picks = self._picks()
+                self._picks(self._result)
             self._chosen = Chosen()
         return self._result
 
@@ -158,6 +160,9 @@ class Worker:
         of a step. `pipe`: the links of a pipeline stage."""
         self.closed = False
         self._picks_due = 0.0
+        self._seen: npt.NDArray[np.int64] | None = None
+        self._hits = 0
+        """Picks of experts that were on the device, of mixtures with experts in host memory."""
         self.model = model
         self.layout = layout
         self.arena = Arena(layout, device)
@@ -222,14 +227,31 @@ class Worker:
             self.model.warm_up_gemms(fitted_sizes(min(tokens, _SAME_KERNELS_ABOVE)), sorted(lines))
         self.stream.synchronize()
 
-    def _picks(self) -> npt.NDArray[np.int64] | None:
-        """The experts' counts, if the model has experts and some time has passed. The copy waits for the device."""
+    def _picks(self, result: StepResult) -> None:
+        """Adds the experts' counts, if the model has experts and some time has passed. The copy waits for the device."""
         now = time.monotonic()
         if now < self._picks_due:
-            return None
+            return
         found = self.model.picks
         self._picks_due = math.inf if found is None else now + _PICKS_SECONDS
-        return None if found is None else found.cpu().numpy()
+        if found is None:
+            return
+        result.picks = counts = found.cpu().numpy()
+        self._promote(counts)
+        result.expert_hits = self._hits
+
+    def _promote(self, counts: npt.NDArray[np.int64]) -> None:
+        """Lets experts in host memory that are picked often change places with others on the device, and counts hits."""
+        left = _MOST_PROMOTED
+        with torch.inference_mode(), self._on_stream:
+            for layer, now, before in zip(self.model.experts, counts, self._seen if self._seen is not None else 0 * counts,
+                                          strict=True):
+                if layer.residency is None:
+                    return
+                picked = now - before
+                self._hits += int(picked[layer.residency.slot >= 0].sum())
+                left -= layer.residency.promote(picked, left)
+        self._seen = counts
 
     def close(self) -> None:
         """Stops the movers' threads and frees all memory. Nothing can be run afterwards."""

@@ -1,0 +1,109 @@
+"""Experts in host memory: all matrices of a layer are pinned there, some have a slot on the device as well.
+
+A kernel copies the picked experts that have no slot over PCIe into a stage that all layers share, so that nothing is decided on
+the host and a CUDA graph can hold it; `where` says from which place the grouped GEMMs read an expert. Between steps, experts
+that were picked more often get the slots of others (`Residency.promote`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.ops.experts import ExpertsOps, Stack
+
+_EVERY = 4096
+"""The number of picks from which on all experts without a slot are copied: nearly all are picked."""
+_PROGRAMS = 16
+"""That copy one expert."""
+_BLOCK = 4096
+"""32-bit words that one of them copies at a time."""
+_GAIN = 1.25
+"""How much more often an expert must be picked than the one whose slot it takes."""
+
+Stages = MutableMapping[tuple[int, int, torch.dtype], torch.Tensor]
+"""By rows, columns and type of their matrices."""
+
+
+class HostedStack(Stack):
+    """E matrices [n, k]: `host` [E, n, k], and `data` [slots, n, k] on the device, in which at first the first ones are."""
+
+    __slots__ = ("host", "stage", "where")
+
+    def __init__(self, host: torch.Tensor, slots: int, device: torch.device, grouped: ExpertsOps) -> None:
+        count, n, k = host.shape
+        assert n * k % 16 == 0 and 0 < slots < count, (host.shape, slots)
+        super().__init__(host[:slots].to(device, copy=True), count, n, k, host.dtype, grouped)
+        self.host = host
+        self.where = torch.empty(count, dtype=torch.int64, device=device)
+        """[E] at which element from the beginning of `data` on an expert's matrix begins: there, or in the stage."""
+        self.stage: torch.Tensor
+        """[E - slots, n, k] on the device."""
+
+
+class Residency:
+    """Which experts of a layer have a slot."""
+
+    def __init__(self, up: HostedStack, down: HostedStack, stages: Stages) -> None:
+        """`stages` has those of other layers, and gets this one's."""
+        self.stacks = up, down
+        slots, device = len(up.data), up.data.device
+        for stack in self.stacks:
+            key, size = (stack.n, stack.k, stack.dtype), up.count - slots
+            if key not in stages or len(stages[key]) < size:
+                stages[key] = torch.empty(size, stack.n, stack.k, dtype=stack.dtype, device=device)
+            stack.stage = stages[key]
+        self.slot = np.full(up.count, -1)
+        """[E] of each expert; -1: it has none."""
+        self.slot[:slots] = np.arange(slots)
+        self._missing = torch.empty(up.count - slots, dtype=torch.int32, device=device)
+        self._scores = np.zeros(up.count)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Copies to the device where each expert is."""
+        missing = np.flatnonzero(self.slot < 0)
+        _send(self._missing, missing)
+        for stack in self.stacks:
+            size = stack.n * stack.k
+            where = self.slot * size
+            where[missing] = (stack.stage.data_ptr() - stack.data.data_ptr()) // stack.data.element_size()
+            where[missing] += np.arange(len(missing)) * size
+            _send(stack.where, where)
+
+    def fetch(self, picks: torch.Tensor) -> None:
+        """Enqueues the copies of those of `picks` [T, K] that have no slot."""
+        from penstock.ops.experts_kernels import fetch  # Triton: heavy, and not everywhere
+
+        total = picks.numel()
+        pairs = [one.view(torch.int32) for stack in self.stacks for one in (stack.host, stack.stage)]
+        every = total >= _EVERY
+        fetch[(len(self._missing), _PROGRAMS)](
+            picks, total, self._missing, *pairs, *(stack.n * stack.k * stack.host.element_size() // 4 for stack in self.stacks),
+            every=every, most=_EVERY if not every else 1, block=_BLOCK, num_warps=8)
+
+    def promote(self, picked: npt.NDArray[np.int64], most: int) -> int:
+        """Gives slots to experts without one that were picked more often than others, of late above all; at most `most`.
+        `picked` [E]: since the last call. Returns how many. Copies are enqueued on the current stream."""
+        self._scores = self._scores / 2 + picked
+        coming = sorted(np.flatnonzero(self.slot < 0), key=lambda expert: -self._scores[expert])
+        going = sorted(np.flatnonzero(self.slot >= 0), key=lambda expert: self._scores[expert])
+        moved = 0
+        for new, old in zip(coming[:most], going, strict=False):
+            if self._scores[new] <= _GAIN * self._scores[old] + 1:
+                break
+            place = self.slot[new], self.slot[old] = self.slot[old], -1
+            for stack in self.stacks:
+                stack.data[place[0]].copy_(stack.host[new], non_blocking=True)
+            moved += 1
+        if moved:
+            self._tell()
+        return moved
+
+
+def _send(target: torch.Tensor, numbers: npt.NDArray[np.int64]) -> None:
+    found = torch.from_numpy(numbers).to(target.dtype)
+    target.copy_(found.pin_memory() if target.is_cuda else found, non_blocking=True)
