@@ -19,10 +19,12 @@ from penstock.checkpoint import read_config
 from penstock.cli.info import as_text, survey
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ModelError
-from penstock.models import describe
+from penstock.models import describe, load
 from penstock.models.registry import checkpoint_of
 from penstock.models.translated import Translated
 from penstock.ops import coded_cpu
+from penstock.ops.registry import bind
+from penstock.platform.facts import detect
 
 ASSETS = Path(__file__).parent.parent / "assets" / "quantized"
 FOLDERS = sorted(path.name for path in ASSETS.iterdir())
@@ -222,6 +224,19 @@ def test_matrices_are_what_the_formula_gives(name: str, tmp_path: Path) -> None:
               other / "model.safetensors")
     count = 3 if name.startswith(("fp8", "modelopt-fp8")) else 24
     assert greedy(tmp_path, [5, 9, 2, 80], count) == greedy(other, [5, 9, 2, 80], count)
+
+
+def test_the_largest_scale_of_inputs_serves_a_joined_matrix(tmp_path: Path) -> None:
+    """Queries, keys and values are one matrix here; with the smallest of their scales, inputs of the others would be cut off."""
+    written(tmp_path, *FORMULAS["fp8-static"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, scale in (("q", 0.03), ("k", 0.09), ("v", 0.01)):
+        tensors[f"model.layers.1.self_attn.{name}_proj.input_scale"] = torch.tensor(scale)
+    save_file(tensors, tmp_path / "model.safetensors")
+    kernels = bind(detect("cpu"), torch.float32)
+    model = load(tmp_path, read_config(tmp_path), dtype=torch.float32, device=torch.device("cpu"), kernels=kernels, max_model_len=64)
+    scales = [float(linear.weight.parts["input_scale"]) for linear in model.linears if "attention.qkv" in linear.path]
+    assert scales == pytest.approx([0.05, 0.09])
 
 
 def test_info_shows_schemes_and_kernels(tmp_path: Path) -> None:

@@ -215,18 +215,28 @@ def _to_host(shares: Shares, sources: dict[str, list[Source]], checkpoint: Check
             wholes = {suffix: bench.take(shape, kind)
                       for suffix, (shape, kind) in _wholes(shares, parameter, sources, dtype).items()}
             shares.clear(parameter, wholes)
+            seen = set[str]()
             for source in sources[parameter.name]:
                 tensor = checkpoint.read(source.name)
                 if source.change is not None:
                     tensor = source.change(tensor, shares.whole)
                 for cut in shares.cuts(parameter, source):
-                    cut.target(wholes[source.part]).copy_(cut.source(tensor))
+                    _put(cut.target(wholes[source.part]), cut.source(tensor), source, seen)
                 del tensor
+                seen.add(source.part)
                 checkpoint.drop(source.name)
                 progress.add(checkpoint.tensors[source.name])
             values[parameter.name] = _place(wholes, parameter, dtype, device, kernels)
             del wholes
     return values
+
+
+def _put(target: torch.Tensor, found: torch.Tensor, source: Source, seen: set[str]) -> None:
+    """Copies a source's tensor to its place. What all rows of a joined matrix share (the scale of its input) is the largest that
+    its pieces bring, so that no activation is cut off; `seen` has the parts that were brought before."""
+    if source.axis is None and source.part in seen:
+        found = torch.maximum(target, found.to(target))
+    target.copy_(found)
 
 
 _WAITING = 2 << 30
@@ -256,6 +266,7 @@ def _to_device(shares: Shares, sources: dict[str, list[Source]], checkpoint: Che
             mine = wholes[parameter.name] = {suffix: _room(shape, kind, device, parameter) for suffix, (shape, kind)
                                              in _wholes(shares, parameter, sources, dtype).items()}
             shares.clear(parameter, mine)
+            seen = set[str]()
             for source in sources[parameter.name]:
                 tensor = checkpoint.tensors[source.name]
                 kind = stored_dtype(tensor.dtype)
@@ -266,7 +277,8 @@ def _to_device(shares: Shares, sources: dict[str, list[Source]], checkpoint: Che
                         if source.change is not None:
                             arranged = source.change(arranged, shares.whole)
                         for target, cut in targets:
-                            target.copy_(cut.source(arranged))
+                            _put(target, cut.source(arranged), source, seen)
+                        seen.add(source.part)
                         checkpoint.drop(source.name)
                     progress.add(tensor)
                     continue

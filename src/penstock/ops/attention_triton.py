@@ -120,11 +120,13 @@ class TritonAttention(AttentionOps):
 
 
 def _stages(shape: Shape, geometry: Geometry, device: torch.device) -> int:
-    """Pipeline stages: those of the shape, or as many as fit in shared memory. A stage holds a block of keys and of values."""
+    """Pipeline stages: those of the shape, or as many as fit in shared memory. A stage holds a block of keys and of values; of
+    latents, which are both, one stage less is held."""
     row = _block(geometry.head_size)
-    tail = _block(geometry.tail) if geometry.tail else row
-    room = gpu.shared_bytes(device) - shape.block_m * row * geometry.itemsize
-    return max(1, min(shape.stages, room // (shape.block_n * (row + tail) * geometry.itemsize)))
+    tail = _block(geometry.tail) if geometry.tail else 0
+    room = gpu.shared_bytes(device) - shape.block_m * (row + tail) * geometry.itemsize
+    held = room // (shape.block_n * (row + (tail or row)) * geometry.itemsize)
+    return max(1, min(shape.stages, held + (1 if tail and shape.block_m < 64 else 0)))
 
 
 def _block(size: int) -> int:

@@ -189,7 +189,7 @@ def _latent_shapes(rows: int, group: int, itemsize: int, invariant: bool) -> tup
         narrow, broad = Shape(rows, 16, rows // group, 8, 1, 1), Shape(max(32, rows), 16, max(32, rows) // group, 8, 1, 1)
         return (broad, broad) if invariant else (narrow, broad)
     broad = Shape(tall, 32, tall // group, 8, 2, 1)
-    return (broad, broad) if invariant else (Shape(rows, 64, rows // group, 8, 2, 1), broad)
+    return (broad, broad) if invariant else (Shape(rows, 64, rows // group, 8, 3 if rows < 64 else 2, 1), broad)
 
 
 @lru_cache(maxsize=4096)
