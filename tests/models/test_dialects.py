@@ -227,14 +227,14 @@ def test_matrices_are_what_the_formula_gives(name: str, tmp_path: Path) -> None:
 
 
 def test_the_largest_scale_of_inputs_serves_a_joined_matrix(tmp_path: Path) -> None:
-    """Queries, keys and values are one matrix here; with the smallest of their scales, inputs of the others would be cut off."""
+    """Queries, keys and values are one matrix; with the smallest of their scales, inputs of the others would be cut off."""
     written(tmp_path, *FORMULAS["fp8-static"])
     tensors = load_file(tmp_path / "model.safetensors")
     for name, scale in (("q", 0.03), ("k", 0.09), ("v", 0.01)):
         tensors[f"model.layers.1.self_attn.{name}_proj.input_scale"] = torch.tensor(scale)
     save_file(tensors, tmp_path / "model.safetensors")
-    kernels = bind(detect("cpu"), torch.float32)
-    model = load(tmp_path, read_config(tmp_path), dtype=torch.float32, device=torch.device("cpu"), kernels=kernels, max_model_len=64)
+    model = load(tmp_path, read_config(tmp_path), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64,
+                 kernels=bind(detect("cpu"), torch.float32))
     scales = [float(linear.weight.parts["input_scale"]) for linear in model.linears if "attention.qkv" in linear.path]
     assert scales == pytest.approx([0.05, 0.09])
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from penstock.layers.latent import LatentAttention
+from penstock.layers.norm import RMSNormSpec
+from penstock.layers.rope import RopeSpec
+from penstock.layers.sparse import SparseLatentAttention, SparseLatentAttentionSpec, hadamard
 from penstock.ops.attention import AttentionOps, Geometry, Ints, Span
 from tests.models.families import CASES, PROMPT, make
 from tests.models.harness import Runner, open_model
@@ -43,3 +46,26 @@ def test_both_forms_say_the_same(name: str, tmp_path: Path, monkeypatch: pytest.
     # A step of both kinds: a token and a chunk, side by side.
     together = runner.step([(0, [found[1][-1]]), (1, prompt[:20])])
     torch.testing.assert_close(together[1:], absorbed[0][:20], atol=1e-4, rtol=0)
+
+
+def test_index_keys_in_fp8_pick_nearly_the_same() -> None:
+    """132 bytes a position in 16-bit models; queries and keys are spread alike, so that scores are those of the keys."""
+    sparse = SparseLatentAttentionSpec(64, 2, 32, 16, 16, 0.2, RopeSpec(1e4, 16), RMSNormSpec(1e-6), 24)
+    (state,), (exact,) = sparse.states("bfloat16"), sparse.states("float32")
+    assert sum(field.nbytes for field in state.fields if field.name.startswith("index")) == 132
+    assert {field.name: field.dtype for field in exact.fields} == {"latent": "float32", "index": "float32"}
+    layer = SparseLatentAttention.__new__(SparseLatentAttention)
+    layer._spread = hadamard(128, torch.device("cpu"))
+    torch.testing.assert_close(layer._spread @ layer._spread.T, torch.eye(128))
+    layer.index = torch.zeros(40, 1, 16, 128, dtype=torch.float8_e4m3fn)
+    layer.index_scale = torch.zeros(40, 1, 16, 1)
+    generator = torch.Generator().manual_seed(1)
+    keys, queries = torch.randn(600, 128, generator=generator), torch.randn(9, 4, 128, generator=generator)
+    keys[:, 3] *= 40
+    slots = torch.randperm(640, generator=generator)[:600]
+    layer.keep(slots, keys)
+    found = torch.einsum("thd,kd->tk", layer.asked(queries), layer.kept(slots // 16, slots % 16))
+    wanted = torch.einsum("thd,kd->tk", queries, keys)
+    assert ((found - wanted).norm() / wanted.norm()).item() < 0.03
+    picks = (one.topk(64).indices.tolist() for one in (found, wanted))
+    assert min(len(set(a) & set(b)) for a, b in zip(*picks, strict=True)) >= 58

@@ -232,8 +232,8 @@ def _to_host(shares: Shares, sources: dict[str, list[Source]], checkpoint: Check
 
 
 def _put(target: torch.Tensor, found: torch.Tensor, source: Source, seen: set[str]) -> None:
-    """Copies a source's tensor to its place. What all rows of a joined matrix share (the scale of its input) is the largest that
-    its pieces bring, so that no activation is cut off; `seen` has the parts that were brought before."""
+    """Copies a source's tensor to its place. If all rows of a joined matrix share it (the scale of its inputs), it is the
+    largest that the pieces bring, so that no activation is cut off; `seen` has the parts that were brought before."""
     if source.axis is None and source.part in seen:
         found = torch.maximum(target, found.to(target))
     target.copy_(found)
