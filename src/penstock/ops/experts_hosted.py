@@ -22,7 +22,7 @@ _PROGRAMS = 16
 _BLOCK = 4096
 """32-bit words that one of them copies at a time."""
 _GAIN = 1.25
-"""How much more often an expert must be picked than the one whose slot it takes."""
+"""An expert must be picked so many times as often as the one whose slot it takes."""
 
 Stages = MutableMapping[tuple[int, int, torch.dtype], torch.Tensor]
 """By rows, columns and type of their matrices."""
@@ -45,7 +45,7 @@ class HostedStack(Stack):
 
 
 class Residency:
-    """Which experts of a layer have a slot."""
+    """The experts of a layer that have a slot."""
 
     def __init__(self, up: HostedStack, down: HostedStack, stages: Stages) -> None:
         """`stages` has those of other layers, and gets this one's."""

@@ -108,8 +108,8 @@ def packed_bytes(spec: ModelSpec, dtype: torch.dtype, kernels: Kernels) -> int:
 
 
 def resident(asked: str | None, spec: ModelSpec, dtype: torch.dtype, kernels: Kernels, facts: DeviceFacts, free: int) -> int:
-    """How many experts of each layer the GPU is to hold, as `experts_on_device` asks; 0: all. `free`: bytes that the engine may
-    fill. ConfigError if this model's experts cannot be divided so."""
+    """The number of experts of each layer that the GPU is to hold, as `experts_on_device` asks; 0: all. `free`: bytes that the
+    engine may fill. ConfigError if this model's experts cannot be divided so."""
     if asked is None:
         return 0
     stacks = [parameter for parameter in spec.parameters() if parameter.stack]
