@@ -7,17 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.ops import coded_triton
+from penstock.ops import coded_triton, gguf_codes
 from penstock.ops.activation import gated
 from penstock.ops.coded_forms import FP8 as FP8_TYPE
 from penstock.ops.coded_forms import NAMES, CodedWeight
 from penstock.ops.coded_triton import CodedTriton, Cut, launch, launch_codes, launch_dots, quantized
 from penstock.quant.fp8 import FP8
+from penstock.quant.gguf import GGUF
 from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
 from penstock.quant.normal import Table4
 from tests.ops.interpreter import DEVICE, DTYPES, interpreter
 from tests.ops.kernels import close, random
+from tests.ops.test_coded_cpu import blocks
 from tests.ops.test_linear_triton import in_order
 
 HALF = [dtype for dtype in DTYPES if dtype != torch.float32]
@@ -108,6 +110,24 @@ def test_dots_serve_one_row_of_integers() -> None:
         weight, _, _ = packed(scheme, 64, 384, torch.float16)
         assert coded_triton.dottable(x, weight) == served
         assert not coded_triton.dottable(x.float(), weight) and not coded_triton.dottable(x.expand(2, -1), weight)
+
+
+@pytest.mark.parametrize("kind", gguf_codes.NAMES)
+def test_blocks_of_gguf(kind: str) -> None:
+    """Products, whole matrices and rows; superblocks of any bytes, in rows of very different sizes."""
+    scheme, n, k, rows = GGUF(kind), 70, 768, 5
+    parts = blocks(kind, n, k) if kind.endswith("_k") else scheme.encode(random(n, k, seed=n) * 10.0 ** torch.arange(-3, 4)[
+        torch.arange(n) % 7, None])
+    parts = {suffix: part.to(DEVICE) for suffix, part in parts.items()}
+    weight, matrix = CodedTriton.pack(scheme, parts, (n, k), torch.float16), scheme.decode(parts, torch.float32)
+    size = matrix.abs().amax(1).clamp_min(1e-30)
+    assert ((coded_triton.decoded(weight, torch.float32) - matrix).abs().amax(1) / size).max() < 1e-3
+    ids = torch.tensor([0, 69, 5, 5], device=DEVICE)
+    assert ((CodedTriton.gather(ids, weight).float() - matrix[ids]).abs().amax(1) / size[ids]).max() < 1e-3
+    x = random(rows, k, seed=1).half().to(DEVICE)
+    cut = Cut(16, 64, coded_triton.fitting(weight, 256), stages=2, swap=True)
+    error = (launch(cut, x, None, weight, None, torch.float32) - x.float() @ matrix.T).abs() / size
+    assert error.max() < 2e-3 * k**0.5
 
 
 @pytest.mark.parametrize("scheme", [*WEIGHT_ONLY, *ROUNDED], ids=name)

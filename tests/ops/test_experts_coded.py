@@ -18,6 +18,7 @@ from penstock.ops.experts_coded import CodedStack
 from penstock.ops.experts_triton import Plan, Tile, TritonExperts, choose_coded, launch
 from penstock.ops.registry import bind
 from penstock.quant.fp8 import FP8
+from penstock.quant.gguf import GGUF
 from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
 from penstock.quant.normal import Table4
@@ -30,7 +31,7 @@ OPS = TritonExperts()
 SCHEMES: list[Any] = [
     FP8(), FP8("token"), FP8("tensor"), FP8(block=(128, 128)), FP8("group", (128, 128)), Int8(), Int8("token"), MXFP4(),
     MXFP8(), NVFP4(), Table4("nf4", 64), Grouped(4, 128), Grouped(4, 128, "uint8"), Grouped(4, 32, "float16"), Grouped(4, 0),
-    Grouped(8, 64), Grouped(3, 32)]
+    Grouped(8, 64), Grouped(3, 32), GGUF("q4_1"), GGUF("q8_0")]
 PLANS = {
     "unsorted": Plan(Tile(16, 32, 128, stages=2, swap=True), Tile(16, 64, 256, stages=2, swap=True), False),
     "sorted": Plan(Tile(32, 64, 128, stages=2, swap=True), Tile(32, 32, 128, stages=2, swap=True), True),
@@ -106,7 +107,7 @@ def test_sizes_that_no_tile_divides() -> None:
 
 
 def test_packing_in_runs() -> None:
-    """What is packed some experts at a time is what is packed at once."""
+    """Packing some experts at a time gives the same as packing all at once."""
     for scheme in (Grouped(4, 128, "uint8"), FP8("token"), NVFP4()):
         matrices = random(6, 192, 256, seed=1)
         whole = stored(scheme, matrices, torch.float16)[0].coded

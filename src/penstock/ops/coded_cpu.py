@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from penstock.ops import gguf_codes
 from penstock.ops.linear import Weight
 from penstock.ops.registry import register
 
@@ -27,7 +28,7 @@ _PANEL = 16
 _BLOCK = 32
 _CALL = struct.Struct("16q")
 _GROUPS = (32, 64, 128)
-NAMES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "int8",
+NAMES = (*gguf_codes.NAMES, "int8",
          *(f"int{bits}{group}" for bits in (2, 3, 4, 8) for group in ("row", *(f"g{size}" for size in _GROUPS))))
 """The schemes that are served, as `quant/` names them."""
 
@@ -167,38 +168,15 @@ def _codes(data: torch.Tensor, bits: int, k: int) -> torch.Tensor:
 
 
 def _gguf(name: str, data: torch.Tensor) -> tuple[torch.Tensor, int, dict[str, Any]]:
-    """The same of GGUF's blocks (ggml-common.h has their layout)."""
-    if name in ("q8_0", "q4_0", "q4_1"):
-        begin, nbytes = {"q8_0": (2, 34), "q4_0": (2, 18), "q4_1": (4, 20)}[name]
-        block = data.unflatten(-1, (-1, nbytes))
-        head = block[..., :begin].contiguous().view(torch.float16)
-        codes = block[..., begin:] if name == "q8_0" else torch.cat((block[..., begin:] & 15, block[..., begin:] >> 4), -1)
-        return codes.flatten(1), 8 if name == "q8_0" else 4, {
-            "kind": _F16S if name == "q4_1" else _F16, "scales": _lines(*head.unbind(-1)), "group": 1,
-            "offset": 8 if name == "q4_0" else 0}
-    block = data.unflatten(-1, (-1, {"q4_k": 144, "q5_k": 176, "q6_k": 210}[name]))
-    if name == "q6_k":
-        low, high = block[..., :128].unflatten(-1, (2, 1, 64)), block[..., 128:192].unflatten(-1, (2, 1, 32))
-        codes = torch.cat((low & 15, low >> 4), -2).flatten(-3) | (_shifted(high, (0, 2, 4, 6)) & 3).flatten(-3) << 4
-        return codes.flatten(1), 6, {"kind": _K6, "scales": _bytes(block[..., 208:210], block[..., 192:208]), "group": 8,
-                                     "offset": 32}
-    at = 48 if name == "q5_k" else 16
-    pairs = block[..., at:].unflatten(-1, (4, 1, 32))
-    codes = torch.cat((pairs & 15, pairs >> 4), -2).flatten(-3)
-    if name == "q5_k":
-        codes = codes | (_shifted(block[..., None, 16:48], tuple(range(8))) & 1).flatten(-2) << 4
-    a, b, c = (block[..., 4 + 4 * i:8 + 4 * i] for i in range(3))
-    scale = torch.cat((a & 63, c & 15 | a >> 6 << 4), -1)
-    least = torch.cat((b & 63, c >> 4 | b >> 6 << 4), -1)
-    small = torch.stack((scale, least), -1).flatten(-2)
-    return codes.flatten(1), 6 if name == "q5_k" else 4, {
-        "kind": _K45, "scales": _bytes(block[..., :4], small), "group": 8, "offset": 0}
-
-
-def _shifted(values: torch.Tensor, shifts: tuple[int, ...]) -> torch.Tensor:
-    """values [..., 1, m] at each shift: [..., shifts, m]."""
-    found: torch.Tensor = values >> torch.tensor(shifts, dtype=torch.uint8)[:, None]
-    return found
+    """The same of GGUF's blocks."""
+    codes, heads, small = gguf_codes.taken_apart(name, data)
+    bits = {"q8_0": 8, "q5_k": 6, "q6_k": 6}.get(name, 4)
+    offset = {"q4_0": 8, "q6_k": 32}.get(name, 0)
+    if small is None:
+        return codes, bits, {"kind": _F16S if name == "q4_1" else _F16, "scales": _lines(*heads.unbind(-1)), "group": 1,
+                             "offset": offset}
+    return codes, bits, {"kind": _K6 if name == "q6_k" else _K45, "scales": _bytes(heads.view(torch.uint8), small), "group": 8,
+                         "offset": offset}
 
 
 def _lines(*each: torch.Tensor) -> torch.Tensor:

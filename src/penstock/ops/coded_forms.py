@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from penstock.ops import gguf_codes
 from penstock.ops.linear import Weight
 
 FP8 = torch.float8_e4m3fn
@@ -15,7 +16,7 @@ MOST = {FP8: 448.0, torch.int8: 127.0}
 """The largest magnitude of an activation's code."""
 
 GROUPS = (32, 64, 128)
-NAMES = ("fp8", "fp8_block", "int8", "mxfp4", "mxfp8", "nvfp4", "nf4", "fp4",
+NAMES = ("fp8", "fp8_block", "int8", "mxfp4", "mxfp8", "nvfp4", "nf4", "fp4", *gguf_codes.NAMES,
          *(f"int{bits}{group}" for bits in (2, 3, 4, 8) for group in ("row", *(f"g{size}" for size in GROUPS))))
 """The schemes that are served, as `quant/` names them."""
 
@@ -130,7 +131,33 @@ def coded(scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]
         size = min(scheme.block, 128)
         words = _floats(_units(parts["absmax"].float(), scheme.block, k, size))
         return _four(weight, n, k, dtype, "table4", 128, form="float", scales=128 // size, words=words, table=table)
+    if name in gguf_codes.NAMES:
+        return _gguf(name, weight, n, k, dtype)
     return _grouped(scheme, parts, n, k, dtype)
+
+
+def _gguf(name: str, data: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> CodedWeight:
+    """Rows of GGUF's blocks. Scales of superblocks are products, rounded to float16 relative to their row's largest."""
+    codes, heads, small = gguf_codes.taken_apart(name, data)
+    scale, shift = gguf_codes.scales(name, heads, small)
+    four = name.startswith("q4")
+    size = 16 if name == "q6_k" else 32
+    columns = -(-k // 256) * 256 if four else -(-k // 128) * 128
+    gains = None
+    if small is not None:
+        peak = torch.maximum(scale.abs(), torch.zeros_like(scale) if shift is None else shift.abs() / 64).amax(1)
+        gains = torch.exp2(torch.floor(torch.log2(peak.clamp_min(2.0**-100))))
+        scale, shift = scale / gains[:, None], None if shift is None else shift / gains[:, None]
+    wide = _units(scale, size, k, size, columns)
+    if shift is not None:
+        second = _units(shift, size, k, size, columns).to(torch.float16)
+        form: dict[str, Any] = {"form": "shifts", "words": _words(wide.to(torch.float16), second)}
+    else:
+        form = {"form": "halves" if four else "pairs", "words": _pairs(wide.to(torch.float16))}
+    if four:
+        return _four(codes[:, 0::2] | codes[:, 1::2] << 4, n, k, dtype, "int4", 128, scales=4, gains=gains, **form)
+    numbers = codes.view(torch.int8) - 32 if name == "q6_k" else codes.view(torch.int8)
+    return CodedWeight(_wide(numbers), n, k, dtype, kind="number", unit=size, gains=gains, **form)
 
 
 def joined(each: Sequence[CodedWeight]) -> CodedWeight:

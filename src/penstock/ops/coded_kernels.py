@@ -476,11 +476,11 @@ def decode(codes, words, gains, table, out, n, k, padded, spread, unit: tl.const
         elif form == "pairs" or form == "halves":
             gain *= tl.where((place * scales + g) % 2 == 1, _upper(word, half), _lower(word, half))
         else:
-            gain *= _lower(word, half)
             if form == "zeros":
                 zero = _upper(word, half)
             else:
-                zero, shift = tl.zeros_like(gain), _upper(word, half)
+                zero, shift = tl.zeros_like(gain), _upper(word, half) * gain
+            gain *= _lower(word, half)
     rk = tl.arange(0, size)
     if four:
         at = codes + (rn // 64).to(tl.int64)[:, None] * (padded * 16) + (rn % 64 * size)[:, None] + place * 64 * size
