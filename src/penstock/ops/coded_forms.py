@@ -87,7 +87,8 @@ class CodedWeight(Weight):
     def _numbers(self, ids: torch.Tensor) -> torch.Tensor:
         if not self.four:
             return self.data.view(torch.int8).index_select(0, ids).view(self.data.dtype).float()
-        panels = self.data.view(-1, self.padded // self.unit, 64, self.unit // 4)
+        # Unsigned 16-bit numbers cannot be indexed on a GPU.
+        panels = self.data.view(torch.int16).view(-1, self.padded // self.unit, 64, self.unit // 4)
         codes = panels[ids // 64, :, ids % 64].to(torch.int32)
         both = torch.cat([(codes >> shift) & 15 for shift in (0, 4, 8, 12)], -1)
         if self.kind == "int4":

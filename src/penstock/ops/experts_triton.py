@@ -52,8 +52,6 @@ _ONE_BY_ONE = 4
 """The most tokens of which each reads its experts for itself: few experts are shared, and L2 has them."""
 _UNSORTED = 512
 """The most picks of which each program finds its expert's own."""
-_FEW = 96
-"""The most picks whose programs are narrow where experts are quantized: there would be too few of them else."""
 _ARRANGED = 4096
 """The most picks that one launch sorts."""
 
@@ -79,15 +77,14 @@ def choose(tokens: int, picks: int, experts: int, invariant: bool = False, boxes
     return Plan(tile, tile._replace(boxed=False) if each <= 200 else tile._replace(wide=256), True)
 
 
-def choose_coded(total: int, each: float, up: Stack, invariant: bool = False) -> Plan:
+def choose_coded(total: int, each: float, up: Stack) -> Plan:
     """The kernels for `total` picks of quantized experts, `each` of them an expert: as `choose`, where the weight, which is
     decoded in registers, is always the operand of 64 rows."""
     def tile(tall: int, wide: int, warps: int = 4) -> Tile:
         return Tile(tall, wide, 256 if tall <= 32 else 128, warps, 3, swap=True)
 
     if total <= _UNSORTED and each <= 16:
-        few = tile(16, 32 if total <= _FEW and not invariant else 64)
-        return Plan(few, few, False)
+        return Plan(tile(16, 64), tile(16, 64), False)
     for most, tall in ((4, 16), (20, 32), (80, 64)):
         if each <= most:
             return Plan(tile(tall, 64), tile(tall, 64), True)
@@ -214,7 +211,7 @@ class TritonExperts(ExpertsOps):
         boxes = (gpu.capability(x.device) >= (9, 0) and x.dtype != torch.float32 and not inward
                  and up.k % 8 == 0 and down.k % 8 == 0 and not isinstance(up, HostedStack))
         if isinstance(up, CodedStack) or isinstance(down, CodedStack):
-            plan = choose_coded(picks.numel(), picks.numel() / up.count, up, self.invariant)
+            plan = choose_coded(picks.numel(), picks.numel() / up.count, up)
         else:
             plan = choose(len(x), picks.shape[1], up.count, self.invariant, boxes)
         if x.dtype == torch.float32:
