@@ -125,7 +125,8 @@ def _check_engine(options: EngineOptions) -> None:
     if options.lora_modules and not options.enable_lora:
         raise ConfigError("lora_modules needs enable_lora")
     held = options.experts_on_device
-    if held is not None and options.tensor_parallel_size * options.pipeline_parallel_size > 1:
+    ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+    if held is not None and (ranks > 1 or options.enable_expert_parallel):
         raise ConfigError("experts_on_device is for a single GPU; with several, divide the model: leave it out")
     if held not in (None, "auto") and not (held.isdecimal() and int(held) > 0):
         raise ConfigError(f"experts_on_device is {held!r}; possible are auto and a number of experts of each layer, at least 1")
