@@ -16,7 +16,8 @@ from tests.ops.test_attention import Case
 SEGMENTS = ([(200, 70), (130, 1), (1, 1), (600, 3)], [(70, 33), (1100, 1)])
 
 
-def cached(codec: Codec, pages: int, kv: int, page: int, size: int) -> tuple[torch.Tensor, torch.Tensor, Scales]:
+def cached(codec: Codec, pages: int, kv: int, page: int, size: int,
+           device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor, Scales]:
     """An empty cache of codes: its bytes are those of numbers that must not be read."""
     found = {}
     for field in codec.fields(kv, size):
@@ -24,15 +25,15 @@ def cached(codec: Codec, pages: int, kv: int, page: int, size: int) -> tuple[tor
         whole = torch.full((pages, 3, *field.shape[:-1], page, field.shape[-1]), 127, dtype=torch.uint8)
         if kind.itemsize > 1:
             whole = torch.full(whole.shape, float("nan"), dtype=kind)
-        found[field.name] = whole.view(kind)[:, 1]
+        found[field.name] = whole.to(device).view(kind)[:, 1]
     return found["k"], found["v"], Scales(codec, found.get("k_scale"), found.get("v_scale"))
 
 
 def written(case: Case, codec: Codec, write: Any) -> tuple[torch.Tensor, torch.Tensor, Scales, torch.Tensor, torch.Tensor]:
     """The case's cache encoded by `write`, and the plain keys and values that are left of it: [pages, KV, page, D] float32."""
     pages, kv, page, size = case.k.shape
-    k, v, scales = cached(codec, pages, kv, page, size)
-    slots = torch.arange(pages * page)
+    k, v, scales = cached(codec, pages, kv, page, size, case.k.device)
+    slots = torch.arange(pages * page, device=case.k.device)
     write(*(x.transpose(1, 2).flatten(0, 1) for x in (case.k, case.v)), slots, k, v, scales)
     plain = [coding.decode(x, beside, fixed) for x, coding, beside, fixed in (
         (k, codec.key, scales.k, codec.scales[0]), (v, codec.value, scales.v, codec.scales[1]))]

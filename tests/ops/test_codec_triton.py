@@ -10,7 +10,7 @@ from tests.ops.interpreter import DEVICE  # isort: skip  (before Triton's kernel
 from penstock.ops import attention_library
 from penstock.ops.attention import Span
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
-from penstock.ops.codec import CODECS, Codec, Scales
+from penstock.ops.codec import CODECS, Codec
 from penstock.ops.codec_triton import cache_write
 from penstock.ops.rope_triton import rope_write
 from tests.ops.kernels import close, random, reference
@@ -33,8 +33,7 @@ def test_codes_are_the_references(name: str) -> None:
     slots = torch.tensor([3, -1, 7, 0, 1, 12, 11, -1, 15], device=DEVICE)
     found = []
     for write in (cache_write, reference("cache_write")):
-        k, v, scales = (one if one is None or isinstance(one, Scales) else one.to(DEVICE) for one in cached(codec, 2, 2, 8, 32))
-        scales = Scales(codec, *(None if one is None else one.to(DEVICE) for one in scales[1:]))
+        k, v, scales = cached(codec, 2, 2, 8, 32, DEVICE)
         write(x, x.flip(2), slots, k, v, scales)
         kept = torch.zeros(2, 8, dtype=torch.bool)
         kept.view(-1)[slots[slots >= 0].cpu()] = True

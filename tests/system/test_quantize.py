@@ -51,6 +51,39 @@ def test_loss_and_rules_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (out / "tokenizer.json").is_file()
 
 
+def test_rounding_by_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """GPTQ with canary: other codes with the same scales, and products of the text's own inputs change less."""
+    from penstock.quant.dialects.at_load import SCHEMES as KNOWN
+    from penstock.quant.rounding import loss
+    from penstock.quant.writing import writable
+    from penstock.text import Tokenizer
+    from penstock.worker.calibration import Moments
+
+    text, model = tmp_path / "text", canary.model_folder()
+    text.write_text("The bird sat on the wall. It sang a song, and then it flew away over the trees.\n" * 30)
+    command = ["quantize", str(model), "--scheme", "int4", "--rules", "first=plain", "--device", "cpu"]
+    assert main([*command[:2], str(tmp_path / "nearest"), *command[2:]]) == 0
+    assert main([*command[:2], str(tmp_path / "gptq"), *command[2:], "--calibrate", str(text), "--samples", "2", "--window",
+                 "128"]) == 0
+    nearest, found = (load_file(tmp_path / name / "model.safetensors") for name in ("nearest", "gptq"))
+    assert nearest.keys() == found.keys()
+    assert all(torch.equal(found[name], nearest[name]) for name in found if not name.endswith("weight_packed"))
+    name = "model.layers.1.mlp.down_proj"
+    assert not torch.equal(found[f"{name}.weight_packed"], nearest[f"{name}.weight_packed"])
+    ids = Tokenizer.load(model).encode(text.read_text())
+    moments = Moments(model, configured(model), "float32", "cpu", [ids[:128], ids[128:256]]).of("blocks.1.mlp.down")
+    assert moments is not None
+    matrix = load_file(model / "model.safetensors")[f"{name}.weight"].float()
+    scheme = KNOWN["int4"](matrix.shape[1])
+    assert scheme is not None
+    scheme = writable(scheme, "bfloat16")
+    exact = matrices(tmp_path / "gptq", torch.float32)[f"{name}.weight"] - matrix
+    plain_loss = loss(scheme, matrix, scheme.encode(matrix), moments)
+    assert float((exact @ moments * exact).sum() / (matrix @ moments * matrix).sum()) < 0.7 * plain_loss
+    assert main([*command[:2], str(tmp_path / "no"), "--scheme", "fp8", "--calibrate", str(text)]) != 0
+    assert "--calibrate rounds integers, and fp8 has none" in capsys.readouterr().err
+
+
 def test_what_cannot_be_written_is_refused(plain: Path, tmp_path: Path,  # noqa: F811
                                            capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (((str(plain), "--scheme", "q8_0"), "compressed-tensors has no q8_0; possible are fp8"),

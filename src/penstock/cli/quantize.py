@@ -1,5 +1,6 @@
 """Write MODEL's folder quantized into OUT, as compressed-tensors, which vLLM, SGLang and transformers read too.
-Rounding is to nearest. --text FILE prints the perplexity before and after; --skills the graded answers of a chat model.
+Rounding is to nearest, or for integers by GPTQ with a text to calibrate on (--calibrate FILE). --text prints the perplexity of
+a text before and after; --skills the graded answers of a chat model.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ def add(parser: argparse.ArgumentParser) -> None:
                         "mxfp4, mxfp8 or nvfp4")
     parser.add_argument("--rules", action="append", default=[], metavar="PATTERN=SCHEME",
                         help="exceptions: modules (with * or re:...), first or last layer, and a scheme or plain")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="round by GPTQ, on this text")
+    parser.add_argument("--samples", type=integer, default=128, metavar="N",
+                        help="windows of the text that it is calibrated on (default: 128)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="print the perplexity of this text, before and after")
     parser.add_argument("--window", type=integer, default=_WINDOW, metavar="N",
                         help=f"tokens of the text that are read at a time (default: {_WINDOW})")
@@ -44,10 +48,12 @@ def run(args: argparse.Namespace) -> int:
         if not sign or not pattern:
             raise ConfigError(f"--rules {rule!r} is not of the form PATTERN=SCHEME")
         rules[pattern] = scheme
-    if args.text is not None and not args.text.is_file():
-        raise ConfigError(f"--text: there is no file {args.text}")
+    for name, path in (("text", args.text), ("calibrate", args.calibrate)):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"--{name}: there is no file {path}")
     folder = resolve_folder(args.model)
     dtype = dtype_of(folder, read_config(folder))
+    moments = _moments(folder, dtype, args) if args.calibrate is not None else None
     bar = tqdm(total=None, unit="B", unit_scale=True, desc="quantize", leave=False)
 
     def progress(done: int, total: int) -> None:
@@ -55,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         bar.update(done - bar.n)
 
     try:
-        nbytes = quantized.write(folder, args.out, args.scheme, rules, dtype, progress)
+        nbytes = quantized.write(folder, args.out, args.scheme, rules, dtype, progress, moments)
     finally:
         bar.close()
     before = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -65,6 +71,26 @@ def run(args: argparse.Namespace) -> int:
         for name in found[0]:
             print(f"{name}: {found[0][name]:.4g} before, {found[1][name]:.4g} after")
     return 0
+
+
+def _moments(folder: Path, dtype: str, args: argparse.Namespace) -> Any:
+    """The model with the calibration text. ConfigError: the scheme or the text does not serve."""
+    from penstock.models import configured
+    from penstock.quant.dialects.at_load import SCHEMES
+    from penstock.quant.rounding import serves
+    from penstock.text import Tokenizer
+    from penstock.worker.calibration import Moments
+
+    scheme = SCHEMES[args.scheme](128) if args.scheme in SCHEMES else None
+    if scheme is not None and not serves(scheme):
+        raise ConfigError(f"--calibrate rounds integers, and {args.scheme} has none; leave it out, or take int4, int4_zeros, "
+                          "int8 or int8_weights")
+    ids = Tokenizer.load(folder).encode(args.calibrate.read_text("utf-8"))
+    windows = [ids[at:at + args.window] for at in range(0, len(ids), args.window)][:args.samples]
+    if sum(map(len, windows)) < args.window:
+        raise ConfigError(f"--calibrate {args.calibrate} has {len(ids)} tokens; it needs at least {args.window}, better a "
+                          "hundred times as many")
+    return Moments(folder, configured(folder), dtype, args.device, windows)
 
 
 def _measured(model: str, args: argparse.Namespace) -> dict[str, float]:

@@ -6,24 +6,34 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
 
 from penstock.checkpoint.tensors import INDEX, SINGLE
 from penstock.core.errors import ConfigError
-from penstock.models.registry import checkpoint_of, configured, describe
+from penstock.layers.spec import ModelSpec
+from penstock.models.registry import checkpoint_of, configured, describe, family_of
 from penstock.models.translated import Translated
 from penstock.models.weights import Progress
 from penstock.quant import writing
+from penstock.quant.rounding import gptq, serves
 
 _SHARD = 4 << 30
 """Bytes that are collected before a file is written."""
 
 
-def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype: str, progress: Progress | None = None) -> int:
-    """Writes compressed-tensors; returns the bytes of all tensors. ConfigError or ModelError: why not."""
+class Moments(Protocol):
+    """Second moments of projections' inputs (`worker/calibration.py`)."""
+
+    def of(self, path: str) -> torch.Tensor | None: ...
+
+
+def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype: str, progress: Progress | None = None,
+          moments: Moments | None = None) -> int:
+    """Writes compressed-tensors, rounded by GPTQ where there are moments; returns the bytes of all tensors. ConfigError or
+    ModelError: why not."""
     given = configured(folder, scheme, rules)
     if given["quantization_config"].get("quant_method") != "at-load":
         raise ConfigError(f"{folder} is quantized already; take the model's unquantized folder")
@@ -39,6 +49,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
     if unusual:
         raise ConfigError(f"{unusual[0]} is not stored as a matrix [outputs, inputs], which compressed-tensors needs; quantize "
                           "this model while it is loaded, with --quantization")
+    paths = _paths(describe({name: value for name, value in given.items() if name != "quantization_config"}), given)
     out.mkdir(parents=True, exist_ok=True)
     files = _Files(out)
     with checkpoint.mapped():
@@ -49,7 +60,10 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
             module = name.removesuffix(".weight")
             tensor = checkpoint.view(stored)
             if module in schemes:
-                parts = schemes[module].encode(tensor.float())
+                known = moments.of(paths[module]) if moments is not None and serves(schemes[module]) else None
+                parts = schemes[module].encode(tensor.float()) if known is None else gptq(
+                    schemes[module], tensor.float().to(known.device), known)
+                parts = {name: part.cpu() for name, part in parts.items()}
                 found = writing.tensors(schemes[module], parts, getattr(torch, dtype), tensor.shape[-1])
                 files.add({f"{module}.{suffix}": part for suffix, part in found.items()})
             else:
@@ -68,6 +82,17 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
         if path.suffix in (".json", ".model", ".jinja", ".txt") and path.name not in ("config.json", INDEX):
             shutil.copyfile(path, out / path.name)
     return files.nbytes
+
+
+def _paths(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
+    """The paths of the projections that modules of a checkpoint are part of."""
+    rules, found = family_of(config)[1].RULES, dict[str, str]()
+    for parameter in spec.parameters():
+        for one in parameter.pieces or (parameter,):
+            name = next((name for rule in rules if (name := rule.name_of(one.name)) is not None), None)
+            if parameter.scheme is not None and name is not None:
+                found[name.removesuffix(".weight")] = parameter.stem
+    return found
 
 
 class _Files:
