@@ -97,22 +97,31 @@ def test_deltas_on_every_projection_are_a_merged_model(case: fakes.Any, tmp_path
             deltas[path] = (torch.randn(n, 2, generator=generator) @ torch.randn(2, k, generator=generator)) * 0.02
         return deltas[path]
 
-    def delta(path: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        if path == "embedding":
-            return out + of(path, decoder.spec.vocab_size, decoder.spec.width)[x.long()]
-        return out + x @ of(path, out.shape[1], x.shape[1]).t()
+    class Given:
+        def shrink(self, _path: str, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        def expand(self, path: str, low: torch.Tensor | None, out: torch.Tensor, _bias: torch.Tensor | None) -> torch.Tensor:
+            assert low is not None
+            return out + low @ of(path, out.shape[1], low.shape[1]).t()
+
+        def embed(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return out + of("embedding", decoder.spec.vocab_size, decoder.spec.width)[tokens.long()]
+
+        def head(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return self.expand("head", x, out, bias)
 
     class Adapted(Base):
         pass
 
     adapted = Adapted()
-    adapted.delta = delta
+    adapted.delta = Given()
     forward, head = decoder.forward, decoder.head
     prompt = torch.randint(3, 100, (PROMPT,), generator=generator).tolist()
     base = runner.prompt(0, prompt)
 
     def with_delta(step: fakes.Step) -> torch.Tensor:
-        step.delta = delta
+        step.delta = step.end_delta = Given()
         return forward(step)
 
     decoder.forward, decoder.head = with_delta, lambda hidden: head(hidden, adapted)  # type: ignore[method-assign]

@@ -73,6 +73,7 @@ steps = [(1, 1), (2, 1), (7, 7), (16, 16), (33, 5), (300, 3), (777, 16), (999, 1
 many = [(513, 513), (700, 300), (800, 799), (801, 801), (1024, 1024), (2000, 1000), (2048, 257)]
 found = {}
 for rows, graph_tokens in ((16, 0), (16, 256), (1024, 2048)):
+    options["adapters"] = (3, 20) if graph_tokens == 256 else None
     for prefer in ({}, {"linear": "triton-invariant", "attention": "triton-invariant"}, {"*": "reference"}):
         kernels = registry.bind(FACTS, torch.bfloat16, prefer)
         jobs = rehearsal.rehearse(spec, kernels, rows=rows, graph_tokens=graph_tokens, **options)

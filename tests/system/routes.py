@@ -34,7 +34,7 @@ class Value:
     apply: Callable[[Engine, list[Worker]], None] | None = None
     """Changes to the engine before it runs."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the run itself: batch, fork, again, tight, ranks (that all do the same), tensors (that divide layers)."""
+    """Arguments of the run itself: batch, fork, again, tight, adapters, ranks (all do the same), tensors (divide layers)."""
 
 
 def options(name: str, *values: Any) -> dict[str, Value]:
@@ -106,7 +106,7 @@ AXES: dict[str, dict[str, Value]] = {
     "kernel": {"default": Value(), "reference": Value({"kernels": {"*": "reference"}})},
     "tier": {"none": Value(), "host": Value({"cache_host_bytes": 1 << 20}),
              "evict": Value({"cache_host_bytes": 1 << 20, "cache_write": "evict", "cache_load": "always"}),
-             "disk": Value({"cache_host_bytes": 1 << 18, "cache_disk": lambda folder: str(folder / "pages")})},
+             "disk": Value({"cache_host_bytes": 1 << 19, "cache_disk": lambda folder: str(folder / "pages")})},
     "reuse": {"off": Value({"enable_prefix_caching": False}), "on": Value(), "again": Value(run={"again": True})},
     "policy": options("scheduling_policy", "priority", "fcfs"),
     "drafter": {"none": Value(), "one": _draft(1), "four": _draft(4),
@@ -116,6 +116,7 @@ AXES: dict[str, dict[str, Value]] = {
     "mask": {"none": Value(), "open": Value(apply=_mask)},
     "codec": options("kv_cache_dtype", "auto", "fp8", "int8", "turbo4"),
     "scheme": {"plain": Value(), **options("quantization", "fp8", "int4", "q8_0")},
+    "adapter": {"none": Value(), "mixed": Value({"enable_lora": True, "max_loras": 3}, run={"adapters": 8})},
     "layout": {**running("ranks", 1, 2), **{f"tp{count}": Value(run={"tensors": count}) for count in (2, 3)},
                "pp2": Value({"pipeline_parallel_size": 2})},
     "graph": {"eager": Value({"enforce_eager": True})} | ({"captured": Value()} if torch.cuda.is_available() else {}),
@@ -123,6 +124,10 @@ AXES: dict[str, dict[str, Value]] = {
 """The first value of each axis is the plainest."""
 
 EXCLUDED: list[tuple[tuple[str, str], tuple[str, str]]] = [
+    *((("adapter", "mixed"), ("layout", one)) for one in AXES["layout"] if "pp" in one),
+    # Few schemes and codecs, because each has answers of its own to compare with.
+    *((("adapter", "mixed"), ("codec", one)) for one in ("int8", "turbo4")),
+    *((("adapter", "mixed"), ("scheme", one)) for one in ("int4", "q8_0")),
     *((("tier", tier), ("reuse", "off")) for tier in ("host", "evict", "disk")),
     *((("drafter", drafter), ("layout", "pp2")) for drafter in ("one", "four", "ngram", "model", "adaptive")),
     # The last place of a sum, which PyTorch's products of other sizes and sums over ranks change, may become a whole code.

@@ -105,8 +105,9 @@ def test_other_routes_give_the_same(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"peft_type": "IA3"}, "peft_type"), ({"use_dora": True}, "use_dora"), ({"bias": "all"}, "bias"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"r": 0}, "r is 0"), ({"r": 7}, "ask for"),
+    ({"peft_type": "IA3"}, "peft_type"), ({"use_dora": True}, "no lora_magnitude_vector"),
+    ({"modules_to_save": 3}, "modules_to_save"), ({"bias": "all"}, "bias"),
+    ({"modules_to_save": ["lm_head"]}, "not in the file"), ({"r": 0}, "r is 0"), ({"r": 7}, "ask for"),
     ({"lora_alpha": "x"}, "lora_alpha"), ({"rank_pattern": {"q_proj": 99}}, "max-lora-rank"),
 ])
 def test_adapters_that_cannot_be_used_are_refused_alone(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -200,3 +201,69 @@ def test_slots() -> None:
     slots.give("a")
     slots.forget("a")
     assert slots.take("b") == (1, True)
+
+
+def _tied(name: str, weights: dict[str, torch.Tensor]) -> str:
+    return name if name in weights else "model.embed_tokens.weight"
+
+
+def all_kinds(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
+    """An adapter on every matrix of canary: DoRA on the projections, products on the embedding and the head or, if `saved`,
+    these two whole; and the model that has it merged, its head apart from its embedding."""
+    rank, scale, draw = 5, 2.0, torch.Generator().manual_seed(len(config))
+    base = {name: tensor.float() for name, tensor in load_file(model_folder() / "model.safetensors").items()}
+    base["lm_head.weight"] = base[_tied("lm_head.weight", base)].clone()
+    low, merged, saved = {}, dict(base), config.get("modules_to_save", [])
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw) * 0.05
+
+    for name, tensor in base.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if tensor.dim() != 2:
+            continue
+        rows, columns = tensor.shape
+        if any(module.endswith(one) for one in saved):
+            low[f"{module}.weight"] = merged[name] = tensor + random(rows, columns)
+        elif "embed_tokens" in name:
+            a, b = random(rank, rows), random(columns, rank) * 4
+            low[f"{module}.lora_embedding_A"], low[f"{module}.lora_embedding_B"] = a, b
+            merged[name] = tensor + scale * (b @ a).t()
+        else:
+            a, b = random(rank, columns), random(rows, rank)
+            low[f"{module}.lora_A.weight"], low[f"{module}.lora_B.weight"] = a, b
+            merged[name] = tensor + scale * b @ a
+            if config.get("use_dora") and "lm_head" not in name:
+                magnitude = merged[name].norm(dim=1) * (1 + random(rows))
+                low[f"{module}.lora_magnitude_vector"] = magnitude
+                merged[name] = magnitude[:, None] * merged[name] / merged[name].norm(dim=1, keepdim=True)
+    if config.get("use_dora"):  # no magnitudes at the two ends
+        low = {name: one for name, one in low.items() if "lm_head" not in name and "embed" not in name}
+        merged |= {name: base[name] for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    adapter, model = folder / "adapter", folder / "model"
+    adapter.mkdir(parents=True)
+    save_file({name: one.contiguous() for name, one in low.items()}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank * scale,
+                                                             "bias": "none", **config}))
+    shutil.copytree(model_folder(), model)
+    save_file({name: one.contiguous() for name, one in merged.items()}, model / "model.safetensors")
+    told = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**told, "tie_word_embeddings": False}))
+    return adapter, model
+
+
+@pytest.mark.parametrize("config", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head", "embed_tokens"]}], ids=str)
+def test_every_matrix_can_be_adapted(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Mixed with the base and another adapter; whole prompts' scores included, which need every layer's every token."""
+    adapter, model = all_kinds(tmp_path, config)
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=0, prompt_logprobs=0)
+    mine, other = LoRARequest("all", 1, str(adapter)), LoRARequest("pirate", 2, str(PIRATE))
+    with LLM(**{**OPTIONS, "model": str(model), "enable_lora": False}) as llm:
+        expected = llm.chat(QUESTIONS[4], params, use_tqdm=False)[0]
+    with LLM(**OPTIONS) as llm:
+        found = llm.chat([QUESTIONS[4]] * 4, params, use_tqdm=False, lora_request=[None, mine, other, mine])
+    for one in (found[1], found[3]):
+        assert one.outputs[0].token_ids == expected.outputs[0].token_ids
+        for mine, theirs in zip(one.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+            assert {k: v.logprob for k, v in mine.items()} == pytest.approx({k: v.logprob for k, v in theirs.items()}, abs=1e-3)
+    assert found[0].outputs[0].token_ids != found[1].outputs[0].token_ids

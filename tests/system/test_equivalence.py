@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.config.schema import EngineOptions
 from penstock.core.layout import lay_out
@@ -89,7 +91,7 @@ def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, *, alone: b
          ) -> tuple[dict[tuple[int, int], list[int]], int]:
     """Outputs by (prompt, index), and the number of preemptions. alone: of all prompts, one after another."""
     found = made(route, scratch)
-    told = {"batch": 1, "fork": 1, "tight": False, "again": False, "ranks": 1, "tensors": 1, **found.run}
+    told = {"batch": 1, "fork": 1, "tight": False, "again": False, "adapters": 0, "ranks": 1, "tensors": 1, **found.run}
     rows = told["batch"] * told["fork"]
     options = {"model": str(folder), "max_num_seqs": rows, "max_model_len": 128, "device": "cpu", "threads": 1,
                **found.options}
@@ -115,13 +117,14 @@ def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, *, alone: b
     engine = Engine(settled, rank=ranks[0] if len(ranks) == 1 else group)
     for change in found.apply:
         change(engine, [rank.worker for rank in ranks])
+    names = [*(engine.add_adapter(str(one)) for one in _adapters(folder)[:told["adapters"]]), ""]
     prompts, out = _prompts(vocabulary, max(BATCHES)), dict[tuple[int, int], list[int]]()
     for turn in range(1 + told["again"]):
         seen: dict[tuple[int, int], list[int]] = {}
         for together in [[i] for i in range(max(BATCHES))] if alone else [range(told["batch"])]:
             for i in together:
                 params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=0, n=told["fork"])
-                engine.submit(Request(f"{turn}-{i}", prompts[i], params))
+                engine.submit(Request(f"{turn}-{i}", prompts[i], params, adapter=names[i % len(names)]))
             while engine.busy:
                 for update in engine.turn():
                     assert update.finish_reason in (None, "length"), update
@@ -147,16 +150,35 @@ def _tight(folder: Path, page: int, chunk: int, count: int = 1) -> int:
 
 
 @cache
-def _alone(folder: Path, vocabulary: int, kernel: str, codec: str, scheme: str) -> list[list[int]]:
+def _adapters(folder: Path) -> list[Path]:
+    """Eight random adapters of several ranks on what projections of attention and dense MLPs the model has."""
+    found = [Path(tempfile.mkdtemp()) / str(number) for number in range(8)]
+    base = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for number, one in enumerate(found):
+        draw, rank, tensors = torch.Generator().manual_seed(number), (1, 3, 8, 16)[number % 4], {}
+        for name, tensor in base.items():
+            module = name.removesuffix(".weight")
+            if module.endswith(("q_proj", "v_proj", "o_proj", "self_attn.o_proj", ".mlp.down_proj", ".mlp.up_proj")):
+                n, k = tensor.shape
+                tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, k, generator=draw) / k ** 0.5
+                tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(n, rank, generator=draw) * 0.3 / rank ** 0.5
+        one.mkdir()
+        save_file(tensors, one / "adapter_model.safetensors")
+        (one / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    return found
+
+
+@cache
+def _alone(folder: Path, vocabulary: int, kernel: str, codec: str, scheme: str, adapter: str) -> list[list[int]]:
     """Each prompt's continuation by itself, on the plainest route but for these."""
     plain = {axis: next(iter(values)) for axis, values in AXES.items()}
-    route = {**plain, "kernel": kernel, "codec": codec, "scheme": scheme, "chunk": "4096", "page": "16"}
+    route = {**plain, "kernel": kernel, "codec": codec, "scheme": scheme, "adapter": adapter, "chunk": "4096", "page": "16"}
     found, _ = _run(folder, vocabulary, route, folder, alone=True)
     return [found[i, 0] for i in range(max(BATCHES))]
 
 
 def _check(folder: Path, vocabulary: int, route: Route, scratch: Path) -> int:
-    want = _alone(folder, vocabulary, route["kernel"], route["codec"], route["scheme"])
+    want = _alone(folder, vocabulary, route["kernel"], route["codec"], route["scheme"], route["adapter"])
     assert len({tuple(tokens) for tokens in want}) > 10, "the model says the same to everything: it would hide mistakes"
     out, preemptions = _run(folder, vocabulary, route, scratch)
     assert len(out) == int(route["batch"]) * int(route["fork"])

@@ -15,9 +15,8 @@ from penstock.core.errors import ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-_REFUSED: dict[str, tuple[Any, ...]] = {"use_dora": (False, None), "modules_to_save": (None, []), "bias": ("none", None),
-                                        "fan_in_fan_out": (False, None), "lora_bias": (False, None),
-                                        "target_parameters": (None, []), "alora_invocation_tokens": (None, [])}
+_REFUSED: dict[str, tuple[Any, ...]] = {"bias": ("none", None), "lora_bias": (False, None), "target_parameters": (None, []),
+                                        "alora_invocation_tokens": (None, [])}
 """Keys whose other values change the arithmetic in ways that are not supported."""
 
 
@@ -30,6 +29,10 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     rank_stabilized: bool
+    scaled: bool
+    """Whether its modules have magnitudes (DoRA)."""
+    saved: tuple[str, ...]
+    """Modules that it holds whole (`modules_to_save`), by the ends of their names."""
 
     def scale(self, module: str) -> tuple[int, float]:
         """The rank of a module's matrices, and the factor of their product: alpha / rank, or alpha / sqrt(rank) of rsLoRA
@@ -64,12 +67,15 @@ def read_adapter(folder: Path) -> AdapterConfig:
     for key, value in numbers.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise ModelError(f"{folder / CONFIG}: {key} is {value!r}; it must be a number above 0")
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(one, str) for one in saved):
+        raise ModelError(f"{folder / CONFIG}: modules_to_save is {saved!r}; it must be a list of modules' names")
     patterns = {key: config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
     for key, value in patterns.items():
         if not isinstance(value, dict) or not all(isinstance(one, int | float) and one > 0 for one in value.values()):
             raise ModelError(f"{folder / CONFIG}: {key} must map names of modules to numbers above 0")
     return AdapterConfig(int(config["r"]), float(config["lora_alpha"]), patterns["rank_pattern"], patterns["alpha_pattern"],
-                         bool(config.get("use_rslora")))
+                         bool(config.get("use_rslora")), bool(config.get("use_dora")), tuple(saved))
 
 
 def digest(folder: Path) -> str:

@@ -113,9 +113,9 @@ def _check_engine(options: EngineOptions) -> None:
     if not options.model:
         raise ConfigError("model is empty; name a Hugging Face folder or a hub id")
     generation_defaults(options.override_generation_config)
-    if options.enable_lora and options.tensor_parallel_size * options.pipeline_parallel_size > 1:
-        raise ConfigError("adapters are not possible with several ranks yet; leave out enable_lora, or serve with "
-                          "tensor_parallel_size and pipeline_parallel_size 1")
+    if options.enable_lora and options.pipeline_parallel_size > 1:
+        raise ConfigError("adapters are not possible with pipeline stages yet; leave out enable_lora, or serve with "
+                          "pipeline_parallel_size 1")
     if options.enable_expert_parallel and options.data_parallel_size > 1 and (
             options.tensor_parallel_size * options.pipeline_parallel_size > 1 or options.enable_lora):
         raise ConfigError("with data_parallel_size and enable_expert_parallel, attention is by data: tensor_parallel_size and "

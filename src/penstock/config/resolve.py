@@ -44,6 +44,8 @@ class EngineConfig:
     """The drafter and its parameters; None: no speculation."""
     stages: int = 1
     """Pipeline stages."""
+    adapters: tuple[int, int] | None = None
+    """The most adapters on the device, and their largest rank; None: none are served."""
 
 
 def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, facts: DeviceFacts,
@@ -81,7 +83,8 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
         kernels=options.kernels, batch_invariant=gpu and options.batch_invariant,
         graph_tokens=min(budget, graph_tokens(parameters)) if gpu and not options.enforce_eager else 0,
-        speculation=drafting, stages=stages)
+        speculation=drafting, stages=stages,
+        adapters=(options.max_loras, options.max_lora_rank) if options.enable_lora else None)
 
 
 def graph_tokens(parameters: int) -> int:

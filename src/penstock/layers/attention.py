@@ -218,7 +218,7 @@ class Attention:
         if spec.gate:
             out = out * torch.sigmoid(qkv[:, heads + 2 * kv_heads:])
         out = out.view(tokens, -1)
-        return self.o(out if ends is None else out.index_select(0, ends), step)
+        return self.o(*step.narrow(out, ends))
 
     def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, cos: torch.Tensor | None,
                sin: torch.Tensor | None) -> torch.Tensor:

@@ -108,7 +108,7 @@ class Block:
                     x, _ = branch.enter(None, residual)
                 delta = delta + branch.leave(x, step, at)
             if at is not None:
-                residual = residual.index_select(0, at)
+                residual, step = step.narrow(residual, at)
             if first.replaces:
                 residual = torch.zeros_like(residual)
         assert delta is not None

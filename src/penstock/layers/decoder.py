@@ -118,6 +118,11 @@ class Decoder:
         """All projections of the blocks."""
         return [linear for block in self.blocks for mixer in block.mixers for linear in mixer.linears]
 
+    def rows(self, path: str, first: int, end: int) -> torch.Tensor:
+        """Rows of the matrix of the projection at `path`, in float32."""
+        linear = next(one for one in self.linears if one.path == path)
+        return linear.weight.ops.gather(torch.arange(first, end, device=self.device), linear.weight).float()
+
     def warm_up_gemms(self, tokens: Iterable[int], rows: Iterable[int]) -> None:
         """Runs every GEMM shape once with each number of tokens, and the head with each number of logits rows, on
         uninitialised memory: a library loads its kernels at their first use, which synchronises the device."""

@@ -53,7 +53,7 @@ class Embedding:
         tokens, group = step.tokens, self._group
         out = self.weight.ops.gather(tokens, self.weight) if group is None else self._shared(tokens, group)
         if step.delta is not None:
-            out = step.delta("embedding", step.tokens, out)
+            out = step.delta.embed(tokens, out)
         if self._scale != 1.0:
             out = out * self._scale
         if self.positions is not None:
@@ -100,7 +100,7 @@ class Head(Linear):
     def __call__(self, x: torch.Tensor, step: Adapted) -> torch.Tensor:
         logits = self.weight.ops.apply(x, self.weight, self.bias, torch.float32)
         if step.delta is not None:
-            logits = step.delta(self.path, x, logits)
+            logits = step.delta.head(x, logits, self.bias)
         if self.spec.divisor != 1.0:
             logits.div_(self.spec.divisor)
         if self.spec.softcap:

@@ -153,7 +153,7 @@ class LatentAttention:
         for span in library:
             self._expand(q, span, group.table[span.segment], out[span.first:span.first + span.count])
         out = out.view(tokens, -1)
-        return self.o(out if ends is None else out.index_select(0, ends), step)
+        return self.o(*step.narrow(out, ends))
 
     def _picked(self, _x: torch.Tensor, _inner: torch.Tensor, _queries: torch.Tensor, found: torch.Tensor,
                 _step: Step, /) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from penstock.layers.build import Build
 from penstock.layers.parameter import Parameter, Piece, Split
-from penstock.layers.step import Adapted
+from penstock.layers.step import Adapted, Delta
 from penstock.ops.joined import Joined
 from penstock.ops.linear import Weight
 from penstock.quant.scheme import PLAIN
@@ -74,13 +74,23 @@ class Linear:
 
     def __call__(self, x: torch.Tensor, step: Adapted) -> torch.Tensor:
         """`step` says which rows have which adapter."""
-        out = self._apply(x, self.weight, self.bias) if self._reduce is None else self._partial(x)
-        return out if step.delta is None else step.delta(self.path, x, out)
+        if step.delta is not None:
+            return self._adapted(x, step.delta)
+        if self._reduce is None:
+            return self._apply(x, self.weight, self.bias)
+        return self._whole(self._apply(x, self.weight, None))
 
-    def _partial(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of what each computes with its inputs."""
+    def _adapted(self, x: torch.Tensor, delta: Delta) -> torch.Tensor:
+        # Each rank adds what its inputs and its columns of A give. The first factor comes before the GEMM, which loads
+        # weights while it runs.
+        low, bias = delta.shrink(self.path, x), self.bias if self._reduce is None else None
+        out = delta.expand(self.path, low, self._apply(x, self.weight, bias), bias)
+        return out if self._reduce is None else self._whole(out)
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of what each computed with its inputs."""
         assert self._reduce is not None
-        out = self._reduce(self._apply(x, self.weight, None))
+        out = self._reduce(part)
         return out if self.bias is None else out + self.bias
 
 

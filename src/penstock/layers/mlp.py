@@ -80,7 +80,8 @@ class MLP:
         """It has no states."""
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
-        return self.down(self.up(x if ends is None else x.index_select(0, ends), step), step)
+        x, step = step.narrow(x, ends)
+        return self.down(self.up(x, step), step)
 
 
 class Xielu(Linear):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -14,8 +14,20 @@ from penstock.ops.attention import AttentionOps, Geometry, Span
 class Delta(Protocol):
     """The adapters of a step: what is added to a projection's result for the rows that have one."""
 
-    def __call__(self, path: str, x: torch.Tensor, out: torch.Tensor, /) -> torch.Tensor:
-        """`out`, which may be changed in place, with the deltas of the projection at `path` of its input x."""
+    def shrink(self, path: str, x: torch.Tensor, /) -> torch.Tensor | None:
+        """The first factor of the deltas of the projection at `path`, for `expand`, given its input x; None: it has none."""
+        ...
+
+    def expand(self, path: str, low: torch.Tensor | None, out: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+        """`out`, which may be changed in place, with its deltas. `bias` is what `out` contains of one."""
+        ...
+
+    def embed(self, tokens: torch.Tensor, out: torch.Tensor, /) -> torch.Tensor:
+        """The embeddings `out` of tokens with their deltas."""
+        ...
+
+    def head(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+        """The logits `out` of hidden states x with their deltas; `bias` as above."""
         ...
 
 
@@ -66,6 +78,14 @@ class Step:
     """[E] int32: the only tokens whose hidden states are wanted after the last layer; None: those of all."""
     delta: Delta | None = None
     """None if no row has an adapter."""
+    end_delta: Delta | None = None
+    """The same for the tokens `ends` alone."""
+
+    def narrow(self, x: torch.Tensor, ends: torch.Tensor | None) -> tuple[torch.Tensor, Step]:
+        """(x, this step) for the tokens `ends` alone; None: for all."""
+        if ends is None:
+            return x, self
+        return x.index_select(0, ends), self if self.delta is None else replace(self, delta=self.end_delta)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Reads a LoRA adapter's tensors for a model: which projection each belongs to, checked by names and shapes."""
+"""Reads a LoRA adapter's tensors for a model: which projection each belongs to, checked by names and shapes, cut for a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,108 +10,211 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from penstock.checkpoint.adapter import WEIGHTS, read_adapter
+from penstock.checkpoint.adapter import WEIGHTS, AdapterConfig, read_adapter
 from penstock.core.errors import ModelError
+from penstock.layers.parameter import Parameter, Split
 from penstock.layers.spec import ModelSpec
-from penstock.models.rules import Rule
+from penstock.models.rules import Rule, transposed
+from penstock.ops.lora import MOST_PIECES, Layout, Matrices, padded
+from penstock.parallel.axis import Place
 
+EMBEDDING, HEAD = "embedding", "head"
+"""Paths of the two ends of a model."""
 _PREFIX = "base_model.model."
+_KINDS = {"lora_A": "A", "lora_B": "B", "lora_embedding_A": "A", "lora_embedding_B": "B", "lora_magnitude_vector": "magnitude"}
+_ROWS = 4096
+"""Rows of a matrix whose norms are computed at once."""
+
+Rows = Callable[[str, int, int], torch.Tensor]
+"""(path, first, end) -> these rows of the model's matrix there, in float32."""
 
 
 @dataclass(frozen=True)
-class LowRank:
-    """An adapter's addition to rows [row, row + rows) of a projection: (x A^T) B^T, with its scale in B."""
+class Weights:
+    """An adapter in host memory."""
 
-    row: int
-    a: torch.Tensor
-    """[r, K]"""
-    b: torch.Tensor
-    """[rows, r]"""
-
-
-Deltas = dict[str, list[LowRank]]
-"""By the path of the projection (`layers/linear.py::Linear.path`)."""
+    matrices: Matrices
+    saved: Mapping[str, torch.Tensor]
+    """Whole matrices that take the place of the model's EMBEDDING or HEAD, by that path."""
+    ends: frozenset[str]
+    """Which of the two it changes in some way."""
 
 
-@dataclass(frozen=True)
-class _Place:
+def _targets(spec: ModelSpec) -> dict[str, Parameter]:
+    """The matrices that adapters may change, by path; the two ends last."""
+    found = {parameter.stem: parameter for parameter in spec.parameters()
+             if parameter.scheme is not None and len(parameter.shape) == 2 and parameter.name.startswith("blocks.")
+             and not (parameter.stack or parameter.decoded or len(parameter.pieces) > MOST_PIECES)}
+    table = next(parameter for parameter in spec.parameters() if parameter.name == "embedding.weight")
+    # An embedding's A has a column for each token, on every rank.
+    found[EMBEDDING] = Parameter("embedding.weight", (spec.width, spec.vocab_size), table.scheme)
+    found[HEAD] = Parameter("head.weight", table.shape, table.scheme, split=Split.ROWS, unit=table.unit)
+    return found
+
+
+def layout(spec: ModelSpec) -> Layout:
+    """All that adapters may change of a model, or of a rank's part of it."""
+    return Layout([(path, _pieces(one), one.shape[1]) for path, one in _targets(spec).items()])
+
+
+def _pieces(parameter: Parameter) -> tuple[int, ...]:
+    return tuple(piece.rows for piece in parameter.pieces) or parameter.shape[:1]
+
+
+def read(folder: Path, spec: ModelSpec, place: Place, rules: Sequence[Rule], dtype: torch.dtype, most: int,
+         weights: Rows) -> Weights:
+    """The share of the rank at `place` of an adapter for the model `spec`, of rank at most `most`, in the model's dtype on the
+    CPU. ModelError lists every tensor that does not fit the model."""
+    reader = _Reader(folder, spec, place, rules, most)
+    reader.load()
+    return reader.packed(dtype, weights)
+
+
+@dataclass
+class _Pair:
+    """The tensors of a module, as PEFT computes with them."""
+
     path: str
-    row: int
-    rows: int
-    columns: int
-    stacked: bool
+    piece: int
+    """The piece that it is; -1: the whole projection."""
+    tensors: dict[str, torch.Tensor]
+    scale: float
 
 
-def _places(spec: ModelSpec) -> dict[str, _Place]:
-    """Every matrix that a checkpoint may name, by its path."""
-    found = {}
-    for parameter in spec.parameters():
-        if parameter.scheme is None or len(parameter.shape) != 2:
-            continue
-        path, row = parameter.name.removesuffix(".weight"), 0
-        found[parameter.name] = _Place(path, 0, *parameter.shape, parameter.stack > 0)
-        for piece in parameter.pieces:
-            found[piece.name] = _Place(path, row, piece.rows, parameter.shape[1], parameter.stack > 0)
-            row += piece.rows
-    return found
+class _Reader:
+    """One adapter being read."""
 
+    def __init__(self, folder: Path, spec: ModelSpec, place: Place, rules: Sequence[Rule], most: int) -> None:
+        self._folder, self._spec, self._place, self._rules, self._most = folder, spec, place, rules, most
+        self._config: AdapterConfig = read_adapter(folder)
+        self._targets = _targets(spec)
+        self._pairs: list[_Pair] = []
+        self._saved: dict[str, torch.Tensor] = {}
+        self._wrong: list[str] = []
 
-def room(spec: ModelSpec, rank: int) -> int:
-    """The most numbers that an adapter of this rank has."""
-    return sum(rank * (place.rows + place.columns) for place in _places(spec).values()
-               if not place.stacked and place.path.startswith("blocks."))
+    def load(self) -> None:
+        """Reads and checks the file. ModelError lists what is wrong."""
+        try:
+            tensors = load_file(self._folder / WEIGHTS)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self._folder / WEIGHTS} is not a whole safetensors file: {error}") from None
+        modules: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            module, _, last = name.removesuffix(".weight").rpartition(".")
+            if not tensor.dtype.is_floating_point or not bool(tensor.isfinite().all()):
+                self._wrong.append(f"{name} is {tensor.dtype} {list(tensor.shape)}, or has numbers that are not finite")
+            elif last in _KINDS:
+                modules.setdefault(module.removeprefix(_PREFIX), {})[_KINDS[last]] = tensor
+            else:
+                self._save(name.removeprefix(_PREFIX).removesuffix(".weight"), tensor)
+        for module, pair in modules.items():
+            self._take(module, pair)
+        named = [name.removesuffix(".weight") for name in tensors]
+        self._wrong += [f"{one} is among modules_to_save, but not in the file" for one in self._config.saved
+                        if not any(name.endswith(one) for name in named)]
+        if self._wrong or not (self._pairs or self._saved):
+            listed = "\n  ".join(sorted(self._wrong)[:20]) or "it has no matrices"
+            raise ModelError(f"the adapter {self._folder} does not fit this model:\n  {listed}")
 
-
-def read(folder: Path, spec: ModelSpec, rules: Sequence[Rule], dtype: torch.dtype, most: int) -> Deltas:
-    """An adapter's matrices, of rank at most `most`, in the model's dtype on the CPU. ModelError lists every tensor that does
-    not fit the model."""
-    config = read_adapter(folder)
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{folder / WEIGHTS} is not a whole safetensors file: {error}") from None
-    places, wrong, found = _places(spec), list[str](), Deltas()
-    pairs: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        module, _, kind = name.removesuffix(".weight").rpartition(".")
-        if kind not in ("lora_A", "lora_B"):
-            wrong.append(f"{name}: only lora_A and lora_B are supported")
-        elif tensor.dim() != 2 or not tensor.dtype.is_floating_point:
-            wrong.append(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be a matrix of floating-point numbers")
-        elif not bool(tensor.isfinite().all()):
-            wrong.append(f"{name} has numbers that are not finite")
+    def _save(self, module: str, tensor: torch.Tensor) -> None:
+        path, _, _, problem = self._find(module)
+        if path not in (EMBEDDING, HEAD):
+            self._wrong.append(f"{module}: " + (problem or "only the embedding and the head can be replaced (modules_to_save)"))
+        elif tensor.shape != (self._spec.vocab_size, self._spec.width):
+            self._wrong.append(f"{module} is {list(tensor.shape)}; this model's is {[self._spec.vocab_size, self._spec.width]}")
         else:
-            pairs.setdefault(module.removeprefix(_PREFIX), {})[kind] = tensor
-    for module, pair in pairs.items():
-        place, problem = _place(module, rules, places)
-        if place is None:
-            wrong.append(f"{module}: {problem}")
-            continue
-        if len(pair) != 2:
-            wrong.append(f"{module} has {next(iter(pair))} alone")
-            continue
-        rank, scale = config.scale(module)
-        a, b = pair["lora_A"], pair["lora_B"]
-        if rank > most:
-            wrong.append(f"{module} has rank {rank}; at most {most} is possible (--max-lora-rank)")
-            continue
-        if a.shape != (rank, place.columns) or b.shape != (place.rows, rank):
-            wrong.append(f"{module} has A {list(a.shape)} and B {list(b.shape)}; this model and rank {rank} ask for "
-                         f"{[rank, place.columns]} and {[place.rows, rank]}")
-            continue
-        found.setdefault(place.path, []).append(LowRank(place.row, a.to(dtype), (b.float() * scale).to(dtype)))
-    if wrong or not found:
-        listed = "\n  ".join(sorted(wrong)[:20]) or "it has no matrices"
-        raise ModelError(f"the adapter {folder} does not fit this model:\n  {listed}")
+            self._saved[path] = tensor
+
+    def _find(self, module: str) -> tuple[str, int, Rule | None, str]:
+        """(path, piece, the rule that names it, or else why it cannot be)."""
+        name = f"{module}.weight"
+        rule, target = next(((rule, target) for rule in self._rules if (target := rule.match(name)) is not None), (None, ""))
+        for path, parameter in self._targets.items():
+            for piece, one in enumerate(parameter.pieces):
+                if one.name == target:
+                    return path, piece, rule, ""
+            if parameter.name == target:
+                return path, -1, rule, ""
+        known = any(target in (one.name, *(piece.name for piece in one.pieces)) for one in self._spec.parameters())
+        return "", -1, rule, ("adapters of this matrix are not supported; possible are the embedding, the head, and projections"
+                              " of attention and of dense MLPs" if known else "this model has no such projection")
+
+    def _take(self, module: str, pair: dict[str, torch.Tensor]) -> None:
+        path, piece, rule, problem = self._find(module)
+        rank, scale = self._config.scale(module)
+        if not path or not {"A", "B"} <= pair.keys():
+            self._wrong.append(f"{module}: {problem}" if not path else f"{module} has {' and '.join(pair)} alone")
+            return
+        if self._config.scaled and "magnitude" not in pair:
+            self._wrong.append(f"{module} has no lora_magnitude_vector, but use_dora is true")
+        parameter = self._targets[path]
+        rows, columns = parameter.shape[0] if piece < 0 else parameter.pieces[piece].rows, parameter.shape[1]
+        if rank > self._most:
+            self._wrong.append(f"{module} has rank {rank}; at most {self._most} is possible (--max-lora-rank)")
+        elif pair["A"].shape != (rank, columns) or pair["B"].shape != (rows, rank):
+            self._wrong.append(f"{module} has A {list(pair['A'].shape)} and B {list(pair['B'].shape)}; this model and rank "
+                               f"{rank} ask for {[rank, columns]} and {[rows, rank]}")
+        elif "magnitude" in pair and (path in (EMBEDDING, HEAD) or not self._place.alone or pair["magnitude"].numel() != rows):
+            self._wrong.append(f"{module}: DoRA is not possible for the embedding and the head, nor with several ranks; and "
+                               f"its magnitudes are {list(pair['magnitude'].shape)}, those of this matrix {[rows]}")
+        else:
+            change = rule.change if rule is not None and rule.change is not transposed else None
+            if change is not None:
+                # What the rule does to a matrix's rows, it does to B's.
+                pair = {kind: tensor if kind == "A" else change(tensor, self._spec) for kind, tensor in pair.items()}
+            self._pairs.append(_Pair(path, piece, pair, scale))
+
+    def packed(self, dtype: torch.dtype, weights: Rows) -> Weights:
+        """The rank's share, as a slot holds it."""
+        found = layout(self._spec.share(self._place.tensors))
+        width = padded(max((len(pair.tensors["A"]) for pair in self._pairs), default=1))
+        data, facts = torch.zeros(found.unit * width, dtype=dtype), torch.zeros(found.facts, dtype=torch.int32)
+        gains = torch.zeros(found.gains, dtype=dtype) if any("magnitude" in pair.tensors for pair in self._pairs) else None
+        facts[0] = width
+        for pair in self._pairs:
+            parameter, target = self._targets[pair.path], found.targets[pair.path]
+            a, b = pair.tensors["A"].float(), pair.tensors["B"].float() * pair.scale
+            pieces = range(len(target.pieces)) if pair.piece < 0 else (pair.piece,)
+            whole, own = _pieces(parameter), target.pieces
+            at = 0 if pair.piece < 0 else sum(whole[:pair.piece])
+            if "magnitude" in pair.tensors:
+                assert gains is not None
+                gain = _gains(weights, pair, a, b, at)
+                b *= 1 + gain[:, None]
+                gains[target.gains + at:target.gains + at + len(gain)] = gain.to(dtype)
+                facts[target.facts + MOST_PIECES] = 1
+            split = Split.WHOLE if self._place.alone else parameter.split
+            held = parameter.share(self._place.tensor, self._place.tensors)
+            if split is Split.COLUMNS:
+                a = a[:, slice(*held[0])]
+            up = data[target.up * width:(target.up + target.rows) * width].view(width, target.rows)
+            for piece in pieces:
+                rank, begin, row = len(a), (target.down + piece * target.inputs) * width, sum(whole[:piece])
+                first, end = held[piece] if split is Split.ROWS else (row, row + whole[piece])
+                data[begin:begin + rank * target.inputs].view(rank, target.inputs)[:, :a.shape[1]] = a.to(dtype)
+                to = sum(own[:piece])
+                up[:rank, to:to + end - first] = b[first - at:end - at].t().to(dtype)
+                facts[target.facts + piece] = padded(rank)
+        ends = frozenset(self._saved) | {pair.path for pair in self._pairs if pair.path in (EMBEDDING, HEAD)}
+        saved = {path: self._own(path, one).to(dtype) for path, one in self._saved.items()}
+        return Weights(Matrices(data, gains, facts), saved, ends)
+
+    def _own(self, path: str, matrix: torch.Tensor) -> torch.Tensor:
+        """A rank's rows of a head; an embedding is whole."""
+        if path == EMBEDDING or self._place.alone:
+            return matrix
+        ((first, end),) = self._targets[HEAD].share(self._place.tensor, self._place.tensors)
+        own = matrix.new_zeros(_targets(self._spec.share(self._place.tensors))[HEAD].shape)
+        own[:end - first] = matrix[first:end]
+        return own
+
+
+def _gains(weights: Rows, pair: _Pair, a: torch.Tensor, b: torch.Tensor, at: int) -> torch.Tensor:
+    """The factors less 1 of DoRA (Liu et al. 2024): a magnitude, divided by the norm of the row of W + B A."""
+    magnitude = pair.tensors["magnitude"].float().flatten()
+    found = torch.empty_like(magnitude)
+    for first in range(0, len(b), _ROWS):
+        rows = weights(pair.path, at + first, at + min(first + _ROWS, len(b)))
+        part = slice(first, first + len(rows))
+        found[part] = magnitude[part] / (rows.cpu() + b[part] @ a).norm(dim=1) - 1
     return found
-
-
-def _place(module: str, rules: Sequence[Rule], places: dict[str, _Place]) -> tuple[_Place | None, str]:
-    name = f"{module}.weight"
-    rule, target = next(((rule, target) for rule in rules if (target := rule.match(name)) is not None), (None, None))
-    place = places.get(target or "")
-    if rule is None or place is None:
-        return None, "this model has no such projection"
-    if rule.change is not None or place.stacked or not place.path.startswith("blocks."):
-        return None, "adapters of this matrix are not supported; possible are projections of attention and of dense MLPs"
-    return place, ""

@@ -18,6 +18,7 @@ from penstock.ops.attention import AttentionOps, Span
 from penstock.ops.codec import Scales, table
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.linear import Weight
+from penstock.ops.lora import MOST_PIECES, Groups, LoraOps, Slabs
 from penstock.ops.registry import register
 from penstock.ops.sample import SampleOps
 from penstock.platform.facts import DeviceFacts
@@ -122,6 +123,29 @@ class CpuExperts(ExpertsOps):
         return out
 
 
+class CpuLora(LoraOps):
+    """The operation `lora` of one library: both products of a row at once."""
+
+    _ARGUMENTS = struct.Struct("26q")
+
+    def __init__(self, owner: CpuOperations) -> None:
+        self._owner = owner
+
+    def shrink(self, x: torch.Tensor, path: str, slabs: Slabs, groups: Groups) -> torch.Tensor:  # noqa: ARG002
+        return x
+
+    def expand(self, low: torch.Tensor, path: str, slabs: Slabs, groups: Groups, out: torch.Tensor,
+               bias: torch.Tensor | None) -> None:
+        target, data, gains, facts = slabs.layout.targets[path], slabs.data, slabs.gains, slabs.facts
+        sizes, known = (*target.pieces, 0, 0, 0)[:MOST_PIECES], low.dim() > 2
+        self._owner.lib.penstock_lora(self._ARGUMENTS.pack(
+            low.data_ptr(), low.stride(1 if known else 0), known, data.data_ptr(), gains.data_ptr(), facts.data_ptr(),
+            groups.number.data_ptr(), groups.tiles.data_ptr(), groups.order.data_ptr(), out.data_ptr(), out.stride(0),
+            0 if bias is None else bias.data_ptr(), groups.tiles.shape[1], data.stride(0), gains.stride(0), facts.stride(0),
+            len(target.pieces), *sizes, target.inputs, target.down, target.up, target.gains, target.facts),
+            _CODES[data.dtype], out.dtype is not data.dtype)
+
+
 class CpuAttention(AttentionOps):
     """AttentionOps of one library. Threads divide the work themselves, so nothing is prepared on the host."""
 
@@ -193,6 +217,7 @@ class CpuOperations:
         self.head_linear = CpuHeadLinear(self)
         self.attention = CpuAttention(self)
         self.experts = CpuExperts(self)
+        self.lora = CpuLora(self)
         self.sample = CpuSample(self)
 
     def supports(self, facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
@@ -297,7 +322,7 @@ def _register() -> None:
     for isa in native.INSTRUCTION_SETS:
         operations = CpuOperations(isa)
         for op in ("linear", "head_linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "cache_write", "attention",
-                   "experts", "gated", "activation", "sample"):
+                   "experts", "lora", "gated", "activation", "sample"):
             register(op, f"cpu-{isa.name}", rank=isa.rank, supports=operations.supports,
                      dtypes=tuple(_CODES))(getattr(operations, op))
         coded_cpu.register_all(operations, f"cpu-{isa.name}", isa.rank)

@@ -76,6 +76,7 @@ def _prototypes() -> dict[str, tuple[type | None, str]]:
         "penstock_activation": (None, "pipiiiii"),
         "penstock_attention": (None, "bddii"),
         "penstock_experts": (None, "bdddi"),
+        "penstock_lora": (None, "bii"),
         "penstock_mask": (None, "piipipi"),
     }
 

@@ -32,6 +32,7 @@ from penstock.platform.facts import DeviceFacts
 if TYPE_CHECKING:
     from penstock.ops.attention import AttentionOps
     from penstock.ops.experts import ExpertsOps
+    from penstock.ops.lora import LoraOps
     from penstock.ops.sample import SampleOps
 
 Supports = Callable[[DeviceFacts, torch.dtype], str | None]
@@ -77,9 +78,9 @@ class Implementation:
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
 _MODULES = ("linear", "routing", "experts", "norm", "rope", "codec", "codec_triton", "attention", "attention_triton",
-            "activation", "step", "sample", "sample_triton", "linear_triton", "linear_invariant", "coded_triton",
-            "routing_triton", "experts_triton", "norm_triton", "rope_triton", "activation_triton", "step_triton", "latent",
-            "latent_triton", "cpu")
+            "activation", "step", "sample", "sample_triton", "lora", "lora_triton", "linear_triton", "linear_invariant",
+            "coded_triton", "routing_triton", "experts_triton", "norm_triton", "rope_triton", "activation_triton", "step_triton",
+            "latent", "latent_triton", "cpu")
 """Modules whose import registers implementations; a new provider is one more name."""
 
 
@@ -138,6 +139,7 @@ class Kernels:
     latent_write: LatentWrite
     head_linear: HeadMatrixOps
     attention: AttentionOps
+    lora: LoraOps
     build_step: BuildStep
     gated: Activation
     activation: Activation

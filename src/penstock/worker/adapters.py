@@ -1,80 +1,143 @@
-"""LoRA adapters on one device: read into host memory, put into slots of the device, and what a step adds for its rows.
+"""LoRA adapters on one device: in host memory, in slots of the device, and what a step adds for its rows.
 
 Slot 0 is the model without an adapter. The engine decides which adapter is in which slot (`scheduler/adapters.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
-from penstock.core.plan import StepPlan
-from penstock.models.adapters import Deltas
-from penstock.worker.staging import upload
+from penstock.core.plan import Ints, StepPlan
+from penstock.layers.step import BASE, Adapted
+from penstock.models.adapters import EMBEDDING, HEAD, Weights
+from penstock.ops.lora import Groups, LoraOps, Slabs, size, write
+from penstock.worker.staging import Staging, upload
 
 
 class Adapters:
     """All adapters of one worker."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, slabs: Slabs | None, ops: LoraOps, device: torch.device) -> None:
+        """`slabs`: None if adapters are not served."""
+        self.slabs = slabs
+        self._ops = ops
         self._device = device
-        self.host: dict[str, Deltas] = {}
-        """Matrices in host memory, by digest. The engine's thread adds and removes them, no plan names one that it removed."""
-        self._slots: dict[int, Deltas] = {}
+        self.host: dict[str, Weights] = {}
+        """By digest. The engine's thread adds and removes them, no plan names one that it removed."""
         self._slot = np.zeros(rows, np.int32)
         """[row] the slot of its adapter."""
+        self._saved: dict[str, dict[int, torch.Tensor]] = {EMBEDDING: {}, HEAD: {}}
+        """Whole matrices on the device, by slot."""
+        self._ends: dict[str, set[int]] = {EMBEDDING: set(), HEAD: set()}
+        """Slots whose adapters change the model's ends."""
+        self._used = False
+        """Whether a slot was ever filled."""
+        self._staging = {captured: Staging(torch.int32, device) for captured in (False, True)}
 
     def apply(self, plan: StepPlan) -> None:
         """Fills slots and notes the slots of entering rows."""
         for slot, name in plan.adapters:
-            self._slots[slot] = {path: [type(one)(one.row, self._there(one.a), self._there(one.b)) for one in ones]
-                                 for path, ones in self.host[name].items()}
+            assert self.slabs is not None
+            self._used = True
+            weights = self.host[name]
+            self.slabs.fill(slot - 1, weights.matrices)
+            for path, slots in self._ends.items():
+                slots.discard(slot)
+                self._saved[path].pop(slot, None)
+                if path in weights.ends:
+                    slots.add(slot)
+                if path in weights.saved:
+                    self._saved[path][slot] = weights.saved[path].to(self._device, non_blocking=True)
         for enter in plan.enter:
             self._slot[enter.row] = enter.adapter
 
-    def _there(self, matrix: torch.Tensor) -> torch.Tensor:
-        return matrix if self._device.type == "cpu" else matrix.pin_memory().to(self._device, non_blocking=True)
+    def adapted(self, plan: StepPlan, end: str | None = None) -> bool:
+        """Whether one of the plan's rows has an adapter; or one that changes that end of the model."""
+        if not self._used:
+            return False
+        slots = self._slot[plan.rows]
+        return bool(slots.any() if end is None else self._ends[end] and not self._ends[end].isdisjoint(slots.tolist()))
 
-    def delta(self, plan: StepPlan) -> LowRankDelta | None:
-        """Deltas of the step's rows; None if none of them has an adapter. The step must compute all tokens of all layers."""
-        if not self.adapted(plan):
-            return None
-        of = np.repeat(self._slot[plan.rows], plan.counts)
+    def reserve(self, tokens: int) -> None:
+        """Gives the groups of captured steps of up to so many tokens a fixed address."""
+        if self.slabs is not None:
+            self._staging[True].reserve(2 * size(tokens, len(self.slabs.data)))
+
+    def deltas(self, plan: StepPlan, tokens: int, ends: int, segments: npt.NDArray[np.int64],
+               captured: bool = False) -> tuple[LowRankDelta, LowRankDelta]:
+        """Deltas of a step's tokens, padded to `tokens`, and of its logits rows, which belong to `segments` and are padded to
+        `ends`. `captured`: for a graph, which finds those of the newest call."""
+        slots = self._slot[plan.rows] - 1
+        own, lines = self._grouped(captured, (np.repeat(slots, plan.counts), tokens), (slots[segments[:ends]], ends))
+        return own, lines
+
+    def head(self, plan: StepPlan, segments: npt.NDArray[np.integer], rows: int) -> Adapted:
+        """The deltas of logits rows of these segments, padded to `rows`."""
+        if not self.adapted(plan, HEAD):
+            return BASE
+        (delta,) = self._grouped(False, (self._slot[plan.rows][segments] - 1, rows))
+        return Rows(delta)
+
+    def _grouped(self, captured: bool, *each: tuple[Ints, int]) -> list[LowRankDelta]:
+        """Uploads the groups of rows with such slots, padded to so many."""
+        assert self.slabs is not None
+        count, staging = len(self.slabs.data), self._staging[captured]
+        places = list(accumulate((size(rows, count) for _, rows in each), initial=0))
+        host = staging.host(places[-1])
+        for at, (slots, rows) in zip(places, each, strict=False):
+            write(host[at:], slots, rows, count)
+        staging.send(places[-1])
+        there = staging.device(places[-1])
         found = []
-        for slot in np.unique(of[of > 0]).tolist():
-            tokens = np.flatnonzero(of == slot).astype(np.int32)
-            found.append(_Group(self._slots[slot], upload(tokens, self._device).long()))
-        return LowRankDelta(found)
-
-    def adapted(self, plan: StepPlan) -> bool:
-        """Whether one of the plan's rows has an adapter."""
-        return bool(self._slots) and bool(self._slot[plan.rows].any())
+        for at, (slots, rows) in zip(places, each, strict=False):
+            present = set((slots + 1).tolist())
+            changed = [] if captured else [path for path, ends in self._ends.items() if not ends.isdisjoint(present)]
+            replaced = {path: [(upload(np.flatnonzero(slots == slot - 1).astype(np.int32), self._device).long(), matrix)
+                               for slot, matrix in self._saved[path].items() if slot in present] for path in changed}
+            found.append(LowRankDelta(self._ops, self.slabs, Groups.of(there[at:], rows, count), replaced))
+        return found
 
 
 @dataclass(frozen=True)
-class _Group:
-    """The tokens of a step that have the same adapter."""
+class Rows:
+    """Rows outside of a step (`layers/step.py::Adapted`)."""
 
-    deltas: Deltas
-    tokens: torch.Tensor
-    """[t] int64."""
+    delta: LowRankDelta
 
 
 class LowRankDelta:
-    """Adds x A^T B^T to the results of the tokens of each adapter (LoRA, Hu et al. 2021)."""
+    """Adds x A^T B^T to the results of the rows of each adapter (LoRA, Hu et al. 2021): a `layers/step.py::Delta`."""
 
-    def __init__(self, groups: list[_Group]) -> None:
-        self._groups = groups
+    def __init__(self, ops: LoraOps, slabs: Slabs, groups: Groups,
+                 ends: Mapping[str, list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
+        """`ends`: which ends of the model are changed, and (rows, matrix) of each adapter with a whole matrix of its own."""
+        self._ops, self._slabs, self._groups, self._ends = ops, slabs, groups, ends
 
-    def __call__(self, path: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        for group in self._groups:
-            parts = group.deltas.get(path)
-            if parts is None:
-                continue
-            mine = x.index_select(0, group.tokens)
-            for part in parts:
-                rows = out[:, part.row:part.row + part.b.shape[0]]
-                rows.index_add_(0, group.tokens, (mine @ part.a.t()) @ part.b.t())
+    def shrink(self, path: str, x: torch.Tensor) -> torch.Tensor | None:
+        return self._ops.shrink(x, path, self._slabs, self._groups) if path in self._slabs.layout.targets else None
+
+    def expand(self, path: str, low: torch.Tensor | None, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if low is not None:
+            self._ops.expand(low, path, self._slabs, self._groups, out, bias)
+        return out
+
+    def embed(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if EMBEDDING in self._ends:
+            out = self.expand(EMBEDDING, self._ops.look_up(tokens, EMBEDDING, self._slabs, self._groups), out, None)
+            for rows, matrix in self._ends[EMBEDDING]:
+                out[rows] = matrix[tokens[rows].long()]
+        return out
+
+    def head(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if HEAD in self._ends:
+            out = self.expand(HEAD, self.shrink(HEAD, x), out, bias)
+            for rows, matrix in self._ends[HEAD]:
+                out[rows] = F.linear(x[rows], matrix, bias).float()
         return out

@@ -17,6 +17,9 @@ import torch
 
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
+from penstock.layers.step import Delta
+from penstock.models.adapters import EMBEDDING, HEAD
+from penstock.worker.adapters import Adapters
 from penstock.worker.dummy import dummy_plan, filled, spread
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import MAX_LOGITS_ROWS, Sampler
@@ -75,8 +78,10 @@ class Graphs:
     """CUDA graphs of one worker. Call `capture` once, after the cache and the rows are allocated, then `forward`."""
 
     def __init__(self, model: Decoder, rows: Rows, page: int, max_num_seqs: int, max_tokens: int,
-                 stream: torch.cuda.Stream, sampler: Sampler) -> None:
+                 stream: torch.cuda.Stream, sampler: Sampler, adapters: Adapters | None = None) -> None:
+        """`adapters`: captures each bucket a second time, for steps with adapters."""
         self.model = model
+        self._adapters = adapters if adapters is not None and adapters.slabs is not None else None
         self._sampler = sampler
         # A pipeline stage is part of a step, between two messages.
         self._alone = model.spec.begins and model.spec.ends and model.lockstep is None
@@ -85,8 +90,9 @@ class Graphs:
         self._longest = rows.tokens.shape[1]
         self.buckets = Buckets(max_tokens, max_num_seqs, self._longest)
         self._stream = stream
-        self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._decodes: dict[Bucket, torch.cuda.CUDAGraph] = {}
+        self._captured: dict[tuple[Bucket, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        """By bucket, and whether a row has an adapter."""
+        self._decodes: dict[tuple[Bucket, bool], torch.cuda.CUDAGraph] = {}
         """Graphs of whole decode steps, sampling included."""
         self.seconds = 0.0
         """Duration of `capture` in seconds."""
@@ -103,13 +109,17 @@ class Graphs:
             plans = [(bucket, _example(bucket, self._longest - 1)) for bucket in self.buckets.all()]
             # Fill all arrays once before capturing, so that the staging buffer they share has its final address.
             self.builder.reserve(max(self.builder.fill(plan, bucket, picks_of(plan)).size for bucket, plan in plans))
-            for bucket, plan in plans:
-                parts = self.builder.fill(plan, bucket, picks_of(plan))
-                self._decode(bucket, parts)
-                self._stream.synchronize()
-                self._captured[bucket] = self._capture(pool, partial(self._run, bucket, parts))
-                if self._chooses(bucket):
-                    self._decodes[bucket], _ = self._capture(pool, partial(self._decode, bucket, parts))
+            if self._adapters is not None:
+                self._adapters.reserve(plans[0][0].tokens)
+            for adapted in (False, True) if self._adapters is not None else (False,):
+                for bucket, plan in plans:
+                    parts, key = self.builder.fill(plan, bucket, picks_of(plan)), (bucket, adapted)
+                    deltas = self._deltas(plan, bucket, picks_of(plan)) if adapted else None
+                    self._decode(bucket, parts, deltas)
+                    self._stream.synchronize()
+                    self._captured[key] = self._capture(pool, partial(self._run, bucket, parts, deltas))
+                    if self._chooses(bucket):
+                        self._decodes[key], _ = self._capture(pool, partial(self._decode, bucket, parts, deltas))
         self._stream.synchronize()
         self.seconds = time.perf_counter() - began
 
@@ -124,23 +134,34 @@ class Graphs:
     def _chooses(self, bucket: Bucket) -> bool:
         return bucket.tokens == bucket.segments <= MAX_LOGITS_ROWS and self._sampler.capturable and self._alone
 
-    def _decode(self, bucket: Bucket, parts: Parts) -> None:
-        hidden = self._run(bucket, parts)
+    def _deltas(self, plan: StepPlan, bucket: Bucket, picks: Picks) -> tuple[Delta, Delta]:
+        assert self._adapters is not None
+        ends = 0 if bucket.tokens == bucket.segments else bucket.segments
+        return self._adapters.deltas(plan, bucket.tokens, ends, picks.segments, captured=True)
+
+    def _decode(self, bucket: Bucket, parts: Parts, deltas: tuple[Delta, Delta] | None) -> None:
+        hidden = self._run(bucket, parts, deltas)
         if self._chooses(bucket):
             shift, row, position = self.builder.choice(parts, bucket.segments)
             self._sampler.choose_at(shift, self.model.head(hidden), row, position)
 
-    def _run(self, bucket: Bucket, parts: Parts) -> torch.Tensor:
+    def _run(self, bucket: Bucket, parts: Parts, deltas: tuple[Delta, Delta] | None) -> torch.Tensor:
         ends = None if bucket.tokens == bucket.segments else bucket.segments
         if self.model.lockstep is not None:
             self.model.lockstep.most = bucket.tokens
-        return self.model.forward(self.builder.step(bucket, parts, ends, self._columns))
+        step = self.builder.step(bucket, parts, ends, self._columns)
+        if deltas is not None:
+            step.delta, step.end_delta = deltas
+        return self.model.forward(step)
 
-    def forward(self, plan: StepPlan, bucket: Bucket, picks: Picks, behind: Ints | None = None) -> tuple[torch.Tensor, Parts]:
+    def forward(self, plan: StepPlan, bucket: Bucket, picks: Picks, behind: Ints | None = None,
+                adapted: bool = False) -> tuple[torch.Tensor, Parts]:
         """Returns hidden states, followed by padding: of all tokens of a decode step, or of the picked tokens of a mixed step.
         The next step of the same bucket overwrites them."""
         parts = self.builder.fill(plan, bucket, picks, behind=behind)
-        graph, hidden = self._captured[bucket]
+        if adapted:
+            self._deltas(plan, bucket, picks)
+        graph, hidden = self._captured[bucket, adapted]
         graph.replay()
         return hidden, parts
 
@@ -152,12 +173,17 @@ class Graphs:
             return None
         if plan.slack is not None or not self._sampler.plain(plan.rows):
             return None
-        bucket = self.buckets.of(plan, count)
-        if bucket is None or bucket not in self._decodes:
+        bucket, adapted = self.buckets.of(plan, count), self._adapters is not None and self._adapters.adapted(plan)
+        if bucket is None or (bucket, adapted) not in self._decodes:
+            return None
+        if self._adapters is not None and any(self._adapters.adapted(plan, end) for end in (EMBEDDING, HEAD)):
             return None
         room = self._sampler.room(count)
-        self.builder.fill(plan, bucket, picks_of(plan), int(room.storage_offset()))
-        self._decodes[bucket].replay()
+        picks = picks_of(plan)
+        self.builder.fill(plan, bucket, picks, int(room.storage_offset()))
+        if adapted:
+            self._deltas(plan, bucket, picks)
+        self._decodes[bucket, adapted].replay()
         return room
 
 

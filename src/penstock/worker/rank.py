@@ -29,6 +29,7 @@ from penstock.observe.log import LOG
 from penstock.ops import compile as compiling
 from penstock.ops import gpu, registry
 from penstock.ops.compile import Compilation
+from penstock.ops.lora import Slabs
 from penstock.parallel.axis import ALONE, Place
 from penstock.parallel.mesh import Mesh, join
 from penstock.platform.allocator import keep_freed_memory
@@ -96,7 +97,7 @@ class Rank:
         options = self._options
         self._checkpoint = models.configured(self._folder, options.quantization, options.quantization_rules,
                                              cache_asked(options))
-        whole = models.describe(self._checkpoint)
+        self._whole = whole = models.describe(self._checkpoint)
         self._spec, spec = whole.at(self._place), whole.dealt(self._place).share(self._place.tensors)
         return Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.max_positions, spec.size,
                       dtype_of(self._folder, self._checkpoint), spec.task, spec.labels)
@@ -127,7 +128,8 @@ class Rank:
         change."""
         options, device, config, kernels = self._options, self._device, self._config, self._kernels
         self._mesh = self._join()
-        compiled = [compilation(config, spec, kernels, device) for spec in self._specs] if self._compiles else []
+        compiled = [compilation(config if spec is self._spec else replace(config, adapters=None), spec, kernels, device)
+                    for spec in self._specs] if self._compiles else []
         self._compilations = found = [one for one in compiled if one is not None]
         # Libraries with a slow first use load in parallel.
         with memory.explained(device), ThreadPoolExecutor(1, "penstock-warm-up") as pool:
@@ -147,9 +149,10 @@ class Rank:
         with compiling.explained(self._facts.capability), memory.explained(device):
             working = self._working(model)
             self._scratch = working.scratch
-            if options.enable_lora:
-                slots = options.max_loras * adapters.room(self._spec, options.max_lora_rank)
-                working = working._replace(step=working.step + slots * model.dtype.itemsize)
+            if config.adapters is not None:
+                slots = Slabs.nbytes(adapters.layout(self._spec), *config.adapters, model.dtype)
+                # Each graph is captured twice.
+                working = working._replace(step=working.step + slots, graphs=2 * working.graphs)
             room = cache_room(self._limits, self._facts, memory.free_bytes(device, self._limits.utilization),
                               working.step + working.graphs)
         held = self._held(model)
@@ -195,10 +198,12 @@ class Rank:
             keep_freed_memory()
         behind = None if opening is None else opening.open(self._place.rank, self._place.ranks)
         with compiling.explained(self._facts.capability), memory.explained(self._device):
+            slabs = None if config.adapters is None else Slabs(adapters.layout(self._spec), *config.adapters, self._model.dtype,
+                                                               self._device)
             try:
                 self._worker = worker = Worker(self._model, layout, config.max_num_seqs, max_model_len, self._device,
                                                config.graph_tokens, behind, self._drafter, config.max_num_batched_tokens,
-                                               self._mesh.pipe)
+                                               self._mesh.pipe, slabs)
             except BaseException:
                 for store in behind.stores if behind is not None else ():
                     store.close()
@@ -243,11 +248,12 @@ class Rank:
 
     def add_adapter(self, folder: str) -> str:
         """Reads an adapter into host memory. Returns its digest. ModelError if it does not fit the model."""
-        path = Path(folder)
-        deltas = adapters.read(path, self._spec, models.family_of(self._checkpoint)[1].RULES,
-                               getattr(torch, self._config.dtype), self._options.max_lora_rank)
+        path, model = Path(folder), self._model
+        assert model is not None
+        found = adapters.read(path, self._whole, self._place, models.family_of(self._checkpoint)[1].RULES, model.dtype,
+                              self._options.max_lora_rank, model.rows)
         name = adapter.digest(path)
-        self.worker.adapters.host[name] = deltas
+        self.worker.adapters.host[name] = found
         return name
 
     def drop_adapter(self, name: str) -> None:
@@ -280,7 +286,7 @@ def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.
         try:
             jobs = rehearse(spec, kernels, dtype=getattr(torch, config.dtype), rows=config.max_num_seqs, page=config.page,
                             tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
-                            graph_tokens=config.graph_tokens, chip=chip)
+                            graph_tokens=config.graph_tokens, chip=chip, adapters=config.adapters)
         except Exception as error:  # noqa: BLE001 (slower start, but never a failed one)
             LOG.warning("kernels are compiled one by one as they are needed: %s: %s", type(error).__name__, error)
             return None

@@ -15,13 +15,16 @@ from penstock.layers.build import Values
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.layers.step import GroupStep, StateView, Step
+from penstock.models.adapters import layout
 from penstock.ops.attention import AttentionOps, Span
 from penstock.ops.compile import Job, recording
 from penstock.ops.experts import ExpertsOps
 from penstock.ops.gpu import Chip
+from penstock.ops.lora import Groups, LoraOps, Slabs, size
 from penstock.ops.registry import Kernels
 from penstock.ops.sample import WIDTH
 from penstock.quant.scheme import empty
+from penstock.worker.adapters import LowRankDelta
 from penstock.worker.arena import Arena
 from penstock.worker.dummy import dummy_plan, spread
 from penstock.worker.graphs import Buckets
@@ -33,15 +36,19 @@ _INTS = torch.int32
 
 
 def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int, tokens: int, max_model_len: int, page: int,
-             graph_tokens: int, chip: Chip) -> list[Job]:
-    """Returns the kernels that steps of up to `tokens` tokens and `rows` segments launch. No launch may read tensor values."""
+             graph_tokens: int, chip: Chip, adapters: tuple[int, int] | None = None) -> list[Job]:
+    """Returns the kernels that steps of up to `tokens` tokens and `rows` segments launch. No launch may read tensor values.
+    `adapters`: as in EngineConfig."""
     kernels = _without_values(kernels)
     with recording(chip) as jobs, torch.inference_mode():
         model, groups = _model(spec, kernels, dtype, max_model_len, page)
         known = torch.empty(rows, max_model_len, dtype=_INTS, device=_META)
         tables = [torch.empty(rows, -(-max_model_len // page), dtype=_INTS, device=_META)] * groups
+        slabs = None if adapters is None else Slabs(layout(model.spec), *adapters, dtype, _META)
         for bucket in buckets(rows, tokens, graph_tokens, max_model_len):
             _forward(model, bucket, known, tables, page, bucket.segments)
+            if slabs is not None:
+                _forward(model, bucket, known, tables, page, bucket.segments, slabs=slabs)
         # An eager step may need any number of hidden states, and all of them if a prompt is scored.
         for ends in (*_examples(1, fitted(rows)), None):
             _forward(model, Bucket(tokens, 1), known, tables, page, ends)
@@ -74,6 +81,16 @@ class _SilentExperts(ExpertsOps):
         return torch.empty_like(x)
 
 
+class _SilentLora(LoraOps):
+    """The same for adapters."""
+
+    def shrink(self, x: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
+        return x
+
+    def expand(self, *_rest: object, **_named: object) -> None:
+        """Nothing."""
+
+
 def _silent(q: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
     return torch.empty_like(q)
 
@@ -89,6 +106,8 @@ def _without_values(kernels: Kernels) -> Kernels:
         kernels.attention = _Silent()
     if not kernels.chosen["experts"].capturable:
         kernels.experts = _SilentExperts()
+    if not kernels.chosen["lora"].capturable:
+        kernels.lora = _SilentLora()
     if not kernels.chosen["rope_write"].capturable:
         kernels.rope_write = _silent
     if not kernels.chosen["cache_write"].capturable:
@@ -146,8 +165,9 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
 
 
 def _forward(model: Decoder, bucket: Bucket, known: torch.Tensor, tables: list[torch.Tensor], page: int,
-             ends: int | None, before: int = 0) -> None:
-    """Runs a step and takes `ends` hidden states (None: all). Each segment follows `before` positions of context."""
+             ends: int | None, before: int = 0, slabs: Slabs | None = None) -> None:
+    """Runs a step and takes `ends` hidden states (None: all). Each segment follows `before` positions of context. With `slabs`,
+    rows have adapters."""
     segments, tokens = bucket.segments, bucket.tokens
 
     def ints(size: int) -> torch.Tensor:
@@ -165,7 +185,12 @@ def _forward(model: Decoder, bucket: Bucket, known: torch.Tensor, tables: list[t
                                      tables[0].shape[1])
     groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
     wanted = None if ends is None or ends == tokens else ints(ends)
-    model.forward(Step(built.tokens, built.positions, query_start, context, groups, work, library, wanted))
+    step = Step(built.tokens, built.positions, query_start, context, groups, work, library, wanted)
+    if slabs is not None:
+        slots, lora = len(slabs.data), model.kernels.lora
+        step.delta, step.end_delta = (LowRankDelta(lora, slabs, Groups.of(ints(size(rows, slots)), rows, slots), {})
+                                      for rows in (tokens, ends or 0))
+    model.forward(step)
 
 
 def _sample(kernels: Kernels, logits: torch.Tensor, known: torch.Tensor) -> None:

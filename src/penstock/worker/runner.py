@@ -6,6 +6,7 @@ import torch
 
 from penstock.core.plan import Ints, StepPlan
 from penstock.layers.decoder import Decoder
+from penstock.models.adapters import EMBEDDING
 from penstock.parallel.lockstep import Lockstep
 from penstock.parallel.pipe import Pipe
 from penstock.worker.adapters import Adapters
@@ -32,39 +33,34 @@ class Runner:
         rows' owners. `behind`: as in `StepBuilder.fill`."""
         picks = picks_of(plan)
         count = len(picks.segments)
-        delta = self.adapters.delta(plan) if self.adapters is not None else None
-        # A delta finds its tokens by their places, so that all layers must have them all.
-        every = every or delta is not None
-        # CUDA graphs do not return the hidden states of all tokens.
-        bucket = self.graphs.buckets.of(plan, count) if self.graphs is not None and not every else None
+        adapted = self.adapters is not None and self.adapters.adapted(plan)
+        # CUDA graphs return neither the hidden states of all tokens, nor embeddings that adapters have changed.
+        eager = every or (self.adapters is not None and self.adapters.adapted(plan, EMBEDDING))
+        found = self.graphs.buckets.of(plan, count) if self.graphs is not None and not eager else None
         if self.model.lockstep is not None:
-            bucket = self._agreed(self.model.lockstep, plan, count, bucket)
-        captured = bucket is not None
-        bucket = self.builder.bucket(plan, count) if bucket is None else bucket
+            found = self._agreed(self.model.lockstep, plan, count, found)
+        bucket = self.builder.bucket(plan, count) if found is None else found
         if self.pipe is not None and not self.model.spec.begins:
             self.pipe.receive(self.model.entry(bucket.tokens))
-        if self.graphs is not None and captured:
+        if self.graphs is not None and found is not None:
             builder = self.graphs.builder
             ends = builder.ends(count, bucket)
-            hidden, parts = self.graphs.forward(plan, bucket, picks, behind)
+            hidden, parts = self.graphs.forward(plan, bucket, picks, behind, adapted)
             # The next step may replay the graph that the stream lies in.
             self._pass_on(hidden, copied=True)
             if bucket.tokens == bucket.segments and count < len(plan.rows):
                 hidden = hidden.index_select(0, builder.heads(parts, ends))
-        else:
-            builder = self.builder
-            ends = builder.ends(count, bucket)
-            parts = builder.fill(plan, bucket, picks, behind=behind)
-            if every:
-                step = builder.step(bucket, parts)
-                step.delta = delta
-                hidden = self.model.forward(step)
-                self._pass_on(hidden)
-                return hidden, hidden.index_select(0, builder.heads(parts, ends)), builder.lines(parts, plan, picks)
-            whole = count == int(plan.counts.sum())
-            hidden = self.model.forward(builder.step(bucket, parts, None if whole else ends))
-            self._pass_on(hidden)
-        return hidden, hidden[:ends], builder.lines(parts, plan, picks)
+            return hidden, hidden[:ends], builder.lines(parts, plan, picks)
+        builder = self.builder
+        ends = builder.ends(count, bucket)
+        parts = builder.fill(plan, bucket, picks, behind=behind)
+        step = builder.step(bucket, parts, None if every or count == int(plan.counts.sum()) else ends)
+        if adapted and self.adapters is not None:
+            step.delta, step.end_delta = self.adapters.deltas(plan, bucket.tokens, ends, picks.segments)
+        hidden = self.model.forward(step)
+        self._pass_on(hidden)
+        at = hidden.index_select(0, builder.heads(parts, ends)) if every else hidden[:ends]
+        return hidden, at, builder.lines(parts, plan, picks)
 
     def _agreed(self, lockstep: Lockstep, plan: StepPlan, count: int, bucket: Bucket | None) -> Bucket | None:
         """The bucket of a captured step, which all ranks must replay together: of decode steps of the size of the largest."""

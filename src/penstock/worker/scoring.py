@@ -11,7 +11,6 @@ import torch
 
 from penstock.core.plan import Ints, Logprobs, StepPlan, Want
 from penstock.layers.decoder import Decoder
-from penstock.ops.sample import SampleOps
 from penstock.worker.rows import Rows
 from penstock.worker.staging import to_host
 
@@ -49,7 +48,11 @@ def _stack(blocks: tuple[torch.Tensor, ...], padding: float) -> npt.NDArray[Any]
                            for block in blocks])
 
 
-def prompts(model: Decoder, ops: SampleOps, hidden: torch.Tensor, plan: StepPlan, rows: Rows,
+HeadOf = Callable[[torch.Tensor, npt.NDArray[np.integer]], torch.Tensor]
+"""(hidden states, segments of all or of the first of them) -> their logits."""
+
+
+def prompts(model: Decoder, head: HeadOf, hidden: torch.Tensor, plan: StepPlan, rows: Rows,
             size: Callable[[int], int]) -> Scores:
     """Scores the known prompt tokens that follow the positions of segments with Want.SCORE, given the step's hidden states.
     `size` maps a number of logits rows to its GEMM bucket."""
@@ -63,7 +66,8 @@ def prompts(model: Decoder, ops: SampleOps, hidden: torch.Tensor, plan: StepPlan
         for first in range(start, end, _LINES):
             last = min(end, first + _LINES)
             at = int(query_start[segment]) + first - start
-            logits = model.whole(model.head(hidden[at:at + size(last - first)])[:last - first])
-            found = ops.score(logits, rows.tokens[row, first + 1:last + 1], top)
+            states = hidden[at:at + size(last - first)]
+            logits = model.whole(head(states, np.full(last - first, segment))[:last - first])
+            found = model.kernels.sample.score(logits, rows.tokens[row, first + 1:last + 1], top)
             parts.append((np.full(last - first, segment, np.int32), np.arange(first + 1, last + 1, dtype=np.int32), found))
     return Scores(parts)

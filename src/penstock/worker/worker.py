@@ -16,6 +16,7 @@ import torch
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import Logprobs, Masks, StepPlan, StepResult, Want
 from penstock.layers.decoder import Decoder
+from penstock.ops.lora import Slabs
 from penstock.parallel.pipe import Pipe
 from penstock.stores.behind import Behind
 from penstock.worker.adapters import Adapters
@@ -154,15 +155,16 @@ class Worker:
 
     def __init__(self, model: Decoder, layout: CacheLayout, max_num_seqs: int, max_model_len: int, device: torch.device,
                  graph_tokens: int = 0, behind: Behind | None = None, drafter: LoadedDrafter | None = None,
-                 budget: int = 0, pipe: Pipe | None = None) -> None:
+                 budget: int = 0, pipe: Pipe | None = None, slabs: Slabs | None = None) -> None:
         """`graph_tokens`: capture steps of up to that many tokens as CUDA graphs; 0 captures nothing. `behind`: where pages go
         besides the device. `drafter`: writes drafts; its states follow those of `model` in `layout`. `budget`: the most tokens
-        of a step. `pipe`: the links of a pipeline stage."""
+        of a step. `pipe`: the links of a pipeline stage. `slabs`: room for adapters."""
         self.closed = False
         self._picks_due = 0.0
         self._seen: npt.NDArray[np.int64] | None = None
         self._hits = 0
         """Picks of experts that were on the device, of mixtures with experts in host memory."""
+        self._slabs = slabs
         self.model = model
         self.layout = layout
         self.arena = Arena(layout, device)
@@ -196,7 +198,7 @@ class Worker:
         watched = {work.group for work in model.works if work.ops.shares(work.geometry)}
         self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
         self.runner = Runner(model, self.rows, layout.page)
-        self.runner.adapters = self.adapters = Adapters(max_num_seqs, device)
+        self.runner.adapters = self.adapters = Adapters(max_num_seqs, self._slabs, model.kernels.lora, device)
         self.sampler = Sampler(model.kernels.sample, self.rows, model.kernels.chosen["sample"].capturable, model)
         self.verifier = Verifier(self.rows)
         self.clock = Clock(device)
@@ -205,12 +207,13 @@ class Worker:
         self._on_stream = torch.cuda.stream(self.stream)
         if graph_tokens and self.stream is not None:
             self.stream.wait_stream(torch.cuda.default_stream(device))
-            self.runner.graphs = self.graphs = self._capture(graph_tokens, model)
+            self.runner.graphs = self.graphs = self._capture(graph_tokens, model, self.adapters)
 
-    def _capture(self, graph_tokens: int, model: Decoder) -> Graphs | None:
+    def _capture(self, graph_tokens: int, model: Decoder, adapters: Adapters | None = None) -> Graphs | None:
         if not graph_tokens or self.stream is None:
             return None
-        graphs = Graphs(model, self.rows, self.layout.page, len(self.rows.tokens), graph_tokens, self.stream, self.sampler)
+        graphs = Graphs(model, self.rows, self.layout.page, len(self.rows.tokens), graph_tokens, self.stream, self.sampler,
+                        adapters)
         graphs.capture()
         return graphs
 
@@ -295,8 +298,7 @@ class Worker:
             self.movers.load(plan)
         if self.drafter is not None and not plan.idle:
             self.drafter.propose(Drafting(plan, self.rows))
-        plain = self.graphs is not None and not plan.idle and not self.adapters.adapted(plan)
-        decoded = self.graphs.decode(plan) if self.graphs is not None and plain else None
+        decoded = self.graphs.decode(plan) if self.graphs is not None and not plan.idle else None
         if decoded is not None:
             return Launched(plan, interval.stop(whole=True), self.movers, None, Chosen([Sampled(decoded, None)]), self._picks)
         interval.enter_model()
@@ -313,7 +315,8 @@ class Worker:
             if len(plan.masked):
                 return Launched(plan, interval, self.movers, partial(self._passed, interval), picks=self._picks)
             return Launched(plan, interval, self.movers, None, self._passed(interval, None), self._picks)
-        logits = self.model.head(ends[:MAX_LOGITS_ROWS])[:min(MAX_LOGITS_ROWS, count)] if count else None
+        first = min(MAX_LOGITS_ROWS, count)
+        logits = self._head(plan, ends[:MAX_LOGITS_ROWS], lines.segments[:first])[:first] if count else None
         forward = Forward(hidden, ends, lines, logits, wants)
         interval.leave_model()
         if len(plan.masked):
@@ -329,6 +332,10 @@ class Worker:
             lockstep.begin(0, True)
             if lockstep.most:
                 self.model.follow()
+
+    def _head(self, plan: StepPlan, hidden: torch.Tensor, segments: npt.NDArray[np.integer]) -> torch.Tensor:
+        """The logits of hidden states of these segments, followed by those of padding."""
+        return self.model.head(hidden, self.adapters.head(plan, segments, len(hidden)))
 
     def _passed(self, interval: Interval, _masks: Masks | None) -> Chosen:
         """The second launch where another stage chooses."""
@@ -353,7 +360,7 @@ class Worker:
             chosen = torch.cat([sampled.chosen for sampled in found.sampled])
             found.verified = self.verifier.verify(plan, lines, drafts, chosen)
         if wants & _SCORE:
-            found.scores = prompts(self.model, self.model.kernels.sample, forward.hidden, plan, self.rows,
+            found.scores = prompts(self.model, partial(self._head, plan), forward.hidden, plan, self.rows,
                                    self.runner.builder.size)
         if wants & REPORTS:
             found.reports = Reports(self.model, forward.hidden, plan, self.rows)
@@ -366,7 +373,7 @@ class Worker:
         logits, forward.logits = forward.logits, None
         for part in forward.lines.parts(MAX_LOGITS_ROWS):
             if logits is None:
-                logits = self.model.head(forward.ends[at:at + MAX_LOGITS_ROWS])[:len(part.rows)]
+                logits = self._head(plan, forward.ends[at:at + MAX_LOGITS_ROWS], part.segments)[:len(part.rows)]
             masked = None
             if masks is not None:
                 which = np.flatnonzero(np.isin(part.segments, plan.masked))

@@ -136,7 +136,7 @@ void* scratch(int slot, size_t bytes) {
         size_t size = 0;
         ~Buffer() { free(data); }
     };
-    static thread_local Buffer buffers[8];
+    static thread_local Buffer buffers[9];
     Buffer& b = buffers[slot];
     if (b.size < bytes) {
         free(b.data);
