@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,30 @@ def test_a_request_that_waits_for_its_grammar_keeps_its_adapter() -> None:
         assert name not in engine.rank.worker.adapters.host  # type: ignore[attr-defined]
 
 
+def test_steps_run_while_an_adapter_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(**OPTIONS) as llm:
+        engine, reading = llm.engine, threading.Event()
+        read = engine.rank.add_adapter
+        monkeypatch.setattr(engine.rank, "add_adapter", lambda folder: (reading.wait(60), read(folder))[1])
+        found = engine.load_adapter(str(PIRATE))
+        engine.submit(llm.inputs.request("meanwhile", "Hello", GREEDY))
+        while engine.busy:
+            engine.turn()
+        assert not found.done()
+        reading.set()
+        name = engine.adapter_loaded(found) if found.result(60) else ""
+        engine.submit(llm.inputs.request("after", "Hello", GREEDY, adapter=name))
+        while engine.busy:
+            engine.turn()
+        broken = engine.load_adapter("/nowhere")
+        with pytest.raises(RequestError, match="adapter_config"):
+            broken.result(60)
+        with pytest.raises(RequestError):
+            engine.adapter_loaded(broken)
+        engine.remove_adapter(name)
+        assert not engine.adapters._names and name not in engine.rank.worker.adapters.host  # type: ignore[attr-defined]
+
+
 def test_over_http_adapters_are_models_that_come_and_go() -> None:
     server = Served("canary", "--enable-lora", "--lora-modules", f"pirate={PIRATE}", "--max-model-len", "512")
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -173,6 +199,12 @@ def test_over_http_adapters_are_models_that_come_and_go() -> None:
         listed = {one["id"]: one["parent"] for one in client.get("/v1/models").json()["data"]}
         assert listed == {NAME: None, "pirate": NAME}
         assert client.post(load, json={"lora_name": "telegram", "lora_path": str(TELEGRAM)}).status_code == 200
+        # Of several loads of one name at once, one is taken; nothing stays when that is unloaded.
+        with ThreadPoolExecutor(4) as pool:
+            codes = list(pool.map(lambda _: client.post(load, json={"lora_name": "twin", "lora_path": str(PIRATE)}).status_code,
+                                  range(4)))
+        assert sorted(codes) == [200, 400, 400, 400]
+        assert client.post(unload, json={"lora_name": "twin"}).status_code == 200 and ask("twin").status_code == 404
         base, telegram = (ask(model).json()["choices"][0]["message"]["content"] for model in (NAME, "telegram"))
         assert base != telegram and not base.startswith("Arr!")
         again = client.post(load, json={"lora_name": "telegram", "lora_path": str(PIRATE)})

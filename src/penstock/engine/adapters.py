@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.checkpoint import resolve_folder
 from penstock.core.errors import ConfigError, ModelError, PenstockError, RequestError
 from penstock.core.request import Adapter, Request
-from penstock.engine.ranks import Rank
+from penstock.engine.ranks import Rank, RankGroup
 from penstock.scheduler.scheduler import Scheduler
 
 
@@ -45,22 +46,54 @@ class Adapters:
         self._elsewhere = elsewhere
         self._names: dict[str, int] = {}
         """By digest: how often it was added and not yet removed."""
+        self._pool = ThreadPoolExecutor(1, "penstock-adapters")
+        self._loading: list[Future[str]] = []
+        """Adapters that are being read, on another thread."""
+
+    def close(self) -> None:
+        """Reads no more."""
+        self._pool.shutdown(cancel_futures=True)
 
     def add(self, folder: str) -> str:
         """Reads an adapter folder. Returns its digest. RequestError 400 if it cannot be used."""
+        self._check_room()
+        return self._note(self._read(folder))
+
+    def load(self, folder: str) -> Future[str]:
+        """Begins to read an adapter folder while steps run. `take` must be given the result."""
+        self._check_room()
+        if isinstance(self._rank, RankGroup):
+            # Its ranks hear of it between two steps.
+            found: Future[str] = Future()
+            found.set_result(self._read(folder))
+        else:
+            found = self._pool.submit(self._read, folder)
+        self._loading.append(found)
+        return found
+
+    def take(self, found: Future[str]) -> str:
+        """The digest of an adapter that has been read. RequestError as in `add`."""
+        self._loading.remove(found)
+        return self._note(found.result())
+
+    def _note(self, name: str) -> str:
+        self._names[name] = self._names.get(name, 0) + 1
+        return name
+
+    def _check_room(self) -> None:
         if not self._enabled:
             raise RequestError("this server takes no adapters; start it with --enable-lora", param="lora_name",
                                code="lora_not_enabled")
         self._clear()
-        if len(self._names) >= self._most:
+        if len(self._names) + len(self._loading) >= self._most:
             raise RequestError(f"{len(self._names)} adapters are loaded, and no more fit (--max-cpu-loras); unload one first",
                                param="lora_name", code="too_many_adapters")
+
+    def _read(self, folder: str) -> str:
         try:
-            name = self._rank.add_adapter(folder)
+            return self._rank.add_adapter(folder)
         except ModelError as error:
             raise RequestError(str(error), param="lora_path", code="invalid_adapter") from None
-        self._names[name] = self._names.get(name, 0) + 1
-        return name
 
     def start(self, modules: Sequence[str]) -> list[Adapter]:
         """Adds those that are served from the start, each as NAME=FOLDER. ConfigError for one that cannot be used."""
@@ -89,8 +122,8 @@ class Adapters:
                                status=404)
 
     def _clear(self) -> None:
-        """Forgets removed adapters that no request uses any more."""
-        if self._elsewhere():
+        """Forgets removed adapters that no request uses any more. Not while one is read, which might be the same."""
+        if self._loading or self._elsewhere():
             return
         used = {sequence.request.adapter for sequence in self._scheduler.live}
         for name in [name for name, count in self._names.items() if count <= 0 and name not in used]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -188,6 +188,7 @@ class AsyncLLM:
         self.ended: deque[dict[str, Any]] = deque(maxlen=ENDED)
         """The sequences that ended last, for people who watch."""
         self.adapters: dict[str, Adapter] = {}
+        self._adapter_locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By the names that requests call them."""
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
@@ -427,17 +428,19 @@ class AsyncLLM:
         return found
 
     async def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
-        """Serves the adapter in `folder`, or of a hub id, as `name`. RequestError if it cannot be used, or if the name is taken
-        and not to be replaced; requests of a replaced one finish with it."""
-        self._check_alive()
-        old = self.adapters.get(name)
-        if (old is not None and not replace) or name == self.model:
-            raise RequestError(f"the name {name!r} is taken; unload that adapter first, or choose another name",
-                               param="lora_name", code="adapter_exists")
-        found = await asyncio.to_thread(located, name, folder)
-        self.adapters[name] = Adapter(name, found, await self._process.ask("add_adapter", found))
-        if old is not None:
-            await self._process.ask("remove_adapter", old.digest)
+        """Serves the adapter in `folder`, or of a hub id, as `name`. RequestError if it is wrong or the name taken."""
+        await asyncio.shield(self._load_adapter(name, folder, replace))  # the engine counts it even if the client goes away
+
+    async def _load_adapter(self, name: str, folder: str, replace: bool) -> None:
+        async with self._adapter_locks[name]:
+            old = self.adapters.get(name)
+            self._check_alive()
+            if (old is not None and not replace) or name == self.model:
+                raise RequestError(f"{name!r} is taken; unload that adapter first", param="lora_name", code="adapter_exists")
+            found = await asyncio.to_thread(located, name, folder)
+            self.adapters[name] = Adapter(name, found, await self._process.ask("load_adapter", found))
+            if old is not None:
+                await self._process.ask("remove_adapter", old.digest)
 
     async def unload_adapter(self, name: str) -> None:
         """Serves an adapter no longer; its open requests finish. RequestError 404 if there is none of this name."""

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -118,6 +119,7 @@ class Engine:
         undo.callback(self._end)
         self.adapters = Adapters(self.rank, self.scheduler, options.enable_lora, options.max_cpu_loras,
                                  lambda: self.beams.busy or self.constraints.busy)
+        undo.callback(self.adapters.close)
         folder = None if options.skip_tokenizer_init else tokenizer_folder(options, survey.folder)
         self.constraints = Constraints(self.scheduler, survey.vocab_size, folder)
         undo.callback(self.constraints.close)
@@ -172,6 +174,14 @@ class Engine:
     def add_adapter(self, folder: str) -> str:
         """Reads an adapter folder. Returns the name by which requests call it. RequestError if it cannot be used."""
         return self.adapters.add(folder)
+
+    def load_adapter(self, folder: str) -> Future[str]:
+        """Begins to read an adapter folder while steps run; the future is `adapter_loaded`'s argument once it is done."""
+        return self.adapters.load(folder)
+
+    def adapter_loaded(self, found: Future[str]) -> str:
+        """As `add_adapter`, for an adapter that has been read."""
+        return self.adapters.take(found)
 
     def remove_adapter(self, name: str) -> bool:
         """Forgets an adapter once its requests have ended. Always possible: True."""

@@ -20,6 +20,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -67,7 +69,7 @@ CALLS: dict[str, Any] = {
     "abort": list[str],
     "reset_prefix_cache": None,
     "look": None,
-    "add_adapter": str,
+    "load_adapter": str,
     "remove_adapter": str,
     "shutdown": None,
 }
@@ -169,13 +171,15 @@ class Loop:
         self._stats_due = 0.0
         self._undecided: dict[str, float] = {}
         """Requests that may still be refused, and when they are confirmed all the same."""
+        self._reading: dict[str, Future[str]] = {}
+        """Adapters that are being read, by the keys of the calls that asked for them."""
 
     def run(self) -> None:
         """Returns after the shutdown call. Exceptions of the engine pass through."""
         engine, worked = self.engine, False
         while not self._stopping:
             busy = engine.busy
-            if self.inbox.poll(0 if busy else WRITING_MS if engine.writing else IDLE_MS):
+            if self.inbox.poll(0 if busy else WRITING_MS if engine.writing or self._reading else IDLE_MS):
                 self._take_in()
             elif worked and not busy and not engine.writing:
                 # The first idle interval since the last work.
@@ -183,6 +187,8 @@ class Loop:
                 worked = False
             worked = worked or engine.busy
             updates = engine.turn() if engine.busy or engine.writing else []
+            for key in [key for key, found in self._reading.items() if found.done()]:
+                self._reply(key, partial(engine.adapter_loaded, self._reading.pop(key)))
             now = time.monotonic()
             admitted = self._decided(now) if self._undecided else []
             idle = not engine.busy
@@ -227,21 +233,28 @@ class Loop:
         if not call.key:
             method(*([] if decode is None else [decode(call.argument)]))
             return False
+        return self._reply(call.key, lambda: method(*([] if decode is None else [decode(call.argument)])))
+
+    def _reply(self, key: str, method: Callable[[], Any]) -> bool:
+        """Sends the result of a call, now or when its future is done. True as in `_answer`."""
         try:
-            value = method(*([] if decode is None else [decode(call.argument)]))
+            value = method()
         except RequestError as error:
-            self.send(Refused(call.key, error.message, error.param, error.code, error.status, error.retry))
+            self.send(Refused(key, error.message, error.param, error.code, error.status, error.retry))
             return False
         except Exception as error:  # noqa: BLE001 (reported to the caller)
             # Nothing has been started yet, so only this call fails.
             traceback.print_exc()
-            self.send(Refused(call.key, f"the engine could not take the request: {error!r}", None, "internal_error", 500))
+            self.send(Refused(key, f"the engine could not take the request: {error!r}", None, "internal_error", 500))
+            return False
+        if isinstance(value, Future):
+            self._reading[key] = value
             return False
         if value is None:
             return True
         # The statistics first, so that they are current when the caller has its answer.
         self.send(EngineOutputs([], self.engine.stats()))
-        self.send(Answered(call.key, msgspec.Raw(msgspec.msgpack.encode(value))))
+        self.send(Answered(key, msgspec.Raw(msgspec.msgpack.encode(value))))
         return False
 
 

@@ -37,7 +37,7 @@ class Weights:
     saved: Mapping[str, torch.Tensor]
     """Whole matrices that take the place of the model's EMBEDDING or HEAD, by that path."""
     ends: frozenset[str]
-    """Which of the two it changes in some way."""
+    """EMBEDDING, HEAD or both: the ends that it changes in some way."""
 
 
 def _targets(spec: ModelSpec) -> dict[str, Parameter]:
@@ -160,7 +160,7 @@ class _Reader:
         else:
             change = rule.change if rule is not None and rule.change is not transposed else None
             if change is not None:
-                # What the rule does to a matrix's rows, it does to B's.
+                # The rule reorders a matrix's rows, and so those of B.
                 pair = {kind: tensor if kind == "A" else change(tensor, self._spec) for kind, tensor in pair.items()}
             self._pairs.append(_Pair(path, piece, pair, scale))
 

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _SAMPLE = int(Want.SAMPLE)
-_MIXED = (32, 64, 96, 128, 192, 256, 320, *range(384, 2049, 128), 2304, 2560, 3072, 3584, 4096)
-"""Bucket sizes of mixed steps, in tokens. GEMM tiles have 64 or 128 rows, so padding to these sizes costs little."""
+_MIXED = (8, 16, 32, 64, 96, 128, 192, 256, 320, *range(384, 2049, 128), 2304, 2560, 3072, 3584, 4096)
+"""Bucket sizes of mixed steps, in tokens. GEMM tiles have 64 or 128 rows, so padding to these sizes costs little;
+few drafts of one sequence fit into the first two."""
 _SEGMENTS = 256
 """Maximum segments of a captured mixed step: attention launches a program for each possible segment."""
 _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 128))
