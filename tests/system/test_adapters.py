@@ -6,6 +6,8 @@ import contextlib
 import json
 import shutil
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from penstock import LLM, LoRARequest, SamplingParams
 from penstock.canary import model_folder, suite
-from penstock.core.errors import RequestError
+from penstock.config.schema import EngineOptions, ServerOptions
+from penstock.core.errors import ConfigError, RequestError
 from penstock.scheduler.adapters import Slots
+from penstock.server.run import ServerRun
 from tests.system.served import NAME, Served
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -219,6 +223,40 @@ def test_over_http_adapters_are_models_that_come_and_go() -> None:
         assert client.post(load, json={"lora_name": "x"}).status_code == 400
         refused = client.post("/v1/embeddings", json={"model": "pirate", "input": "x"})
         assert refused.status_code == 400 and "adapters only generate" in refused.text
+
+
+def test_a_folder_of_adapters_is_watched(tmp_path: Path) -> None:
+    shutil.copytree(PIRATE, tmp_path / "first")
+    (tmp_path / "no adapter").mkdir()
+    server = Served("canary", "--enable-lora", "--lora-dir", str(tmp_path), "--max-model-len", "512")
+
+    def until(right: Callable[[], bool]) -> None:
+        for _ in range(200):
+            if right():
+                return
+            time.sleep(0.1)
+        raise AssertionError("the server did not follow the folder")
+
+    with contextlib.ExitStack() as stack, httpx.Client(base_url=server.url, timeout=60) as client:
+        stack.callback(server.stop)
+
+        def said(model: str) -> str:
+            answer = client.post("/v1/chat/completions", json={"model": model, "temperature": 0, "max_tokens": 40,
+                                                               "messages": QUESTIONS[0]}).json()
+            return "" if "error" in answer else str(answer["choices"][0]["message"]["content"])
+
+        until(lambda: said("first").startswith("Arr!"))
+        shutil.copytree(TELEGRAM, tmp_path / "second")
+        made(tmp_path / "broken", 1, config={"r": 7})
+        until(lambda: bool(said("second")))
+        assert not said("second").startswith("Arr!") and not said("broken") and not said("no adapter")
+        shutil.rmtree(tmp_path / "first")
+        until(lambda: not said("first"))
+        for file in PIRATE.iterdir():
+            shutil.copy(file, tmp_path / "second")
+        until(lambda: said("second").startswith("Arr!"))
+    with pytest.raises(ConfigError, match="enable_lora"):
+        ServerRun(EngineOptions(), ServerOptions(lora_dir=str(tmp_path)))
 
 
 def test_slots() -> None:

@@ -180,6 +180,8 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", "address to listen on", group=SERVER)
     port: int = option(8000, "port to listen on; 0 picks a free one", group=SERVER, least=0)
+    lora_dir: str | None = option(None, "folder whose subfolders are adapters by their names; it is watched",
+                                  group=ADAPTERS)
     served_model_name: list[str] = option([], "name by which requests may call the model; by default its folder or id",
                                           group=SERVER)
     api_key: list[str] = option([], "key that requests must carry; also read from PENSTOCK_API_KEY", group=SERVER)

@@ -1,17 +1,71 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form; and the folder that --lora-dir watches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from penstock.core.errors import RequestError
+from penstock.checkpoint.adapter import CONFIG, WEIGHTS
+from penstock.core.errors import ConfigError, RequestError
+from penstock.engine.async_llm import AsyncLLM
+from penstock.observe.log import LOG
 from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
 from penstock.server.state import State
+
+_SECONDS = 2.0
+"""Between two looks at a watched folder."""
+
+
+class Folder:
+    """A folder whose subfolders are served as adapters, by their names, as they come, change and go."""
+
+    def __init__(self, path: str, llm: AsyncLLM) -> None:
+        """ConfigError if it cannot be served."""
+        if not llm.options.enable_lora or not Path(path).is_dir():
+            raise ConfigError(f"lora_dir is {path!r}; it must be a folder, and needs enable_lora")
+        self._path = Path(path)
+        self._llm = llm
+        self._seen: dict[str, list[int]] = {}
+        """The state of the files of each subfolder when it was looked at last."""
+
+    async def watch(self) -> None:
+        """Follows the folder until it is cancelled."""
+        while True:
+            await self._look()
+            await asyncio.sleep(_SECONDS)
+
+    async def _look(self) -> None:
+        found = await asyncio.to_thread(self._stamps)
+        for name in self._seen.keys() - found.keys():
+            del self._seen[name]
+            await self._try(name, self._llm.unload_adapter(name))
+        for name, stamp in found.items():
+            if self._seen.get(name) != stamp:
+                loaded = self._llm.load_adapter(name, str(self._path / name), replace=name in self._seen)
+                self._seen[name] = stamp
+                await self._try(name, loaded)
+
+    async def _try(self, name: str, change: Awaitable[None]) -> None:
+        try:
+            await change
+        except RequestError as error:
+            LOG.warning("the adapter %s of %s: %s", name, self._path, error.message)
+
+    def _stamps(self) -> dict[str, list[int]]:
+        """Time and size of an adapter's two files, by the name of its folder."""
+        stamps = {}
+        for folder in sorted(self._path.iterdir()):
+            with contextlib.suppress(OSError):
+                files = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
+                stamps[folder.name] = [number for file in files for number in (file.st_mtime_ns, file.st_size)]
+        return stamps
 
 
 class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True):

@@ -28,6 +28,7 @@ from penstock.engine.process import ENGINE
 from penstock.engine.work import LARGE, keep_little
 from penstock.observe.log import LOG
 from penstock.observe.notify import notify
+from penstock.server.adapters import Folder
 from penstock.server.app import Application
 from penstock.server.connections import Connection, Connections, quiet, raise_descriptor_limit
 from penstock.server.errors import UnavailableError
@@ -63,6 +64,7 @@ class ServerRun:
         self.llm = AsyncLLM(engine_options, engine=engine, stall_timeout=options.stall_timeout,
                             template_timeout=options.template_timeout, on_loading=on_loading, on_death=self._on_death)
         self.application = Application(self.llm, options)
+        self.adapters = Folder(options.lora_dir, self.llm) if options.lora_dir is not None else None
         self.connections = Connections(options, self.application.shapes.default, raise_descriptor_limit())
         self.application.state.connections = self.connections.counts
         self._stop = asyncio.Event()
@@ -123,9 +125,12 @@ class ServerRun:
         if self.on_ready:
             self.on_ready(self.llm.info, url)
         notify(f"READY=1\nSTATUS=serving at {url}\nMAINPID={os.getpid()}")
-        resuming = asyncio.create_task(self.application.batches.resume())
+        beside = [asyncio.create_task(self.application.batches.resume())]
+        if self.adapters is not None:
+            beside.append(asyncio.create_task(self.adapters.watch()))
         await stopping
-        resuming.cancel()
+        for task in beside:
+            task.cancel()
         await self.application.batches.stop()
         return await (self._say_farewell() if self.llm.dead else self._drain())
 
