@@ -429,9 +429,6 @@ class AsyncLLM:
 
     async def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
         """Serves the adapter in `folder`, or of a hub id, as `name`. RequestError if it is wrong or the name taken."""
-        await asyncio.shield(self._load_adapter(name, folder, replace))  # the engine counts it even if the client goes away
-
-    async def _load_adapter(self, name: str, folder: str, replace: bool) -> None:
         async with self._adapter_locks[name]:
             old = self.adapters.get(name)
             self._check_alive()

@@ -102,7 +102,8 @@ class AdapterRoutes:
         self.state.admit(None)
         if body.lora_name in self.state.names and body.lora_name not in self.state.llm.adapters:
             raise RequestError(f"{body.lora_name!r} is the model's own name", param="lora_name", code="adapter_exists")
-        await self.state.llm.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
+        # The engine counts it even if the client goes away.
+        await asyncio.shield(self.state.llm.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, http: Request) -> Response:
