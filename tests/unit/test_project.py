@@ -202,6 +202,11 @@ def test_links_between_documents_lead_somewhere() -> None:
             assert "://" in target or (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_every_mutant_has_its_place() -> None:
+    for mutant in tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())["mutant"]:
+        assert (SOURCE / mutant["file"]).read_text().count(mutant["old"]) == 1, mutant["name"]
+
+
 def test_nothing_is_stored_twice() -> None:
     """Files of 10 kB or more that git tracks differ from each other; what is shared is a symbolic link."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)

@@ -42,7 +42,7 @@ class EngineOptions:
                                        group=MODEL)
     tool_call_parser: str = option("auto", "how the model writes tool calls: a dialect's name or vLLM's name for it, none, or "
                                            "auto: found from the chat template", group=MODEL)
-    reasoning_parser: str = option("auto", "how the model writes reasoning: the same", group=MODEL)
+    reasoning_parser: str = option("auto", "how the model writes reasoning; the same values", group=MODEL)
     constrain_tools: str = option("off", "auto: tool calls that the model makes by itself are held to their schemas once they "
                                          "have begun; off: only those of strict tools and forced ones", ("off", "auto"),
                                   group=MODEL)
@@ -57,7 +57,7 @@ class EngineOptions:
     reranker: str = option("auto", "how pairs of texts are scored by a language model: by the prompt and the answers yes and "
                                    "no of qwen3's rerankers; auto: so if the model is named like one; none: by embeddings",
                            ("auto", "none", "qwen3"), group=MODEL)
-    max_logprobs: int = option(20, "the most alternatives that logprobs may ask for; -1 for the most that is possible",
+    max_logprobs: int = option(20, "maximum number of alternatives that logprobs may ask for; -1: no limit of the server's",
                                group=MODEL, least=-1)
     trust_remote_code: bool = option(False, "accepted for scripts made for vLLM; changes nothing, because code that comes with "
                                             "a model is never run", group=MODEL)
@@ -67,9 +67,9 @@ class EngineOptions:
                                       "nf4, q8_0, q4_0 ...; a quantized one's own method is found without this", group=MODEL)
     quantization_rules: dict[str, str] = option({}, "exceptions, as PATTERN=SCHEME: modules (with * or re:...), first or last "
                                                 "layer, and a scheme or plain; the first that fits decides", group=MODEL)
-    dtype: str = option("auto", "of weights, activations and cache; auto: the checkpoint's",
+    dtype: str = option("auto", "type of weights, activations and cache; auto: the checkpoint's",
                         ("auto", "float32", "float16", "bfloat16"), group=MODEL)
-    seed: int = option(0, "of dummy weights, and of the seeds drawn for requests that bring none", group=MODEL)
+    seed: int = option(0, "seed of dummy weights, and of the seeds drawn for requests without one", group=MODEL)
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens; by default the model's own, or what "
                                              "memory allows", group=MEMORY, least=2)
     gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that this engine may fill", group=MEMORY,
@@ -87,11 +87,12 @@ class EngineOptions:
                                                   "sliding_window", group=CACHE)
     kv_cache_scales: dict[str, str] = option({}, "scales of keys and values for fp8 and fp8_e5m2, as k=0.02,v=0.05; by default "
                                                  "the checkpoint's, or 1", group=CACHE)
-    enable_prefix_caching: bool = option(True, "reuse the KV cache of earlier requests with the same beginning", group=CACHE)
-    cache_policy: str = option("adaptive", "which pages of equal priority are evicted first: the least recently used (lru), "
-                               "those cheapest to recompute (cost), the last tokens of conversations (tail), or those least "
-                               "likely to be hit again (adaptive)", ("adaptive", "cost", "lru", "tail"), group=CACHE)
-    cache_tenant_share: float = option(1.0, "the largest fraction of the device's cache that one tenant's pages may occupy",
+    enable_prefix_caching: bool = option(True, "reuse the KV cache of earlier requests with the same prefix", group=CACHE)
+    cache_policy: str = option("adaptive", "pages of equal priority that are evicted first: the least recently "
+                               "used (lru), those cheapest to recompute (cost), the last tokens of conversations (tail), or "
+                               "by an adaptive balance of recency and reuse, as ARC (adaptive)",
+                               ("adaptive", "cost", "lru", "tail"), group=CACHE)
+    cache_tenant_share: float = option(1.0, "maximum fraction of the device's cache for one tenant's pages",
                                        group=CACHE, fraction=True)
     cache_host_bytes: int | None = option(None, "host memory for pages evicted from the device, pinned on a GPU; by default "
                                                 "none, or 1G with a disk or a remote store", group=CACHE, least=0)
@@ -99,20 +100,20 @@ class EngineOptions:
                                           "keeps to a subfolder penstock-cache that it creates", group=CACHE)
     cache_disk_adopt: bool = option(False, "allow the cache to create its subfolder in a folder that has other files in it",
                                     group=CACHE)
-    cache_disk_bytes: int = option(64 << 30, "the most that this folder may hold", group=CACHE, least=1)
+    cache_disk_bytes: int = option(64 << 30, "maximum size of this folder", group=CACHE, least=1)
     cache_remote: str | None = option(None, "store that machines share: redis://HOST:PORT, or any URL of fsspec such as "
                                             "s3://BUCKET/FOLDER (pip install 'penstock[remote]')", group=CACHE)
     cache_write: str = option("through", "write pages to host, disk and remote store as soon as they are computed (through), "
                                          "or when they are evicted (evict)", ("through", "evict"), group=CACHE)
     cache_load: str = option("auto", "auto: load pages where that is predicted to be faster than recomputing them; always: "
                                      "whenever they are found", ("auto", "always"), group=CACHE)
-    max_num_seqs: int | None = option(None, "the most sequences that run at once (default: 128, on a GPU 1,024)",
+    max_num_seqs: int | None = option(None, "maximum number of sequences that run at once (default: 128, on a GPU 1,024)",
                                       group=SCHEDULING, least=1)
-    max_num_batched_tokens: int | None = option(None, "the most tokens computed in one step; longer prompts are chunked",
+    max_num_batched_tokens: int | None = option(None, "maximum tokens of a step; longer prompts are chunked",
                                                 group=SCHEDULING, least=1)
     max_num_queued_reqs: int = option(1024, "requests that may wait; more are refused with status 503", group=SCHEDULING,
                                       least=1)
-    scheduling_policy: str = option("promises", "who is served first and preempted last: by fair shares and the deadlines of "
+    scheduling_policy: str = option("promises", "order of service, and reverse order of preemption: by fair shares and deadlines of "
                                     "classes (promises), by priority, then arrival (priority), or by arrival alone (fcfs)",
                                     ("promises", "fcfs", "priority"), group=SCHEDULING)
     classes: str | None = option(None, "JSON file with classes of service beside interactive, standard and batch: an object of "
@@ -122,12 +123,12 @@ class EngineOptions:
                                           "smaller chunks (default: serve 50; offline no limit)", group=SCHEDULING)
     depth: int | None = option(None, "steps in flight: 1 waits for each step, 2 (the default) plans the next one meanwhile",
                                group=SCHEDULING, least=1)
-    speculate: str = option("off", "draft several tokens and check them in one step: ngram finds them in the text so far, "
+    speculate: str = option("off", "draft several tokens and verify them in one step: ngram finds them in the text so far, "
                             "draft_model asks a small model, auto takes the draft model if one is named, else ngram",
                             ("off", "auto", "ngram", "draft_model"), group=SPECULATION)
     speculative_model: str | None = option(None, "folder or hub id of the draft model; it must have the model's tokenizer",
                                            group=SPECULATION)
-    num_speculative_tokens: int | None = option(None, "the most tokens drafted at once (default: 5)", group=SPECULATION,
+    num_speculative_tokens: int | None = option(None, "maximum tokens drafted at once (default: 5)", group=SPECULATION,
                                                 least=1)
     draft_policy: str = option("adaptive", "adaptive: fewer drafts, or none, where they would cost more time than they save; "
                                "fixed: always as many", ("adaptive", "fixed"), group=SPECULATION)
@@ -135,9 +136,9 @@ class EngineOptions:
                                                 "prompt_lookup_max, prompt_lookup_min", group=SPECULATION)
     enable_lora: bool = option(False, "serve LoRA adapters beside the model", group=ADAPTERS)
     lora_modules: list[str] = option([], "an adapter to serve from the start, as NAME=FOLDER", group=ADAPTERS)
-    max_loras: int = option(8, "the most adapters in the device's memory; requests for others wait", group=ADAPTERS, least=1)
-    max_cpu_loras: int = option(1024, "the most adapters in host memory", group=ADAPTERS, least=1)
-    max_lora_rank: int = option(16, "the largest rank of an adapter", group=ADAPTERS, least=1)
+    max_loras: int = option(8, "maximum adapters in the device's memory; requests for others wait", group=ADAPTERS, least=1)
+    max_cpu_loras: int = option(1024, "maximum adapters in host memory", group=ADAPTERS, least=1)
+    max_lora_rank: int = option(16, "maximum rank of an adapter", group=ADAPTERS, least=1)
     device: str = option("auto", "auto, cpu, cuda or cuda:N; with several ranks N is the first one's", group=EXECUTION)
     tensor_parallel_size: int = option(1, "devices (on a CPU: processes) that divide every layer among them",
                                        group=PARALLEL, least=1)
@@ -165,8 +166,8 @@ class EngineOptions:
     threads: int | None = option(None, "CPU threads for kernels; by default all cores", group=EXECUTION, least=1)
     kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch",
                                      group=EXECUTION)
-    batch_invariant: bool = option(False, "results are bit-identical whatever runs beside a request, however it is chunked, "
-                                   "and whatever was cached; always so on CPUs, on a GPU at the price of slower kernels",
+    batch_invariant: bool = option(False, "results do not depend on other requests, chunking or cache hits, bit for bit; "
+                                   "always so on CPUs, on a GPU at the price of slower kernels",
                                    group=EXECUTION)
     enforce_eager: bool = option(False, "capture no CUDA graphs: starts sooner, decodes slower", group=EXECUTION)
     kv_events_config: dict[str, Any] = option({}, "publish KV cache events, as in vLLM: enable_kv_cache_events, publisher, "
@@ -188,33 +189,34 @@ class ServerOptions:
     keys_file: str | None = option(None, "file of hashed keys with tenants, limits and expiries, made by penstock keys; it "
                                         "is read "
                                          "again when it changes", group=SERVER)
-    admin_api_key: list[str] = option([], "key for what concerns all tenants: /reset_prefix_cache", group=SERVER)
-    cache_isolation: str = option("auto", "who shares cached prompts; key: requests with the same API key, none: all, "
+    admin_api_key: list[str] = option([], "key for requests that affect all tenants, such as /reset_prefix_cache", group=SERVER)
+    cache_isolation: str = option("auto", "scope of shared prompts; key: requests with the same API key, none: all, "
                                           "auto: key if the server has API keys", ("auto", "key", "none"), group=SERVER)
     cache_secret_file: str | None = option(None, "file with the secret that tenants' cache namespaces are derived from, "
                                                  "created if missing; without it they are new at each start", group=SERVER)
     store: str | None = option(None, "folder where responses, conversations, files and batches outlive the server; "
                                            "without one they are kept in memory", group=SERVER)
-    store_bytes: int = option(1 << 30, "the most bytes of stored responses and conversations, and again of files; the oldest "
+    store_bytes: int = option(1 << 30, "maximum bytes of stored responses and conversations, and again of files; the oldest "
                                        "responses go first, files are refused", group=LIMITS, least=1)
     store_days: float = option(30.0, "days after which stored responses and conversations are deleted", group=LIMITS, least=0)
     shutdown_timeout: float = option(30.0, "seconds for running requests to finish after SIGTERM", group=SERVER, least=0)
-    allowed_origins: list[str] = option([], "origin that browsers may call from (CORS)", group=SERVER)
-    max_body_bytes: int = option(16 << 20, "the largest request body", group=LIMITS, least=1)
-    max_json_depth: int = option(64, "deepest nesting of a body", group=LIMITS, least=4)
-    max_json_values: int = option(1_000_000, "most values (list entries, fields) of a body", group=LIMITS, least=1000)
-    max_text_characters: int | None = option(None, "most characters of a text that is tokenized; by default 16 for each token "
+    allowed_origins: list[str] = option([], "origin from which browsers may call (CORS)", group=SERVER)
+    max_body_bytes: int = option(16 << 20, "maximum size of a request body", group=LIMITS, least=1)
+    max_json_depth: int = option(64, "maximum nesting depth of a body", group=LIMITS, least=4)
+    max_json_values: int = option(1_000_000, "maximum values (list entries, fields) of a body", group=LIMITS, least=1000)
+    max_text_characters: int | None = option(None, "maximum characters of a text to tokenize; by default 16 for each token "
                                                    "of the context, at least a million", group=LIMITS, least=1)
-    max_receiving_bytes: int = option(256 << 20, "most bytes of all bodies that are being received", group=LIMITS, least=1)
-    max_request_sequences: int = option(4096, "most prompts times n of a request", group=LIMITS, least=1)
-    max_request_scores: int = option(16384, "most prompts times n times log probabilities of a request", group=LIMITS, least=1)
-    max_tenant_tokens: int = option(16 << 20, "most prompt tokens of one API key's requests in flight", group=LIMITS, least=1)
-    max_connections: int | None = option(None, "most connections at once; beyond it the oldest idle one is closed; by default "
+    max_receiving_bytes: int = option(256 << 20, "maximum bytes of all bodies that are being received", group=LIMITS, least=1)
+    max_request_sequences: int = option(4096, "maximum prompts times n of a request", group=LIMITS, least=1)
+    max_request_scores: int = option(16384, "maximum prompts times n times log probabilities of a request", group=LIMITS,
+                                     least=1)
+    max_tenant_tokens: int = option(16 << 20, "maximum prompt tokens in flight of one API key", group=LIMITS, least=1)
+    max_connections: int | None = option(None, "maximum connections; beyond it the oldest idle one is closed; by default "
                                                "4096, or what ulimit -n allows", group=LIMITS, least=1)
-    max_connections_per_address: int | None = option(None, "most of them from one address; by default three quarters",
+    max_connections_per_address: int | None = option(None, "maximum connections of one address; by default three quarters",
                                                      group=LIMITS, least=1)
-    max_header_bytes: int = option(32 << 10, "most bytes of a request's headers", group=LIMITS, least=256)
-    max_header_count: int = option(100, "most headers of a request", group=LIMITS, least=1)
+    max_header_bytes: int = option(32 << 10, "maximum bytes of a request's headers", group=LIMITS, least=256)
+    max_header_count: int = option(100, "maximum headers of a request", group=LIMITS, least=1)
     header_timeout: float = option(10.0, "seconds for a request's headers to arrive", group=LIMITS, least=1e-3)
     body_timeout: float = option(60.0, "seconds for its body to arrive after that", group=LIMITS, least=1e-3)
     idle_timeout: float = option(30.0, "seconds until a connection without a request is closed", group=LIMITS, least=1e-3)
@@ -233,19 +235,19 @@ class ServerOptions:
     ssl_ciphers: str = option("", "OpenSSL's cipher list for HTTPS; by default Python's", group=SERVER)
     return_tokens_as_token_ids: bool = option(False, "name tokens in logprobs as token_id:N, if the request does not say",
                                               group=SERVER)
-    unknown_fields: str = option("refuse", "what to do with fields of a request that the server does not know; warn: ignore "
+    unknown_fields: str = option("refuse", "treatment of unknown fields of a request; refuse them, or warn: ignore "
                                            "them, with a warning in the log and their names in a header of the answer",
                                  ("refuse", "warn"), group=SERVER)
     stall_timeout: float = option(60.0, "seconds without progress after which a busy engine counts as stuck", group=SERVER,
                                   least=1e-3)
     template_timeout: float = option(10.0, "seconds that a chat template may take for one conversation", group=LIMITS,
                                      least=1e-3)
-    allow_priority: str = option("admin", "whose requests may have a priority below 0, to be served before others; admin: "
-                                          "those with an admin key, all: everybody's", ("admin", "all"), group=SERVER)
+    allow_priority: str = option("admin", "requests that may have a priority below 0, to be served before others; admin: "
+                                          "those with an admin key, all: every request", ("admin", "all"), group=SERVER)
     trust_request_chat_template: bool = option(False, "run chat templates that requests bring; a template is a program",
                                                group=SERVER)
-    log_level: str = option("info", "of the server's own log", ("debug", "info", "warning", "error"), group=OBSERVABILITY)
-    log_format: str = option("text", "of the server's own log: lines of text, or a JSON object a line", ("text", "json"),
+    log_level: str = option("info", "level of the server's own log", ("debug", "info", "warning", "error"), group=OBSERVABILITY)
+    log_format: str = option("text", "format of the server's own log: lines of text, or a JSON object a line", ("text", "json"),
                              group=OBSERVABILITY)
     log_requests: bool = option(True, "log one line for each request that has ended", group=OBSERVABILITY)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 from penstock.core.errors import ModelError
@@ -82,10 +81,12 @@ def gated_mlp(config: Config, *, activation: str = "hidden_act", bias: bool = Fa
                    bias=bias)
 
 
-def plain_mlp(config: Config, *, bias: bool = False) -> MLPSpec:
-    """The same without a gate."""
-    return dataclasses.replace(gated_mlp(config.changed(hidden_act="silu"), bias=bias), gated=False,
-                               activation=config.choice("hidden_act", {**ACTIVATIONS, "xielu": "xielu"}))
+def plain_mlp(config: Config, *, activation: str = "hidden_act", inner: str = "intermediate_size", multiple: int | None = None,
+              bias: bool = False) -> MLPSpec:
+    """The same without a gate, its inner width under the key `inner`, by default `multiple` times the width."""
+    width = config.integer("hidden_size")
+    size = config.integer(inner) if multiple is None else config.integer(inner, multiple * width)
+    return MLPSpec(width, size, config.choice(activation, {**ACTIVATIONS, "xielu": "xielu"}), gated=False, bias=bias)
 
 
 def experts(config: Config, routing: Routing, *, inner: str = "moe_intermediate_size", shared_inner: int = 0,

@@ -3,13 +3,11 @@
 import torch
 
 from penstock.models.family import (
-    ACTIVATIONS,
     AttentionSpec,
     BlockSpec,
     BranchSpec,
     Config,
     HeadSpec,
-    MLPSpec,
     ModelSpec,
     Rule,
     by_group,
@@ -55,8 +53,7 @@ def spec(config: Config) -> ModelSpec:
     attention = BranchSpec(AttentionSpec(
         width, heads, _kv_heads(config, heads, new), size, size**-0.5, None if alibi else rope(config, size), bias=bias,
         output_bias=bias, slopes=_slopes(heads, size) if alibi else ()), norm)
-    mlp = MLPSpec(width, config.integer("ffn_hidden_size", 4 * width), config.choice("activation", ACTIVATIONS), gated=False,
-                  bias=bias)
+    mlp = parts.plain_mlp(config, activation="activation", inner="ffn_hidden_size", multiple=4, bias=bias)
     if new and config.integer("num_ln_in_parallel_attn", 2) == 2:
         block = BlockSpec(((attention, BranchSpec(mlp, norm)),))
     elif new or config.flag("parallel_attn", True):

@@ -1,19 +1,6 @@
 """GPT-2: learned positions, LayerNorms, biases, matrices kept as [inputs, outputs]."""
 
-from penstock.models.family import (
-    ACTIVATIONS,
-    AttentionSpec,
-    BlockSpec,
-    BranchSpec,
-    Config,
-    EmbeddingSpec,
-    HeadSpec,
-    LayerNormSpec,
-    MLPSpec,
-    ModelSpec,
-    Rule,
-    transposed,
-)
+from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpec, ModelSpec, Rule, parts, transposed
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
 MODEL_TYPES = ("gpt2",)
@@ -35,20 +22,15 @@ RULES = (
 
 
 def spec(config: Config) -> ModelSpec:
+    config = config.renamed(n_embd="hidden_size", n_head="num_attention_heads", n_layer="num_hidden_layers")
     config.absent("add_cross_attention")
-    width, heads, positions = config.integer("n_embd"), config.integer("n_head"), config.integer("n_positions")
-    if width % heads:
-        raise config.wrong("n_embd", f"a multiple of n_head ({heads})")
-    size, norm = width // heads, LayerNormSpec(config.number("layer_norm_epsilon", 1e-5))
+    width, heads, size = parts.even_heads(config)
+    norm, positions = parts.layer_norm(config, "layer_norm_epsilon"), config.integer("n_positions")
     scale = size**-0.5 if config.flag("scale_attn_weights", True) else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
-    mlp = BranchSpec(MLPSpec(width, config.integer("n_inner", 4 * width), config.choice("activation_function", ACTIVATIONS),
-                             gated=False, bias=True), pre=norm)
-    blocks = []
-    for layer in range(config.integer("n_layer")):
-        attention = AttentionSpec(width, heads, heads, size, scale / (layer + 1) if by_layer else scale, bias=True,
-                                  output_bias=True)
-        blocks.append(BlockSpec(((BranchSpec(attention, pre=norm),), (mlp,))))
-    return ModelSpec(architecture="", vocab_size=config.integer("vocab_size"), width=width, max_positions=positions,
-                     blocks=tuple(blocks), norm=norm, head=HeadSpec(config.flag("tie_word_embeddings", True)),
-                     embedding=EmbeddingSpec(positions=positions))
+    mlp = parts.plain_mlp(config, activation="activation_function", inner="n_inner", multiple=4, bias=True)
+    attentions = [AttentionSpec(width, heads, heads, size, scale / (layer if by_layer else 1), bias=True, output_bias=True)
+                  for layer in range(1, 1 + config.integer("num_hidden_layers"))]
+    return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm) for attention in attentions], norm,
+                         embedding=EmbeddingSpec(positions=positions), max_positions=positions,
+                         head=HeadSpec(config.flag("tie_word_embeddings", True)))

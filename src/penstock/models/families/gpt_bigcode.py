@@ -1,12 +1,10 @@
 """GPT-BigCode (StarCoder, SantaCoder): GPT-2 in which all query heads share one key and value."""
 
 from penstock.models.family import (
-    ACTIVATIONS,
     AttentionSpec,
     Config,
     EmbeddingSpec,
     HeadSpec,
-    MLPSpec,
     ModelSpec,
     Rule,
     by_group,
@@ -40,8 +38,7 @@ def spec(config: Config) -> ModelSpec:
     norm, positions = parts.layer_norm(config, "layer_norm_epsilon"), config.integer("n_positions")
     attention = AttentionSpec(width, heads, 1 if config.flag("multi_query", True) else heads, size,
                               size**-0.5 if config.flag("scale_attn_weights", True) else 1.0, bias=True, output_bias=True)
-    mlp = MLPSpec(width, config.integer("n_inner", 4 * width), config.choice("activation_function", ACTIVATIONS), gated=False,
-                  bias=True)
+    mlp = parts.plain_mlp(config, activation="activation_function", inner="n_inner", multiple=4, bias=True)
     return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm,
                          embedding=EmbeddingSpec(positions=positions), max_positions=positions,
                          head=HeadSpec(config.flag("tie_word_embeddings", True)))

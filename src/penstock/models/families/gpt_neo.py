@@ -1,6 +1,6 @@
 """GPT-Neo: learned positions, scores without a scale, a window in every second layer."""
 
-from penstock.models.family import ACTIVATIONS, AttentionSpec, Config, EmbeddingSpec, HeadSpec, MLPSpec, ModelSpec, Rule, parts
+from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpec, ModelSpec, Rule, parts
 
 ARCHITECTURES = ("GPTNeoForCausalLM",)
 MODEL_TYPES = ("gpt_neo",)
@@ -38,8 +38,7 @@ def spec(config: Config) -> ModelSpec:
     width, heads, size = parts.even_heads(config)
     layers, norm = config.integer("num_hidden_layers"), parts.layer_norm(config, "layer_norm_epsilon")
     positions, window = config.integer("max_position_embeddings"), config.integer("window_size", 256)
-    mlp = MLPSpec(width, config.integer("intermediate_size", 4 * width), config.choice("activation_function", ACTIVATIONS),
-                  gated=False, bias=True)
+    mlp = parts.plain_mlp(config, activation="activation_function", multiple=4, bias=True)
     blocks = []
     for local in _local(config, layers):
         attention = AttentionSpec(width, heads, heads, size, 1.0, window=window if local else 0, output_bias=True)

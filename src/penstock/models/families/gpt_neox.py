@@ -1,13 +1,10 @@
 """GPT-NeoX and Pythia: attention and feed-forward side by side, partial rotation, LayerNorms and biases throughout."""
 
 from penstock.models.family import (
-    ACTIVATIONS,
     AttentionSpec,
     BlockSpec,
     BranchSpec,
     Config,
-    LayerNormSpec,
-    MLPSpec,
     ModelSpec,
     Rule,
     interleaved,
@@ -36,15 +33,11 @@ RULES = (
 
 
 def spec(config: Config) -> ModelSpec:
-    width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    if width % heads:
-        raise config.wrong("hidden_size", f"a multiple of num_attention_heads ({heads})")
-    size, bias = width // heads, config.flag("attention_bias", True)
-    norm = LayerNormSpec(config.number("layer_norm_eps", 1e-5))
+    width, heads, size = parts.even_heads(config)
+    bias, norm = config.flag("attention_bias", True), parts.layer_norm(config)
     turn = rope(config, size, theta=config.number("rotary_emb_base", 10000.0), fraction=config.number("rotary_pct", 0.25))
     attention = BranchSpec(AttentionSpec(width, heads, heads, size, size**-0.5, turn, bias=bias, output_bias=bias), pre=norm)
-    mlp = BranchSpec(MLPSpec(width, config.integer("intermediate_size"), config.choice("hidden_act", ACTIVATIONS), gated=False,
-                             bias=True), pre=norm)
+    mlp = BranchSpec(parts.plain_mlp(config, bias=True), pre=norm)
     parallel = config.flag("use_parallel_residual", True)
     block = BlockSpec(((attention, mlp),) if parallel else ((attention,), (mlp,)))
     return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm)

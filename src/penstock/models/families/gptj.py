@@ -1,13 +1,11 @@
 """GPT-J: branches side by side with one norm, interleaved partial rotation, a head with bias."""
 
 from penstock.models.family import (
-    ACTIVATIONS,
     AttentionSpec,
     BlockSpec,
     BranchSpec,
     Config,
     HeadSpec,
-    MLPSpec,
     ModelSpec,
     RopeSpec,
     Rule,
@@ -39,8 +37,7 @@ def spec(config: Config) -> ModelSpec:
     width, heads, size = parts.even_heads(config)
     norm = parts.layer_norm(config, "layer_norm_epsilon")
     turn = RopeSpec(10000.0, config.nullable_integer("rotary_dim", 64) or size, interleaved=True)
-    mlp = MLPSpec(width, config.integer("n_inner", 4 * width), config.choice("activation_function", ACTIVATIONS), gated=False,
-                  bias=True)
+    mlp = parts.plain_mlp(config, activation="activation_function", inner="n_inner", multiple=4, bias=True)
     attention = AttentionSpec(width, heads, heads, size, size**-0.5, turn)
     block = BlockSpec(((BranchSpec(attention, norm), BranchSpec(mlp, same=True)),))
     return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm,

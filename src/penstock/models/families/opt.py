@@ -1,13 +1,11 @@
 """OPT: learned positions from 2 on, LayerNorms before each branch, biases."""
 
 from penstock.models.family import (
-    ACTIVATIONS,
     AttentionSpec,
     Config,
     EmbeddingSpec,
     HeadSpec,
     LayerNormSpec,
-    MLPSpec,
     ModelSpec,
     Rule,
     parts,
@@ -44,7 +42,7 @@ def spec(config: Config) -> ModelSpec:
     norm = LayerNormSpec(1e-5, *([config.flag("layer_norm_elementwise_affine", True)] * 2))
     bias, positions = config.flag("enable_bias", True), config.integer("max_position_embeddings")
     attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias)
-    mlp = MLPSpec(width, config.integer("ffn_dim"), config.choice("activation_function", ACTIVATIONS), gated=False, bias=bias)
+    mlp = parts.plain_mlp(config, activation="activation_function", inner="ffn_dim", bias=bias)
     return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm,
                          embedding=EmbeddingSpec(positions=positions, first_position=2), max_positions=positions,
                          head=HeadSpec(config.flag("tie_word_embeddings", True)))
