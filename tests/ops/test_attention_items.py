@@ -9,7 +9,7 @@ import numpy as np
 from penstock.ops import attention_work
 from penstock.ops.attention import Geometry, Ints, SharedPrefixes
 from penstock.ops.attention_triton import TRITON
-from penstock.ops.attention_work import FIELDS, LISTED, Item, Launch
+from penstock.ops.attention_work import FIELDS, LISTED, Launch, WorkItem
 
 Range = tuple[int, int]
 
@@ -33,45 +33,46 @@ class Programs:
 
     def run(self, order: Ints) -> None:
         for item in self.items[order].tolist():
-            if item[Item.QUERIES]:
+            if item[WorkItem.QUERIES]:
                 self.program(item)
         assert not self.parts and not any(self.counters.values()), "parts that nobody joined"
 
     def program(self, item: list[int]) -> None:
-        queries, position, begin, end = item[Item.QUERIES], item[Item.POSITION], item[Item.BEGIN], item[Item.END]
-        tokens = self.tokens(item, item[Item.FIRST], queries)
-        self.several += item[Item.LISTED] > 0 and queries > 1
+        queries, position = item[WorkItem.QUERIES], item[WorkItem.POSITION]
+        begin, end = item[WorkItem.BEGIN], item[WorkItem.END]
+        tokens = self.tokens(item, item[WorkItem.FIRST], queries)
+        self.several += item[WorkItem.LISTED] > 0 and queries > 1
         seen = [(begin, max(begin, min(end, position + i + 1))) for i in range(queries)]
-        self.read += [(token, item[Item.SEGMENT], last) for token, (_, last) in zip(tokens, seen, strict=True)]
-        if item[Item.COMPLETE] == 1:
+        self.read += [(token, item[WorkItem.SEGMENT], last) for token, (_, last) in zip(tokens, seen, strict=True)]
+        if item[WorkItem.COMPLETE] == 1:
             for token, keys in zip(tokens, seen, strict=True):
                 self.finish(token, [keys])
             return
         for i, (token, keys) in enumerate(zip(tokens, seen, strict=True)):
-            slot = item[Item.SLOT] + i
+            slot = item[WorkItem.SLOT] + i
             assert slot not in self.parts and 0 <= slot < self.slots
             self.parts[slot] = token, keys
-        counter = item[Item.COUNTER]
+        counter = item[WorkItem.COUNTER]
         assert 0 <= counter < self.room
         self.counters[counter] += 1
-        if self.counters[counter] == item[Item.COMPLETE]:
+        if self.counters[counter] == item[WorkItem.COMPLETE]:
             self.counters[counter] = 0
             self.join(item)
 
     def join(self, item: list[int]) -> None:
-        joined, parts, listed = item[Item.TILE_QUERIES], item[Item.PARTS], item[Item.LISTED]
+        joined, parts, listed = item[WorkItem.TILE_QUERIES], item[WorkItem.PARTS], item[WorkItem.LISTED]
         for i, token in enumerate(self.tokens(item, 0, joined)):
             _, own, count = self.lines[listed - 1 + i] if listed else (0, 0, 0)
-            assert count <= item[Item.MOST]
-            slots = [item[Item.TILE_SLOT] + part * joined + i for part in range(parts)] + list(range(own, own + count))
+            assert count <= item[WorkItem.MOST]
+            slots = [item[WorkItem.TILE_SLOT] + part * joined + i for part in range(parts)] + list(range(own, own + count))
             found = [self.parts.pop(slot) for slot in slots]
             assert all(whose == token for whose, _ in found), "another's part"
             self.finish(token, [keys for _, keys in found])
 
     def tokens(self, item: list[int], first: int, queries: int) -> list[int]:
-        if item[Item.LISTED]:
-            return [line[0] for line in self.lines[item[Item.LISTED] - 1 + first:][:queries]]
-        return list(range(item[Item.TOKEN] + first, item[Item.TOKEN] + first + queries))
+        if item[WorkItem.LISTED]:
+            return [line[0] for line in self.lines[item[WorkItem.LISTED] - 1 + first:][:queries]]
+        return list(range(item[WorkItem.TOKEN] + first, item[WorkItem.TOKEN] + first + queries))
 
     def finish(self, token: int, keys: list[Range]) -> None:
         assert token not in self.ends, "a result is written twice"
@@ -133,8 +134,8 @@ def test_programs_attend_to_every_key_once_and_stay_in_their_room() -> None:
             ends |= programs.ends
             read += programs.read
             seen["several"] += programs.several
-            used = max((item[Item.LISTED] - 1 + item[Item.TILE_QUERIES] for item in programs.items.tolist()
-                        if item[Item.LISTED]), default=0)
+            used = max((item[WorkItem.LISTED] - 1 + item[WorkItem.TILE_QUERIES] for item in programs.items.tolist()
+                        if item[WorkItem.LISTED]), default=0)
             assert not programs.list[used * LISTED:].any() and not work[launch.counters:launch.end].any()
         segment_of = np.repeat(np.arange(segments), counts)
         first = np.cumsum(counts) - counts
@@ -170,9 +171,9 @@ def test_all_take_part_in_the_last_round() -> None:
         counts, context = np.ones(segments, np.int32), np.full(segments, keys, np.int32)
         work = attention_work.prepare(geometry, counts, context, segments, segments, False)
         items = work[plan.offset:plan.offset + plan.items * FIELDS].reshape(-1, FIELDS)
-        items = items[items[:, Item.QUERIES] > 0]
+        items = items[items[:, WorkItem.QUERIES] > 0]
         programs = np.zeros(plan.split)
-        for length in items[:, Item.END] - items[:, Item.BEGIN]:
+        for length in items[:, WorkItem.END] - items[:, WorkItem.BEGIN]:
             programs[programs.argmin()] += length
         assert programs.sum() == segments * keys
         assert programs.max() < 1.2 * segments * keys / plan.split, segments

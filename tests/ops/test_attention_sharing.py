@@ -22,7 +22,7 @@ from penstock.ops import attention_work, registry
 from penstock.ops.attention import AttentionOps, Geometry, Ints, SharedPrefixes
 from penstock.ops.attention_sharing import PART, SharedTiles, shared_tiles
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
-from penstock.ops.attention_work import FIELDS, Item
+from penstock.ops.attention_work import FIELDS, WorkItem
 from tests.data import MODELS, need
 from tests.ops.kernels import random
 from tests.ops.test_attention import Case
@@ -154,7 +154,7 @@ def run(case: Case, prefixes: SharedPrefixes | None, sinks: torch.Tensor | None 
     found = TRITON.apply(q, case.k, case.v, case.table, starts, there, case.size ** -0.5, case.window, case.softcap, sinks,
                          work)
     assert torch.equal(work, before), "counters end at zero, for the next layer"
-    return found[:len(case.q)], int(((items[:, Item.LISTED] > 0) & (items[:, Item.QUERIES] > 1)).sum())
+    return found[:len(case.q)], int(((items[:, WorkItem.LISTED] > 0) & (items[:, WorkItem.QUERIES] > 1)).sum())
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_items_cover_every_key_once() -> None:
         for token, end in enumerate(context[counts == 1]):
             assert (seen[token, :end] == 1).all() and (seen[token] <= 1).all()
         items = work[:layout.narrow.items * FIELDS].reshape(-1, FIELDS)
-        several += int(((items[:, Item.LISTED] > 0) & (items[:, Item.QUERIES] > 1)).sum())
+        several += int(((items[:, WorkItem.LISTED] > 0) & (items[:, WorkItem.QUERIES] > 1)).sum())
     assert several > 100
 
 
@@ -283,7 +283,7 @@ def test_bytes_read_for_a_prefix_of_all() -> None:
         geometry = Geometry(heads, 8, 128, 16)
         work = TRITON.prepare(geometry, counts, context, 64, 64, shared=prefixes_of([(64, 4096)]))
         items = work[:attention_work.layout(geometry, 64, 64, False).narrow.items * FIELDS].reshape(-1, FIELDS)
-        keys = int((items[:, Item.END] - items[:, Item.BEGIN])[items[:, Item.QUERIES] > 0].sum())
+        keys = int((items[:, WorkItem.END] - items[:, WorkItem.BEGIN])[items[:, WorkItem.QUERIES] > 0].sum())
         assert keys == times * 4096 + 64 * 160
 
 
@@ -299,7 +299,7 @@ def test_an_engine_in_which_requests_share(monkeypatch: pytest.MonkeyPatch) -> N
             work = super().prepare(geometry, counts, *rest, **named)
             launch = attention_work.layout(geometry, *rest[1:3], False).narrow
             items = work[:launch.items * FIELDS].reshape(-1, FIELDS)
-            several.append(int(items[items[:, Item.LISTED] > 0, Item.QUERIES].max(initial=0)))
+            several.append(int(items[items[:, WorkItem.LISTED] > 0, WorkItem.QUERIES].max(initial=0)))
             return work
 
         def apply(self, q: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from tests.ops.interpreter import DEVICE, DTYPES  # isort: skip  (before Triton'
 from penstock.ops import attention_library, attention_work
 from penstock.ops.attention import Geometry, Span
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
-from penstock.ops.attention_work import FIELDS, LISTED, Item, Launch
+from penstock.ops.attention_work import FIELDS, LISTED, Launch, WorkItem
 from tests.ops.kernels import close, reference
 from tests.ops.test_attention import CASES, Case
 
@@ -233,7 +233,7 @@ def covered(work: np.ndarray, launch: Launch, seen: np.ndarray, kv_heads: int, f
     mates = work[launch.mates:launch.counters].reshape(-1)
     assert not work[launch.counters:launch.end].any()
     slots, counted, tiles = list[int](), dict[int, int](), dict[int, tuple[int, ...]]()
-    for item in items[items[:, Item.QUERIES] > 0]:
+    for item in items[items[:, WorkItem.QUERIES] > 0]:
         token, queries, _, _, begin, end, unit, ends, at, slot, listed, counter, first, joined, parts, most = item
         assert queries <= launch.shape.queries and begin % launch.shape.block_n == 0 and begin < end
         lines = mates[(listed - 1) * LISTED:(listed - 1 + joined) * LISTED].reshape(-1, LISTED)

@@ -13,7 +13,7 @@ import torch
 
 from penstock.cache.keys import Key
 from penstock.cache.tiers import hierarchy
-from penstock.cache.tiers.hierarchy import Hierarchy, Policy
+from penstock.cache.tiers.hierarchy import Hierarchy, TierPolicy
 from penstock.core.plan import StepPlan
 from penstock.core.transfer import LoadResult, PageName, WriteResult
 from penstock.stores import Entry, fill
@@ -121,7 +121,7 @@ class TieredRun(Run):
         shelves = {tier: dict[PageName, bytes]() for tier in kinds}
         bound = layout.slab_bytes * rng.choice([3, 10, 100])
         self.halves = [[Shelf(rng, tier, shelves[tier], faults) for tier in kinds] for _ in range(2)]
-        policy = Policy(through=rng.random() < 0.5, always=rng.random() < 0.9)
+        policy = TierPolicy(through=rng.random() < 0.5, always=rng.random() < 0.9)
         stores = [(shelf, bound if shelf.tier == "disk" else None) for shelf in self.halves[0]]
         self.hierarchy = Hierarchy(layout, slabs, stores, policy)
         self.movers = Movers(self.arena, Behind(slabs, self.halves[1], b"a version of it."), torch.device("cpu"))

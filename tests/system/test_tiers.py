@@ -35,7 +35,7 @@ from penstock.engine import tiers
 from penstock.engine.engine import Engine
 from penstock.stores import Store
 from penstock.stores.opening import open_stores
-from penstock.worker.reading import Reader
+from penstock.worker.reading import PageReader
 from tests.data import MODELS, need
 
 FAULTY = int(os.environ.get("PENSTOCK_TEST_FAULTY_REQUESTS", "300"))
@@ -526,10 +526,10 @@ def test_no_fault_makes_a_wrong_token(tmp_path: Path, faults: list[Faulty]) -> N
 
 def test_no_damaged_file_makes_a_wrong_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with files that are damaged just before they are read, several at a time, as an undisturbed disk's are."""
-    rng, read = random.Random(5), Reader.read
+    rng, read = random.Random(5), PageReader.read
     counts = dict.fromkeys(("flipped", "short", "empty", "gone", "another", "folder"), 0)
 
-    def damaging(reader: Reader, names: Sequence[PageName], *rest: Any) -> Any:
+    def damaging(reader: PageReader, names: Sequence[PageName], *rest: Any) -> Any:
         assert reader.at_once
         assert reader._files is not None
         (path,) = map(Path, reader._files.files([rng.choice(names)]) or [])
@@ -538,7 +538,7 @@ def test_no_damaged_file_makes_a_wrong_token(tmp_path: Path, monkeypatch: pytest
             counts[what] += 1
         return read(reader, names, *rest)
 
-    monkeypatch.setattr(Reader, "read", damaging)
+    monkeypatch.setattr(PageReader, "read", damaging)
     wrong, hits, failures = ask_at_random(tmp_path, FAULTY)
     print(f"{FAULTY} requests, {wrong} wrong; {hits} tokens from disk, {failures} pages dropped; files: {counts}")
     assert wrong == 0

@@ -12,7 +12,7 @@ from penstock.core.layout import CacheLayout
 from penstock.core.state import Everything
 
 
-class Found(NamedTuple):
+class CacheMatch(NamedTuple):
     """The cached part of a context."""
 
     reach: int
@@ -33,7 +33,7 @@ class Lookup:
         self.shift = [-(-keep.ahead // layout.page) for keep in self.keeps]
         """For each group: its page i depends on tokens up to block i + shift of the tree, so it is stored in that block."""
 
-    def find(self, root: Node | None, packed: bytearray, limit: int) -> Found:
+    def find(self, root: Node | None, packed: bytearray, limit: int) -> CacheMatch:
         """Looks a context up. Its prefix may be at most `limit` positions long."""
         trail = self.index.walk(root, packed) if root is not None else Trail([], [], 0)
         places: list[list[int]] = []
@@ -42,7 +42,7 @@ class Lookup:
             for node, blocks in zip(trail.nodes, trail.blocks, strict=True):
                 ids += node.pages[g][:blocks]
             places.append(ids[shift:])
-        return Found(self.continues(places, trail, limit), places, trail)
+        return CacheMatch(self.continues(places, trail, limit), places, trail)
 
     def continues(self, places: list[list[int]], trail: Trail, limit: int) -> int:
         """The length of the longest prefix, at most `limit`, from which every group can continue with these pages."""

@@ -21,7 +21,7 @@ _MOST = 1 << 16
 _UNKNOWN = bytes(32)
 
 
-class Run(NamedTuple):
+class MediumRun(NamedTuple):
     """Consecutive positions of one medium, within some stretch of a context."""
 
     at: int
@@ -72,14 +72,14 @@ def put(words: bytearray, start: int, media: list[Medium], tokens: list[int]) ->
             view[first - start:last - start] = _WORDS.word(medium.digest, tokens[medium.start])
 
 
-def runs(words: npt.NDArray[np.int32]) -> list[Run]:
+def runs(words: npt.NDArray[np.int32]) -> list[MediumRun]:
     """The media runs in a range of words, in order. A forgotten medium gets a digest that no medium has."""
-    found: list[Run] = []
+    found: list[MediumRun] = []
     places = np.flatnonzero(words < 0)
     if len(places):
         # A run ends where the next media position is not adjacent or has a different word.
         breaks = np.flatnonzero((np.diff(places) > 1) | (np.diff(words[places]) != 0)) + 1
         for run in np.split(places, breaks):
             digest, token = _WORDS.meaning(int(words[run[0]])) or (_UNKNOWN + words[run[0]].tobytes(), 0)
-            found.append(Run(int(run[0]), len(run), digest, token))
+            found.append(MediumRun(int(run[0]), len(run), digest, token))
     return found

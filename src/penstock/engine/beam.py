@@ -30,7 +30,7 @@ class Beginning(NamedTuple):
     """For each token its log probabilities: the token itself, then the most likely ones."""
 
 
-class Found(NamedTuple):
+class FinishedBeam(NamedTuple):
     """A finished beam."""
 
     score: float
@@ -49,7 +49,7 @@ class BeamSearch:
         self.stops = frozenset(stops)
         self.open = [Beginning([], 0.0, [])]
         """Beams to continue, most probable first."""
-        self.found: list[Found] = []
+        self.found: list[FinishedBeam] = []
         """The best `width` answers so far, best first."""
         self._length = params.max_tokens or 1
 
@@ -81,7 +81,7 @@ class BeamSearch:
             parent = self.open[i]
             beam = Beginning([*parent.tokens, token], -negative, [*parent.lines, self._line(lines[i], token, logprob, rank)])
             if stopped or full:
-                self._complete(Found(beam.logprob / length ** self.params.length_penalty, beam, stopped))
+                self._complete(FinishedBeam(beam.logprob / length ** self.params.length_penalty, beam, stopped))
             elif len(going) < self.width:
                 going.append(beam)
         self.open = going
@@ -93,7 +93,7 @@ class BeamSearch:
         last = 1 + (self.params.logprobs or 0)
         return TokenLogprobs([token, *line.ids[1:last]], [logprob, *line.logprobs[1:last]], [rank, *line.ranks[1:last]])
 
-    def _complete(self, answer: Found) -> None:
+    def _complete(self, answer: FinishedBeam) -> None:
         self.found.append(answer)
         self.found.sort(key=lambda found: -found.score)
         del self.found[self.width:]

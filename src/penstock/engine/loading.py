@@ -17,7 +17,7 @@ from penstock.engine.inputs import Inputs
 from penstock.text import ChatTemplate, Tokenizer
 
 
-class Found(msgspec.Struct, array_like=True, tag="found"):
+class ModelFiles(msgspec.Struct, array_like=True, tag="found"):
     """Folders of a model's files, and the contents of the small ones. Sent to the frontend before the weights are read, so
     that a bad tokenizer or template is found before a long wait."""
 
@@ -31,13 +31,13 @@ class Found(msgspec.Struct, array_like=True, tag="found"):
     """The reranker family whose prompts score pairs of texts."""
 
 
-def find(options: EngineOptions) -> Found:
+def find(options: EngineOptions) -> ModelFiles:
     """Resolves folders, from the hub if need be, and reads the small files. ConfigError or ModelError: why not."""
     folder = resolve_folder(options.model, options.revision)
     defaults = read_generation_config(folder)
     defaults = {**(defaults if options.generation_config == "auto" else {}),
                 **generation_defaults(options.override_generation_config)}
-    return Found(str(folder), str(tokenizer_folder(options, folder)), defaults,
+    return ModelFiles(str(folder), str(tokenizer_folder(options, folder)), defaults,
                  eos_ids(folder, read_config(folder)), _pooler(folder, options), _reranker(options))
 
 
@@ -57,7 +57,7 @@ def _reranker(options: EngineOptions) -> str:
     return "qwen3" if "qwen3-reranker" in options.model.lower() else "none"
 
 
-def load_text(found: Found, options: EngineOptions) -> tuple[Tokenizer | None, ChatTemplate | None]:
+def load_text(found: ModelFiles, options: EngineOptions) -> tuple[Tokenizer | None, ChatTemplate | None]:
     """The tokenizer and the chat template; None where the options want none. ModelError or ConfigError: why not."""
     if options.skip_tokenizer_init:
         return None, None
@@ -65,7 +65,7 @@ def load_text(found: Found, options: EngineOptions) -> tuple[Tokenizer | None, C
     return tokenizer, ChatTemplate.load(found.tokenizer_folder, options.chat_template, tokenizer.special_tokens)
 
 
-def inputs_of(found: Found, tokenizer: Tokenizer | None, template: ChatTemplate | None, info: EngineInfo,
+def inputs_of(found: ModelFiles, tokenizer: Tokenizer | None, template: ChatTemplate | None, info: EngineInfo,
               options: EngineOptions) -> Inputs:
     """Makes requests for an engine of these files."""
     most = MOST_LOGPROBS if options.max_logprobs == -1 else min(options.max_logprobs, MOST_LOGPROBS)

@@ -32,7 +32,7 @@ import penstock
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, EngineDeadError, ModelError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
-from penstock.engine.loading import Found, find
+from penstock.engine.loading import ModelFiles, find
 from penstock.engine.work import give_back_memory, keep_little
 
 Reply = TypeVar("Reply")
@@ -90,7 +90,7 @@ class Call(msgspec.Struct, array_like=True):
 # -- child to parent
 
 
-class Loading(msgspec.Struct, array_like=True, tag="loading"):
+class LoadProgress(msgspec.Struct, array_like=True, tag="loading"):
     """Progress of loading: bytes of weights loaded, and in all."""
 
     done: int
@@ -137,7 +137,7 @@ class EngineOutputs(msgspec.Struct, array_like=True, tag="outputs"):
     """Keys of calls that returned nothing, such as `submit`: these requests were accepted."""
 
 
-ToParent = Loading | Found | Ready | Failed | Refused | Answered | EngineOutputs
+ToParent = LoadProgress | ModelFiles | Ready | Failed | Refused | Answered | EngineOutputs
 
 
 class EngineLike(Protocol):
@@ -315,7 +315,7 @@ def _load(start: Start, send: Callable[[ToParent], None]) -> EngineLike:
         now = time.monotonic()
         if now - told[0] >= 0.05 or done >= total:
             told[0] = now
-            send(Loading(done, total))
+            send(LoadProgress(done, total))
 
     send(find(options))
     engine: EngineLike = getattr(importlib.import_module(module), name)(options, progress=progress)
@@ -348,7 +348,7 @@ class EngineProcess:
         self.dead: str | None = None
         """The reason why the engine is gone; None while it lives."""
         self._stopping = False
-        self._found: asyncio.Future[Found] | None = None
+        self._found: asyncio.Future[ModelFiles] | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._numbers = itertools.count()
         self._asked: dict[str, asyncio.Future[Any]] = {}
@@ -363,7 +363,7 @@ class EngineProcess:
         """The child's process id, once there is one."""
         return self._process.pid if self._process else None
 
-    async def start(self) -> Found:
+    async def start(self) -> ModelFiles:
         """Starts the child and waits until it has found the model. ConfigError, ModelError or EngineDeadError: why not."""
         self._loop = asyncio.get_running_loop()
         self._found, self._ready = self._loop.create_future(), self._loop.create_future()
@@ -464,12 +464,12 @@ class EngineProcess:
                 self.on_outputs(message)
             elif isinstance(message, Refused):
                 self._refuse(message)
-            elif isinstance(message, Loading):
+            elif isinstance(message, LoadProgress):
                 if self.on_loading:
                     self.on_loading(message.done, message.total)
             elif isinstance(message, Answered):
                 _resolve(self._asked.get(message.key), msgspec.msgpack.decode(message.value))
-            elif isinstance(message, Found):
+            elif isinstance(message, ModelFiles):
                 _resolve(self._found, message)
             elif isinstance(message, Ready):
                 _resolve(self._ready, message.info)

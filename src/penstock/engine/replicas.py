@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.core.errors import EngineDeadError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, TierStats, Update
-from penstock.engine.loading import Found
+from penstock.engine.loading import ModelFiles
 from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused, own_folder
 from penstock.observe.log import LOG
 
@@ -183,10 +183,10 @@ class Replicas:
         for process in self._processes:
             process.last_message = now
 
-    async def start(self) -> Found:
+    async def start(self) -> ModelFiles:
         """As `EngineProcess.start`, of all at once."""
         first, *_ = await self._all([process.start() for process in self._processes])
-        found: Found = first
+        found: ModelFiles = first
         return found
 
     async def ready(self) -> EngineInfo:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from penstock.cache.tiers.hierarchy import Hierarchy, Policy
+from penstock.cache.tiers.hierarchy import Hierarchy, TierPolicy
 from penstock.checkpoint import Fingerprint, sample
 from penstock.config.tiers import TierPlan
 from penstock.core.layout import CacheLayout
@@ -59,7 +59,7 @@ def set_up(plan: TierPlan, weights: Weights, dtype: str, layout: CacheLayout, co
                       ranks=plan.ranks)
     # Only the disk store's size is bounded by the engine.
     bounds = {"disk": plan.disk_bytes}
-    policy = Policy(through=plan.through, always=plan.always)
+    policy = TierPolicy(through=plan.through, always=plan.always)
     with ExitStack() as undo:
         stores = open_stores(plan.disk, plan.remote, version, plan.adopt)
         for store in stores:

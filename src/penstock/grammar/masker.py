@@ -1,7 +1,7 @@
 """Computes the token masks of a step's constrained rows, and the tokens that a grammar forces.
 
-Each constrained sequence has a `State` in the engine: its matcher's position, whether the model is still thinking, and the
-forced tokens. A state is advanced when a mask is requested, because all earlier steps are known by then.
+Each constrained sequence has a `GrammarState` in the engine: its matcher's position, whether the model is still thinking, and
+the forced tokens. A state is advanced when a mask is requested, because all earlier steps are known by then.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MaskStats:
     """Time spent in `masks`."""
 
 
-class State:
+class GrammarState:
     """The grammar state of one sequence."""
 
     __slots__ = ("at", "begin", "budget", "end", "forced", "json", "least", "matcher", "since", "stops", "thinking")
@@ -94,12 +94,12 @@ class Masker:
     def masks(self, segments: List[MaskedSegment]) -> Masks:
         """Returns one mask for each token that the segments choose, in their order."""
         began = time.perf_counter()
-        live: list[tuple[int, MaskedSegment, State]] = []
+        live: list[tuple[int, MaskedSegment, GrammarState]] = []
         lines = 0
         for segment in segments:
             if not segment.sequence.done:
                 state = segment.sequence.constraint or self._begin(segment.sequence)
-                assert isinstance(state, State)
+                assert isinstance(state, GrammarState)
                 live.append((lines, segment, state))
             lines += 1 + len(segment.drafts)
         bits = np.full((lines, self._words), _FREE, np.int32)
@@ -134,11 +134,11 @@ class Masker:
         self.stats.seconds += time.perf_counter() - began
         return Masks(bits)
 
-    def _begin(self, sequence: Sequence) -> State:
-        state = sequence.constraint = State(sequence, self._compiler.matcher(sequence.request))
+    def _begin(self, sequence: Sequence) -> GrammarState:
+        state = sequence.constraint = GrammarState(sequence, self._compiler.matcher(sequence.request))
         return state
 
-    def _advance(self, live: list[tuple[int, MaskedSegment, State]]) -> list[tuple[int, MaskedSegment, State]]:
+    def _advance(self, live: list[tuple[int, MaskedSegment, GrammarState]]) -> list[tuple[int, MaskedSegment, GrammarState]]:
         """Processes the tokens chosen since the last call. Returns the rows where forced text has become possible."""
         one: list[tuple[LLMatcher, int]] = []
         moved = []
@@ -172,7 +172,7 @@ class Masker:
                 matcher.consume_token(token)
         return moved
 
-    def _find_forced(self, moved: list[tuple[int, MaskedSegment, State]], bits: Ints) -> None:
+    def _find_forced(self, moved: list[tuple[int, MaskedSegment, GrammarState]], bits: Ints) -> None:
         """Finds the tokens that must come next. Asking a matcher costs more than computing its mask, so this asks only
         matchers whose mask suggests forced text, and only while the step has room for forced tokens."""
         spare = self._spare()
@@ -193,7 +193,7 @@ class Masker:
             if len(forced) > 1 and self._propose is not None:
                 self._propose(segment.sequence, len(segment.sequence.tokens) + 1, forced[1:])
 
-    def _watch(self, sequence: Sequence, state: State, new: list[int]) -> list[int]:
+    def _watch(self, sequence: Sequence, state: GrammarState, new: list[int]) -> list[int]:
         """Looks for the beginning of thinking: anywhere, or before a constrained answer. Returns the tokens after it, or all
         `new` tokens if thinking has not begun."""
         begin, tokens = state.begin, sequence.tokens
@@ -208,7 +208,7 @@ class Masker:
             state.begin = []
         return new
 
-    def _skip_thinking(self, sequence: Sequence, state: State, new: list[int]) -> list[int]:
+    def _skip_thinking(self, sequence: Sequence, state: GrammarState, new: list[int]) -> list[int]:
         """Leaves the thinking state if the `new` tokens contain its end. Returns the tokens after that end."""
         end = state.end
         for at in range(len(sequence.tokens) - len(new) + 1, len(sequence.tokens) + 1):
@@ -217,7 +217,7 @@ class Masker:
                 return sequence.tokens[at:]
         return []
 
-    def _think(self, state: State, segment: MaskedSegment, bits: Ints, first: int) -> None:
+    def _think(self, state: GrammarState, segment: MaskedSegment, bits: Ints, first: int) -> None:
         """Leaves thinking unconstrained up to its budget, then forces its end."""
         sequence = segment.sequence
         if not state.thinking or state.budget is None:
@@ -258,7 +258,7 @@ class Masker:
         for line in range(1, 1 + len(segment.drafts)):
             numbers.bound([*known, *segment.drafts[:line]], bits[first + line])
 
-    def _force(self, segment: MaskedSegment, state: State, bits: Ints, first: int) -> None:
+    def _force(self, segment: MaskedSegment, state: GrammarState, bits: Ints, first: int) -> None:
         for line, token in enumerate(state.forced[:1 + len(segment.drafts)]):
             _only(bits[first + line], token)
             if segment.drafts[line:line + 1] != [token]:
@@ -293,7 +293,7 @@ def _exclude(words: Ints, tokens: List[int]) -> None:
         words.view(np.uint32)[..., token // 32] &= ~np.uint32(1 << token % 32)
 
 
-def _end_of_thinking(state: State, segment: MaskedSegment) -> int | None:
+def _end_of_thinking(state: GrammarState, segment: MaskedSegment) -> int | None:
     """Returns the number of the segment's drafts up to the end of thinking; None if they do not end it."""
     known, count = segment.sequence.tokens, len(state.end)
     tokens = [*known[len(known) - count + 1:], *segment.drafts]
@@ -302,7 +302,7 @@ def _end_of_thinking(state: State, segment: MaskedSegment) -> int | None:
                  if tokens[drafts - 1:drafts - 1 + count] == state.end), None)
 
 
-def _hold_back(segment: MaskedSegment, state: State, bits: Ints, first: int) -> None:
+def _hold_back(segment: MaskedSegment, state: GrammarState, bits: Ints, first: int) -> None:
     """Enforces min_tokens: an answer that could end must continue if the grammar allows it."""
     missing = state.least - len(segment.sequence.tokens)
     for line in range(first, first + min(missing, 1 + len(segment.drafts))):

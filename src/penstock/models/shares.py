@@ -32,7 +32,7 @@ class Source:
     change: Change | None
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """Places along an axis of a stored tensor."""
 
     axis: int
@@ -47,8 +47,8 @@ class Run(NamedTuple):
 class Cut:
     """A run of a checkpoint's tensor (None: all of it), and the runs of a rank's stored tensor that select its place there."""
 
-    taken: Run | None
-    placed: tuple[Run, ...]
+    taken: Stretch | None
+    placed: tuple[Stretch, ...]
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.taken is None else self.taken.of(tensor)
@@ -136,7 +136,7 @@ class Shares:
     def cuts(self, parameter: Parameter, source: Source) -> Iterator[Cut]:
         """The part of a source that this rank's `parameter` holds."""
         whole = self._wholes[parameter.name]
-        rows = () if source.axis is None else (Run(source.axis, source.first, source.count),)
+        rows = () if source.axis is None else (Stretch(source.axis, source.first, source.count),)
         if self._axis(whole)[1] == 1 or whole.split is Split.WHOLE:
             yield Cut(None, rows)
         elif whole.split is Split.COLUMNS:
@@ -146,7 +146,7 @@ class Shares:
                 yield Cut(None, rows)
             elif first < last:
                 at, end = (self._scaled(whole, place, whole.shape[1], part.shape[part.columns]) for place in (first, last))
-                yield Cut(Run(part.columns, at, end - at), (*rows, Run(part.columns, 0, end - at)))
+                yield Cut(Stretch(part.columns, at, end - at), (*rows, Stretch(part.columns, 0, end - at)))
         elif source.axis is None:
             yield Cut(None, ())
         else:
@@ -162,7 +162,7 @@ class Shares:
                 room = self._length(own, source.part, piece.rows)
                 begin = at + self._scaled(whole, low - first, piece.rows, room)
                 count = taken[1] - taken[0]
-                yield Cut(Run(axis, taken[0], count), (Run(axis, begin, count),))
+                yield Cut(Stretch(axis, taken[0], count), (Stretch(axis, begin, count),))
             at += self._length(own, source.part, piece.rows) if joined else self._scaled(
                 whole, piece.rows, own.shape[0], self._length(own, source.part, own.shape[0]))
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.ops.attention import Geometry, Ints, SharedPrefixes
-from penstock.ops.attention_work import FIELDS, Item, layout
+from penstock.ops.attention_work import FIELDS, WorkItem, layout
 
 
 class Divide(Protocol):
@@ -69,17 +69,17 @@ class Divider:
         if left < _WORTH:
             return None
         items = work[launch.offset:launch.offset + launch.items * FIELDS].reshape(-1, FIELDS)
-        active = np.flatnonzero(items[:, Item.QUERIES] > 0)
+        active = np.flatnonzero(items[:, WorkItem.QUERIES] > 0)
         if not len(active):
             return None
         chosen = items[active]
         # Shared-prefix tiles read only keys that precede all of their queries, so they do not change.
-        own = (chosen[:, Item.LISTED] == 0) | (chosen[:, Item.QUERIES] == 1) & (
-            chosen[:, Item.POSITION] == context[chosen[:, Item.SEGMENT]] - 1)
+        own = (chosen[:, WorkItem.LISTED] == 0) | (chosen[:, WorkItem.QUERIES] == 1) & (
+            chosen[:, WorkItem.POSITION] == context[chosen[:, WorkItem.SEGMENT]] - 1)
         active, chosen = active[own], chosen[own]
-        at_end = chosen[:, Item.END] == chosen[:, Item.POSITION] + 1
+        at_end = chosen[:, WorkItem.END] == chosen[:, WorkItem.POSITION] + 1
         first = launch.offset + active * FIELDS
-        moving = np.concatenate((first + Item.POSITION, first[at_end] + Item.END))
+        moving = np.concatenate((first + WorkItem.POSITION, first[at_end] + WorkItem.END))
         return _Last(context, segments, shared, work, moving, left)
 
     def _steps_left(self, context: Ints, unit: int) -> int:

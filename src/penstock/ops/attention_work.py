@@ -32,7 +32,7 @@ _LARGER = np.array([[16], [18], [20], [24], [28], [32]])
 """Item sizes to try, in sixteenths of the smallest one."""
 
 
-class Item:
+class WorkItem:
     """Indices of an item's int32 fields, in the kernel's order."""
 
     TOKEN = 0
@@ -244,8 +244,8 @@ def correct(work: torch.Tensor, plan: Layout, lag: torch.Tensor) -> None:
     for launch in (plan.narrow, plan.broad):
         if launch is not None:
             items = work[launch.offset:launch.offset + launch.items * FIELDS].view(-1, FIELDS)
-            own = (items[:, Item.LISTED] == 0) | (items[:, Item.QUERIES] == 1)
-            items[:, Item.POSITION] -= lag[items[:, Item.SEGMENT].long()] * own
+            own = (items[:, WorkItem.LISTED] == 0) | (items[:, WorkItem.QUERIES] == 1)
+            items[:, WorkItem.POSITION] -= lag[items[:, WorkItem.SEGMENT].long()] * own
 
 
 def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int, invariant: bool,
@@ -309,16 +309,16 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
             counted[own] = False
         parts = np.where(split, blocks, 1) if invariant else items
         slots = parts * queries * split
-        rows[:, Item.SLOT] = rows[:, Item.TILE_SLOT] = slots.cumsum() - slots
-        rows[:, Item.COMPLETE] = rows[:, Item.PARTS] = parts
-        rows[:, Item.COUNTER] = counted.cumsum() - 1
-        rows[:, Item.TILE_QUERIES] = queries
+        rows[:, WorkItem.SLOT] = rows[:, WorkItem.TILE_SLOT] = slots.cumsum() - slots
+        rows[:, WorkItem.COMPLETE] = rows[:, WorkItem.PARTS] = parts
+        rows[:, WorkItem.COUNTER] = counted.cumsum() - 1
+        rows[:, WorkItem.TILE_QUERIES] = queries
         if found is not None:
             _list(work[launch.mates:launch.counters], rows, found, own, items)
         rows = _repeat(rows, items, each, each // unit if invariant else None)
     if total > launch.split:
         # More items than run at once: longest first, so that the last wave is short.
-        rows = rows[np.argsort(rows[:, Item.BEGIN] - rows[:, Item.END], kind="stable")]
+        rows = rows[np.argsort(rows[:, WorkItem.BEGIN] - rows[:, WorkItem.END], kind="stable")]
     work[launch.offset:launch.offset + rows.size] = rows.ravel()
 
 
@@ -326,9 +326,9 @@ def _repeat(rows: Ints, items: Ints, each: Ints, parts: Ints | None) -> Ints:
     """Splits row i into items[i] items of each[i] keys (the last may have fewer), of parts[i] parts each (default 1)."""
     index = np.arange(items.sum(), dtype=np.int32) - (items.cumsum(dtype=np.int32) - items).repeat(items)
     each, rows = each.repeat(items), rows.repeat(items, 0)
-    rows[:, Item.BEGIN] += index * each
-    np.minimum(rows[:, Item.END], rows[:, Item.BEGIN] + each, out=rows[:, Item.END])
-    rows[:, Item.SLOT] += index * rows[:, Item.QUERIES] * (1 if parts is None else parts.repeat(items))
+    rows[:, WorkItem.BEGIN] += index * each
+    np.minimum(rows[:, WorkItem.END], rows[:, WorkItem.BEGIN] + each, out=rows[:, WorkItem.END])
+    rows[:, WorkItem.SLOT] += index * rows[:, WorkItem.QUERIES] * (1 if parts is None else parts.repeat(items))
     return rows
 
 
@@ -352,14 +352,14 @@ def _several(found: SharedTiles, segment: Ints, token: Ints, begin: Ints) -> tup
 def _list(mates: Ints, rows: Ints, found: SharedTiles, own: Places, items: Ints) -> None:
     """Writes the query list of the shared-prefix tiles, and refers every item of a tile and of its queries to the tile."""
     listed = mates[:len(own) * LISTED].reshape(-1, LISTED)
-    listed[:, 0], listed[:, 1], listed[:, 2] = rows[own, Item.TOKEN], rows[own, Item.SLOT], items[own]
+    listed[:, 0], listed[:, 1], listed[:, 2] = rows[own, WorkItem.TOKEN], rows[own, WorkItem.SLOT], items[own]
     tiles = rows[-len(found.keys):]
-    tiles[:, Item.COMPLETE] += np.add.reduceat(listed[:, 2], found.first)
-    tiles[:, Item.LISTED] = found.first + 1
-    tiles[:, Item.MOST] = np.maximum.reduceat(listed[:, 2], found.first)
-    rows[own, Item.COMPLETE] = tiles[found.tile, Item.COMPLETE]
-    rows[own, Item.LISTED:] = tiles[found.tile, Item.LISTED:]
-    rows[own, Item.FIRST] = np.arange(len(own), dtype=np.int32) - found.first[found.tile]
+    tiles[:, WorkItem.COMPLETE] += np.add.reduceat(listed[:, 2], found.first)
+    tiles[:, WorkItem.LISTED] = found.first + 1
+    tiles[:, WorkItem.MOST] = np.maximum.reduceat(listed[:, 2], found.first)
+    rows[own, WorkItem.COMPLETE] = tiles[found.tile, WorkItem.COMPLETE]
+    rows[own, WorkItem.LISTED:] = tiles[found.tile, WorkItem.LISTED:]
+    rows[own, WorkItem.FIRST] = np.arange(len(own), dtype=np.int32) - found.first[found.tile]
 
 
 def _items(keys: Ints, unit: Ints | np.int32, split: int, room: int) -> Ints:

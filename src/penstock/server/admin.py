@@ -26,7 +26,7 @@ class Version(TypedDict):
     version: str
 
 
-class Load(TypedDict):
+class ServerLoad(TypedDict):
     server_load: int
     """Requests that are open."""
     running: int
@@ -69,7 +69,7 @@ class Admin:
             Route("GET", "/ping", self.health, "The same as /health", answer=Status),
             Route("POST", "/ping", self.health, "The same as /health", answer=Status),
             Route("GET", "/version", self.version, "The version of Penstock", answer=Version),
-            Route("GET", "/load", self.load, "How much there is to do", answer=Load),
+            Route("GET", "/load", self.load, "How much there is to do", answer=ServerLoad),
             Route("GET", "/server_info", self.server_info, "What is served and how"),
             Route("GET", "/step_time", self.step_time, "The model of step time, for penstock simulate --model-cost"),
             Route("GET", "/kv_event_sources", self.kv_event_sources, "Where the cache's events are published, by engine",

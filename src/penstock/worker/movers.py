@@ -26,7 +26,7 @@ from penstock.stores.behind import Behind
 from penstock.worker.arena import Arena, own_pages
 from penstock.worker.jobs import Job, Reports
 from penstock.worker.lanes import Copy, Fence, Lane, Pinned, moment
-from penstock.worker.reading import Reader
+from penstock.worker.reading import PageReader
 from penstock.worker.threads import Threads
 
 LOG = logging.getLogger("penstock")
@@ -68,7 +68,7 @@ class Movers:
         self._saving: deque[tuple[Fence, set[tuple[int, int]]]] = deque()
         """Fence and pages (group, page) of the saves that may be in flight, plan by plan."""
         self._ends = ThreadPoolExecutor(1, "penstock-loaded")
-        self._sources = [Reader(store, behind.version) for store in self._stores]
+        self._sources = [PageReader(store, behind.version) for store in self._stores]
         self._readers = [Threads(_READERS[store.tier], f"penstock-read-{store.tier}") for store in self._stores]
         self._writers = [Threads(_WRITERS, f"penstock-write-{store.tier}") for store in self._stores]
         largest = max(group.page_bytes for group in arena.layout.groups)

@@ -29,7 +29,7 @@ from penstock.stores.guarded import GuardedStore
 LOG = logging.getLogger("penstock")
 
 
-class Reader:
+class PageReader:
     """Reads pages of one version from one store."""
 
     def __init__(self, store: Store, version: bytes) -> None:

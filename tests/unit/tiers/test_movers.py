@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.cache.tiers import Content
-from penstock.cache.tiers.hierarchy import Hierarchy, Policy
+from penstock.cache.tiers.hierarchy import Hierarchy, TierPolicy
 from penstock.core.plan import Move, StepPlan
 from penstock.core.transfer import Load, PageName, Piece, Save
 from penstock.stores import Store
@@ -43,7 +43,7 @@ class Rig:
         shape = layout(slabs=SLABS)
         self.arena = Arena(shape, DEVICE)
         stores = [[wrap(DiskStore(claim(str(root)), version())) for _ in range(2)]] if root is not None else []
-        self.tiers = Hierarchy(shape, slabs, [(pair[0], None) for pair in stores], Policy(**policy), refresh_seconds=0.02)
+        self.tiers = Hierarchy(shape, slabs, [(pair[0], None) for pair in stores], TierPolicy(**policy), refresh_seconds=0.02)
         self.movers = Movers(self.arena, Behind(slabs, [pair[1] for pair in stores], version().id), DEVICE)
         self.landed: dict[int, bool] = {}
         self.plans = 0

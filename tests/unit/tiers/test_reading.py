@@ -16,7 +16,7 @@ from penstock.stores import record
 from penstock.stores.disk import DiskStore
 from penstock.stores.folder import claim
 from penstock.worker import reading
-from penstock.worker.reading import Reader
+from penstock.worker.reading import PageReader
 from tests.unit.stores.pages import name, page, version
 
 SIZES = (1, 72, 3000, 4096, 10 * 4096 + 8, 64 * 4096, 64 * 4096 + 1, 150 * 4096 + 4000)
@@ -35,7 +35,7 @@ def fill(store: DiskStore, number: int, size: int) -> Path:
 
 def both(store: DiskStore, names: list[PageName], sizes: list[int]) -> tuple[dict[PageName, str], torch.Tensor]:
     """The faults of pages and their bytes, by one reader; the other must find the same."""
-    files, single = Reader(store, version().id), Reader(store, version().id)
+    files, single = PageReader(store, version().id), PageReader(store, version().id)
     assert files.at_once, "the function could not be built"
     single._function = None
     memory = [torch.zeros(sum(sizes) + 9, dtype=torch.uint8) for _ in range(2)]
@@ -95,7 +95,7 @@ def test_without_a_compiler_pages_are_read_one_by_one(store: DiskStore, without_
                                                      caplog: pytest.LogCaptureFixture) -> None:
     fill(store, 0, 3000)
     with caplog.at_level(logging.WARNING):
-        readers = [Reader(store, version().id) for _ in range(3)]
+        readers = [PageReader(store, version().id) for _ in range(3)]
     assert not any(reader.at_once for reader in readers)
     assert len(caplog.records) == 1 and "/nowhere/g++" in caplog.text
     memory = torch.zeros(3000, dtype=torch.uint8)

@@ -41,7 +41,7 @@ _SPILL_SHARE = 0.75
 
 
 @dataclass(frozen=True)
-class Policy:
+class TierPolicy:
     """The user's options for saving and loading."""
 
     through: bool = True
@@ -63,7 +63,7 @@ class _Loading:
 class Hierarchy:
     """Implements `cache/tiers/__init__.py::Tiers` over a host arena of `slabs` slabs and stores, nearest first."""
 
-    def __init__(self, layout: CacheLayout, slabs: int, stores: Sequence[tuple[Store, int | None]], policy: Policy,
+    def __init__(self, layout: CacheLayout, slabs: int, stores: Sequence[tuple[Store, int | None]], policy: TierPolicy,
                  refresh_seconds: float = 1.0) -> None:
         """`stores` are (store, maximal bytes or None) pairs."""
         self.layout = layout

@@ -26,7 +26,7 @@ from penstock.server.openai.chat import prepared
 from penstock.server.openai.logprobs import namer
 from penstock.server.openai.prepare import prepare
 from penstock.server.openai.sampling import sampling_params
-from penstock.server.pooling.dialect import Run, pool_texts
+from penstock.server.pooling.dialect import PooledTexts, pool_texts
 from penstock.server.pooling.protocol import PoolingFields
 from penstock.server.respond import Wire, respond
 from penstock.server.state import State
@@ -150,7 +150,7 @@ class Ollama:
         return json_response({"embedding": vector})
 
     async def _vectors(self, http: Request, body: o.ModelFields, texts: list[str], truncate: bool,
-                       dimensions: int | None) -> tuple[Run, list[list[float]]]:
+                       dimensions: int | None) -> tuple[PooledTexts, list[list[float]]]:
         inputs = self.state.llm.inputs if self._admit(body) else None
         assert inputs is not None
         fields = PoolingFields(truncate_prompt_tokens=-1 if truncate and sum(map(len,

@@ -39,7 +39,7 @@ from penstock.server.respond import gather
 from penstock.server.state import State
 
 
-class Run:
+class PooledTexts:
     """One request's texts through the engine: a vector for each, and the usage."""
 
     def __init__(self, http: Request, model: str, vectors: list[Floats], tokens: int) -> None:
@@ -154,7 +154,7 @@ class Pooling:
         return _scaling(normal, body.dimensions)
 
     async def _scores(self, http: Request, model: str, body: p.PoolingFields, pairs: list[tuple[str, str]],
-                      instruction: str | None) -> tuple[list[float], Run]:
+                      instruction: str | None) -> tuple[list[float], PooledTexts]:
         scorer = Scorer(self._inputs)
         size = sum(len(one) + len(two) for one, two in pairs)
         self.state.limits.check_text(max(len(one) + len(two) for one, two in pairs), self._inputs.info.max_model_len)
@@ -162,16 +162,17 @@ class Pooling:
         run = await self._run(http, model, body, texts, scorer.pool)
         return scorer.scores(pairs, run.vectors), run
 
-    async def _run(self, http: Request, model: str, body: p.PoolingFields, texts: Sequence[Text], pool: Pool) -> Run:
+    async def _run(self, http: Request, model: str, body: p.PoolingFields, texts: Sequence[Text], pool: Pool) -> PooledTexts:
         return await pool_texts(self.state, http, model, body, texts, pool)
 
-    async def _answer(self, run: Run, make: Callable[[], Any]) -> Response:
+    async def _answer(self, run: PooledTexts, make: Callable[[], Any]) -> Response:
         numbers = sum(vector.size for vector in run.vectors)
         content = await self.state.llm.work.run(numbers // 4, lambda: msgspec.json.encode(make()))
         return Response(content, media_type="application/json")
 
 
-async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFields, texts: Sequence[Text], pool: Pool) -> Run:
+async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFields, texts: Sequence[Text],
+                     pool: Pool) -> PooledTexts:
     """Pools texts under the limits of every request. RequestError naming the limit or the field at fault."""
     inputs = state.llm.inputs
     state.limits.work(len(texts), SamplingParams())
@@ -196,7 +197,7 @@ async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFie
     await gather(http, state.llm.open(requests),
                  lambda deltas: found.update((delta.request_id, delta.pooled or b"") for delta in deltas))
     vectors = [vectors_of(found[request.id], pool, len(request.prompt_ids)) for request in requests]
-    return Run(http, model, vectors, sum(len(request.prompt_ids) for request in requests))
+    return PooledTexts(http, model, vectors, sum(len(request.prompt_ids) for request in requests))
 
 
 def _texts(given: Any, special: bool | None) -> list[Text]:
