@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 KNOTS = (0, 4, 16, 64, 256, 1024, 4096)
 """Tokens at which the slope may change."""
+_KNOTS = np.array(KNOTS, np.float64)
+_WIDTHS = np.diff(_KNOTS, append=np.inf)
 TERMS = ("step", "prefill", "segment", "read", "work", *(f"tokens_from_{knot}" for knot in KNOTS))
 """`prefill` is counted once for a step with a segment of several tokens."""
 _KEEP = 0.97
@@ -74,7 +76,7 @@ class StepTime:
 
     def seconds(self, load: Load) -> float:
         """Predicted seconds of a step; 0 before anything is known."""
-        return float(sum(weight * term for weight, term in zip(self.weights, self._terms(load), strict=True)))
+        return float(self._terms(load) @ self.weights)
 
     def prompt(self, tokens: int, start: int = 0, chunk: int = 2048) -> float:
         """Predicted seconds to compute a prompt's `tokens` positions from `start` on with nothing beside it."""
@@ -103,17 +105,19 @@ class StepTime:
         """Reports that a step took `seconds`."""
         if seconds <= 0 or not load.tokens:
             return
+        terms = self._terms(load)
+        predicted = float(terms @ self.weights)
         if self.known:
-            off = abs(self.seconds(load) - seconds) / seconds
+            off = abs(predicted - seconds) / seconds
             self.error += max(_NEWEST, 1 / (self.steps + 1)) * (off - self.error)
             self._recent += _RECENT * (min(1.0, off) - self._recent)
         self.steps += 1
         self.longest = max(self.longest, load.tokens)
-        unit = max(seconds, _SURPRISE * self.seconds(load))
-        scaled = np.array(self._terms(load)) * (self._weight / unit)
+        unit = max(seconds, _SURPRISE * predicted)
+        scaled = terms * (self._weight / unit)
         size = load.tokens.bit_length(), load.tokens > load.segments
         old = self._sums.get(size)
-        new = np.outer(scaled, scaled), scaled * (self._weight * seconds / unit)
+        new = scaled[:, None] * scaled, scaled * (self._weight * seconds / unit)
         if old is not None:
             new = _KEEP * old[0] + new[0], _KEEP * old[1] + new[1]
             self._matrix += new[0] - old[0]
@@ -131,11 +135,11 @@ class StepTime:
         if self.steps < 4 * _SOLVE or self.steps % _SOLVE == 0 or old is None:
             self.weights = self._solved()
 
-    def _terms(self, load: Load) -> list[float]:
-        tokens = self._padded(load.tokens)
-        ends = (*KNOTS[1:], 1 << 60)
-        return [1.0, float(load.tokens > load.segments), float(load.segments), load.read, load.work,
-                *(float(max(0, min(tokens, end) - knot)) for knot, end in zip(KNOTS, ends, strict=True))]
+    def _terms(self, load: Load) -> npt.NDArray[np.float64]:
+        found = np.empty(len(TERMS))
+        found[:5] = 1.0, load.tokens > load.segments, load.segments, load.read, load.work
+        found[5:] = np.minimum(np.maximum(self._padded(load.tokens) - _KNOTS, 0.0), _WIDTHS)
+        return found
 
     def _padded(self, tokens: int) -> int:
         at = bisect_left(self.buckets, tokens)
