@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock import LLM, SamplingParams
 
-MOST = 355
-"""Calls of Penstock's functions in a decode step of canary (eight layers) on a CPU, some 5 % more than there are."""
+MOST = 430
+"""Calls of Penstock's functions in a decode step of canary (eight layers) on a CPU, a tenth more than there are."""
 
 
 def test_a_decode_step_makes_few_calls() -> None:

@@ -113,8 +113,9 @@ class EngineOptions:
                                                 group=SCHEDULING, least=1)
     max_num_queued_reqs: int = option(1024, "requests that may wait; more are refused with status 503", group=SCHEDULING,
                                       least=1)
-    scheduling_policy: str = option("promises", "order of service, and reverse order of preemption: by fair shares and deadlines of "
-                                    "classes (promises), by priority, then arrival (priority), or by arrival alone (fcfs)",
+    scheduling_policy: str = option("promises", "order of service, and reverse order of preemption: by fair shares and "
+                                    "deadlines of classes (promises), by priority, then arrival (priority), or by arrival "
+                                    "alone (fcfs)",
                                     ("promises", "fcfs", "priority"), group=SCHEDULING)
     classes: str | None = option(None, "JSON file with classes of service beside interactive, standard and batch: an object of "
                                        "objects with ttft, tpot (seconds), weight, queue, tenant_queue and preemptible",
