@@ -19,6 +19,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine.engine import Engine
+from penstock.layers.decoder import Decoder
 from penstock.layers.experts import Experts, ExpertsSpec
 from penstock.models.registry import describe
 from penstock.parallel.placement import Held
@@ -98,11 +99,24 @@ def test_every_trained_model(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("params", [
     {"temperature": 0.9}, {"temperature": 0.9, "top_k": 12}, {"temperature": 1.2, "top_p": 0.7},
+    {"temperature": 1.2, "top_k": 100, "top_p": 0.8, "min_p": 0.001}, {"temperature": 1.3, "top_k": 300},
     {"temperature": 0.9, "min_p": 0.05}, {"repetition_penalty": 1.3}, {"logit_bias": {7: 3.0, 3000: 5.0}},
     {"allowed_token_ids": [5, 900, 2047, 2048, 4095]}, {"logprobs": 3, "prompt_logprobs": 2}], ids=str)
 def test_every_way_of_choosing(params: dict[str, Any]) -> None:
     """The race of a random choice is run by token, wherever its logit is."""
     same("canary", 3, params=params)
+
+
+@pytest.mark.parametrize(("params", "gathered"), [
+    ({"top_k": 12}, False), ({"top_k": 128, "top_p": 0.5}, False), ({"min_p": 0.1}, False), ({"top_k": 129}, True),
+    ({"top_p": 0.9}, True)], ids=str)
+def test_filters_that_few_logits_decide_gather_no_logits(params: dict[str, Any], gathered: bool) -> None:
+    seen: list[int] = []
+    whole = Decoder.whole
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "whole", lambda self, logits: (seen.append(len(logits)), whole(self, logits))[1])
+        same("canary", 2, params={"temperature": 1.0, **params})
+    assert bool(seen) == gathered
 
 
 STAGES = ((1, 2), (1, 3), (2, 2))

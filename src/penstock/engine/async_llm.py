@@ -278,9 +278,7 @@ class AsyncLLM:
         """The reason why requests cannot be served now (loading, dead, silent, or busy without progress); None if healthy."""
         if self.dead is not None:
             return f"the engine has stopped: {self.dead}"
-        if isinstance(self._process, Replicas) and self.info is not None and self._process.starting:
-            return "the engine starts again"
-        if self.info is None:
+        if self.info is None or self._process.starting:
             return "the model is still loading"
         now = time.monotonic()
         if self.silence > self.stall_timeout:

@@ -345,6 +345,8 @@ class EngineProcess:
         self.on_loading = on_loading
         self.last_message = 0.0
         """time.monotonic() of the last message from the child."""
+        self.starting = False
+        """Never again once it was ready (`engine/replicas.py::Replicas.starting`)."""
         self.dead: str | None = None
         """The reason why the engine is gone; None while it lives."""
         self._stopping = False

@@ -165,8 +165,9 @@ class Experts:
         group = build.group if build.data is None else build.data.group
         if spec.slots:
             self._rank = 0 if group is None else group.rank
-            self.placement = torch.empty(spec.routing.experts, 1 + spec.spare * spec.divided[1], dtype=torch.int32,
-                                         device=build.device)
+            # The last line is nobody's: it stands for no pick.
+            self.placement = torch.full((spec.routing.experts + 1, 1 + spec.spare * spec.divided[1]), -1, dtype=torch.int32,
+                                        device=build.device)
             self.hold(linear(spec.routing.experts, spec.divided[1], spec.slots))
         self._route = build.kernels.route
         self._reduce = None if build.group is None else build.group.reduce
@@ -175,7 +176,7 @@ class Experts:
         """Says which rank has which experts from now on. Memory that graphs know stays where it is."""
         assert self.placement is not None
         self.held = held
-        self.placement.copy_(torch.tensor(places_of(held, self.spec.routing.experts, self.placement.shape[1], self._rank),
+        self.placement[:-1].copy_(torch.tensor(places_of(held, self.spec.routing.experts, self.placement.shape[1], self._rank),
                                           dtype=torch.int32))
         own = torch.tensor([max(0, expert) for expert in held[self._rank]], device=self.placement.device)
         found = [None if bias is None else bias[own] for bias in self._whole_biases]
@@ -205,7 +206,8 @@ class Experts:
         picks, weights = self._route(self.router(x, step), self.correction, spec.routing, *counted)
         if self._data is not None:
             if ends is None:
-                picks = picks.masked_fill((torch.arange(len(x), device=x.device) >= step.query_start[-1])[:, None], -1)
+                picks = picks.masked_fill((torch.arange(len(x), device=x.device) >= step.query_start[-1])[:, None],
+                                          spec.routing.experts)
             out = self._together(self._data, x, picks, weights)
             return out if self.shared is None else self._with_shared(out, x, step)
         if self.placement is not None:
@@ -233,7 +235,7 @@ class Experts:
         sizes = [part.shape[1] for part in parts]
         sent = torch.zeros(data.most, sum(sizes), dtype=torch.int32, device=x.device)
         sent[:tokens] = torch.cat(parts, 1)
-        sent[tokens:, sizes[0]:sizes[0] + count] = -1
+        sent[tokens:, sizes[0]:sizes[0] + count] = self.spec.routing.experts
         found = data.group.gather(sent).flatten(0, 1).split(sizes, 1)
         everyones, chosen, shares = (part.contiguous() for part in found)
         out = self.up.grouped.apply(everyones.view(x.dtype).view(-1, width), placed(chosen.view(-1, count), self.placement),
@@ -249,9 +251,11 @@ class Experts:
 
 def placed(picks: torch.Tensor, placement: torch.Tensor) -> torch.Tensor:
     """Places in the stacks [T, K] of picks [T, K]; token t takes replica t % R."""
-    replica = torch.arange(len(picks), device=picks.device) % placement.shape[1]
-    found = placement[picks.clamp(min=0).long(), replica[:, None]]
-    return found.masked_fill(picks < 0, -1).contiguous()
+    replicas, at = placement.shape[1], picks
+    if replicas > 1:
+        replica = torch.arange(len(picks), dtype=picks.dtype, device=picks.device) % replicas
+        at = torch.add(replica[:, None], picks, alpha=replicas)
+    return placement.view(-1).index_select(0, at.view(-1)).view(picks.shape)
 
 
 def _own_bias(bias: torch.Tensor, spec: ExpertsSpec, rank: int) -> torch.Tensor:

@@ -35,6 +35,13 @@ class Parameters:
         self._end = 0
         """Offset of the free part of `lists`."""
 
+    def narrow(self, rows: Ints, most: int) -> bool:
+        """Whether the largest `most` logits decide all filters of these rows: so with top_k up to that, or with min_p alone."""
+        lines = self._host[rows]
+        top_k = lines[:, Column.TOP_K]
+        few = np.where(top_k > 0, top_k <= most, lines.view(np.float32)[:, Column.TOP_P] >= 1)
+        return bool((few | (lines[:, Column.FEATURES] & int(Feature.FILTER) == 0)).all())
+
     def prompt_len(self, row: int) -> int:
         return int(self._host[row, Column.PROMPT])
 

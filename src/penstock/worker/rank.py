@@ -232,7 +232,8 @@ class Rank:
     @property
     def called(self) -> bool:
         """Whether engines that step together with this one have steps to compute."""
-        return self._mesh.data is not None and self._mesh.data.active
+        # While it starts, it steps with them by itself, to measure.
+        return self._worker is not None and self._mesh.data is not None and self._mesh.data.active
 
     @property
     def together(self) -> bool:

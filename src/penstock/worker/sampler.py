@@ -29,6 +29,9 @@ from penstock.worker.staging import Outbox, Staging, to_host
 _EDITED = int(Feature.EDIT | Feature.ALLOWED)
 _CHANGED = _EDITED | int(Feature.PENALTY)
 _MORE = ~int(Feature.RANDOM)
+_BEYOND = ~int(Feature.RANDOM | Feature.FILTER)
+_BEST = 128
+"""Logits of each rank that are exchanged for filters: what top_k may be at most."""
 
 
 @dataclass(slots=True)
@@ -148,6 +151,11 @@ class Sampler:
         if masks is None and not every & _MORE:
             return Sampled(self._choose(logits, lines.row, lines.position, None, out, None), None)
         if self._model is not None:
+            group = self._model.group
+            if group is not None and masks is None and not every & _BEYOND and self._rows.parameters.narrow(lines.rows, _BEST):
+                best = group.gather(logits.topk(min(_BEST, logits.shape[1])).values).transpose(0, 1).flatten(1)
+                border = self._ops.threshold(best.contiguous(), self._rows.parameters.table, lines.row)
+                return Sampled(self._choose(logits, lines.row, lines.position, border, out, None), None)
             logits = self._model.whole(logits)
         picks = [np.flatnonzero(features & which) for which in (_EDITED, int(Feature.PENALTY), int(Feature.LOGPROBS))]
         edited, penalized, asking = self._bring(picks)
