@@ -26,11 +26,11 @@ from penstock.quant.dialects.at_load import SCHEMES
 
 def measured(model: str, text: str, count: int, **options: Any) -> dict[str, Any]:
     """Bytes of weights and of a cached token, a text's perplexity, and right answers to `count` prompts a skill."""
-    room = {} if count else {"max_model_len": 513}
+    room = {} if count else {"max_model_len": 200}
     with LLM(model, device="cpu", threads=1, kv_cache_memory_bytes=1 << 28, **room, **options) as llm:
         info = llm.info
         found: dict[str, Any] = {"weights": info.weight_bytes, "cache": info.kv_bytes / max(1, info.kv_tokens),
-                                 "perplexity": perplexity(llm, text, 512 if count else 256)[0]}
+                                 "perplexity": perplexity(llm, text, 512 if count else 192)[0]}
         if count:
             scores = [graded(items, answers(llm, items)) for items in (prompts(skill, count) for skill in SKILLS)]
             found |= {"right": sum(one.right for one in scores), "asked": sum(one.asked for one in scores)}

@@ -25,6 +25,7 @@ from penstock.models.translated import Translated
 from penstock.ops import coded_cpu
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect
+from penstock.quant.dialects import reader
 
 ASSETS = Path(__file__).parent.parent / "assets" / "quantized"
 FOLDERS = sorted(path.name for path in ASSETS.iterdir())
@@ -174,6 +175,10 @@ FORMULAS: dict[str, tuple[dict[str, Any], Writer]] = {
     "gptq-2": ({"quant_method": "gptq", "bits": 2, "group_size": 128, "sym": True}, gptq(2, 128, True, False, True)),
     "gptq-8-whole": ({"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": True, "sym": False},
                      gptq(8, -1, True, False, False)),
+    "auto-round": ({"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False, "block_name_to_quantize":
+                    "model.layers", "packing_format": "auto_round:auto_gptq"}, gptq(4, 64, True, False, False)),
+    "auto-round-awq": ({"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False,
+                        "packing_format": "auto_round:auto_awq"}, awq),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, awq),
     "fp8-block": ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
                   fp8("weight_scale_inv", "block")),
@@ -237,6 +242,18 @@ def test_the_largest_scale_of_inputs_serves_a_joined_matrix(tmp_path: Path) -> N
                  kernels=bind(detect("cpu"), torch.float32))
     scales = [float(linear.weight.parts["input_scale"]) for linear in model.linears if "attention.qkv" in linear.path]
     assert scales == pytest.approx([0.05, 0.09])
+
+
+def test_modules_of_their_own_in_auto_round() -> None:
+    extra = {"model.layers.0.mlp.down_proj": {"bits": 16}, r".*layers\.1\.mlp.*": {"bits": 8, "group_size": 32},
+             "lm_head": {"bits": 4}}
+    read = reader({"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "extra_config": extra,
+                   "block_name_to_quantize": "model.layers"})
+    found = {module: read.form(module, 256, 256) for module in (
+        "model.layers.0.mlp.down_proj", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.up_proj", "lm_head", "visual.merger")}
+    assert [form.scheme.name if form else None for form in found.values()] == [None, "int8g32", "int4g128", "int4g128", None]
+    with pytest.raises(ModelError, match="packing_format is 'auto_round:fp8'"):
+        reader({"quant_method": "auto-round", "packing_format": "auto_round:fp8"})
 
 
 def test_info_shows_schemes_and_kernels(tmp_path: Path) -> None:
