@@ -51,14 +51,22 @@ class Moments:
                     self._run(window.to(self._device))
         return self._found.get(path)
 
-    def __call__(self, path: str, x: torch.Tensor, out: torch.Tensor, /) -> torch.Tensor:
-        """As a step's delta, which every projection asks."""
+    def shrink(self, path: str, x: torch.Tensor, /) -> None:
+        """As a step's delta (`layers/step.py::Delta`), which every projection asks. It adds nothing."""
         if path.startswith(self._block + "."):
             x = x.float()
             if path in self._found:
                 self._found[path].addmm_(x.t(), x)
             else:
                 self._found[path] = x.t() @ x
+
+    def expand(self, _path: str, _low: torch.Tensor | None, out: torch.Tensor, _bias: torch.Tensor | None, /) -> torch.Tensor:
+        return out
+
+    def embed(self, _tokens: torch.Tensor, out: torch.Tensor, /) -> torch.Tensor:
+        return out
+
+    def head(self, _x: torch.Tensor, out: torch.Tensor, _bias: torch.Tensor | None, /) -> torch.Tensor:
         return out
 
     def _run(self, tokens: torch.Tensor) -> None:
