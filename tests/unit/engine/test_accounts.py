@@ -62,8 +62,8 @@ def test_any_failure_is_undone(place: str, monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: Any) -> None:
         raise BrokenError
 
-    owner: Any = {"register": llm.outputs, "send": llm._process, "count": llm}[place]
-    monkeypatch.setattr(owner, {"register": "register", "send": "tell", "count": "_count_start"}[place], fail)
+    owner: Any = {"register": llm.outputs, "send": llm._process, "count": llm.figures}[place]
+    monkeypatch.setattr(owner, {"register": "register", "send": "tell", "count": "started"}[place], fail)
     with pytest.raises(BrokenError):
         llm.open([request("a")])
     assert llm.live == 0 and len(llm.outputs) == 0
