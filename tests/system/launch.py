@@ -6,7 +6,7 @@ import sys
 
 from penstock.cli import serve
 from penstock.config.flags import Parser, from_args
-from penstock.config.schema import EngineOptions, ServerOptions
+from penstock.config.schema import EngineOptions, ServerOptions, Wanted
 from penstock.core.errors import PenstockError
 
 
@@ -16,7 +16,8 @@ def main() -> int:
     args = parser.parse_args(sys.argv[2:])
     try:
         options = serve.with_key(from_args(args, ServerOptions))
-        return serve.run_server(from_args(args, EngineOptions, model=args.model), options, engine=sys.argv[1])
+        models = [Wanted(options.served_model_name, from_args(args, EngineOptions, model=args.model))]
+        return serve.run_server(models, options, engine=sys.argv[1])
     except PenstockError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 1

@@ -26,14 +26,14 @@ NAME = "stories"
 
 
 class Served:
-    """A started server. `log` is all that it has printed."""
+    """A started server. `log` is all that it has printed. `more` are further models."""
 
-    def __init__(self, model: Path | str, *flags: str, engine: str | None = None, wait: bool = True,
+    def __init__(self, model: Path | str, *flags: str, engine: str | None = None, wait: bool = True, more: tuple[str, ...] = (),
                  environment: dict[str, str] | None = None) -> None:
         head = ["-m", "tests.system.launch", engine] if engine else ["-m", "penstock.cli.main", "serve"]
         self._file = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, *head, str(model), "--port", "0", "--served-model-name", NAME, *flags], cwd=ROOT,
+            [sys.executable, *head, str(model), *more, "--port", "0", "--served-model-name", NAME, *flags], cwd=ROOT,
             stdout=self._file, stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT}/src:{ROOT}", **(environment or {})})
         self.url = ""

@@ -73,7 +73,7 @@ def test_abort(server: Served) -> None:
 
 
 def test_refused_routes(server: Served) -> None:
-    for path in ("/sleep", "/wake_up", "/start_profile", "/stop_profile", "/collective_rpc"):
+    for path in ("/start_profile", "/stop_profile", "/collective_rpc"):
         answer = server.post(path)
         assert answer.status_code == 501 and path in error_of(answer)["message"]
     assert server.http.get("/is_sleeping").json() == {"is_sleeping": False}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.cli.main import COMMANDS
+from penstock.cli.main import COMMANDS, HOME
 from penstock.config.schema import EngineOptions, ServerOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def test_the_frontend_process_needs_no_torch() -> None:
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"version"}))
 def test_every_command_has_its_module_and_help(command: str) -> None:
-    assert importlib.util.find_spec(f"penstock.cli.{command}") is not None
+    assert importlib.util.find_spec(f"penstock.cli.{HOME.get(command, command)}") is not None
     done = subprocess.run([sys.executable, "-m", "penstock", command, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: penstock {command}")

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 from penstock import canary
+from penstock.checkpoint.aliases import read_aliases
+from penstock.checkpoint.fetch import fetch
 from penstock.checkpoint.gguf import siblings
 from penstock.checkpoint.gguf_folder import folder_of
 from penstock.core.errors import ModelError
@@ -19,17 +21,20 @@ SKIPPED = ["original/*", "consolidated*", "onnx/*", "*/*.safetensors"]
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
-def resolve_folder(model: str, revision: str | None = None) -> Path:
+def resolve_folder(model: str, revision: str | None = None, *, resume: bool = False) -> Path:
     """The folder of `model`, a path or a hub id at `revision`. A path that exists never opens a socket. "canary" is the
     packaged model, whatever the current folder holds; a .gguf file becomes a folder; hf:OWNER/REPOSITORY:FILE.gguf names one on
     the hub.
 
-    Honours huggingface_hub's HF_HUB_OFFLINE, HF_HOME and HF_TOKEN. ModelError says where was looked and what to do.
+    With `resume` a download goes on in the middle of a file. Honours huggingface_hub's HF_HUB_OFFLINE, HF_HOME and HF_TOKEN.
+    ModelError says where was looked and what to do.
     """
+    if "/" not in model:
+        model = read_aliases().get(model, model)
     if model == canary.NAME:
         return canary.model_folder()
     if model.startswith("hf:"):
-        return _file_of_repository(model, revision)
+        return _file_of_repository(model, revision, resume)
     path = Path(model).expanduser()
     if path.is_dir():
         files = sorted(path.glob("*.gguf")) if not (path / "config.json").exists() else []
@@ -42,7 +47,7 @@ def resolve_folder(model: str, revision: str | None = None) -> Path:
     if not _HUB_ID.fullmatch(model):
         raise ModelError(f"there is no folder {path.absolute()}. Give a model's folder (with config.json and *.safetensors) "
                          "or a hub id such as Qwen/Qwen3-0.6B")
-    return _download(model, revision)
+    return _download(model, revision, resume=resume)
 
 
 def _folder_of(files: list[Path], folder: Path) -> Path:
@@ -52,20 +57,20 @@ def _folder_of(files: list[Path], folder: Path) -> Path:
     return folder_of(files[0])
 
 
-def _file_of_repository(model: str, revision: str | None) -> Path:
+def _file_of_repository(model: str, revision: str | None, resume: bool) -> Path:
     """Of hf:OWNER/REPOSITORY:FILE.gguf, all parts if it is split."""
     _, _, rest = model.partition(":")
     repository, _, file = rest.partition(":")
     if not _HUB_ID.fullmatch(repository) or not file.endswith(".gguf"):
         raise ModelError(f"{model!r} is not of the form hf:OWNER/REPOSITORY:FILE.gguf")
     pattern = re.sub(r"-[0-9]{5}-of-([0-9]{5})\.gguf$", r"-*-of-\1.gguf", file)
-    path = _download(repository, revision, [pattern]) / file
+    path = _download(repository, revision, [pattern], resume) / file
     if not path.is_file():
         raise ModelError(f"the hub's repository {repository} has no file {file}; look at its list of files")
     return folder_of(path)
 
 
-def _download(model: str, revision: str | None, files: list[str] | None = None) -> Path:
+def _download(model: str, revision: str | None, files: list[str] | None = None, resume: bool = False) -> Path:
     # Late: a local folder must not pay for importing an HTTP client.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -73,6 +78,8 @@ def _download(model: str, revision: str | None, files: list[str] | None = None) 
     named = model + (f" at revision {revision}" if revision else "")
     here, cache = f"there is no folder {Path(model).absolute()}", f"the hub cache ({constants.HF_HUB_CACHE})"
     try:
+        if resume and not constants.HF_HUB_OFFLINE:
+            fetch(model, revision, files or FILES, None if files else SKIPPED)
         return Path(snapshot_download(model, revision=revision, allow_patterns=files or FILES,
                                       ignore_patterns=None if files else SKIPPED))
     except HFValidationError as error:

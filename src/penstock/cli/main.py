@@ -1,7 +1,7 @@
 """The command `penstock`: finds the subcommand and hands over to its module. Owns exit codes, no option.
 
-A subcommand is a module of this package with `add(parser)`, which declares its arguments, and `run(args) -> int`, which
-returns the exit code. Only the chosen one is imported, so that `penstock --help` costs nothing.
+A subcommand is a module of this package, or a part of `models.py`, with `add(parser)`, which declares its arguments, and
+`run(args) -> int`, which returns the exit code. Only the chosen one is imported, so that `penstock --help` costs nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from penstock import __version__
 from penstock.config.flags import Parser, nearest
@@ -19,6 +20,13 @@ from penstock.core.errors import PenstockError
 COMMANDS = {
     "serve": "serve a model over an OpenAI-compatible HTTP API",
     "chat": "talk to a model in the terminal",
+    "pull": "download a model from the hub, or go on with a download",
+    "run": "chat with a model, which is downloaded first if it is missing",
+    "ls": "list the models that are on this machine",
+    "show": "the same as info",
+    "rm": "delete a model's files, or forget an alias",
+    "ps": "list the models of a running server",
+    "stop": "unload a model of a running server",
     "generate": "answer a file of requests (OpenAI batch format)",
     "info": "show what would be loaded, the memory plan and the kernels",
     "eval": "ask graded questions and show how many answers are right",
@@ -31,6 +39,9 @@ COMMANDS = {
     "completion": "print a script that completes commands and flags in a shell",
     "version": "print the version",
 }
+
+HOME = {"show": "info", **dict.fromkeys(("pull", "run", "ls", "rm", "ps", "stop"), "models")}
+"""The modules of commands that have none of their own name."""
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -72,19 +83,24 @@ def _dispatch(words: list[str]) -> int:
     if name not in COMMANDS:
         print(f"penstock: there is no command {name!r}{nearest(name, COMMANDS)}\n  see penstock --help", file=sys.stderr)
         return EXIT_USAGE
-    module = importlib.import_module(f"penstock.cli.{name}")
-    status = int(module.run(parser_of(name).parse_args(rest)))
+    status = int(_command(name).run(parser_of(name).parse_args(rest)))
     sys.stdout.flush()
     return status
 
 
 def parser_of(name: str) -> Parser:
     """The parser of a command's arguments."""
-    module = importlib.import_module(f"penstock.cli.{name}")
-    parser = Parser(prog=f"penstock {name}", description=(module.__doc__ or "").split("\n\n")[0],
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    module.add(parser)
+    command = _command(name)
+    about = getattr(command, "about", None) or (command.__doc__ or "").split("\n\n")[0]
+    parser = Parser(prog=f"penstock {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add(parser)
     return parser
+
+
+def _command(name: str) -> Any:
+    """A command's module, or its part of one that has several commands."""
+    module = importlib.import_module(f"penstock.cli.{HOME.get(name, name)}")
+    return getattr(module, name) if HOME.get(name) == "models" else module
 
 
 def overview() -> str:

@@ -9,13 +9,14 @@ import os
 import socket
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
 from penstock import __version__
-from penstock.cli.model import add_model, model_or_canary
+from penstock.cli.model import add_models, model_or_canary, models_of
 from penstock.config.flags import add_flags, from_args
-from penstock.config.schema import EngineOptions, ServerOptions
+from penstock.config.schema import EngineOptions, ServerOptions, Wanted
 from penstock.core.request import EngineInfo
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -26,7 +27,7 @@ STEP_TARGET_MS = 50.0
 
 def add(parser: ArgumentParser) -> None:
     """Declares the arguments."""
-    add_model(parser)
+    add_models(parser)
     parser.add_argument("--config", metavar="FILE.yaml", help="read flags from a YAML file (port: 8001); those given here win")
     add_flags(parser, EngineOptions, skip=("model",))
     add_flags(parser, ServerOptions)
@@ -38,10 +39,11 @@ def run(args: Namespace) -> int:
     engine_options = from_args(args, EngineOptions, model=model_or_canary(args))
     if engine_options.step_target_ms is None:
         engine_options = replace(engine_options, step_target_ms=STEP_TARGET_MS)
-    return run_server(engine_options, options)
+    return run_server([Wanted(names or options.served_model_name or [model], replace(engine_options, model=model), share)
+                       for names, model, share in models_of(args)], options)
 
 
-def run_server(engine_options: EngineOptions, options: ServerOptions, engine: str | None = None) -> int:
+def run_server(models: Sequence[Wanted], options: ServerOptions, engine: str | None = None) -> int:
     """Serves, printing progress, the memory plan and the address. `engine` names another engine class, for tests."""
     # Late: the web framework must not slow `--help`.
     from penstock.engine.process import ENGINE
@@ -50,15 +52,18 @@ def run_server(engine_options: EngineOptions, options: ServerOptions, engine: st
 
     set_up(options.log_level, options.log_format)
     progress = LoadingLine()
-    print(f"Penstock {__version__}, loading {engine_options.model}", flush=True)
+    names = ", ".join(one.options.model if len(models) == 1 else one.names[0] for one in models)
+    print(f"Penstock {__version__}, {'loading' if len(models) == 1 else 'serving, each loaded when it is asked for:'} {names}",
+          flush=True)
 
-    def ready(info: EngineInfo, url: str) -> None:
+    def ready(infos: list[EngineInfo], url: str) -> None:
         progress.end()
-        print(memory_plan(info), flush=True)
+        for info in infos:
+            print(memory_plan(info), flush=True)
         print(addresses(url), flush=True)
 
     try:
-        return serve(engine_options, options, engine=engine or ENGINE, on_loading=progress.show, on_ready=ready)
+        return serve(models, options, engine=engine or ENGINE, on_loading=progress.show, on_ready=ready)
     finally:
         progress.end()
 

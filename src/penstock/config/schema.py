@@ -7,7 +7,7 @@ is resolved here: `options.py` checks single values, `resolve.py` everything tha
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 MODEL, MEMORY, CACHE, SCHEDULING = "Model", "Memory", "Cache", "Scheduling"
 SPECULATION, ADAPTERS = "Speculative decoding", "Adapters"
@@ -176,6 +176,15 @@ class EngineOptions:
                                               group=OBSERVABILITY)
 
 
+class Wanted(NamedTuple):
+    """A model to serve."""
+
+    names: list[str]
+    options: EngineOptions
+    share: float = 1.0
+    """Its part of the requests for its names, beside others of the same names."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """Options of the HTTP server in front of an engine."""
@@ -201,6 +210,11 @@ class ServerOptions:
                                        "responses go first, files are refused", group=LIMITS, least=1)
     store_days: float = option(30.0, "days after which stored responses and conversations are deleted", group=LIMITS, least=0)
     shutdown_timeout: float = option(30.0, "seconds for running requests to finish after SIGTERM", group=SERVER, least=0)
+    max_loaded_models: int | None = option(None, "maximum models loaded at once, of several; another is unloaded for one "
+                                                 "that is asked for; by default as many as fit", group=SERVER, least=1)
+    keep_alive: float = option(300.0, "seconds after which one of several models is unloaded if nobody uses it; 0: never",
+                               group=SERVER, least=0)
+    pin: list[str] = option([], "name of a model, of several, that is loaded at the start and stays", group=SERVER)
     allowed_origins: list[str] = option([], "origin from which browsers may call (CORS)", group=SERVER)
     max_body_bytes: int = option(16 << 20, "maximum size of a request body", group=LIMITS, least=1)
     max_json_depth: int = option(64, "maximum nesting depth of a body", group=LIMITS, least=4)

@@ -104,6 +104,14 @@ class Request(msgspec.Struct, array_like=True):
     waits: bool = False
     """It would rather wait than be refused because its promise cannot be kept."""
 
+    @property
+    def list_words(self) -> int:
+        """Device memory that the lists of all its sequences take, in 4-byte words."""
+        params = self.params
+        if not (params.bad_words_token_ids or params.logit_bias or params.allowed_token_ids or params.min_tokens):
+            return 0
+        return params.n * params.list_words(len(self.eos_ids) + len(params.stop_token_ids or ()))
+
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Log probabilities at one position: the token there first, then the most likely ones in order."""

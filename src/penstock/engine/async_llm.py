@@ -192,6 +192,8 @@ class AsyncLLM:
         """By the names that requests call them."""
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
+        self._made_with = {"engine": engine, "stall_timeout": stall_timeout, "template_timeout": template_timeout,
+                           "on_loading": on_loading, "on_death": on_death}
         told: dict[str, Any] = {"on_outputs": self._on_outputs, "on_refused": self._on_refused, "on_death": self._on_death,
                                 "on_loading": on_loading, "engine": engine}
         self._process: EngineProcess | Replicas = (
@@ -229,6 +231,11 @@ class AsyncLLM:
         self.adapters = {adapter.name: adapter for adapter in info.adapters}
         self.info = info
         self._watch = asyncio.create_task(self._watch_progress())
+
+    def again(self, options: EngineOptions | None = None) -> AsyncLLM:
+        """Another one, not started, made as this one was, with other `options` if given."""
+        made: Any = self._made_with
+        return AsyncLLM(self.options if options is None else options, **made)
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """Aborts the open requests and ends the engine process."""
@@ -319,7 +326,7 @@ class AsyncLLM:
         """RequestError 503 if there are more requests than the engine runs and queues. A busy engine refuses them itself; this
         check bounds the requests sent to an engine that does not answer."""
         assert self.info is not None
-        words = sum(map(_list_words, requests))
+        words = sum(request.list_words for request in requests)
         if words > MAX_OPEN_LIST_WORDS:
             raise RequestError(f"bad_words, logit_bias and allowed_token_ids of all n sequences take {4 * words:,} bytes of "
                                f"device memory; at most {4 * MAX_OPEN_LIST_WORDS:,} are possible; send fewer, or a lower n",
@@ -365,7 +372,7 @@ class AsyncLLM:
             for request in requests:
                 self._tracks[request.id] = Track(request, stream, now)
                 self._tenant_tokens[request.tenant] += len(request.prompt_ids)
-                self._list_words += _list_words(request)
+                self._list_words += request.list_words
                 stream.open.add(request.id)
                 stream.unconfirmed.add(request.id)
                 stream.prompt_tokens += len(request.prompt_ids)
@@ -473,7 +480,7 @@ class AsyncLLM:
         track = self._tracks.pop(name)
         tenant = track.request.tenant
         self._tenant_tokens[tenant] -= len(track.request.prompt_ids)
-        self._list_words -= _list_words(track.request)
+        self._list_words -= track.request.list_words
         if not self._tenant_tokens[tenant]:
             del self._tenant_tokens[tenant]
         return track
@@ -590,9 +597,3 @@ class AsyncLLM:
                            "priority": track.request.priority, "reason": delta.finish_reason})
         if tokens > 1:
             figures.per_token.observe((now - track.first[delta.index]) / (tokens - 1))
-
-
-def _list_words(request: Request) -> int:
-    params = request.params
-    listed = params.bad_words_token_ids or params.logit_bias or params.allowed_token_ids or params.min_tokens
-    return params.n * params.list_words(len(request.eos_ids) + len(params.stop_token_ids or ())) if listed else 0

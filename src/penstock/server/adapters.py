@@ -90,7 +90,7 @@ class AdapterRoutes:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state.limits, state.llm.work, lambda _where, text: text, (), state.lenient)
+        self.bodies = BodyReader(state, lambda _where, text: text)
 
     def routes(self) -> Sequence[Route]:
         return (Route("POST", "/v1/load_lora_adapter", self.load, "Serve a LoRA adapter", LoadAdapter),

@@ -59,7 +59,7 @@ class Admin:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.page = MetricsPage(state.llm, state.name, lambda: state.connections)
+        self.page = MetricsPage(state.fleet, lambda: state.connections)
 
     def routes(self) -> Sequence[Route]:
         """The routes, which belong to no dialect."""
@@ -80,14 +80,14 @@ class Admin:
 
     async def health(self, request: Request) -> Response:
         """200 while the engine answers; 503 with the reason while it loads, when it is stuck, and when it is dead."""
-        reason = self.state.llm.unhealthy()
+        reason = self.state.fleet.unhealthy()
         if reason:
             raise UnavailableError(reason, "unhealthy")
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """200 if a request sent now would be accepted."""
-        reason = self.state.not_ready()
+        """200 if a request sent now would be accepted; with ?model=NAME, if that model is loaded."""
+        reason = self.state.not_ready() or (self.state.llm.unhealthy() if "model" in request.query_params else None)
         if reason:
             raise UnavailableError(reason, "not_ready")
         return json_response({"status": "ready"})

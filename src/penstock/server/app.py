@@ -23,8 +23,10 @@ from penstock.server.batches.run import Runner
 from penstock.server.dialect import Dialect, ErrorShapes
 from penstock.server.docs import docs_page
 from penstock.server.errors import on_client_gone, on_http_exception, on_request_error
+from penstock.server.fleet import Fleet, Selecting
 from penstock.server.gate import OPEN_ROUTES, Gate
 from penstock.server.keys import KeyFile
+from penstock.server.models import ModelRoutes
 from penstock.server.ollama.dialect import Ollama
 from penstock.server.openai.dialect import OpenAI
 from penstock.server.page import page_routes
@@ -38,20 +40,22 @@ from penstock.server.vllm.dialect import VLLM
 
 
 class Application:
-    """One server's app over one AsyncLLM, which need not be started yet. `asgi` is what a server runs."""
+    """One server's app over one AsyncLLM, which need not be started yet, or several. `asgi` is what a server runs."""
 
-    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
-        self.state = State(llm, options)
+    def __init__(self, models: AsyncLLM | Fleet, options: ServerOptions) -> None:
+        self.state = State(models, options)
         self.app = FastAPI(title="Penstock", version=penstock.__version__, openapi_url="/openapi.json", docs_url=None,
                            redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
         # The first dialect shapes the errors of unknown paths.
-        self.batches = Runner(self.state, self.app, lambda: self.shapes)
+        selecting = Selecting(self.app, self.state.fleet)
+        self.batches = Runner(self.state, selecting, lambda: self.shapes)
         dialects: list[Dialect] = [OpenAI(self.state), Pooling(self.state), Anthropic(self.state), Responses(self.state),
                                    Ollama(self.state),
                                    Batches(self.state, self.batches), VLLM(self.state)]
         admin = Admin(self.state)
         routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes(),
-                  *AdapterRoutes(self.state).routes(), *Room(self.state).routes()]
+                  *AdapterRoutes(self.state).routes(), *Room(self.state).routes(),
+                  *ModelRoutes(self.state, options.shutdown_timeout).routes()]
         # Plain routes: the bodies are decoded by msgspec, so FastAPI's own machinery has nothing to do.
         for route in routes:
             self.app.add_route(route.path, route.handler, methods=[route.method])
@@ -69,7 +73,7 @@ class Application:
         self.app.openapi = lambda: document  # type: ignore[method-assign]
         self.app.router.routes.extend(page_routes())
         self.app.add_route("/docs", lambda request: HTMLResponse(page), methods=["GET"])
-        asgi: ASGIApp = Gate(self.app, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes, _report,
+        asgi: ASGIApp = Gate(selecting, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes, _report,
                               keys_file)
         if options.allowed_origins:
             # CORS wraps the gate, because a browser hides refusals without CORS headers from the page.

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from penstock.engine.work import Workers
 from penstock.observe.log import LOG
 from penstock.server.errors import ExplainField, explain
 from penstock.server.ignored import note_ignored
-from penstock.server.limits import Limits, Receiving, too_large
+from penstock.server.limits import Receiving, too_large
+from penstock.server.state import State
 
 Body = TypeVar("Body")
 
@@ -34,26 +34,30 @@ MAX_WARNED = 1000
 class BodyReader:
     """Decodes one dialect's bodies within the server's limits."""
 
-    def __init__(self, limits: Limits, work: Workers, explain_field: ExplainField, harmless: Container[str] = (),
-                 lenient: bool = False) -> None:
-        """`explain_field` improves what a decoder says about a field. `harmless` are unknown fields that may be ignored;
-        `lenient` ignores all unknown fields, nested ones too. Long bodies are decoded by `work`."""
-        self._limits = limits
-        self._work = work
+    def __init__(self, state: State, explain_field: ExplainField, harmless: Container[str] = ()) -> None:
+        """`explain_field` improves what a decoder says about a field. `harmless` are unknown fields that may be ignored. Long
+        bodies are decoded beside the event loop."""
+        self._limits = state.limits
+        self._fleet = state.fleet
         self._explain_field = explain_field
         self._harmless = harmless
-        self._lenient = lenient
+        self._lenient = state.lenient
+        """Whether all unknown fields are ignored, nested ones too."""
         self._warned: set[str] = set()
         self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
 
     async def read(self, request: Request, kind: type[Body] | Callable[[Container[str]], type[Body]]) -> Body:
         """The body as `kind`, or as the type that `kind` names for the fields that the body has; its length is then in the
-        scope as `body_bytes`. RequestError 400, 408, 413, 415 or 503 naming the fault; ClientDisconnect if the client went
-        away."""
+        scope as `body_bytes`. The model that it names is chosen and loaded. RequestError 400, 408, 413, 415 or 503 naming the
+        fault; ClientDisconnect if the client went away."""
         with self._limits.receiving() as account:
             data = await self._bytes(request, account)
         request.scope["body_bytes"] = len(data)
-        return await self._work.run(len(data) // _BYTES_A_CHARACTER, lambda: self._decode(request, kind, data))
+        work = self._fleet.current.llm.work
+        body = await work.run(len(data) // _BYTES_A_CHARACTER, lambda: self._decode(request, kind, data))
+        if hasattr(body, "model"):
+            await self._fleet.use(body.model)
+        return body
 
     def _decode(self, request: Request, kind: type[Body] | Callable[[Container[str]], type[Body]], data: bytes) -> Body:
         self._limits.check_json(data)

@@ -30,8 +30,12 @@ PROBES = OPEN_ROUTES | {"/metrics", "/load"}
 """Routes that machines ask again and again."""
 
 ADMIN_ROUTES = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/engine",
-                          "/engine/events"})
+                          "/engine/events", "/models/load", "/models/unload", "/sleep", "/wake_up",
+                          "/update_weights_from_disk"})
 """Routes that affect or show every tenant: they need an admin key if there are several keys."""
+
+BODILESS_ROUTES = frozenset({"/sleep", "/wake_up"})
+"""POST routes without a body, which need no type."""
 
 UPLOAD_ROUTES = frozenset({"/v1/files"})
 """Routes that take a form."""
@@ -158,6 +162,11 @@ def _no_json(method: str, path: str, headers: dict[bytes, bytes]) -> RequestErro
     types, and none, it sends at once, and this server may be a keyless one on the browser's own machine."""
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if method != "POST" or kind == b"application/json" or kind.endswith(b"+json"):
+        return None
+    # Ollama's API takes any type, and some POST routes have no body. The type does not tell a browser from a program then, but
+    # a browser names itself: a page's POST has an Origin, which was checked, and Sec-Fetch-Site.
+    programs = headers.get(b"sec-fetch-site", b"none") in (b"none", b"same-origin")
+    if programs and (path in BODILESS_ROUTES or path.startswith("/api/")):
         return None
     if path in UPLOAD_ROUTES and kind == b"multipart/form-data":
         # A browser's form from another site has an Origin, which was checked.

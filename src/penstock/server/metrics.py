@@ -17,6 +17,7 @@ from penstock.core.steptime import TERMS
 from penstock.engine.async_llm import AsyncLLM
 from penstock.observe.figures import Histogram
 from penstock.server.connections import Counts
+from penstock.server.fleet import Fleet
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -240,12 +241,29 @@ class EngineCollector(Collector):
         return family
 
 
+class FleetCollector(Collector):
+    """Renders all loaded models: each metric once, with the samples of every model."""
+
+    def __init__(self, fleet: Fleet, connections: Callable[[], Counts]) -> None:
+        self.fleet = fleet
+        self.connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for slot in self.fleet.loaded:
+            for metric in EngineCollector(slot.llm, slot.names[0], self.connections).collect():
+                whole = found.setdefault(metric.name, metric)
+                if whole is not metric:
+                    whole.samples += [sample for sample in metric.samples if sample not in whole.samples]
+        yield from found.values()
+
+
 class MetricsPage:
     """One app's registry and its rendering."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str, connections: Callable[[], Counts]) -> None:
+    def __init__(self, fleet: Fleet, connections: Callable[[], Counts]) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(EngineCollector(llm, model_name, connections))
+        self.registry.register(FleetCollector(fleet, connections))
         ProcessCollector(registry=self.registry)
 
     def render(self) -> bytes:

@@ -14,13 +14,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
 import uvicorn
 
-from penstock.config.schema import EngineOptions, ServerOptions
+from penstock.config.schema import ServerOptions, Wanted
 from penstock.core.errors import ConfigError
 from penstock.core.request import EngineInfo
 from penstock.engine.async_llm import AsyncLLM
@@ -32,12 +32,13 @@ from penstock.server.adapters import Folder
 from penstock.server.app import Application
 from penstock.server.connections import Connection, Connections, quiet, raise_descriptor_limit
 from penstock.server.errors import UnavailableError
+from penstock.server.fleet import Fleet, Slot
 
 OnLoading = Callable[[int, int], None]
 """Told (bytes of weights loaded, of how many)."""
 
-OnReady = Callable[[EngineInfo, str], None]
-"""Told of the engine and the server's URL."""
+OnReady = Callable[[list[EngineInfo], str], None]
+"""Told of the engines that are loaded and the server's URL."""
 
 FAREWELL_SECONDS = 0.5
 """Time for clients of a dead engine to read their error."""
@@ -57,19 +58,25 @@ class Listener(uvicorn.Server):
 class ServerRun:
     """One run of a server."""
 
-    def __init__(self, engine_options: EngineOptions, options: ServerOptions, *, engine: str = ENGINE,
+    def __init__(self, models: Sequence[Wanted], options: ServerOptions, *, engine: str = ENGINE,
                  on_loading: OnLoading | None = None, on_ready: OnReady | None = None) -> None:
         self.options = options
         self.on_ready = on_ready
-        self.llm = AsyncLLM(engine_options, engine=engine, stall_timeout=options.stall_timeout,
-                            template_timeout=options.template_timeout, on_loading=on_loading, on_death=self._on_death)
-        self.application = Application(self.llm, options)
-        self.adapters = Folder(options.lora_dir, self.llm) if options.lora_dir is not None else None
+        several = len(models) > 1
+        slots = [Slot(one.names, AsyncLLM(one.options, engine=engine, stall_timeout=options.stall_timeout,
+                                          template_timeout=options.template_timeout, on_loading=None if several else on_loading,
+                                          on_death=None if several else self._on_death),
+                      one.share, bool({*one.names} & {*options.pin}), "unloaded" if several else "loading") for one in models]
+        self.fleet = Fleet(slots, keep_alive=options.keep_alive, most=options.max_loaded_models)
+        self.application = Application(self.fleet, options)
+        self.adapters = Folder(options.lora_dir, slots[0].llm) if options.lora_dir is not None else None
         self.connections = Connections(options, self.application.shapes.default, raise_descriptor_limit())
         self.application.state.connections = self.connections.counts
         self._stop = asyncio.Event()
         self._began = time.monotonic()
         self._signals = 0
+        self._death = ""
+        """The reason why the only engine is gone."""
 
     async def run(self) -> int:
         """Serves until told to stop; the exit status. PenstockError if it could not start."""
@@ -97,15 +104,14 @@ class ServerRun:
                                      else f"{scheme}+unix://{quote(str(options.uds), safe='')}")
         finally:
             listener.should_exit = True
-            # A stuck engine does not read the shutdown call.
-            await self.llm.shutdown(0.0 if self.llm.unhealthy() else ENGINE_SECONDS)
+            await self.fleet.close(ENGINE_SECONDS)
             with contextlib.suppress(TimeoutError):
                 if self._serving is not None:
                     await asyncio.wait_for(self._serving, 5.0)
             self.application.state.store.close()
 
     async def _serve(self, url: str) -> int:
-        starting = asyncio.create_task(self.llm.start())
+        starting = asyncio.create_task(self.fleet.start())
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -114,7 +120,6 @@ class ServerRun:
             LOG.info("stopped before the model was loaded")
             return 0
         starting.result()
-        assert self.llm.info is not None
         # Objects made at start-up stay: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
@@ -123,7 +128,7 @@ class ServerRun:
             while not self._listener.started:
                 await asyncio.sleep(0.01)
         if self.on_ready:
-            self.on_ready(self.llm.info, url)
+            self.on_ready([slot.llm.info for slot in self.fleet.loaded if slot.llm.info is not None], url)
         notify(f"READY=1\nSTATUS=serving at {url}\nMAINPID={os.getpid()}")
         beside = [asyncio.create_task(self.application.batches.resume())]
         if self.adapters is not None:
@@ -132,7 +137,7 @@ class ServerRun:
         for task in beside:
             task.cancel()
         await self.application.batches.stop()
-        return await (self._say_farewell() if self.llm.dead else self._drain())
+        return await (self._say_farewell() if self._death else self._drain())
 
     async def _drain(self) -> int:
         self.application.state.draining = True
@@ -142,39 +147,42 @@ class ServerRun:
             for server in self._listener.servers:
                 server.close()
         began = time.monotonic()
-        if self.llm.live and not self.llm.unhealthy():
-            LOG.info("stopping: %d requests are given up to %g s to finish", self.llm.live, self.options.shutdown_timeout)
-        while self.llm.live and not self.llm.unhealthy() and time.monotonic() - began < self.options.shutdown_timeout:
+        if self.fleet.live and not self.fleet.unhealthy():
+            LOG.info("stopping: %d requests are given up to %g s to finish", self.fleet.live, self.options.shutdown_timeout)
+        while self.fleet.live and not self.fleet.unhealthy() and time.monotonic() - began < self.options.shutdown_timeout:
             await asyncio.sleep(0.02)
         # Looked at before the requests are failed: without any, an engine that makes no progress looks well.
-        sick = self.llm.unhealthy()
+        sick = self.fleet.unhealthy()
         if sick:
             LOG.error("stopping at once: %s", sick)
-        if self.llm.live:
-            LOG.warning("stopping: %d requests did not finish in time and are aborted", self.llm.live)
-            self.llm.fail_open(UnavailableError("the server is shutting down", "shutting_down"))
+        if self.fleet.live:
+            LOG.warning("stopping: %d requests did not finish in time and are aborted", self.fleet.live)
+            for slot in self.fleet.slots:
+                slot.llm.fail_open(UnavailableError("the server is shutting down", "shutting_down"))
             await asyncio.sleep(0.1)
-        served = sum(self.llm.figures.finished.values())
-        LOG.info("stopped after %s: %d answers, %d tokens in, %d out", _span(time.monotonic() - self._began), served,
-                 self.llm.figures.prompt_tokens, self.llm.figures.generation_tokens)
+        figures = [slot.llm.figures for slot in self.fleet.slots]
+        LOG.info("stopped after %s: %d answers, %d tokens in, %d out", _span(time.monotonic() - self._began),
+                 sum(sum(one.finished.values()) for one in figures), sum(one.prompt_tokens for one in figures),
+                 sum(one.generation_tokens for one in figures))
         return 1 if sick else 0
 
     async def _say_farewell(self) -> int:
-        LOG.error("the engine has stopped: %s", self.llm.dead)
+        LOG.error("the engine has stopped: %s", self._death)
         await asyncio.sleep(FAREWELL_SECONDS)
         return 1
 
     def _on_death(self, reason: str) -> None:
+        self._death = reason
         self._stop.set()
 
     def _on_signal(self) -> None:
         self._signals += 1
         if self._signals > 1:
             LOG.warning("stopping at once")
-            pid = self.llm.engine_pid
-            if pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for pid in (slot.llm.engine_pid for slot in self.fleet.slots):
+                if pid is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             sys.stderr.flush()
             os._exit(2)
         self.application.state.draining = True
@@ -219,7 +227,7 @@ def _shown(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def serve(engine_options: EngineOptions, options: ServerOptions, *, engine: str = ENGINE,
+def serve(models: Sequence[Wanted], options: ServerOptions, *, engine: str = ENGINE,
           on_loading: OnLoading | None = None, on_ready: OnReady | None = None) -> int:
     """Runs a server in this thread, which must be the main one; the exit status. PenstockError if it could not start."""
     import uvloop
@@ -227,7 +235,7 @@ def serve(engine_options: EngineOptions, options: ServerOptions, *, engine: str 
     keep_little(LARGE)
 
     async def run() -> int:
-        return await ServerRun(engine_options, options, engine=engine, on_loading=on_loading, on_ready=on_ready).run()
+        return await ServerRun(models, options, engine=engine, on_loading=on_loading, on_ready=on_ready).run()
 
     return uvloop.run(run())
 

@@ -9,6 +9,7 @@ from penstock.core.errors import RequestError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.server.connections import Counts
 from penstock.server.errors import UnavailableError
+from penstock.server.fleet import Fleet, Slot
 from penstock.server.keys import Key
 from penstock.server.limits import Limits
 from penstock.server.promise import LOWEST
@@ -19,10 +20,11 @@ from penstock.server.tenants import Tenants
 class State:
     """One server's state. `draining` is set once and for good."""
 
-    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
-        self.llm = llm
-        self.model = llm.model
-        self._names = options.served_model_name or [self.model]
+    def __init__(self, models: AsyncLLM | Fleet, options: ServerOptions) -> None:
+        """A single model's names are `served_model_name`, or what it was given as."""
+        self.fleet = models if isinstance(models, Fleet) else Fleet(
+            [Slot(options.served_model_name or [models.model], models, state="loading")])
+        llm = self.llm
         self.created = int(time.time())
         self.tenants = Tenants(options, *llm.disk)
         self.limits = Limits(options)
@@ -38,14 +40,24 @@ class State:
         """Counts of connections for /metrics; all 0 where the application runs without a server."""
 
     @property
+    def llm(self) -> AsyncLLM:
+        """The engine's frontend for the request that this task serves, else that of the default model."""
+        return self.fleet.current.llm
+
+    @property
+    def model(self) -> str:
+        """The model's folder or id, as it was given."""
+        return self.llm.model
+
+    @property
     def name(self) -> str:
         """The model's first name, which answers carry."""
-        return self._names[0]
+        return self.fleet.current.names[0]
 
     @property
     def names(self) -> list[str]:
-        """The model's names, then those of the adapters."""
-        return [*self._names, *self.llm.adapters]
+        """The names of all models, then those of the adapters."""
+        return self.fleet.names
 
     def adapter(self, model: str | None) -> str:
         """The digest of the adapter that a request's model names; "" for the model itself."""
@@ -56,7 +68,7 @@ class State:
         """The reason why no requests are accepted now; None if they are."""
         if self.draining:
             return "the server is shutting down"
-        return self.llm.unhealthy()
+        return self.fleet.unhealthy()
 
     def admit(self, model: str | None) -> str:
         """The served name that a request refers to. RequestError 404 for another model, 503 while no requests are accepted."""
@@ -65,7 +77,8 @@ class State:
         if self.llm.dead is not None:
             raise UnavailableError(f"the engine has stopped: {self.llm.dead}", "engine_dead")
         if self.llm.info is None:
-            raise UnavailableError("the model is still loading", "loading")
+            slot = self.fleet.current
+            raise UnavailableError(slot.absent, "loading" if slot.state == "loading" else "not_loaded")
         stuck = self.llm.unhealthy()
         if stuck is not None:
             raise UnavailableError(stuck, "engine_stuck")
@@ -95,6 +108,4 @@ class State:
 
     def check_name(self, model: str) -> None:
         """RequestError 404 unless `model` is a served name."""
-        if model not in self.names:
-            raise RequestError(f"the model {model!r} is not served here; possible: {', '.join(self.names)}", param="model",
-                               code="model_not_found", status=404)
+        self.fleet.named(model)

@@ -46,7 +46,7 @@ class Anthropic:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state.limits, state.llm.work, _explain_field, lenient=state.lenient)
+        self.bodies = BodyReader(state, _explain_field)
 
     def routes(self) -> Sequence[Route]:
         return (

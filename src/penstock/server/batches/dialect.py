@@ -49,7 +49,7 @@ class Batches:
         self.state = state
         self.runner = runner
         self.files = Files(state)
-        self.bodies = BodyReader(state.limits, state.llm.work, explain_field, IGNORED, state.lenient)
+        self.bodies = BodyReader(state, explain_field, IGNORED)
 
     def routes(self) -> Sequence[Route]:
         one = "/v1/batches/{batch}"

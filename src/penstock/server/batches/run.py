@@ -143,8 +143,11 @@ class Runner:
     def _spare(self) -> bool:
         """Whether one more line may run: half of the rows, less what others use, and one line in any case."""
         info = self.state.llm.info
-        if info is None or self.state.not_ready():
+        if self.state.not_ready() or (info is None and not self.state.fleet.several):
             return False
+        if info is None:
+            # A line loads the model that it names.
+            return self._flying < 1
         others = max(0, self.state.llm.live - self._flying)
         return self._flying < max(1, info.max_num_seqs // 2 - others)
 

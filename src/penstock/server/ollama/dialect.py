@@ -18,6 +18,7 @@ from penstock.server.answer import json_response
 from penstock.server.blocks import Blocks
 from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
+from penstock.server.fleet import Slot
 from penstock.server.ignored import note_ignored
 from penstock.server.ollama import protocol as o
 from penstock.server.ollama.answer import OllamaAnswer, line, now
@@ -47,7 +48,7 @@ class Ollama:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state.limits, state.llm.work, _explain_field, lenient=state.lenient)
+        self.bodies = BodyReader(state, _explain_field)
 
     def routes(self) -> Sequence[Route]:
         return (
@@ -86,7 +87,7 @@ class Ollama:
         model = self._admit(body)
         if not body.prompt:
             return json_response({"model": body.model, "created_at": now(), "response": "", "done": True,
-                                  "done_reason": "load"})
+                                  "done_reason": "unload" if body.keep_alive in (0, "0") else "load"})
         fields = self._fields(http, body, model)
         if not body.raw:
             system = [] if not body.system else [{"role": "system", "content": body.system}]
@@ -163,23 +164,28 @@ class Ollama:
 
     def _admit(self, body: o.ModelFields) -> str:
         """The served name that a model's name with or without a tag means."""
-        return self.state.admit(self._name(body.model))
+        name = self.state.admit(self._name(body.model))
+        if body.keep_alive is not None:
+            self.state.fleet.current.keep = _seconds(body.keep_alive)
+        return name
 
     def _name(self, model: str) -> str:
         bare = model.removesuffix(":latest")
         return bare if bare in self.state.names and model not in self.state.names else model
 
     async def tags(self, http: Request) -> Response:
-        return json_response({"models": [self._described(name) for name in self.state.names]})
+        return json_response({"models": [self._described(name, self.state.fleet.named(name)) for name in self.state.names]})
 
     async def ps(self, http: Request) -> Response:
-        info = self.state.llm.info
-        if info is None:
-            return json_response({"models": []})
-        size = info.weight_bytes + info.kv_bytes
-        held = {"size": size, "size_vram": 0 if info.device == "cpu" else size, "context_length": info.max_model_len,
-                "expires_at": "2318-01-01T00:00:00Z"}
-        return json_response({"models": [{**self._described(name), **held} for name in self.state.names]})
+        found = []
+        for slot in self.state.fleet.loaded:
+            info = slot.llm.info
+            if info is not None:
+                size = info.weight_bytes + info.kv_bytes
+                held = {"size": size, "size_vram": 0 if info.device == "cpu" else size, "context_length": info.max_model_len,
+                        "expires_at": "2318-01-01T00:00:00Z"}
+                found += [{**self._described(name, slot), **held} for name in [*slot.names, *slot.llm.adapters]]
+        return json_response({"models": found})
 
     async def show(self, http: Request) -> Response:
         body = await self.bodies.read(http, o.ShowRequest)
@@ -197,7 +203,7 @@ class Ollama:
         parameters = "\n".join(f"{name} {value}" for name, value in llm.inputs.defaults.items())
         return json_response({
             "modelfile": f"FROM {info.model}", "parameters": parameters, "template": template, "license": "",
-            "details": self._details(), "modified_at": self._created(), "capabilities": [name for name,
+            "details": _details(self.state.fleet.current), "modified_at": self._created(), "capabilities": [name for name,
                                                                                          has in able.items() if has],
             "model_info": {"general.architecture": info.architecture, "general.parameter_count": 0,
                            f"{info.architecture}.context_length": info.max_model_len,
@@ -211,20 +217,29 @@ class Ollama:
                            f"MODEL)",
                            code="not_implemented", status=501)
 
-    def _described(self, name: str) -> dict[str, Any]:
-        info = self.state.llm.info
+    def _described(self, name: str, slot: Slot) -> dict[str, Any]:
+        info = slot.llm.info
         return {"name": name, "model": name, "modified_at": self._created(), "size": info.weight_bytes if info else 0,
                 "digest": sha256((info.cache_identity or info.model if info else name).encode()).hexdigest(),
-                "details": self._details()}
-
-    def _details(self) -> dict[str, Any]:
-        info = self.state.llm.info
-        family = info.architecture if info else ""
-        return {"parent_model": "", "format": "safetensors", "family": family, "families": [family], "parameter_size": "",
-                "quantization_level": info.dtype if info else ""}
+                "details": _details(slot)}
 
     def _created(self) -> str:
         return datetime.fromtimestamp(self.state.created, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _details(slot: Slot) -> dict[str, Any]:
+    info = slot.llm.info
+    family = info.architecture if info else ""
+    return {"parent_model": "", "format": "safetensors", "family": family, "families": [family], "parameter_size": "",
+            "quantization_level": info.dtype if info else ""}
+
+
+def _seconds(keep: float | str) -> float:
+    """Ollama's durations: a number of seconds, or 10m."""
+    if isinstance(keep, str):
+        unit = keep.lstrip("-0123456789.")
+        return float(keep.removesuffix(unit) if unit else keep) * {"ms": 1e-3, "m": 60.0, "h": 3600.0}.get(unit, 1.0)
+    return keep
 
 
 def _message(message: o.Message) -> dict[str, Any]:

@@ -86,8 +86,8 @@ class Message(msgspec.Struct, kw_only=True):
 class ModelFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: Name
     options: Options | None = None
-    keep_alive: Any = None
-    """Accepted: the model stays loaded."""
+    keep_alive: float | Annotated[str, Meta(pattern="^-?[0-9]+(\\.[0-9]+)?(ms|s|m|h)?$")] | None = None
+    """Time for which the idle model stays loaded, where the server has several; negative: for good."""
 
 
 class AnswerFields(ModelFields, kw_only=True, forbid_unknown_fields=True):

@@ -23,7 +23,7 @@ class OpenAI:
     """The dialect over one server's state."""
 
     def __init__(self, state: State) -> None:
-        bodies = BodyReader(state.limits, state.llm.work, explain_field, IGNORED, state.lenient)
+        bodies = BodyReader(state, explain_field, IGNORED)
         self._chat, self._completions = Chat(state, bodies), Completions(state, bodies)
         self._invocations = Invocations(self._chat, self._completions, bodies)
         self._models, self._tokens = Models(state), Tokens(state, bodies)

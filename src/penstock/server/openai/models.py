@@ -51,8 +51,9 @@ class Models:
         return json_response(self._describe(name))
 
     def _describe(self, name: str) -> Model:
-        info, adapter = self.state.llm.info, self.state.llm.adapters.get(name)
-        root, parent = (self.state.model, None) if adapter is None else (adapter.folder, self.state.name)
+        slot = self.state.fleet.named(name)
+        info, adapter = slot.llm.info, slot.llm.adapters.get(name)
+        root, parent = (slot.llm.model, None) if adapter is None else (adapter.folder, slot.names[0])
         return {"id": name, "object": "model", "created": self.state.created, "owned_by": "penstock",
                 "root": root, "parent": parent, "max_model_len": info.max_model_len if info else None,
                 "type": "model", "display_name": name,

@@ -55,7 +55,7 @@ class Pooling:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state.limits, state.llm.work, explain_field, IGNORED, state.lenient)
+        self.bodies = BodyReader(state, explain_field, IGNORED)
 
     def routes(self) -> Sequence[Route]:
         def both(path: str, handler: Any, about: str, body: type[Any], answer: type[Any],

@@ -99,7 +99,7 @@ class Responses:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state.limits, state.llm.work, _explain_field, IGNORED, state.lenient)
+        self.bodies = BodyReader(state, _explain_field, IGNORED)
         self.conversations = Conversations(state, self.bodies)
         self.running: dict[str, Running] = {}
 

@@ -26,8 +26,6 @@ from penstock.server.respond import event, respond
 from penstock.server.state import State
 
 REFUSED = {
-    "/sleep": "this server does not give memory back while it lives; stop it, and start it when it is needed",
-    "/wake_up": "this server does not sleep",
     "/start_profile": "this server does not profile itself; penstock bench latency measures steps, nsys or py-spy attach",
     "/stop_profile": "this server does not profile itself",
     "/collective_rpc": "this server runs no methods that requests name",
@@ -116,14 +114,13 @@ class VLLM:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state.limits, state.llm.work, explain_field, IGNORED, state.lenient)
+        self.bodies = BodyReader(state, explain_field, IGNORED)
 
     def routes(self) -> Sequence[Route]:
         return (
             Route("POST", "/inference/v1/generate", self.generate, "Continue token ids by token ids", GenerateRequest, True,
                   answer=Generated, event=Generated),
             Route("POST", "/abort_requests", self.abort, "End requests by their ids", AbortRequest),
-            Route("GET", "/is_sleeping", self.is_sleeping, "Always false: this server does not sleep"),
             *(Route("POST", path, self.refused, f"Refused: {why}") for path, why in REFUSED.items()),
         )
 
@@ -153,12 +150,9 @@ class VLLM:
     async def abort(self, http: Request) -> Response:
         """Ends this key's requests of these ids; unknown ones are ignored."""
         body = await self.bodies.read(http, AbortRequest)
-        self.state.admit(None)
-        ended = self.state.llm.abort_named(body.request_ids, http.scope["api_key"])
+        ended = [name for slot in self.state.fleet.loaded
+                 for name in slot.llm.abort_named(body.request_ids, http.scope["api_key"])]
         return json_response({"aborted": ended})
-
-    async def is_sleeping(self, http: Request) -> Response:
-        return json_response({"is_sleeping": False})
 
     async def refused(self, http: Request) -> Response:
         path = http.url.path

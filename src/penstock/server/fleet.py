@@ -1,0 +1,282 @@
+"""The models behind one server, each with an engine of its own: which one a request gets, when they are loaded and unloaded.
+
+A fleet of one is loaded at the start and stays. In a larger one a model is loaded when a request first names it, and unloaded
+when nobody has used it for a while or when another needs the memory, the least recently used first; pinned ones stay. The files
+of an unloaded model remain in the system's page cache as far as there is room, so loading it again reads memory, not the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import parse_qs
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.core.errors import ConfigError, PenstockError, RequestError
+from penstock.engine.async_llm import AsyncLLM
+from penstock.observe.log import LOG
+from penstock.server.errors import UnavailableError
+
+WAIT_SECONDS = 60.0
+"""Time for which a model waits for another to become idle, before its request is refused."""
+
+STOP_SECONDS = 10.0
+
+
+@dataclass(eq=False)
+class Slot:
+    """One model: its names, its engine, or the one it would be loaded into."""
+
+    names: list[str]
+    llm: AsyncLLM
+    share: float = 1.0
+    """Its part of the requests that name it, beside other versions of the same name."""
+    pinned: bool = False
+    state: str = "unloaded"
+    """unloaded | loading | ready | sleeping | failed."""
+    error: str = ""
+    used: float = 0.0
+    """time.monotonic() of its last request's start or end."""
+    users: int = 0
+    """Requests that have chosen it and are not over."""
+    keep: float | None = None
+    """Seconds of idleness that a request asked for; None: the fleet's."""
+
+    @property
+    def absent(self) -> str:
+        """The reason why it takes no requests while its engine is not ready."""
+        return {"sleeping": "the model sleeps; POST /wake_up", "failed": f"the model could not be loaded: {self.error}",
+                "unloaded": "the model is not loaded"}.get(self.state, "the model is still loading")
+
+
+class Selection:
+    """The model that a request has chosen; counted as its user until the request is over."""
+
+    def __init__(self) -> None:
+        self.slot: Slot | None = None
+
+    def choose(self, slot: Slot | None) -> None:
+        for one, change in ((self.slot, -1), (slot, 1)):
+            if one is not None:
+                one.users += change
+                one.used = time.monotonic()
+        self.slot = slot
+
+
+_SELECTED: ContextVar[Selection | None] = ContextVar("penstock_model", default=None)
+
+
+class Fleet:
+    """The models of one server, at least one. The first is the default."""
+
+    def __init__(self, slots: Sequence[Slot], *, keep_alive: float = 0.0, most: int | None = None) -> None:
+        """`keep_alive` is after how many seconds an idle model is unloaded, 0 for never; `most` are loaded at once."""
+        self.slots = list(slots)
+        self.keep_alive = keep_alive
+        self.most = most
+        self.several = len(slots) > 1
+        self._loading = asyncio.Lock()
+        self._watch: asyncio.Task[None] | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    # -- which model
+
+    @property
+    def current(self) -> Slot:
+        """The model of the request that this task serves, else the default."""
+        selection = _SELECTED.get()
+        return self.slots[0] if selection is None or selection.slot is None else selection.slot
+
+    @property
+    def loaded(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.llm.info is not None]
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that requests may use, adapters' last."""
+        own = [name for slot in self.slots for name in slot.names]
+        return list(dict.fromkeys([*own, *(name for slot in self.slots for name in slot.llm.adapters)]))
+
+    def find(self, name: str | None) -> Slot | None:
+        """The model of a name; of several versions one by their shares, or the one that NAME@1, NAME@2, ... says."""
+        if not name:
+            return self.slots[0]
+        for bare in (name, name.removesuffix(":latest")):
+            found = [slot for slot in self.slots if bare in slot.names or bare in slot.llm.adapters]
+            if found:
+                return random.choices(found, [slot.share for slot in found])[0]
+        base, _, number = name.rpartition("@")
+        versions = [slot for slot in self.slots if base in slot.names]
+        return versions[int(number) - 1] if number.isdigit() and 0 < int(number) <= len(versions) > 1 else None
+
+    def named(self, name: str) -> Slot:
+        """The same; RequestError 404 if there is none."""
+        found = self.find(name)
+        if found is None:
+            raise RequestError(f"the model {name!r} is not served here; possible: {', '.join(self.names)}", param="model",
+                               code="model_not_found", status=404)
+        return found
+
+    async def use(self, name: str | None) -> None:
+        """Chooses the model that a request names, and loads it if need be. An unknown name is left to `State.admit`."""
+        slot = self.find(name)
+        selection = _SELECTED.get()
+        if slot is None or selection is None:
+            return
+        if selection.slot is None or slot.names != selection.slot.names:
+            selection.choose(slot)
+        if self.several and self.current.state in ("unloaded", "failed", "loading"):
+            await self.load(self.current)
+
+    # -- loading
+
+    async def start(self) -> None:
+        """Loads what is there from the start: the only model, or the pinned ones. PenstockError: why not."""
+        for slot in self.slots:
+            if slot.pinned or not self.several:
+                await self._start(slot)
+        if self.several:
+            self._watch = asyncio.create_task(self._unload_idle())
+
+    async def load(self, slot: Slot) -> None:
+        """Loads a model, after others have made room if need be. RequestError 503: why not."""
+        async with self._loading:
+            if slot.state == "ready" and slot.llm.dead is None:
+                return
+            while self.most is not None and len(self.loaded) >= self.most:
+                await self._make_room(slot)
+            while True:
+                try:
+                    await self._start(slot)
+                    return
+                except PenstockError as error:
+                    if not (isinstance(error, ConfigError) and "memory" in str(error) and self._idle(slot)):
+                        slot.state, slot.error = "failed", str(error)
+                        raise UnavailableError(f"the model {slot.names[0]!r} could not be loaded: {error}",
+                                               "loading_failed") from None
+                    await self._make_room(slot)
+
+    async def _start(self, slot: Slot) -> None:
+        if slot.llm.dead is not None or slot.state == "failed":
+            slot.llm = slot.llm.again()
+        slot.state, slot.error = "loading", ""
+        await slot.llm.start()
+        slot.state, slot.used = "ready", time.monotonic()
+        if self.several:
+            LOG.info("loaded %s", slot.names[0])
+
+    def _idle(self, but: Slot) -> list[Slot]:
+        """The loaded models that could be unloaded now, least recently used first."""
+        idle = [slot for slot in self.loaded if slot is not but and not slot.users and not slot.pinned]
+        return sorted(idle, key=lambda slot: slot.used)
+
+    async def _make_room(self, slot: Slot) -> None:
+        until = time.monotonic() + WAIT_SECONDS
+        while not (idle := self._idle(slot)):
+            if time.monotonic() > until:
+                raise UnavailableError(f"there is no room for the model {slot.names[0]!r}: all that are loaded are in use "
+                                       "(--max-loaded-models)", "no_room")
+            await asyncio.sleep(0.05)
+        await self._unload(idle[0])
+
+    async def unload(self, slot: Slot, state: str = "unloaded", patience: float = 0.0) -> None:
+        """Ends a model's engine, which gives all its memory back; running requests get `patience` seconds to finish."""
+        async with self._loading:
+            await self._unload(slot, state, patience)
+
+    async def _unload(self, slot: Slot, state: str = "unloaded", patience: float = 0.0) -> None:
+        old, slot.llm, slot.state, slot.keep = slot.llm, slot.llm.again(), state, None
+        await _end(old, patience)
+        LOG.info("%s %s", "unloaded" if state == "unloaded" else "put to sleep", slot.names[0])
+
+    async def replace(self, slot: Slot, folder: str, patience: float) -> None:
+        """Loads other weights beside the old ones and switches to them; running requests finish with the old. The old ones
+        stay if that fails. PenstockError: why."""
+        new = slot.llm.again(replace(slot.llm.options, model=folder))
+        async with self._loading:
+            await new.start()
+        old, slot.llm, slot.state = slot.llm, new, "ready"
+        task = asyncio.create_task(_end(old, patience))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _unload_idle(self) -> None:
+        while True:
+            await asyncio.sleep(0.25)
+            for slot in self.loaded:
+                keep = self.keep_alive if slot.keep is None else slot.keep
+                if slot.llm.dead is not None:
+                    LOG.error("the engine of %s has stopped: %s; the next request loads it again", slot.names[0], slot.llm.dead)
+                    await self.unload(slot)
+                elif not (slot.users or slot.pinned) and (keep > 0 or slot.keep == 0) and time.monotonic() - slot.used > keep:
+                    await self.unload(slot)
+
+    async def close(self, timeout: float) -> None:
+        """Ends every engine."""
+        if self._watch is not None:
+            self._watch.cancel()
+        for slot in self.slots:
+            # A stuck engine does not read the shutdown call.
+            await slot.llm.shutdown(0.0 if slot.llm.unhealthy() else timeout)
+
+    # -- all of them
+
+    @property
+    def live(self) -> int:
+        """Requests that are open."""
+        return sum(slot.llm.live for slot in self.slots)
+
+    def unhealthy(self) -> str | None:
+        """The reason why requests cannot be served now; None if they can. Of several models any may be absent."""
+        return None if self.several else self.slots[0].llm.unhealthy()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Each model's names, state and use, for people and routers."""
+        now, found = time.monotonic(), []
+        for slot in self.slots:
+            info = slot.llm.info
+            found.append({"id": slot.names[0], "names": slot.names, "path": slot.llm.model, "state": slot.state,
+                          "pinned": slot.pinned, "share": slot.share, "requests": slot.llm.live,
+                          "idle_seconds": round(now - slot.used, 1) if slot.used and not slot.users else 0.0,
+                          "bytes": info.weight_bytes + info.kv_bytes + info.step_bytes if info is not None else 0,
+                          "error": slot.error})
+        return found
+
+
+async def _end(llm: AsyncLLM, patience: float) -> None:
+    until = time.monotonic() + patience
+    while llm.live and time.monotonic() < until and not llm.unhealthy():
+        await asyncio.sleep(0.02)
+    with contextlib.suppress(Exception):
+        llm.fail_open(UnavailableError("the model is being unloaded", "unloaded"))
+        await llm.shutdown(STOP_SECONDS)
+
+
+class Selecting:
+    """Pure ASGI: the scope of one request's choice. Requests without a body choose by ?model=."""
+
+    def __init__(self, app: ASGIApp, fleet: Fleet) -> None:
+        self.app = app
+        self.fleet = fleet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        selection = Selection()
+        token = _SELECTED.set(selection)
+        try:
+            name = parse_qs(scope["query_string"].decode("latin-1")).get("model")
+            if name:
+                selection.choose(self.fleet.named(name[0]))
+            await self.app(scope, receive, send)
+        finally:
+            selection.choose(None)
+            _SELECTED.reset(token)

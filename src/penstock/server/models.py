@@ -1,0 +1,113 @@
+"""The operator's routes for models: which there are, loading, unloading, sleeping, waking, and new weights.
+
+GET /models and POST /models/load, /models/unload have llama.cpp's names, /sleep and /wake_up vLLM's, /update_weights_from_disk
+SGLang's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core.errors import PenstockError, RequestError
+from penstock.server.answer import json_response
+from penstock.server.body import BodyReader
+from penstock.server.dialect import Route
+from penstock.server.fleet import Slot
+from penstock.server.state import State
+
+
+class ModelName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str
+    """A served name."""
+
+
+class NewWeights(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """SGLang's fields."""
+
+    model_path: str
+    """A folder or hub id whose model has the same tokenizer and API."""
+    model: str | None = None
+    """The served name whose weights are replaced; by default the first."""
+
+
+class ModelRoutes:
+    """GET /models, /is_sleeping; POST /models/load, /models/unload, /sleep, /wake_up, /update_weights_from_disk."""
+
+    def __init__(self, state: State, patience: float) -> None:
+        """`patience` is how many seconds running requests get before their model goes."""
+        self.state = state
+        self.patience = patience
+        self.bodies = BodyReader(state, lambda _where, text: text)
+
+    def routes(self) -> Sequence[Route]:
+        return (
+            Route("GET", "/models", self.models, "The models of this server, and which are loaded", answer=dict[str, Any]),
+            Route("POST", "/models/load", self.load, "Load a model now", ModelName),
+            Route("POST", "/models/unload", self.unload, "Unload a model once its requests have ended", ModelName),
+            Route("POST", "/sleep", self.sleep, "Give a model's memory back until /wake_up"),
+            Route("POST", "/wake_up", self.wake_up, "Load a model that sleeps"),
+            Route("GET", "/is_sleeping", self.is_sleeping, "Whether a model sleeps"),
+            Route("POST", "/update_weights_from_disk", self.update, "Switch to other weights while it runs", NewWeights),
+        )
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": self.state.fleet.describe()})
+
+    async def load(self, request: Request) -> Response:
+        """Loads a model, which the body's reader has done already where there are several."""
+        slot = self.state.fleet.named((await self.bodies.read(request, ModelName)).model)
+        await self.state.fleet.load(slot)
+        return json_response({"success": True})
+
+    async def unload(self, request: Request) -> Response:
+        body = await request.body()
+        try:
+            name = msgspec.json.decode(body, type=ModelName).model
+        except msgspec.MsgspecError as error:
+            raise RequestError(f"the body must be {{\"model\": NAME}}: {error}", code="invalid_value") from None
+        await self._leave(self.state.fleet.named(name), "unloaded" if self.state.fleet.several else "sleeping")
+        return json_response({"success": True})
+
+    async def sleep(self, request: Request) -> Response:
+        """Ends the engine: all of its memory is free, and the weights' files stay in the system's page cache as far as there is
+        room. vLLM's levels 1 and 2 are therefore one. `mode` abort ends running requests at once, wait lets them finish."""
+        query = request.query_params
+        level, mode = query.get("level", "1"), query.get("mode", "wait")
+        if level not in ("0", "1", "2") or mode not in ("abort", "wait"):
+            raise RequestError(f"level is {level!r} and mode {mode!r}; possible are level 1 or 2 and mode abort or wait",
+                               param="level", code="invalid_value")
+        slot = self.state.fleet.current
+        if slot.state == "ready":
+            await self._leave(slot, "sleeping", mode)
+        return json_response({"is_sleeping": slot.state == "sleeping"})
+
+    async def wake_up(self, request: Request) -> Response:
+        tags = set(request.query_params.getlist("tags"))
+        if tags and tags != {"weights", "kv_cache"}:
+            raise RequestError(f"tags are {sorted(tags)}; this server wakes up as a whole: leave them out", param="tags",
+                               code="unsupported_parameter")
+        await self.state.fleet.load(self.state.fleet.current)
+        return json_response({"is_sleeping": False})
+
+    async def is_sleeping(self, request: Request) -> Response:
+        return json_response({"is_sleeping": self.state.fleet.current.state == "sleeping"})
+
+    async def update(self, request: Request) -> Response:
+        """Loads the new weights beside the old ones, switches, and lets running requests finish with the old."""
+        body = await self.bodies.read(request, NewWeights)
+        try:
+            await self.state.fleet.replace(self.state.fleet.named(body.model or ""), body.model_path, self.patience)
+        except PenstockError as error:
+            if isinstance(error, RequestError):
+                raise
+            raise RequestError(f"the weights of {body.model_path!r} could not be loaded, so the old ones stay: {error}",
+                               param="model_path", code="loading_failed") from None
+        return json_response({"success": True, "message": f"serving the weights of {body.model_path}"})
+
+    async def _leave(self, slot: Slot, state: str, mode: Literal["abort", "wait"] | str = "wait") -> None:
+        await self.state.fleet.unload(slot, state, self.patience if mode == "wait" else 0.0)
