@@ -261,6 +261,9 @@ class ServerOptions:
                                           "those with an admin key, all: every request", ("admin", "all"), group=SERVER)
     trust_request_chat_template: bool = option(False, "run chat templates that requests bring; a template is a program",
                                                group=SERVER)
+    otlp_traces_endpoint: str | None = option(None, "send an OpenTelemetry span for each request there, as OTLP over HTTP "
+                                                    "(http://collector:4318/v1/traces); needs the extra otel",
+                                              group=OBSERVABILITY)
     log_level: str = option("info", "level of the server's own log", ("debug", "info", "warning", "error"), group=OBSERVABILITY)
     log_format: str = option("text", "format of the server's own log: lines of text, or a JSON object a line", ("text", "json"),
                              group=OBSERVABILITY)

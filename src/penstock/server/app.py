@@ -36,6 +36,7 @@ from penstock.server.responses.dialect import Responses
 from penstock.server.room import Room
 from penstock.server.schema import openapi
 from penstock.server.state import State
+from penstock.server.tracing import Traces, tracer_of
 from penstock.server.vllm.dialect import VLLM
 
 
@@ -79,6 +80,8 @@ class Application:
             # CORS wraps the gate, because a browser hides refusals without CORS headers from the page.
             asgi = CORSMiddleware(asgi, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"],
                                   expose_headers=["X-Request-Id", "X-Penstock-Ignored", "Retry-After"])
+        if options.otlp_traces_endpoint:
+            asgi = Traces(asgi, tracer_of(options.otlp_traces_endpoint))
         if options.log_requests:
             asgi = AccessLog(asgi)
         self.asgi: ASGIApp = Paths(asgi, options.root_path)

@@ -278,5 +278,7 @@ class Selecting:
                 selection.choose(self.fleet.named(name[0]))
             await self.app(scope, receive, send)
         finally:
+            if selection.slot is not None:
+                scope["model"] = selection.slot.names[0]
             selection.choose(None)
             _SELECTED.reset(token)
