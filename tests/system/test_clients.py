@@ -1,6 +1,6 @@
-"""Programs that others wrote against OpenAI's API: langchain's standard tests, instructor, pydantic-ai and litellm, where they
-are installed (docs/tools.md says which versions were tried). Structured answers and calls are constrained, so that canary's
-cannot be malformed, whatever they say."""
+"""Programs that others wrote: langchain's standard tests, instructor, pydantic-ai and litellm, and the official SDKs of
+Anthropic, Ollama and Cohere, where they are installed (docs/tools.md says which versions were tried). Structured answers and
+calls are constrained, so that canary's cannot be malformed, whatever they say."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.system.served import NAME, Served, served
 
 PYTHON = os.environ.get("PENSTOCK_TEST_CLIENTS", sys.executable)
 """An interpreter that has the clients; by default this one."""
+# Or a folder that `pip install --target` filled: PENSTOCK_TEST_CLIENTS_PATH.
 HERE = Path(__file__).parent / "clients"
 
 
@@ -27,12 +28,13 @@ def server() -> Iterator[Served]:
 
 @pytest.mark.parametrize(("module", "program"), [
     ("langchain_tests", "langchain_standard.py"), ("instructor", "instructor_models.py"), ("pydantic_ai", "pydantic_agents.py"),
-    ("litellm", "litellm_calls.py")])
+    ("litellm", "litellm_calls.py"), ("anthropic", "anthropic_calls.py"), ("ollama", "ollama_calls.py"),
+    ("cohere", "cohere_calls.py")])
 def test_client(server: Served, module: str, program: str) -> None:
-    if subprocess.run([PYTHON, "-c", f"import {module}"], capture_output=True, check=False).returncode:
-        pytest.skip(f"{module} is not installed")
     environment = {**os.environ, "OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "none", "PENSTOCK_MODEL": NAME,
-                   "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
+                   "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": os.environ.get("PENSTOCK_TEST_CLIENTS_PATH", "")}
+    if subprocess.run([PYTHON, "-c", f"import {module}"], env=environment, capture_output=True, check=False).returncode:
+        pytest.skip(f"{module} is not installed")
     done = subprocess.run([PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", "--rootdir",
                            str(HERE), str(HERE / program)], env=environment, capture_output=True, text=True, timeout=400,
                           check=False)
