@@ -34,7 +34,7 @@ from penstock.observe.figures import Figures
 from penstock.observe.log import LOG
 from penstock.text import ChatTemplate, Tokenizer
 
-ENDED = 200
+_ENDED = 200
 """Sequences that `AsyncLLM.ended` remembers."""
 _TELL_SECONDS = 10.0
 """Seconds between two lines of the log that name the limit that binds."""
@@ -54,8 +54,7 @@ class Track:
         self.first: dict[int, float] = {}
         self.last: dict[int, float] = {}
         self.tokens: dict[int, int] = {}
-        self.queued = self.cached = 0.0
-        """Seconds in the queue and prompt tokens that the cache had, where the engine told."""
+        self.queued = self.cached = 0.0  # seconds in the queue, prompt tokens that the cache had
 
 
 class Stream:
@@ -185,15 +184,15 @@ class AsyncLLM:
         """Set once the engine is ready."""
         self.stats = EngineStats()
         self.figures = Figures(1)
-        self.ended: deque[dict[str, Any]] = deque(maxlen=ENDED)
+        self.ended: deque[dict[str, Any]] = deque(maxlen=_ENDED)
         """The sequences that ended last, for people who watch."""
         self.adapters: dict[str, Adapter] = {}
         self._adapter_locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By the names that requests call them."""
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
-        self._made_with = {"engine": engine, "stall_timeout": stall_timeout, "template_timeout": template_timeout,
-                           "on_loading": on_loading, "on_death": on_death}
+        self._made_with: Any = {"engine": engine, "stall_timeout": stall_timeout, "template_timeout": template_timeout,
+                                "on_loading": on_loading, "on_death": on_death}
         told: dict[str, Any] = {"on_outputs": self._on_outputs, "on_refused": self._on_refused, "on_death": self._on_death,
                                 "on_loading": on_loading, "engine": engine}
         self._process: EngineProcess | Replicas = (
@@ -234,8 +233,7 @@ class AsyncLLM:
 
     def again(self, options: EngineOptions | None = None) -> AsyncLLM:
         """Another one, not started, made as this one was, with other `options` if given."""
-        made: Any = self._made_with
-        return AsyncLLM(self.options if options is None else options, **made)
+        return AsyncLLM(self.options if options is None else options, **self._made_with)
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """Aborts the open requests and ends the engine process."""
