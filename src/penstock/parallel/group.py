@@ -63,6 +63,8 @@ def joined(place: Place, device: torch.device) -> None:
     cuda = device.type == "cuda"
     # All ranks are on this machine: nothing is bound to another interface.
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    # Each link of a pipeline is a group of its own, as this warning asks.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     store = torch._C._distributed_c10d.FileStore(  # noqa: SLF001 (not exported)
         f"{place.rendezvous}/ranks", place.world)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=place.number, world_size=place.world,
