@@ -14,10 +14,11 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.core.errors import RequestError
-from penstock.core.request import Update
+from penstock.core.request import Request, Update
 from penstock.core.sampling import StructuredOutputsParams
 from penstock.engine.outputs import RequestOutput
 from penstock.grammar.compiling import Compiler
+from penstock.grammar.definition import define
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0,
                                                                                            "maximum": 120},
@@ -268,3 +269,21 @@ def test_numbers_stay_within_a_double(llm: LLM) -> None:
         asked = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
         text, = _texts(_ask(llm, asked, logit_bias={nine: 60.0, exponent: 90.0}, max_tokens=30))
         assert set(text.strip("[]").split(",")[:-1] or [text]) == {"9e99"}, text
+
+
+def test_rows_of_one_grammar_come_from_several_matchers(llm: LLM) -> None:
+    """A copy shares a lock with its original, so a grammar that many rows follow is compiled again. Answers stay the same."""
+    asked = StructuredOutputsParams(json={**PERSON, "title": "lanes"}, disable_any_whitespace=True)
+    prompts = [f"{number} people" for number in range(24)]
+    expected = _texts(_ask(llm, asked, prompts, temperature=1.0))
+    constraints = llm.engine.constraints
+    constraints._compiler._lanes, constraints.masker._parallel = 4, True
+    try:
+        compiled = constraints._compiler.stats.compiled
+        for _ in range(2):
+            assert _texts(_ask(llm, asked, prompts, temperature=1.0)) == expected
+        assert constraints._compiler.stats.compiled == compiled + 3
+        assert {constraints._compiler.matcher(Request("a", [1], SamplingParams(grammar=define(asked)),
+                                                      list(llm.inputs.eos_ids)))[1] for _ in range(8)} == {0, 1, 2, 3}
+    finally:
+        constraints._compiler._lanes, constraints.masker._parallel = 1, False

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _THREADS = 2
 _NICE = 10
 """Nice value of the compile threads: they get about a tenth of the processor time of a thread that runs steps."""
+_LANES, _ROWS_A_LANE = 16, 4
+"""The most matchers of one grammar, and how many copies are made of each before another one is compiled."""
 _CACHED = 256
 """Maximum number of cached compiled grammars."""
 _CACHED_CHARACTERS = 8_000_000
@@ -47,11 +49,24 @@ class CompileStats:
     """Time spent compiling."""
 
 
+@dataclass(slots=True)
+class _Compiled:
+    """A grammar's matchers. A copy shares its lexer, and the lock on it, with the matcher that it was copied from: masks of
+    rows that follow one grammar are computed in parallel only if the rows come from several."""
+
+    matchers: list[LLMatcher]
+    asked: int = 1
+    """How many there are or will be."""
+    dealt: int = 0
+    """Copies made."""
+
+
 class Compiler:
     """The compiler of one engine. Only the thread of the engine's loop calls it; the compiling itself runs on other threads."""
 
-    def __init__(self, load: Callable[[], Tokenizer | None], vocab_size: int) -> None:
-        """`load` returns the tokenizer; it is called on a thread when the first grammar arrives."""
+    def __init__(self, load: Callable[[], Tokenizer | None], vocab_size: int, lanes: int | None = None) -> None:
+        """`load` returns the tokenizer; it is called on a thread when the first grammar arrives. `lanes`: the most matchers of
+        one grammar (None: as many as there are threads that compute masks)."""
         self.stats = CompileStats()
         self._load = load
         self._vocab_size = vocab_size
@@ -60,7 +75,8 @@ class Compiler:
         self.numbers = Numbers(())
         """Of the vocabulary, once a grammar is compiled."""
         self._lock = threading.Lock()
-        self._done: OrderedDict[tuple[str, tuple[int, ...]], LLMatcher] = OrderedDict()
+        self._lanes = lanes or (min(_LANES, _processors()) if parallel() else 1)
+        self._done: OrderedDict[tuple[str, tuple[int, ...]], _Compiled] = OrderedDict()
         self._characters = 0
         self._running: dict[tuple[str, tuple[int, ...]], Future[LLMatcher]] = {}
         self._waiting: dict[str, Request] = {}
@@ -117,15 +133,22 @@ class Compiler:
             del self._waiting[request.id]
         return [(request, errors[_key(request)]) for request in over]
 
-    def matcher(self, request: Request) -> LLMatcher | None:
-        """Returns a new matcher at the start of the request's grammar; None if the request has no grammar."""
+    def matcher(self, request: Request) -> tuple[LLMatcher | None, int]:
+        """Returns a new matcher at the start of the request's grammar, None if the request has no grammar; and a number that
+        matchers with a common lock have in common."""
         if request.params.grammar is None:
-            return None
+            return None, 0
         key = _key(request)
         if key not in self._done:
             # The cache evicted it while the request waited for a row.
             self._keep(key, self._compile(*key))
-        return self._done[key].deep_copy()
+        found = self._done[key]
+        found.dealt += 1
+        if found.asked < min(self._lanes, -(-found.dealt // _ROWS_A_LANE)) and self._pool is not None:
+            found.asked += 1
+            self._pool.submit(lambda: found.matchers.append(self._compile(*key)))
+        lane = found.dealt % len(found.matchers)
+        return found.matchers[lane].deep_copy(), lane
 
     def close(self) -> None:
         """Stops the threads after the grammars that they are compiling."""
@@ -144,7 +167,7 @@ class Compiler:
         return None
 
     def _keep(self, key: tuple[str, tuple[int, ...]], matcher: LLMatcher) -> None:
-        self._done[key] = matcher
+        self._done[key] = _Compiled([matcher])
         self._characters += len(key[0])
         while len(self._done) > 1 and (len(self._done) > _CACHED or self._characters > _CACHED_CHARACTERS):
             (text, _), _ = self._done.popitem(last=False)
@@ -177,6 +200,16 @@ class Compiler:
                 self.numbers = Numbers(tokens)
                 self._tokenizers[eos_ids] = build(tokenizer, tokens, eos_ids)
             return self._tokenizers[eos_ids]
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def parallel() -> bool:
+    """Whether llguidance's threads compute masks: handing over work takes as long as some masks, and on one or two processors
+    the model's own threads need them."""
+    return _processors() > 2
 
 
 def _yield_to_steps() -> None:

@@ -6,7 +6,6 @@ the forced tokens. A state is advanced when a mask is requested, because all ear
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -19,7 +18,7 @@ from penstock.core.masking import MaskedSegment
 from penstock.core.plan import Ints, Masks
 from penstock.core.request import Request
 from penstock.core.sequence import Sequence
-from penstock.grammar.compiling import Compiler
+from penstock.grammar.compiling import Compiler, parallel
 from penstock.grammar.definition import is_json
 
 if TYPE_CHECKING:
@@ -45,11 +44,13 @@ class MaskStats:
 class GrammarState:
     """The grammar state of one sequence."""
 
-    __slots__ = ("at", "begin", "budget", "end", "forced", "json", "least", "matcher", "since", "stops", "thinking")
+    __slots__ = ("at", "begin", "budget", "end", "forced", "json", "lane", "least", "matcher", "since", "stops", "thinking")
 
-    def __init__(self, sequence: Sequence, matcher: LLMatcher | None) -> None:
+    def __init__(self, sequence: Sequence, matcher: LLMatcher | None, lane: int) -> None:
         params = sequence.request.params
         self.matcher = matcher
+        self.lane = lane
+        """As from `Compiler.matcher`."""
         self.at = sequence.prompt_len
         """Number of the sequence's tokens that the state has processed."""
         self.forced: list[int] = []
@@ -76,15 +77,15 @@ class Masker:
 
     def __init__(self, compiler: Compiler, vocab_size: int,
                  propose: Callable[[Sequence, int, list[int]], None] | None = None,
-                 spare: Callable[[], int] = lambda: 1 << 30, processors: int | None = None) -> None:
+                 spare: Callable[[], int] = lambda: 1 << 30) -> None:
         """`propose(sequence, at, tokens)` receives forced tokens from position `at` on, before they are chosen. `spare()`
-        returns how many of them a step can check. `processors`: number of processors (None: detect)."""
+        returns how many of them a step can check."""
         self.stats = MaskStats()
         self._compiler = compiler
         self._words = -(-vocab_size // 32)
         self._propose = propose
         self._spare = spare
-        self._processors = len(os.sched_getaffinity(0)) if processors is None else processors
+        self._parallel = parallel()
         self._pool: LLExecutor | None = None
 
     def wants(self, request: Request) -> bool:
@@ -102,6 +103,8 @@ class Masker:
                 assert isinstance(state, GrammarState)
                 live.append((lines, segment, state))
             lines += 1 + len(segment.drafts)
+        # Each of llguidance's threads takes neighbours, which then wait for one lock alone.
+        live.sort(key=lambda row: row[2].lane)
         bits = np.full((lines, self._words), _FREE, np.int32)
         moved = self._advance(live)
         todo: list[tuple[LLMatcher, int, list[int]]] = []
@@ -135,7 +138,7 @@ class Masker:
         return Masks(bits)
 
     def _begin(self, sequence: Sequence) -> GrammarState:
-        state = sequence.constraint = GrammarState(sequence, self._compiler.matcher(sequence.request))
+        state = sequence.constraint = GrammarState(sequence, *self._compiler.matcher(sequence.request))
         return state
 
     def _advance(self, live: list[tuple[int, MaskedSegment, GrammarState]]) -> list[tuple[int, MaskedSegment, GrammarState]]:
@@ -266,9 +269,8 @@ class Masker:
                 break
 
     def _pool_for(self, count: int) -> LLExecutor | None:
-        """Returns llguidance's thread pool for `count` matchers; None if this thread alone is faster. Handing over work
-        costs as much as some masks, and on one or two processors the model's own threads need the time."""
-        return self._all_threads() if count > 2 and self._processors > 2 else None
+        """Returns llguidance's thread pool for `count` matchers; None if this thread alone is faster."""
+        return self._all_threads() if count > 2 and self._parallel else None
 
     def _all_threads(self) -> LLExecutor:
         if self._pool is None:
