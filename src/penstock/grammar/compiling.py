@@ -30,7 +30,7 @@ _THREADS = 2
 _NICE = 10
 """Nice value of the compile threads: they get about a tenth of the processor time of a thread that runs steps."""
 _LANES, _ROWS_A_LANE = 16, 4
-"""The most matchers of one grammar, and how many copies are made of each before another one is compiled."""
+"""The most matchers of one grammar, and how many sequences ask for each before another one is compiled."""
 _CACHED = 256
 """Maximum number of cached compiled grammars."""
 _CACHED_CHARACTERS = 8_000_000
@@ -57,6 +57,8 @@ class _Compiled:
     matchers: list[LLMatcher]
     asked: int = 1
     """How many there are or will be."""
+    rows: int = 0
+    """Sequences that have asked for the grammar."""
     dealt: int = 0
     """Copies made."""
 
@@ -97,6 +99,7 @@ class Compiler:
         if key in self._done:
             self._done.move_to_end(key)
             self.stats.cached += 1
+            self._spread(request)
             return False
         self._waiting[request.id] = request
         if key not in self._running:
@@ -131,6 +134,7 @@ class Compiler:
         over = [request for request in self._waiting.values() if _key(request) in errors]
         for request in over:
             del self._waiting[request.id]
+            self._spread(request)
         return [(request, errors[_key(request)]) for request in over]
 
     def matcher(self, request: Request) -> tuple[LLMatcher | None, int]:
@@ -144,11 +148,19 @@ class Compiler:
             self._keep(key, self._compile(*key))
         found = self._done[key]
         found.dealt += 1
-        if found.asked < min(self._lanes, -(-found.dealt // _ROWS_A_LANE)) and self._pool is not None:
-            found.asked += 1
-            self._pool.submit(lambda: found.matchers.append(self._compile(*key)))
         lane = found.dealt % len(found.matchers)
         return found.matchers[lane].deep_copy(), lane
+
+    def _spread(self, request: Request) -> None:
+        """Compiles a grammar again if many sequences follow it."""
+        key = _key(request)
+        found = self._done.get(key)
+        if found is None or self._pool is None:
+            return
+        found.rows += request.params.n
+        while found.asked < min(self._lanes, -(-found.rows // _ROWS_A_LANE)):
+            found.asked += 1
+            self._pool.submit(lambda: found.matchers.append(self._compile(*key)))
 
     def close(self) -> None:
         """Stops the threads after the grammars that they are compiling."""

@@ -257,9 +257,10 @@ class Masker:
 
     def _bound_numbers(self, segment: MaskedSegment, bits: Ints, first: int) -> None:
         numbers, known = self._compiler.numbers, segment.sequence.tokens
-        numbers.bound(known, bits[first])
+        start = segment.sequence.prompt_len
+        numbers.bound(known, bits[first], start)
         for line in range(1, 1 + len(segment.drafts)):
-            numbers.bound([*known, *segment.drafts[:line]], bits[first + line])
+            numbers.bound([*known, *segment.drafts[:line]], bits[first + line], start)
 
     def _force(self, segment: MaskedSegment, state: GrammarState, bits: Ints, first: int) -> None:
         for line, token in enumerate(state.forced[:1 + len(segment.drafts)]):

@@ -54,23 +54,23 @@ class Numbers:
         """A mask with one of these is within a string."""
         self._overflowing = functools.lru_cache(1024)(self._find_overflowing)
 
-    def bound(self, tokens: list[int], line: Ints) -> None:
-        """Excludes from the mask behind `tokens`, the answer so far, what would overflow. Never excludes all."""
-        end = self._ends.get(tokens[-1]) if tokens else None
+    def bound(self, tokens: list[int], line: Ints, first: int = 0) -> None:
+        """Excludes from the mask behind `tokens` what would overflow; the answer begins at `first`. Never excludes all."""
+        end = self._ends.get(tokens[-1]) if len(tokens) > first else None
         if end is None and not len(self._large):
             return
         words = line.view(np.uint32)
         if any(words[token // 32] >> np.uint32(token % 32) & 1 for token in self._strings):
             return
         _take_away(words, self._large)
-        begun = _BEGUN.search(self._end(tokens)) if end is not None else None
+        begun = _BEGUN.search(self._end(tokens[max(first, len(tokens) - _LONGEST):])) if end is not None else None
         if begun is not None and (len(begun[0]) > _SAFE_DIGITS or b"e" in begun[0] or b"E" in begun[0]):
             _take_away(words, self._overflowing(begun[0]))
 
     def _end(self, tokens: list[int]) -> bytes:
         """The number characters at the end of a text."""
         parts: list[bytes] = []
-        for token in reversed(tokens[-_LONGEST:]):
+        for token in reversed(tokens):
             parts.append(self._ends.get(token, b""))
             if token not in self._whole:
                 break

@@ -61,6 +61,16 @@ def test_strings_are_left_alone() -> None:
     assert (everything == -1).all()
 
 
+def test_a_number_of_the_prompt_is_no_part_of_the_answer() -> None:
+    line = np.zeros(-(-len(VOCABULARY) // 32), np.int32)
+    line[1] = 0x3FF1000  # digits and the comma
+    before, known = line.copy(), [VOCABULARY.index(token) for token in (b"1", b"e", b"30")]
+    Numbers(VOCABULARY).bound(known, line, first=3)
+    assert (line == before).all()
+    Numbers(VOCABULARY).bound(known, line, first=0)
+    assert (line != before).any()
+
+
 def test_a_mask_is_never_emptied() -> None:
     line = np.zeros(-(-len(VOCABULARY) // 32), np.int32)
     line.view(np.uint32)[ord("9") // 32] = 1 << ord("9") % 32
