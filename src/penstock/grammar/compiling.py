@@ -56,7 +56,7 @@ class _Compiled:
 
     matchers: list[LLMatcher]
     asked: int = 1
-    """How many there are or will be."""
+    """The number of matchers, those that are being compiled included."""
     rows: int = 0
     """Sequences that have asked for the grammar."""
     dealt: int = 0
