@@ -215,7 +215,7 @@ def test_overload_is_refused_and_those_taken_in_are_served_in_time() -> None:
 def test_a_refusal_says_when_to_come_again_and_can_be_waived() -> None:
     replica = Replica(COST, "promises", {"": Service(), "fast": Service(ttft=0.5)}, times=COST.times())
     for number in range(40):
-        replica.scheduler.add(asked(f"r{number}", 2000), 1.0)
+        replica.scheduler.add(asked(f"r{number}", 2000, "fast", waits=True), 1.0)
     with pytest.raises(RequestError, match="the first token would come after about") as refused:
         replica.scheduler.add(asked("r90", 100, "fast"), 1.0)
     assert refused.value.status == 429 and 1.0 <= (refused.value.retry or 0) < 3.0

@@ -167,6 +167,16 @@ class StepTime:
                 weights = [0.0] * len(TERMS)
                 for i, weight in zip(used, found.tolist(), strict=True):
                     weights[i] = weight
-                return weights
+                return self._extended(weights)
             del used[int(np.argmin(found * scale[used]))]
         return self.weights
+
+    def _extended(self, weights: list[float]) -> list[float]:
+        """Slopes beyond the longest step: the last one seen, or the mean of all if that is more."""
+        first = len(TERMS) - len(KNOTS)
+        for i in range(first + 1, len(TERMS)):
+            if not self._matrix[i, i]:
+                knots = KNOTS[:i - first + 1]
+                rise = sum(weights[first + k] * (knots[k + 1] - knots[k]) for k in range(len(knots) - 1))
+                weights[i] = max(weights[i - 1], rise / knots[-1])
+        return weights

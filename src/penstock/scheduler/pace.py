@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from penstock.core.sequence import Sequence
 from penstock.core.steptime import Load, StepTime
 
 _ADDED = 0.85
@@ -14,6 +15,8 @@ _PATIENCE = 2.0
 """Summed waiting time of prompts, in seconds, after which they may add more: in proportion, up to the target."""
 _MARGIN = 0.9
 """Part of a promise that a step is planned to take: predictions err."""
+_CALM = 0.45
+"""Part of a decode step that prompts may add which were promised four times their own time."""
 _SLOW = 0.1
 """Part of a decode step that prefill may add although that breaks a promise: the device is too slow for it."""
 _LEAST = 16
@@ -36,6 +39,22 @@ class Pace:
         """Sequences of the latest pure decode step."""
         self._reading = 0
         """Number of mixed steps in a row."""
+
+    def budget(self, decode: Load, reading: list[Sequence], now: float, promised: float | None) -> int:
+        """Returns the token budget of a step beside which these sequences read, or could begin to. Long prompts, which were
+        promised four times their own time, add little to it."""
+        short, calm, decoding = [s for s in reading if not s.stretched], 0, decode.segments
+        if len(short) < len(reading):
+            least = (1 + _CALM) * self._times.seconds(decode)
+            calm = self._times.within(decode, least, max(s.planned for s in reading))
+            calm = max(_LEAST, min(calm, 2 * self._times.longest, self._most - decoding))
+        if not short:
+            return decoding + calm
+        waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in short)
+        unread = sum(s.goal - s.planned for s in short)
+        at = sum(s.planned for s in short) / len(short) + self._most / 8
+        tokens = self.tokens(decode, len(short), unread, waited, promised, at)
+        return min(tokens, decoding + unread + calm) if calm else tokens
 
     def tokens(self, decode: Load, reading: int, unread: int, waited: float, promised: float | None = None,
                at: float = 0.0) -> int:

@@ -1,9 +1,9 @@
 """The policy of promises: earliest deadline first, within what each tenant, and each class of a tenant, is owed.
 
 Every tenant has a counter of the service that it had (virtual token counter: prompt and output tokens by what they cost), and
-each of its classes one by its weight. A tenant who had more than the least served, beyond a tolerance, comes after all others;
-among these the earliest deadline of a first token is first. A tenant that comes back starts where the least served one is:
-nothing is saved up. Waiting requests gain on the others, and every deadline comes, so nobody waits for ever.
+each of its classes one by its weight. A tenant that had more than the least served, beyond a tolerance, comes after all others;
+among the others the earliest deadline of a first token is first. A tenant that comes back starts where the least served one is:
+nothing is saved up. Waiting sequences gain on the others, and every deadline comes, so nobody waits for ever.
 """
 
 from __future__ import annotations

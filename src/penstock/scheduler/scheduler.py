@@ -319,15 +319,13 @@ class Scheduler:
         read = sum(s.planned for s in self.running) - sum(s.planned for s in reading)
         # A longer step does not help sequences that wait for pages.
         reading += [] if self._crowded else list(islice(self.waiting, len(self._rows)))
-        self._unread = unread = sum(s.goal - s.planned for s in reading)
+        self._unread = sum(s.goal - s.planned for s in reading)
         self._decode = Load(decoding, decoding, read)
         if self.promises is not None:
             self._tightest = self.promises.tightest(self.running.groups)
         if not (decoding and reading and self.limits.step_target):
             return max(running, most)
-        waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in reading)
-        at = sum(s.planned for s in reading) / len(reading) + self.limits.max_num_batched_tokens / 8
-        return max(running, self.pace.tokens(self._decode, len(reading), unread, waited, self._tightest, at))
+        return max(running, self.pace.budget(self._decode, reading, now, self._tightest))
 
     def _admit(self, step: InFlight, budget: int, now: float) -> int:
         """Admits waiting sequences in the policy's order; others may overtake one without room (`scheduler/admission.py`).

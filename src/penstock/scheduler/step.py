@@ -36,7 +36,7 @@ who send no more."""
 
 
 def binding(load: Load, times: StepTime, *, waiting: bool, rows: bool, room: bool, refused: bool) -> str:
-    """The limit that binds a step: `waiting` others, free `rows`, `room` for waiting ones, `refused` since the last step."""
+    """The limit that binds a step: `waiting` others, free `rows`, `room` for them, and requests `refused` since the last."""
     if waiting and not rows:
         return "rows"
     if waiting and not room:

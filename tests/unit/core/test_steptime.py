@@ -76,3 +76,12 @@ def test_one_absurd_measurement_changes_little() -> None:
         before = times.seconds(load)
         times.learn(load, absurd)
         assert times.seconds(load) == pytest.approx(before, rel=0.15)
+
+
+def test_steps_longer_than_all_seen_are_not_taken_to_be_free() -> None:
+    times, draw = StepTime(), random.Random(5)
+    for i in range(60):
+        load = Load(8, 8, 3000.0) if i % 2 else Load(9, 8 + draw.randint(100, 400), 3000.0)
+        times.learn(load, 0.005 + load.tokens * 2e-5)
+    assert times.seconds(Load(1, 50_000)) == pytest.approx(1.0, rel=0.2)
+    assert times.within(Load(8, 8, 3000.0), 0.1) == pytest.approx(4700, rel=0.2)
