@@ -17,10 +17,12 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from penstock.cache.manager import Cache
+from penstock.cli.bench.drawing import COLOURS, Box, Line, legend, panel, picture, rounded
 from penstock.cli.bench.workload import Lengths, read_trace
 from penstock.cli.simulation.fleet import Cost, Fleet, Outcome, read_cost
 from penstock.core.request import Request
@@ -140,6 +142,19 @@ def summary(outcome: Outcome) -> dict[str, object]:
     return found
 
 
+def drawn(records: list[dict[str, Any]]) -> str:
+    """Goodput over load, a panel for each mix."""
+    parts: list[str] = []
+    for place, name in enumerate(dict.fromkeys(record["mix"] for record in records)):
+        own = [record for record in records if record["mix"] == name]
+        lines = [Line(policy, sorted((r["load"], r["goodput"]) for r in own if r["policy"] == policy), colour)
+                 for policy, colour in zip(POLICIES, COLOURS, strict=False)]
+        box = Box(60 + 300 * place, 50, 220, 180)
+        parts += panel(box, name, rounded([0.0, 3.0]), rounded([0.0, 1.0]), lines, "load / capacity")
+        parts += legend(box.left, 290, lines, across=60)
+    return picture(60 + 300 * len({record["mix"] for record in records}), 310, parts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mix", nargs="*", default=["azure", "mooncake", "chat", "reasoning"])
@@ -147,7 +162,11 @@ def main() -> None:
     parser.add_argument("--policy", nargs="*", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--cost", type=Path, default=RESULTS / "cost_llama8b_h200.json")
+    parser.add_argument("--draw", nargs=2, metavar=("RECORDS.jsonl", "FILE.svg"), type=Path, help="draw earlier runs")
     options = parser.parse_args()
+    if options.draw:
+        options.draw[1].write_text(drawn([json.loads(line) for line in options.draw[0].read_text().splitlines()]))
+        return
     cost = read_cost(options.cost)
     for name in options.mix:
         items = mix(name, options.requests)
