@@ -14,6 +14,7 @@ from penstock.cli.main import main
 from penstock.models import configured
 from tests.models.test_at_load import plain  # noqa: F401 (a fixture)
 from tests.models.test_dialects import greedy, matrices
+from tests.models.test_rounding import loss
 
 SCHEMES = ("fp8", "fp8_block", "fp8_weights", "int8", "int8_weights", "int4", "int4_zeros", "mxfp4", "mxfp8", "nvfp4")
 
@@ -54,7 +55,6 @@ def test_loss_and_rules_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_rounding_by_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """GPTQ with canary: other codes with the same scales, and products of the text's own inputs change less."""
     from penstock.quant.dialects.at_load import SCHEMES as KNOWN
-    from penstock.quant.rounding import loss
     from penstock.quant.writing import writable
     from penstock.text import Tokenizer
     from penstock.worker.calibration import Moments

@@ -63,10 +63,3 @@ def _grid(scheme: Int8 | Grouped, parts: dict[str, torch.Tensor], n: int, k: int
     scale = spread(parts["scale"].double(), size, k)
     zero = spread(parts["zero"].double(), size, k) if scheme.zeros else torch.full_like(scale, middle)
     return scale, zero, 0.0, 2.0 * middle - 1
-
-
-def loss(scheme: Scheme, matrix: torch.Tensor, parts: dict[str, torch.Tensor], moments: torch.Tensor) -> float:
-    """The mean squared change of the products, as a share of their mean square."""
-    exact = matrix.double()
-    change = scheme.decode(parts, torch.float32).double() - exact
-    return float((change @ moments.double() * change).sum() / (exact @ moments.double() * exact).sum())
