@@ -259,6 +259,18 @@ def test_a_folder_of_adapters_is_watched(tmp_path: Path) -> None:
         ServerRun(EngineOptions(), ServerOptions(lora_dir=str(tmp_path)))
 
 
+def test_ranks_in_processes_have_their_shares_of_each_adapter(tmp_path: Path) -> None:
+    requests = [None, LoRARequest("pirate", 1, str(PIRATE)), LoRARequest("telegram", 2, str(TELEGRAM))]
+    found = []
+    for count in (1, 2):
+        with LLM(**OPTIONS, tensor_parallel_size=count, max_num_seqs=4) as llm:
+            with pytest.raises(RequestError, match="ask for"):
+                answers(llm, QUESTIONS[:1], LoRARequest("broken", 1, str(made(tmp_path / f"{count}", 1, config={"r": 7}))))
+            found.append(answers(llm, QUESTIONS[:1] * 3, requests))
+            llm.engine.remove_adapter(llm.engine.add_adapter(str(PIRATE)))
+    assert found[0] == found[1] and len({json.dumps(one) for one in found[0]}) == 3
+
+
 def test_slots() -> None:
     slots = Slots(2)
     assert slots.take("") == (0, False) and slots.has_room("a")

@@ -92,7 +92,8 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
 
 Said = Beat | Loading | Answer | Stepped | Failed
 
-ANSWERS: dict[str, Any] = {"survey": Survey, "check": None, "load": LoadedFacts, "prepare": Prepared}
+ANSWERS: dict[str, Any] = {"survey": Survey, "check": None, "load": LoadedFacts, "prepare": Prepared,
+                            "add_adapter": str, "drop_adapter": None}
 """The calls that are answered, with the type of what they return."""
 STEPS: dict[str, Any] = {"launch": StepPlan, "choose": Masks}
 """The two launches of a step. A step is answered by Stepped, in order."""

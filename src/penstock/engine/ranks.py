@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.config.resolve import EngineConfig
+from penstock.core.errors import ModelError
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import Masks, StepPlan, StepResult
 from penstock.core.rank import Loaded, Prepared, Survey
@@ -115,7 +117,10 @@ class RankGroup:
             rank.look()
 
     def add_adapter(self, folder: str) -> str:
-        first, *_ = self._each(lambda rank: rank.add_adapter(folder))
+        first, *_ = found = self._each(partial(_added, folder))
+        for error in (one for one in found if isinstance(one, ModelError)):
+            raise error
+        assert isinstance(first, str)
         return first
 
     def drop_adapter(self, name: str) -> None:
@@ -186,3 +191,11 @@ class _Together:
         if self._result is None:
             self._result = self._agree([one.result() for one in self._pending])
         return self._result
+
+
+def _added(folder: str, rank: Rank) -> str | ModelError:
+    """The result or the error of `Rank.add_adapter`: every rank has to be heard."""
+    try:
+        return rank.add_adapter(folder)
+    except ModelError as error:
+        return error

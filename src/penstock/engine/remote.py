@@ -102,6 +102,12 @@ class RemoteRank:
         self._ready = True
         return found
 
+    def add_adapter(self, folder: str) -> str:
+        return str(self._ask("add_adapter", folder))
+
+    def drop_adapter(self, name: str) -> None:
+        self._ask("drop_adapter", name)
+
     def _ask(self, call: str, argument: Any = None) -> Any:
         self.tell(call, encode(argument))
         while not self._answers:

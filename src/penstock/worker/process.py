@@ -56,7 +56,8 @@ class Loop:
         self._inbox = inbox
         self._say = say
         self._read = decoder(Told)
-        self._bodies = {"check": decoder(get_type_hints(Rank.check)["config"]), "prepare": decoder(Preparing)}
+        self._bodies = {"check": decoder(get_type_hints(Rank.check)["config"]), "prepare": decoder(Preparing),
+                        "add_adapter": decoder(str), "drop_adapter": decoder(str)}
         self._plans: Callable[[bytes], StepPlan] = decoder(StepPlan)
         self._masks: Callable[[bytes], Masks] = decoder(Masks)
         self._flying: deque[Launched] = deque()
@@ -119,6 +120,12 @@ class Loop:
         layout = replace(lay_out(self._states, asked.page, 0), slabs=asked.slabs)
         stores = asked.stores
         return self.rank.prepare(layout, asked.max_model_len, None if stores is None else _opening(stores, layout))
+
+    def _add_adapter(self, folder: str) -> str:
+        return self.rank.add_adapter(folder)
+
+    def _drop_adapter(self, name: str) -> None:
+        self.rank.drop_adapter(name)
 
 
 def _opening(stores: StoresToOpen, layout: CacheLayout) -> Opening:
