@@ -83,6 +83,13 @@ def test_the_engine_room_shows_what_runs(server: Served) -> None:
         assert look["pages"]["slabs"] == facts["info"]["pages_total"] and sum(look["pages"]["groups"]) > 0
         assert look["stats"]["tiers"][0]["name"] == "device" and look["stats"]["tiers"][0]["used_bytes"]
         assert look["stats"]["generation_tokens"] > first["stats"]["generation_tokens"]
+    with server.http.stream("POST", "/v1/completions", json={"prompt": "Repeat: dog", "max_tokens": 2000, "n": 16,
+                                                             "ignore_eos": True, "stream": True, "service_tier": "flex"}):
+        until = time.monotonic() + 10
+        while not (queue := httpx.get(server.url + "/engine").json()["queue"]):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert [len(named) for named, _ in queue] == [2] and isinstance(queue[0][0][0], str) and queue[0][1] <= 8
     server.post("/v1/completions", prompt="Repeat: sun " * 20, max_tokens=4)
     time.sleep(0.3)  # a look is kept for a quarter of a second
     found = server.http.get("/engine").json()

@@ -21,6 +21,7 @@ from penstock.cache.manager import Cache
 from penstock.cache.prefix import Node
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.sequence import Sequence
+from penstock.core.service import DEFAULT
 from penstock.scheduler.scheduler import Scheduler
 
 WATCHED_SECONDS = 5.0
@@ -76,7 +77,7 @@ class View:
         waiting = list(islice(scheduler.waiting, 10 * SEQUENCES))
         return {"now": time.time(), "steps": list(self._steps),
                 "sequences": [_sequence(one) for one in (*shown, *waiting[:SEQUENCES - len(shown)])],
-                "queue": sorted(Counter(one.request.priority for one in waiting).items()),
+                "queue": sorted(Counter((one.request.tier or DEFAULT, one.request.priority) for one in waiting).items()),
                 "pages": pages(scheduler.cache, shown), "tree": tree(scheduler.cache)}
 
 

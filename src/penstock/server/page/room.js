@@ -48,7 +48,7 @@ function build(place) {
     card("KV cache by owner", "A cell is a piece of the cache: a request's in its colour, dark grey kept for later prompts, striped shared, light free.", parts.pages, parts.pagesText, parts.tiers),
     card("Life of requests", `Grey waits, dark reads the prompt, light writes the answer; the last ${SPAN} s.`, parts.life),
     card("Prefix tree", "Contexts that later prompts may begin with; deeper further right. Coloured ones are in use.", parts.tree),
-    card("Queue by class", "Waiting requests by priority; lower goes first.", parts.queue),
+    card("Queue by class", "Waiting requests by class of service, and by priority where they have one.", parts.queue),
     card("Memory plan", "How the device's memory was divided at the start.", parts.memory),
     card("Kernels", "The implementation that was chosen for each operation.", h("div", { class: "scroll" }, parts.kernels))));
   parts.steps.onmousemove = event => tell(Math.floor(event.offsetX / (parts.steps.clientWidth / HISTORY)));
@@ -206,7 +206,8 @@ function draw(look) {
   drawTree(look);
   drawLife(look);
   const waiting = look.queue.reduce((sum, [, count]) => sum + count, 0);
-  parts.queue.replaceChildren(...look.queue.map(([priority, count]) => bar(`priority ${priority}`, count / waiting, String(count))));
+  parts.queue.replaceChildren(...look.queue.map(([[service, priority], count]) =>
+    bar(priority ? `${service}, ${priority}` : service, count / waiting, String(count))));
   if (!waiting) parts.queue.textContent = "Nobody waits.";
 }
 
