@@ -152,6 +152,34 @@ def test_a_lost_rank_is_noticed(how: signal.Signals, which: int) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_a_slow_rank_changes_no_token(layout: dict[str, Any]) -> None:
+    """One that is stopped for less than the limit, again and again."""
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    with llm() as one, llm(**layout) as several:
+        wanted, done = tokens(one, long), threading.Event()
+        group = several.engine.rank
+        assert isinstance(group, RemoteGroup)
+
+        def slow() -> None:
+            for turn in range(1000):
+                rank = group.ranks[turn % 2].process.pid
+                os.kill(rank, signal.SIGSTOP)
+                time.sleep(0.3)
+                os.kill(rank, signal.SIGCONT)
+                if done.wait(0.1):
+                    return
+
+        thread = threading.Thread(target=slow)
+        thread.start()
+        try:
+            assert tokens(several, long) == wanted
+        finally:
+            done.set()
+            thread.join()
+
+
+@pytest.mark.exhaustive
 def test_an_idle_server_notices_a_lost_rank() -> None:
     with served("canary", "--tensor-parallel-size", "2", "--max-model-len", "512", "--device", "cpu") as server:
         os.kill(_ranks_of(server)[0], signal.SIGKILL)
