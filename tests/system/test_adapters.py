@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock import LLM, LoRARequest, SamplingParams
 from penstock.canary import model_folder, suite
-from penstock.config.schema import EngineOptions, ServerOptions
+from penstock.config.schema import EngineOptions, ServerOptions, Wanted
 from penstock.core.errors import ConfigError, RequestError
 from penstock.scheduler.adapters import Slots
 from penstock.server.run import ServerRun
@@ -256,7 +256,7 @@ def test_a_folder_of_adapters_is_watched(tmp_path: Path) -> None:
             shutil.copy(file, tmp_path / "second")
         until(lambda: said("second").startswith("Arr!"))
     with pytest.raises(ConfigError, match="enable_lora"):
-        ServerRun(EngineOptions(), ServerOptions(lora_dir=str(tmp_path)))
+        ServerRun([Wanted(["canary"], EngineOptions())], ServerOptions(lora_dir=str(tmp_path)))
 
 
 def test_ranks_in_processes_have_their_shares_of_each_adapter(tmp_path: Path) -> None:
