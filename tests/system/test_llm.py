@@ -301,8 +301,8 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_that_do_not_exist_or_fit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no option 'max_modellen'; similar are max_model_len"):
         make(max_modellen=5)
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 is not supported; possible is 1"):
-        make(pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"tokenizer_mode='slow' is not supported; possible is 'auto'"):
+        make(tokenizer_mode="slow")
     with pytest.raises(ConfigError, match=r"load_format is 'gguf'; possible are auto, dummy"):
         make(load_format="gguf")
     with pytest.raises(ModelError, match="there is no folder"):

@@ -203,8 +203,11 @@ class RemoteGroup(RankGroup):
     overlaps = True
 
     def __init__(self, options: bytes, places: Sequence[Place]) -> None:
-        """Starts a process at each place with the encoded options. None is left if that fails."""
-        self._context: zmq.Context[Any] = zmq.Context()
+        """Starts a process at each place with the encoded options. None is left if that fails.
+
+        All share the process's context of ZeroMQ: one of their own would wait for its sockets for ever if it was collected in a
+        cycle with them, as that of an engine that nobody has closed.
+        """
         self._folder = own_folder()
         super().__init__([], max(place.stage for place in places))
         self._closed = False
@@ -213,7 +216,7 @@ class RemoteGroup(RankGroup):
             for place in places:
                 found = replace(place, rendezvous=place.rendezvous or self._folder)
                 self.ranks.append(RemoteRank(options, found, f"rank {place.number} of {place.world}",
-                                             f"ipc://{self._folder}/rank-{place.rank}", self._context))
+                                             f"ipc://{self._folder}/rank-{place.rank}", zmq.Context.instance()))
         except BaseException:
             self.close()
             raise
@@ -256,7 +259,6 @@ class RemoteGroup(RankGroup):
         whole = all(rank.lost is None and rank.process.poll() is None for rank in self.ranks)
         with ExitStack() as closing:
             closing.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            closing.callback(self._context.destroy, 0)
             for rank in self.ranks:
                 if whole:
                     rank.end()
