@@ -296,7 +296,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"quant_method": "newest"}, "quant_method is 'newest'; possible are awq"),
+    ({"quant_method": "newest"}, "quant_method is 'newest'; possible are auto-round, auto_round, awq"),
     ({"quant_method": "gptq", "bits": 5}, "bits is 5; possible are 2, 3, 4, 8"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'; possible are 'gemm'"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; possible are 'FP8'"),

@@ -75,10 +75,11 @@ def test_a_deadline_ends_a_request_at_once(server: Served) -> None:
 def test_a_promise_that_cannot_be_kept_is_refused_and_can_be_waived(server: Served) -> None:
     with httpx.Client(base_url=server.url, headers=server.http.headers, timeout=60) as client:
         body = {"prompt": "Hi", "max_tokens": 900, "ignore_eos": True, "stream": True}
-        streams = [client.stream("POST", TEXT, json=body) for _ in range(4)]
+        ahead = {"x-penstock-class": "strict", "x-penstock-wait": "true"}
+        streams = [client.stream("POST", TEXT, json=body, headers=ahead) for _ in range(12)]
         opened = [stream.__enter__() for stream in streams]
         try:
-            time.sleep(0.5)
+            time.sleep(0.1)
             began = time.monotonic()
             refused = ask(server, {"x-penstock-class": "strict"})
             assert refused.status_code == 429 and refused.json()["error"]["code"] == "overloaded", refused.text

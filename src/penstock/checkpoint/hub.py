@@ -36,7 +36,11 @@ def resolve_folder(model: str, revision: str | None = None, *, resume: bool = Fa
     if model.startswith("hf:"):
         return _file_of_repository(model, revision, resume)
     path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        found = path.is_dir()
+    except OSError as error:
+        raise ModelError(f"there can be no folder {model[:100]!r}: {error.strerror}") from None
+    if found:
         files = sorted(path.glob("*.gguf")) if not (path / "config.json").exists() else []
         return _folder_of(files, path) if files else path
     if path.suffix == ".gguf" and path.is_file():

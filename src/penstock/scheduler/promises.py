@@ -81,7 +81,10 @@ class Promises(Priority):
             raise RequestError(f"there is no class {request.tier!r}; possible: {', '.join(filter(None, self.classes))}",
                                param="service_tier", code="invalid_value")
         alone = self._times.prompt(sequence.prompt_len) if self._times.known else 0.0
-        sequence.promise = request.arrival + min(max(service.ttft, _ALONE * alone), _PATIENCE + alone)
+        promised = _PATIENCE  # of a class that promises nothing: the order of arrival
+        if math.isfinite(service.ttft):
+            promised = min(max(service.ttft, _ALONE * alone), _PATIENCE + alone)
+        sequence.promise = request.arrival + promised
         sequence.stretched = _ALONE * alone > service.ttft
         if request.deadline:
             sequence.promise = min(sequence.promise, request.deadline)

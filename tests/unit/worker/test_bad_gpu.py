@@ -107,7 +107,8 @@ def test_plain_pytorch_serves_and_says_why(capability: tuple[int, int], triton: 
     kernels = registry.bind(facts, torch.bfloat16)
     assert {name for _, name in kernels.table()} == {"reference"}
     [note] = rank.notes(kernels, facts)
-    assert note.startswith("no CUDA graphs: plain PyTorch serves attention, build_step, experts, latent_write, rope_write")
+    assert note.startswith("no CUDA graphs: plain PyTorch serves attention, build_step, cache_write, experts, latent_write, "
+                           "lora, rope_write")
     assert reason in note
     assert rank.notes(kernels, DeviceFacts("cpu", "", 0, 1)) == []
     with pytest.raises(ConfigError, match=f"kernel 'triton' cannot serve attention: {reason}"):
