@@ -40,8 +40,7 @@ from penstock.engine.view import View
 from penstock.parallel.axis import places
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.drafting import draft_policy
-from penstock.scheduler.policy import POLICIES, Policy
-from penstock.scheduler.promises import Promises
+from penstock.scheduler.promises import policy_of
 from penstock.scheduler.scheduler import Scheduler
 
 _FLUSH_SECONDS = 5.0
@@ -60,10 +59,6 @@ def make_rank(options: EngineOptions) -> Rank:
         return RemoteGroup(msgspec.json.encode(options), list(places(first)))
     module, _, attribute = _RANK.partition(":")
     return cast(Rank, getattr(importlib.import_module(module), attribute)(options))
-
-
-def _policy(name: str, classes: dict[str, service.Service], times: StepTime, tokens: int) -> Policy:
-    return Promises(classes, times, 2 * tokens) if name == "promises" else POLICIES[name]()
 
 
 class Engine:
@@ -112,7 +107,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
             vocab_size=survey.vocab_size, step_target=config.step_target,
             max_adapters=options.max_loras if options.enable_lora else 0, stages=config.stages),
-            _policy(options.scheduling_policy, classes, times, config.max_num_batched_tokens),
+            policy_of(options.scheduling_policy, classes, times, config.max_num_batched_tokens),
             drafting=draft_policy(config.speculation) if config.speculation is not None else None, times=times)
         self.view = View(self.scheduler)
         self.executor: Executor = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)

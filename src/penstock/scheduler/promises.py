@@ -16,7 +16,7 @@ from penstock.core.errors import RequestError
 from penstock.core.sequence import Sequence
 from penstock.core.service import Service
 from penstock.core.steptime import Load, StepTime
-from penstock.scheduler.policy import Key, Priority, Standing
+from penstock.scheduler.policy import POLICIES, Key, Policy, Priority, Standing
 
 _LENIENT = 25.0
 """Tolerance between the classes of a tenant, in multiples of that between tenants: shares bind in the long run only."""
@@ -185,6 +185,11 @@ class Promises(Priority):
             return True
         one = Load(1, 1, load.read / load.segments)
         return self._times.seconds(load) <= _FULL * tightest or self._times.seconds(one) > _FULL * tightest
+
+
+def policy_of(name: str, classes: dict[str, Service], times: StepTime, tokens: int) -> Policy:
+    """The policy that the option `scheduling_policy` names; `tokens` is the most of a step."""
+    return Promises(classes, times, 2 * tokens) if name == "promises" else POLICIES[name]()
 
 
 def _least(accounts: Iterable[_Account], default: float) -> float:

@@ -24,8 +24,8 @@ from penstock.core.state import Everything, Field, StateSpec
 from penstock.core.steptime import TERMS, StepTime
 from penstock.engine.replicas import Balancer
 from penstock.scheduler.admission import Limits
-from penstock.scheduler.policy import POLICIES, Policy
-from penstock.scheduler.promises import Promises
+from penstock.scheduler.policy import Policy
+from penstock.scheduler.promises import policy_of
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step import LIMITS
 
@@ -122,7 +122,7 @@ class Replica:
         limits = Limits(cost.max_model_len, cost.max_num_seqs, cost.max_num_batched_tokens, 1 << 30, 1 << 31,
                         step_target=cost.step_target)
         times = StepTime(buckets=cost.buckets) if times is None else times
-        order = Promises(classes, times, 2 * limits.max_num_batched_tokens) if policy == "promises" else POLICIES[policy]()
+        order = policy_of(policy, classes, times, limits.max_num_batched_tokens)
         self.scheduler = kind(Cache(layout), limits, order) if kind else Scheduler(Cache(layout), limits, order, times=times)
         self._device, self._overhead, self._depth = cost.times(), cost.overhead, depth
         self._flying: deque[tuple[StepPlan, float, float]] = deque()
