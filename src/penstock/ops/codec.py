@@ -221,11 +221,14 @@ def cache_write(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, k_cache: 
     for x, coding, codes, beside, fixed in ((k, codec.key, k_cache, scales.k, codec.scales[0]),
                                             (v, codec.value, v_cache, scales.v, codec.scales[1])):
         found, numbers = coding.encode(x[kept], fixed)
-        # Byte by byte: not every device assigns FP8 by index.
-        codes.view(torch.uint8)[at, :, inside] = found.contiguous().view(torch.uint8)
+        _raw(codes)[at, :, inside] = _raw(found.contiguous())
         if beside is not None and numbers is not None:
-            (beside.view(torch.uint8) if beside.element_size() == 1 else beside)[at, :, inside] = (
-                numbers.contiguous().view(torch.uint8) if beside.element_size() == 1 else numbers)
+            _raw(beside)[at, :, inside] = _raw(numbers.contiguous())
+
+
+def _raw(x: torch.Tensor) -> torch.Tensor:
+    """Types of one byte as uint8: not every device assigns FP8 by index."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def _both(name: str, coding: Coding) -> Codec:

@@ -235,24 +235,24 @@ class CodedTriton:
 
     def _product(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
                  gate: str | None = None) -> torch.Tensor:
-        cut = self._pick(x.shape[0], weight, gate is not None)
         if weight.order is not None:
             x = x.index_select(1, weight.order)
+        # Halves that no panel divides are gated apart.
+        fused = gate if weight.n % 128 == 0 else None
         few_rows = None
         if not self._invariant and x.shape[0]:
             few_rows = launch_dots if dottable(x, weight) else launch_codes if readable(x, weight) else None
-        if few_rows is not None and (gate is None or weight.n % 128 == 0):
-            return few_rows(x, weight, bias, dtype, gate)
-        if few_rows is not None and gate is not None:
-            return activation_triton.gated(few_rows(x, weight, bias, dtype), gate)
-        codes, scales = (x, None) if weight.scaled == "none" else quantized(x, weight)
-        if cut is None and (scales is None or _scalable(weight, dtype)):
-            y = _library(codes, scales, weight, bias, dtype)
-            return y if gate is None else activation_triton.gated(y, gate)
-        cut = cut or Cut(128, 128, 1, warps=8, stages=3, swap=True, group=8)
-        if gate is not None and weight.n % 128:
-            return activation_triton.gated(launch(cut, codes, scales, weight, bias, dtype), gate)
-        return launch(cut, codes, scales, weight, bias, dtype, gate)
+        if few_rows is not None:
+            y = few_rows(x, weight, bias, dtype, fused)
+        else:
+            cut = self._pick(x.shape[0], weight, gate is not None)
+            codes, scales = (x, None) if weight.scaled == "none" else quantized(x, weight)
+            if cut is None and (scales is None or _scalable(weight, dtype)):
+                y, fused = _library(codes, scales, weight, bias, dtype), None
+            else:
+                cut = cut or Cut(128, 128, 1, warps=8, stages=3, swap=True, group=8)
+                y = launch(cut, codes, scales, weight, bias, dtype, fused)
+        return y if gate is None or fused is not None else activation_triton.gated(y, gate)
 
     def apply(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor:
