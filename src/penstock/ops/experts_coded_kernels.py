@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.coded_kernels import _beside, _columns, _scales, _unit
-from penstock.ops.experts_kernels import _leave
+from penstock.ops.experts_kernels import _leave, _matches, _ranked
 
 
 @triton.jit
@@ -126,14 +126,10 @@ def product(x, xs, codes, words, gains, table, bias, out, picks, order, starts, 
               gated, activation, alpha, limit, shift, inward)
     else:
         expert = tl.program_id(1)
-        number = tl.arange(0, block)
-        match = tl.load(picks + number, mask=number < total, other=-1) == expert
-        rank = tl.cumsum(match.to(tl.int32), 0)
-        mine = tl.sum(match.to(tl.int32), 0)
+        match, rank, mine = _matches(picks, expert, total, block)
         for first in range(0, mine, tall):
             slot = first + tl.arange(0, tall)
-            hit = match[None, :] & (rank[None, :] == slot[:, None] + 1)
-            pick = tl.sum(tl.where(hit, number[None, :], 0), 1)
+            pick = _ranked(match, rank, slot, block)
             _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, pick, pick, slot < mine, column, n, k, stride,
                   rows, padded, spread, count, tall, wide, unit, units, swap, even, kind, form, half, parts, scaled, four,
                   stages, fast, gated, activation, alpha, limit, shift, inward)

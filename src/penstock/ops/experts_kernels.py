@@ -291,6 +291,21 @@ def _tile(x, weight, where, bias, out, scales, expert, places, pick, within, col
     _leave(total, other, bias, out, base, n, rn, to, within, scale, swap, gated, kind, alpha, limit, shift, inward)
 
 
+@triton.jit
+def _matches(picks, expert, total, block: tl.constexpr):
+    """(which of the first `block` picks are of an expert, how many up to each, how many in all)"""
+    number = tl.arange(0, block)
+    match = tl.load(picks + number, mask=number < total, other=-1) == expert
+    return match, tl.cumsum(match.to(tl.int32), 0), tl.sum(match.to(tl.int32), 0)
+
+
+@triton.jit
+def _ranked(match, rank, slot, block: tl.constexpr):
+    """The picks at the places `slot` among those of an expert."""
+    hit = match[None, :] & (rank[None, :] == slot[:, None] + 1)
+    return tl.sum(tl.where(hit, tl.arange(0, block)[None, :], 0), 1)
+
+
 @triton.jit(do_not_specialize=("total",))
 def direct(x, weight, where, bias, out, picks, scales, total, n, k, stride, count: tl.constexpr, block: tl.constexpr,
            tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr,
@@ -304,14 +319,10 @@ def direct(x, weight, where, bias, out, picks, scales, total, n, k, stride, coun
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.program_id(1)
-    number = tl.arange(0, block)
-    match = tl.load(picks + number, mask=number < total, other=-1) == expert
-    rank = tl.cumsum(match.to(tl.int32), 0)
-    mine = tl.sum(match.to(tl.int32), 0)
+    match, rank, mine = _matches(picks, expert, total, block)
     for first in range(0, mine, tall):
         slot = first + tl.arange(0, tall)
-        hit = match[None, :] & (rank[None, :] == slot[:, None] + 1)
-        pick = tl.sum(tl.where(hit, number[None, :], 0), 1)
+        pick = _ranked(match, rank, slot, block)
         _tile(x, weight, where, bias, out, scales, expert, pick, pick, slot < mine, tl.program_id(0), n, k, stride, count, tall,
               wide, deep, even, swap, gated, kind, alpha, limit, shift, inward)
 
