@@ -22,8 +22,8 @@ from penstock.server.state import State
 
 
 class ModelName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    model: str
-    """A served name."""
+    name: str = msgspec.field(name="model")
+    """A served name. The attribute is not called `model`, by which a body's reader chooses and loads one."""
 
 
 class NewWeights(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -59,18 +59,12 @@ class ModelRoutes:
         return json_response({"object": "list", "data": self.state.fleet.describe()})
 
     async def load(self, request: Request) -> Response:
-        """Loads a model, which the body's reader has done already where there are several."""
-        slot = self.state.fleet.named((await self.bodies.read(request, ModelName)).model)
-        await self.state.fleet.load(slot)
+        await self.state.fleet.load(self.state.fleet.named((await self.bodies.read(request, ModelName)).name))
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        body = await request.body()
-        try:
-            name = msgspec.json.decode(body, type=ModelName).model
-        except msgspec.MsgspecError as error:
-            raise RequestError(f"the body must be {{\"model\": NAME}}: {error}", code="invalid_value") from None
-        await self._leave(self.state.fleet.named(name), "unloaded" if self.state.fleet.several else "sleeping")
+        slot = self.state.fleet.named((await self.bodies.read(request, ModelName)).name)
+        await self._leave(slot, "unloaded" if self.state.fleet.several else "sleeping")
         return json_response({"success": True})
 
     async def sleep(self, request: Request) -> Response:
