@@ -45,6 +45,14 @@ def test_rows_that_are_no_whole_units_are_a_mistake() -> None:
         Parameter("a.weight", (25, 8), PLAIN, (Piece("a.q", 25, 10),), split=Split.ROWS).share(0, 2)
 
 
+class WholeStep(Base):
+    """A step whose tokens are all wanted."""
+
+    def narrow(self, x: torch.Tensor, ends: torch.Tensor | None) -> tuple[torch.Tensor, Base]:
+        assert ends is None
+        return x, self
+
+
 def test_two_ranks_add_up_to_the_whole() -> None:
     """Each computes with its share of a feed-forward layer; the collective is the sum, in one process."""
     spec = MLPSpec(24, 40, "silu", bias=True)
@@ -76,10 +84,11 @@ def test_two_ranks_add_up_to_the_whole() -> None:
         sent.append(out)
         return out
 
-    built(held(1), send)(x, BASE)  # type: ignore[arg-type]
-    result = built(held(0), lambda out: out + sent[0])(x, BASE)  # type: ignore[arg-type]
+    step = WholeStep()
+    built(held(1), send)(x, step)  # type: ignore[arg-type]
+    result = built(held(0), lambda out: out + sent[0])(x, step)  # type: ignore[arg-type]
     assert len(sent) == 1, "only the projection whose inputs are divided is summed"
-    torch.testing.assert_close(result, built(whole)(x, BASE), atol=1e-5, rtol=0)  # type: ignore[arg-type]
+    torch.testing.assert_close(result, built(whole)(x, step), atol=1e-5, rtol=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in ADAPTED], ids=lambda c: c.name)

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 from penstock.config.options import place
 from penstock.config.schema import EngineOptions
 from penstock.core.plan import Masks, StepPlan, StepResult
@@ -16,8 +18,27 @@ from penstock.engine.ranks import RankGroup
 from penstock.parallel.axis import Place, places
 from penstock.parallel.group import Shared, Threads
 from penstock.parallel.mesh import Mesh
-from penstock.parallel.pipe import ThreadPipe
 from penstock.worker.rank import Rank
+
+
+class ThreadPipe:
+    """Stages in threads of one process (`parallel/pipe.py::Pipe`)."""
+
+    def __init__(self, place: Place, queues: dict[tuple[int, int], SimpleQueue[torch.Tensor]]) -> None:
+        """`queues`: by receiving stage and the rank within it; those to the first stage carry tokens."""
+        self._place, self._queues = place, queues
+
+    def send(self, x: torch.Tensor) -> None:
+        self._queues[self._place.stage + 1, self._place.tensor].put(x.clone())
+
+    def receive(self, out: torch.Tensor) -> None:
+        out.copy_(self._queues[self._place.stage, self._place.tensor].get(timeout=120))
+
+    def send_back(self, tokens: torch.Tensor) -> None:
+        self._queues[0, self._place.tensor].put(tokens.clone())
+
+    def receive_back(self, out: torch.Tensor) -> None:
+        out.copy_(self._queues[0, self._place.tensor].get(timeout=120))
 
 
 class ThreadRank(Rank):

@@ -43,10 +43,6 @@ class Base:
 
     delta: Delta | None = None
 
-    def narrow(self, x: torch.Tensor, ends: torch.Tensor | None) -> tuple[torch.Tensor, Base]:
-        """As `Step.narrow`."""
-        return x if ends is None else x.index_select(0, ends), self
-
 
 BASE = Base()
 

@@ -6,7 +6,6 @@ Both sides know from the plan how much comes, and in which order.
 from __future__ import annotations
 
 from collections import deque
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -81,23 +80,3 @@ class ProcessPipe:
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     """gloo does not know every type."""
     return x.view(-1).view(torch.uint8)
-
-
-class ThreadPipe:
-    """Stages in threads of one process, for tests."""
-
-    def __init__(self, place: Place, queues: dict[tuple[int, int], SimpleQueue[torch.Tensor]]) -> None:
-        """`queues`: by receiving stage and the rank within it; those to the first stage carry tokens."""
-        self._place, self._queues = place, queues
-
-    def send(self, x: torch.Tensor) -> None:
-        self._queues[self._place.stage + 1, self._place.tensor].put(x.clone())
-
-    def receive(self, out: torch.Tensor) -> None:
-        out.copy_(self._queues[self._place.stage, self._place.tensor].get(timeout=120))
-
-    def send_back(self, tokens: torch.Tensor) -> None:
-        self._queues[0, self._place.tensor].put(tokens.clone())
-
-    def receive_back(self, out: torch.Tensor) -> None:
-        out.copy_(self._queues[0, self._place.tensor].get(timeout=120))
