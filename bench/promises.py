@@ -21,6 +21,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from data import data_folder
 from penstock.cache.manager import Cache
 from penstock.cli.bench.drawing import COLOURS, Box, Line, legend, panel, picture, rounded
 from penstock.cli.bench.workload import Lengths, read_trace
@@ -34,7 +35,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step import InFlight
 
 RESULTS = Path(__file__).parent / "results"
-TRACES = Path("/work/shared/data/traces")
+TRACES = data_folder() / "traces"
 CLASSES = {"interactive": 0.5, "standard": 0.3, "batch": 0.2}
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import platform
 import sys
 import time
@@ -19,7 +18,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
-DATA = Path(os.environ.get("PENSTOCK_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+from data import data_folder
+
+DATA = data_folder()
 
 
 class Matcher(Protocol):
