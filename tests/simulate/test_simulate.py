@@ -129,7 +129,7 @@ class Run:
         self.requests[request.id] = request
 
     def dress(self, request: Request) -> Request:
-        """What else a request has."""
+        """Options that some requests have besides their tokens."""
         return request
 
     def abort(self) -> None:

@@ -26,6 +26,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.ranks import RankGroup
 from penstock.worker.rank import Rank
 from tests.data import MODELS, need
+from tests.system.random_models import saved_random
 from tests.system.ranks import Threaded
 from tests.system.routes import AXES, Route, covering, every, made, named, possible
 
@@ -53,12 +54,7 @@ def alternating(tmp_path_factory: pytest.TempPathFactory) -> Path:
                                        layer_types=["sliding_attention", "full_attention"] * 2)
     torch.manual_seed(3)
     model = transformers.Gemma2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.25)
-    folder = tmp_path_factory.mktemp("alternating")
-    model.save_pretrained(folder)
-    return folder
+    return saved_random(model, tmp_path_factory.mktemp("alternating"), 0.25)
 
 
 @pytest.fixture(scope="session")
@@ -72,12 +68,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0, norm_topk_prob=True)
     torch.manual_seed(4)
     model = transformers.Qwen3MoeForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.25)
-    folder = tmp_path_factory.mktemp("mixture")
-    model.save_pretrained(folder)
-    return folder
+    return saved_random(model, tmp_path_factory.mktemp("mixture"), 0.25)
 
 
 @cache

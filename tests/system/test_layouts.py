@@ -24,6 +24,7 @@ from penstock.layers.experts import Experts, ExpertsSpec
 from penstock.models.registry import describe
 from penstock.parallel.placement import Held
 from tests.models.families import CASES, Case, make
+from tests.system.random_models import saved_random
 from tests.system.ranks import Threaded
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -211,12 +212,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
         vocab_size=160, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.1)
-    folder = tmp_path_factory.mktemp("blocks")
-    model.save_pretrained(folder)
-    return folder
+    return saved_random(model, tmp_path_factory.mktemp("blocks"), 0.1)
 
 
 STORED = [{"quantization": name} for name in ("fp8_block", "int4", "int4_zeros", "q8_0", "nvfp4")] + [

@@ -1,4 +1,4 @@
-"""The model of step time: fitted online from finished steps, read by the pace, admission, the cache's tiers and the simulator.
+"""The model of step time: fitted online from finished steps, read by the pace, admission and the simulator.
 
 A step's seconds are a sum of non-negative terms: a constant, one for each segment, a piecewise linear function of the tokens (a
 step is bound by the reading of weights first, by compute later), the entries that single tokens read, and the work of prefill

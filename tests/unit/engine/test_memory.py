@@ -28,7 +28,7 @@ def work(number):
     blocks = [malloc(100_000) for _ in range(40)]
     for block in blocks:
         ctypes.memset(block, 1, 100_000)
-    # What stays at the end of a thread's memory keeps all before it.
+    # A block that stays at the end of a thread's memory keeps all memory before it.
     malloc(3000)
     for block in blocks:
         free(block)

@@ -19,8 +19,8 @@ VOCABULARY = [bytes([byte]) for byte in range(256)] + [b"<end>", *(str(n).encode
 
 
 def allowed(text: list[bytes], *candidates: bytes) -> list[bool]:
-    """Which of the candidates may follow the tokens of a text outside of strings, if the grammar allows every token of a
-    number."""
+    """For each candidate, whether it may follow the tokens of a text outside of strings, if the grammar allows every token of
+    a number."""
     bits = np.zeros(-(-len(VOCABULARY) // 32) * 32, np.uint8)
     bits[[at for at, token in enumerate(VOCABULARY) if token.strip(b"0123456789.eE+-,}: ") == b""]] = 1
     line = np.packbits(bits, bitorder="little").view(np.int32)
