@@ -143,7 +143,9 @@ class Replicas:
         self._processes = [self._made(i, on_loading if i == 0 else None) for i in range(len(options))]
 
     def _made(self, replica: int, on_loading: Callable[[int, int], None] | None = None) -> EngineProcess:
-        options = dataclasses.replace(self._options[replica], data_parallel_rendezvous=self._folder)
+        # Replicas that do not step together must not meet: the ranks of each then choose a folder of their own.
+        options = dataclasses.replace(self._options[replica],
+                                      data_parallel_rendezvous=self._folder if self._together else "")
         return EngineProcess(options, on_outputs=partial(self._take, replica), on_refused=self._refuse,
                              on_death=partial(self._die, replica), on_loading=on_loading, engine=self._engine)
 
