@@ -85,14 +85,14 @@ def test_what_may_be_asked_for() -> None:
 def test_bodies_that_arrive_are_counted_together() -> None:
     limits = Limits(ServerOptions(max_body_bytes=200_000, max_receiving_bytes=300_000))
     with limits.receiving() as one, limits.receiving() as two:
-        one.add(200_000)
+        one(200_000)
         with pytest.raises(RequestError, match="--max-body-bytes"):
-            one.add(1)
-        two.add(90_000)
+            one(1)
+        two(90_000)
         with pytest.raises(RequestError, match="--max-receiving-bytes") as refused:
-            two.add(30_000)
+            two(30_000)
         assert refused.value.status == 503
         # A short body is always taken.
         with limits.receiving() as three:
-            three.add(1000)
+            three(1000)
     assert limits.body_bytes == 0

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from penstock.dialects.description import HARMONY
-from penstock.dialects.forms import Sink
 from penstock.dialects.reader import MalformedError, Reader, Wait
+
+if TYPE_CHECKING:
+    from penstock.dialects.parser import Parser
 
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-class Machine(Sink, Protocol):
-    """The part of the parser's interface that channels use."""
-
-    reader: Reader
-    malformed: bool
-
-    def structure(self) -> None: ...
-    def content(self, text: str) -> None: ...
-    def think(self, text: str) -> None: ...
-    def close(self) -> None: ...
-    def fail(self) -> None: ...
-
-
-def channels(machine: Machine) -> Wait:
+def channels(machine: Parser) -> Wait:
     """Parses an answer that starts after `<|start|>assistant` or at its channel."""
     reader = machine.reader
     header = yield from reader.take(("<|start|>", "<|channel|>"))
@@ -54,7 +43,7 @@ def _is_header(reader: Reader) -> Generator[None, None, bool]:
     return (yield from reader.begins((" to=", "to="))) is not None
 
 
-def _body(machine: Machine, header: str) -> Generator[None, None, str | None]:
+def _body(machine: Parser, header: str) -> Generator[None, None, str | None]:
     """Parses one message's body. Returns the marker that ended it."""
     reader = machine.reader
     channel = header.rpartition("<|channel|>")[2].split()[:1] if "<|channel|>" in header else ["final"]
@@ -66,7 +55,7 @@ def _body(machine: Machine, header: str) -> Generator[None, None, str | None]:
     return marker
 
 
-def _call(machine: Machine, name: str) -> Generator[None, None, str | None]:
+def _call(machine: Parser, name: str) -> Generator[None, None, str | None]:
     reader = machine.reader
     reader.cut()
     try:

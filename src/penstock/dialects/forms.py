@@ -119,17 +119,14 @@ class _Object:
         elif key == "function" and char == "{":
             yield from self._fields()
         else:
-            said: list[str] = []
-            yield from reader.value(said.append)
-            if key == "id" and said[0] == '"':
-                self.id = json.loads("".join(said))
+            said = yield from reader.text_of(reader.value)
+            if key == "id" and said.startswith('"'):
+                self.id = json.loads(said)
 
     def _text(self) -> Generator[None, None, str]:
         if (yield from self.reader.peek()) not in ('"', "'"):
             raise MalformedError("no string")
-        said: list[str] = []
-        yield from self.reader.string(said.append)
-        return str(json.loads("".join(said)))
+        return str(json.loads((yield from self.reader.text_of(self.reader.string))))
 
     def _begin(self) -> None:
         self.begun = True
@@ -139,22 +136,18 @@ class _Object:
         reader = self.reader
         if self.begun or self.early is not None:
             raise MalformedError("arguments twice")
-        if (yield from reader.peek()) == "{":
-            if self.name:
-                self._begin()
-                yield from reader.value(self.sink.arguments)
-                return
-            said: list[str] = []
-            yield from reader.value(said.append)
-            self.early = "".join(said)
+        is_object = (yield from reader.peek()) == "{"
+        if is_object and self.name:
+            self._begin()
+            yield from reader.value(self.sink.arguments)
             return
-        # Some models write the arguments as a string of JSON, or as null if there are none.
-        said = []
-        yield from reader.value(said.append)
-        value = json.loads("".join(said))
-        found = "{}" if value in (None, "") else read_value(value) if isinstance(value, str) else None
-        if found is None or not found.startswith("{"):
-            raise MalformedError("the arguments are no object")
+        found: str | None = yield from reader.text_of(reader.value)
+        if not is_object:
+            # Some models write the arguments as a string of JSON, or as null if there are none.
+            value = json.loads(found or "")
+            found = "{}" if value in (None, "") else read_value(value) if isinstance(value, str) else None
+            if found is None or not found.startswith("{"):
+                raise MalformedError("the arguments are no object")
         self.early = found
 
 

@@ -98,6 +98,12 @@ class Reader:
         else:
             yield from self._word(emit, quote)
 
+    def text_of(self, part: Callable[[Emit], Wait]) -> Generator[None, None, str]:
+        """Returns all that parsing a part (`value`, `string`) emits."""
+        said: list[str] = []
+        yield from part(said.append)
+        return "".join(said)
+
     def _container(self, emit: Emit, quote: str, depth: int) -> Wait:
         opening = self.text[self.at]
         closing, is_object = {"{": "}", "[": "]", "(": ")"}[opening], opening == "{"

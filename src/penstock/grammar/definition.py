@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import threading
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -32,12 +30,8 @@ MAX_CHARACTERS = 1_000_000
 """Maximum length of a regex, of a grammar, and of all choices together."""
 MAX_CHOICES = 10_000
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-_CACHED = 256
 _TRIES = 200
 """Maximum number of subschemas that are compiled to find the invalid one."""
-
-_cache: OrderedDict[bytes, str] = OrderedDict()
-_lock = threading.Lock()
 
 
 def limits() -> LLParserLimits:
@@ -51,20 +45,13 @@ def limits() -> LLParserLimits:
 def define(params: StructuredOutputsParams) -> str:
     """Returns the grammar that `params` asks for, as text for `LLMatcher`. Raises RequestError that names the invalid field
     and, for schemas, the JSON pointer. Caches the last 256 results."""
-    key = msgspec.json.encode(params)
-    with _lock:
-        if key in _cache:
-            _cache.move_to_end(key)
-            return _cache[key]
-    found = _define(params)
-    with _lock:
-        _cache[key] = found
-        while len(_cache) > _CACHED:
-            _cache.popitem(last=False)
-    return found
+    return _defined(msgspec.json.encode(params))
 
 
-def _define(params: StructuredOutputsParams) -> str:
+@functools.lru_cache(256)
+def _defined(encoded: bytes) -> str:
+    # The types of the fields are checked below, with messages that name them.
+    params = StructuredOutputsParams(**msgspec.json.decode(encoded))
     asked = [kind for kind in _KINDS if getattr(params, kind) is not None and (kind != "json_object" or params.json_object)]
     if len(asked) != 1:
         raise RequestError(f"structured_outputs must have exactly one of {', '.join(_KINDS)}; it has "

@@ -1,13 +1,6 @@
-"""JSON Schema keywords by treatment: enforced, rewritten, ignored as annotations, or refused with a reason."""
+"""JSON Schema keywords that are ignored as annotations, refused with a reason, or have subschemas."""
 
 from __future__ import annotations
-
-ENFORCED = frozenset({
-    "type", "enum", "const", "properties", "required", "additionalProperties", "patternProperties", "minProperties",
-    "maxProperties", "items", "prefixItems", "additionalItems", "minItems", "maxItems", "minLength", "maxLength", "pattern",
-    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "anyOf", "allOf", "$ref",
-})
-"""Keywords that llguidance enforces."""
 
 ANNOTATIONS = frozenset({
     "title", "description", "default", "examples", "example", "$comment", "$schema", "$id", "id", "$anchor", "$defs",

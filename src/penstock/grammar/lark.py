@@ -24,8 +24,6 @@ def with_schemas(text: str, change: Callable[[Any], Any]) -> str:
     out, at = [], 0
     for kind, begin, end in spans(text):
         if kind == "json":
-            while end < len(text) and text[end].isspace():
-                end += 1
             schema, behind = _decode(text, end)
             out += [text[at:begin], "%json ", json.dumps(change(schema))]
             at = behind
@@ -33,8 +31,9 @@ def with_schemas(text: str, change: Callable[[Any], Any]) -> str:
 
 
 def _decode(text: str, at: int) -> tuple[Any, int]:
+    """Returns (the value at `at`, perhaps behind white space, and its end)."""
     try:
-        return json.JSONDecoder().raw_decode(text, at)
+        return json.JSONDecoder().raw_decode(text, at + len(text[at:]) - len(text[at:].lstrip()))
     except ValueError as error:
         raise RequestError(f"the schema behind %json is not JSON: {error}") from None
 
@@ -51,8 +50,6 @@ def spans(text: str) -> Iterator[tuple[str, int, int]]:
         yield kind, found.start(), found.end()
         at = found.end()
         if kind == "json":
-            while at < len(text) and text[at].isspace():
-                at += 1
             at = _decode(text, at)[1]
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from collections.abc import Sequence as List
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.core.errors import RequestError
@@ -96,7 +95,6 @@ class _Writer:
         self.rules: list[str] = []
         self._special = special
         self._split = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
-        self._count = 0
 
     def write(self, node: Node) -> str:
         if isinstance(node, Literal):
@@ -111,7 +109,7 @@ class _Writer:
             # The schema is checked as the user gave it, so that errors point into it.
             return self._rule(f'"\\"" %lark {{\n{quoted(lark_text(node.grammar))}\n}} "\\""')
         if isinstance(node, Until):
-            return self._without((node.stop,))
+            return self._free_of({node.stop} - self._special.keys())
         if isinstance(node, Text):
             raise AssertionError("a Literal that begins with its stop must follow a Text")
         if isinstance(node, Sequence):
@@ -122,17 +120,13 @@ class _Writer:
             return self._repeat(node)
         return self._triggered(node)
 
-    def _rule(self, body: str, attributes: str = "") -> str:
-        name = f"r{self._count}"
-        self._count += 1
+    def _rule(self, body: str, attributes: str = "", letter: str = "r") -> str:
+        name = f"{letter}{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
         return name
 
     def _terminal(self, body: str) -> str:
-        name = f"T{self._count}"
-        self._count += 1
-        self.rules.append(f"{name}: {body}")
-        return name
+        return self._rule(body, letter="T")
 
     def _literal(self, text: str) -> str:
         parts: list[str] = []
@@ -142,12 +136,7 @@ class _Writer:
             at = found.end()
         return " ".join(part for part in (*parts, _quoted(text[at:])) if part) or '""'
 
-    def _without(self, stops: tuple[str, ...]) -> str:
-        """Returns a rule for text in which none of `stops` occurs. Special tokens are not text."""
-        plain = [stop for stop in stops if stop not in self._special]
-        return self._free_of(plain)
-
-    def _free_of(self, plain: List[str], unlike: List[str] = ()) -> str:
+    def _free_of(self, plain: Iterable[str], unlike: Iterable[str] = ()) -> str:
         """Returns a rule for text in which none of `plain` occurs, spelled out, and none of the regexes `unlike` matches (^:
         at its start)."""
         never = [*(_ANY + _escaped(stop) for stop in plain),
@@ -188,7 +177,7 @@ class _Writer:
             return self._ending(node)
         tags = [self._rule(f"{self._upto(trigger)} {self.write(body)}") for trigger, body in node.tags]
         calls = self._rule(" | ".join(tags))
-        tail = self._without(tuple(trigger for trigger, _ in node.tags))
+        tail = self._free_of(trigger for trigger, _ in node.tags if trigger not in self._special)
         return self._rule(f"{_times(calls, node.least, node.most)} {tail}")
 
     def _ending(self, node: Triggered) -> str:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from penstock.observe.log import LOG
 from penstock.server.errors import ExplainField, explain
 from penstock.server.ignored import note_ignored
-from penstock.server.limits import Receiving, too_large
+from penstock.server.limits import too_large
 from penstock.server.state import State
 
 Body = TypeVar("Body")
@@ -50,8 +50,8 @@ class BodyReader:
         """The body as `kind`, or as the type that `kind` names for the fields that the body has; its length is then in the
         scope as `body_bytes`. The model that it names is chosen and loaded. RequestError 400, 408, 413, 415 or 503 naming the
         fault; ClientDisconnect if the client went away."""
-        with self._limits.receiving() as account:
-            data = await self._bytes(request, account)
+        with self._limits.receiving() as count:
+            data = await self._bytes(request, count)
         request.scope["body_bytes"] = len(data)
         work = self._fleet.current.llm.work
         body = await work.run(len(data) // _BYTES_A_CHARACTER, lambda: self._decode(request, kind, data))
@@ -117,14 +117,14 @@ class BodyReader:
                 self._warned.add(name)
                 LOG.warning("requests have the unknown field %r, which is ignored (--unknown-fields warn)", name[:100])
 
-    async def _bytes(self, request: Request, account: Receiving) -> bytes:
+    async def _bytes(self, request: Request, count: Callable[[int], None]) -> bytes:
         declared = request.headers.get("content-length", "")
         most = self._limits.max_body_bytes
         if declared.isdigit() and int(declared) > most:
             raise too_large(f"{int(declared):,} bytes", most)
         chunks: list[bytes] = []
         async for chunk in request.stream():
-            account.add(len(chunk))
+            count(len(chunk))
             chunks.append(chunk)
         return b"".join(chunks)
 

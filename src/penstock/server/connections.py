@@ -47,9 +47,6 @@ PROBE_SECONDS = 2.0
 LOG_SECONDS = 10.0
 """The least time between two log lines about refused connections."""
 
-Deadline = tuple[str, float]
-"""A phase of a connection, and how many seconds it may last."""
-
 
 @dataclass
 class Counts:

@@ -7,7 +7,7 @@ cost is in `connections.py`. An endpoint inherits all of this: `BodyReader` chec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from penstock.config.schema import ServerOptions
@@ -52,13 +52,25 @@ class Limits:
                                "in one request", code="request_too_large", status=413)
 
     @contextlib.contextmanager
-    def receiving(self) -> Iterator[Receiving]:
-        """Accounts for a body while it arrives."""
-        account = Receiving(self)
+    def receiving(self) -> Iterator[Callable[[int], None]]:
+        """Accounts for a body while it arrives: gives a function that counts more received bytes, and raises RequestError 413
+        if the body is too large, 503 if all bodies together are."""
+        size = 0
+
+        def add(count: int) -> None:
+            nonlocal size
+            size += count
+            self.body_bytes += count
+            if size > self.options.max_body_bytes:
+                raise too_large("more", self.options.max_body_bytes)
+            if self.body_bytes > self.options.max_receiving_bytes and size > _PIECE:
+                raise RequestError(f"bodies of {self.options.max_receiving_bytes:,} bytes are being received, which is the "
+                                   "most (--max-receiving-bytes); try again in a moment", code="overloaded", status=503)
+
         try:
-            yield account
+            yield add
         finally:
-            self.body_bytes -= account.size
+            self.body_bytes -= size
 
     # -- what it asks for
 
@@ -95,25 +107,6 @@ class Limits:
             raise RequestError(f"your prompts in flight have {in_flight:,} tokens, and this request {tokens:,}; at most "
                                f"{most:,} are possible together (--max-tenant-tokens); try again when some have ended",
                                code="rate_limit_exceeded", status=429)
-
-
-class Receiving:
-    """The account of one body that is arriving."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self.size = 0
-
-    def add(self, count: int) -> None:
-        """Counts `count` more received bytes. RequestError 413 if the body is too large, 503 if all bodies together are."""
-        self.size += count
-        self._limits.body_bytes += count
-        options = self._limits.options
-        if self.size > options.max_body_bytes:
-            raise too_large("more", options.max_body_bytes)
-        if self._limits.body_bytes > options.max_receiving_bytes and self.size > _PIECE:
-            raise RequestError(f"bodies of {options.max_receiving_bytes:,} bytes are being received, which is the most "
-                               "(--max-receiving-bytes); try again in a moment", code="overloaded", status=503)
 
 
 def too_large(size: str, most: int) -> RequestError:

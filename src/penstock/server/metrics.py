@@ -5,7 +5,7 @@ The registry belongs to one app. Everything is collected when scraped; nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -71,7 +71,6 @@ class EngineCollector(Collector):
         yield from self._gauges()
         yield from self._states()
         yield from self._counters()
-        yield from self._experts()
         yield from self._tiers()
         yield from self._histograms()
         yield from self._connections()
@@ -98,32 +97,19 @@ class EngineCollector(Collector):
         """Gauges with a label of their own."""
         stats = self.llm.stats
         waits = {"capacity": stats.waiting, "deferred": stats.grammars_waiting}
-        for name, doc, label, values in (
-            ("vllm:num_requests_waiting_by_reason", "Waiting requests: for capacity, or for their grammar.", "reason", waits),
-            ("vllm:engine_sleep_state", "Whether the engine sleeps; this one never does.", "sleep_state",
-             {"awake": 1, "weights_offloaded": 0, "discard_all": 0}),
-        ):
-            gauge = GaugeMetricFamily(name, doc, labels=(*LABELS, label))
-            for value, count in values.items():
-                gauge.add_metric((*self.values, value), count)
-            yield gauge
-        terms = GaugeMetricFamily("penstock:step_time_seconds", "The model of step time: seconds by term.",
-                                  labels=(*LABELS, "term"))
-        for term, seconds in zip(TERMS, stats.step_time, strict=False):
-            terms.add_metric((*self.values, term), seconds)
-        yield terms
+        yield self._by(GaugeMetricFamily, "vllm:num_requests_waiting_by_reason",
+                       "Waiting requests: for capacity, or for their grammar.", "reason", waits.items())
+        yield self._by(GaugeMetricFamily, "vllm:engine_sleep_state", "Whether the engine sleeps; this one never does.",
+                       "sleep_state", (("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)))
+        yield self._by(GaugeMetricFamily, "penstock:step_time_seconds", "The model of step time: seconds by term.", "term",
+                       zip(TERMS, stats.step_time, strict=False))
+        uneven = [max(picks) * len(picks) / max(1, sum(picks)) for picks in stats.expert_picks]
+        yield self._by(GaugeMetricFamily, "penstock:expert_imbalance",
+                       "Picks of a layer's most picked expert over the mean: 1 is even.", "layer", enumerate(uneven))
         lora = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that run and wait.",
                                  labels=("model_name", "max_lora", "waiting_lora_adapters", "running_lora_adapters"))
         lora.add_metric((self.values[0], "0", "", ""), 0)
         yield lora
-
-    def _experts(self) -> Iterator[Metric]:
-        """The imbalance of the experts' picks by layer: 1 is even."""
-        family = GaugeMetricFamily("penstock:expert_imbalance", "Picks of a layer's most picked expert over the mean.",
-                                   labels=(*LABELS, "layer"))
-        for layer, picks in enumerate(self.llm.stats.expert_picks):
-            family.add_metric((*self.values, str(layer)), max(picks) * len(picks) / max(1, sum(picks)))
-        yield family
 
     def _counters(self) -> Iterator[Metric]:
         stats, figures = self.llm.stats, self.llm.figures
@@ -137,8 +123,6 @@ class EngineCollector(Collector):
             ("vllm:external_prefix_cache_hits", "Prompt tokens found in host, disk and remote tiers.", self._further),
             ("penstock:prefix_cache_misses", "Prompt tokens not found in the prefix cache.",
              stats.prompt_tokens - stats.cached_tokens),
-            ("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were checked.", stats.drafted_tokens),
-            ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", stats.accepted_tokens),
             ("vllm:corrupted_requests", "Sequences that failed for logits that are not finite.", figures.finished["error"]),
             ("penstock:requests_aborted", "Sequences aborted by a client or ended by a stop string.",
              figures.finished["abort"]),
@@ -155,50 +139,31 @@ class EngineCollector(Collector):
             *((f"penstock:{name}", doc, getattr(stats, field)) for name, field, doc in GRAMMAR_COUNTERS),
         ):
             yield self._one(CounterMetricFamily(name, doc, labels=LABELS), value)
-        places = CounterMetricFamily("vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were kept, by place.",
-                                     labels=(*LABELS, "position"))
-        for place, count in enumerate(stats.accepted_by_place):
-            places.add_metric((*self.values, str(place)), count)
-        yield places
-        picked = CounterMetricFamily("penstock:expert_picks", "How often tokens were sent to each expert, of all layers.",
-                                     labels=(*LABELS, "expert"))
-        for expert, count in enumerate(map(sum, zip(*stats.expert_picks, strict=True))):
-            picked.add_metric((*self.values, str(expert)), count)
-        yield picked
-        success = CounterMetricFamily("vllm:request_success", "Finished sequences by why they ended.",
-                                      labels=(*LABELS, "finished_reason"))
-        for reason, count in figures.finished.items():
-            success.add_metric((*self.values, reason), count)
-        yield success
+        yield self._by(CounterMetricFamily, "vllm:spec_decode_num_accepted_tokens_per_pos",
+                       "Drafted tokens that were kept, by place.", "position", enumerate(stats.accepted_by_place))
+        picked = map(sum, zip(*stats.expert_picks, strict=True))
+        yield self._by(CounterMetricFamily, "penstock:expert_picks", "How often tokens were sent to an expert, of all layers.",
+                       "expert", enumerate(picked))
+        yield self._by(CounterMetricFamily, "vllm:request_success", "Finished sequences by why they ended.",
+                       "finished_reason", figures.finished.items())
 
     def _connections(self) -> Iterator[Metric]:
         for name, count in asdict(self.connections()).items():
             yield self._one(CounterMetricFamily(f"penstock:connections_{name}", CONNECTIONS[name], labels=LABELS), count)
 
     def _tiers(self) -> Iterator[Metric]:
-        stats, labels = self.llm.stats, (*LABELS, "tier")
-        for field, doc in TIER_GAUGES:
-            gauge = GaugeMetricFamily(f"penstock:cache_{field}", doc, labels=labels)
-            for tier in stats.tiers:
-                gauge.add_metric((*self.values, tier.name), getattr(tier, field))
-            yield gauge
-        for field, doc in TIER_COUNTERS:
-            counter = CounterMetricFamily(f"penstock:cache_{field}", doc, labels=labels)
-            for tier in stats.tiers:
-                counter.add_metric((*self.values, tier.name), getattr(tier, field))
-            yield counter
+        stats = self.llm.stats
+        for kind, fields in ((GaugeMetricFamily, TIER_GAUGES), (CounterMetricFamily, TIER_COUNTERS)):
+            for field, doc in fields:
+                yield self._by(kind, f"penstock:cache_{field}", doc, "tier",
+                               ((tier.name, getattr(tier, field)) for tier in stats.tiers))
         missed, further = stats.prompt_tokens - stats.cached_tokens, self._further
-        sources = CounterMetricFamily("vllm:prompt_tokens_by_source", "Prompt tokens by where their cache entries came from.",
-                                      labels=(*LABELS, "source"))
-        for source, count in (("local_compute", missed), ("local_cache_hit", stats.cached_tokens - further),
-                              ("external_kv_transfer", further)):
-            sources.add_metric((*self.values, source), count)
-        yield sources
-        cached = CounterMetricFamily("vllm:prompt_tokens_cached_by_source", "Cached prompt tokens by tier.",
-                                     labels=(*LABELS, "source"))
-        for tier in stats.tiers:
-            cached.add_metric((*self.values, tier.name), tier.hit_tokens)
-        yield cached
+        yield self._by(CounterMetricFamily, "vllm:prompt_tokens_by_source",
+                       "Prompt tokens by where their cache entries came from.", "source",
+                       (("local_compute", missed), ("local_cache_hit", stats.cached_tokens - further),
+                        ("external_kv_transfer", further)))
+        yield self._by(CounterMetricFamily, "vllm:prompt_tokens_cached_by_source", "Cached prompt tokens by tier.", "source",
+                       ((tier.name, tier.hit_tokens) for tier in stats.tiers))
 
     def _histograms(self) -> Iterator[Metric]:
         figures = self.llm.figures
@@ -238,6 +203,14 @@ class EngineCollector(Collector):
 
     def _one(self, family: Metric, value: float) -> Metric:
         family.add_metric(self.values, value)  # type: ignore[attr-defined]
+        return family
+
+    def _by(self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, doc: str, label: str,
+            values: Iterable[tuple[object, float]]) -> Metric:
+        """A metric with a sample for each value of one more label."""
+        family = kind(name, doc, labels=(*LABELS, label))
+        for value, count in values:
+            family.add_metric((*self.values, str(value)), count)
         return family
 
 

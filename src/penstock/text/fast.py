@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken
@@ -68,72 +69,62 @@ class FastVocabulary:
         return self._core.id_to_token(token)
 
     def bytes_of(self, token: int) -> bytes:
-        name = self._core.id_to_token(token)
-        if name is None:
-            return b""
-        piece = self._spelling.piece(name)
+        piece = self._piece(token)
         if isinstance(piece, int):
             return bytes([piece])
-        return piece if isinstance(piece, bytes) else piece.encode()
+        return piece if isinstance(piece, bytes) else str(piece).encode()
 
     def detokenizer(self, hidden: frozenset[int], after: Sequence[int]) -> Detokenizer:
         if hidden not in self._tables:
-            self._tables[hidden] = self._spelling.table(self._core, self.size, hidden)
+            self._tables[hidden] = Pieces(self._piece, self.size, self._spelling.empty, hidden)
         return self._spelling.detokenizer(self._tables[hidden], after)
 
-
-class _Bytes:
-    """Tokens are spelled in GPT-2's characters for bytes."""
-
-    def piece(self, name: str) -> bytes:
-        try:
-            return bytes([BYTE_OF_CHARACTER[character] for character in name])
-        except KeyError:
-            # An added token need not be spelled so; then it is its own text.
-            return name.encode()
-
-    def table(self, core: tokenizers.Tokenizer, size: int, hidden: frozenset[int]) -> Pieces[bytes]:
-        def piece_of(token: int) -> bytes:
-            name = core.id_to_token(token)
-            return b"" if name is None else self.piece(name)
-
-        return Pieces(piece_of, size, b"", hidden)
-
-    def detokenizer(self, table: Pieces[bytes], after: Sequence[int]) -> Detokenizer:
-        return ByteLevel(table, after)
+    def _piece(self, token: int) -> str | bytes | int:
+        name = self._core.id_to_token(token)
+        piece: str | bytes | int = self._spelling.empty if name is None else self._spelling.piece(name)
+        return piece
 
 
-class _Text:
-    """Tokens are text with some characters replaced, or bytes spelled <0xHH>."""
+class _Spelling(NamedTuple):
+    """The rule by which a token's name spells its text."""
 
-    def __init__(self, replacements: list[tuple[str, str]], fallback: bool, leading: int) -> None:
-        self._replacements = replacements
-        self._fallback = fallback
-        self._leading = leading
+    piece: Callable[[str], Any]
+    """The text or bytes of a name; an int for a byte token."""
+    empty: str | bytes
+    detokenizer: Callable[[Pieces[Any], Sequence[int]], Detokenizer]
+    """Of a table of pieces, and the tokens that come before."""
 
-    def piece(self, name: str) -> str | int:
-        for old, new in self._replacements:
+
+def _bytes(name: str) -> bytes:
+    """The bytes that a name spells in GPT-2's characters."""
+    try:
+        return bytes([BYTE_OF_CHARACTER[character] for character in name])
+    except KeyError:
+        # An added token need not be spelled so; then it is its own text.
+        return name.encode()
+
+
+def _text(replacements: list[tuple[str, str]], fallback: bool) -> Callable[[str], str | int]:
+    """The text of a name with some characters replaced; with `fallback` a byte may be spelled <0xHH>."""
+    def piece(name: str) -> str | int:
+        for old, new in replacements:
             name = name.replace(old, new)
-        byte = _BYTE_TOKEN.fullmatch(name) if self._fallback else None
+        byte = _BYTE_TOKEN.fullmatch(name) if fallback else None
         return int(byte[1], 16) if byte else name
 
-    def table(self, core: tokenizers.Tokenizer, size: int, hidden: frozenset[int]) -> Pieces[str | int]:
-        def piece_of(token: int) -> str | int:
-            name = core.id_to_token(token)
-            return "" if name is None else self.piece(name)
-
-        return Pieces(piece_of, size, "", hidden)
-
-    def detokenizer(self, table: Pieces[str | int], after: Sequence[int]) -> Detokenizer:
-        return ByteFallback(table, WholeRun(), self._leading, True, after)
+    return piece
 
 
-def _spelling(path: Path, core: tokenizers.Tokenizer) -> _Bytes | _Text:
+def _whole_runs(leading: int, pieces: Pieces[str | int], after: Sequence[int]) -> Detokenizer:
+    return ByteFallback(pieces, WholeRun(), leading, True, after)
+
+
+def _spelling(path: Path, core: tokenizers.Tokenizer) -> _Spelling:
     """The token spelling that the file's decoder describes. ModelError for a decoder that cannot be streamed exactly."""
     decoder: dict[str, Any] = {"type": "no decoder"} if core.decoder is None else json.loads(core.decoder.__getstate__())
     steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps if step["type"] != "Fuse"] == ["ByteLevel"]:
-        return _Bytes()
+        return _Spelling(_bytes, b"", ByteLevel)
     replacements: list[tuple[str, str]] = []
     fallback, leading, fused = False, 0, False
     for step in steps:
@@ -150,7 +141,7 @@ def _spelling(path: Path, core: tokenizers.Tokenizer) -> _Bytes | _Text:
             break
     else:
         # Without Fuse the library joins the tokens by nothing all the same.
-        return _Text(replacements, fallback, leading)
+        return _Spelling(_text(replacements, fallback), "", functools.partial(_whole_runs, leading))
     shape = " + ".join(step["type"] for step in steps)
     raise ModelError(f"{path} decodes by {shape}, which Penstock does not know how to stream; it knows ByteLevel, and "
                      "sequences of Replace (of a string), ByteFallback, Fuse and Strip (of leading spaces). Run the model on "

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from penstock.dialects.description import Block, Dialect, Reasoning, Tags, Written
+from penstock.dialects.description import THINK, Block, Dialect, Tags, Written
 
 TAGS = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), untyped="json")
-REASONING = Reasoning(("<think>",), ("</think>",), call_ends=True)
+REASONING = THINK
 HIDDEN = ("<|begin_of_box|>", "<|end_of_box|>")
 DIALECTS = (
     Dialect("glm45", (Block("<tool_call>", TAGS, "</tool_call>"),),

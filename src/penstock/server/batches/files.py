@@ -110,10 +110,10 @@ class Files:
     async def upload(self, http: Request) -> Response:
         """Stores a file of at most --max-body-bytes, while all files have at most --store-bytes."""
         owner = owner_of(http.scope["api_key"])
-        with self.state.limits.receiving() as account:
+        with self.state.limits.receiving() as count:
             chunks: list[bytes] = []
             async for chunk in http.stream():
-                account.add(len(chunk))
+                count(len(chunk))
                 chunks.append(chunk)
         fields = form(http.headers.get("content-type", ""), b"".join(chunks))
         if "file" not in fields or "purpose" not in fields:
