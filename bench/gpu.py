@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import gpu_curves
+import timeline
 from fixed import COPY, LONG_PROMPTS, LONG_STEPS, PEER, SHAPES, TARGET, Ask, floor, step_bytes, step_floor, workloads, write
-from penstock.cli.bench import add_common, finish, timeline
+from penstock.cli.bench import add_common, finish, offline
 from penstock.cli.bench.offline import seconds_for
 from penstock.config.flags import Collect, Parser, add_flags, from_args, integer, listed, number
 from penstock.config.schema import EngineOptions
@@ -275,7 +276,7 @@ class _Bench:
             asks = [Ask([100 + i, *range(200, 327)], 40) for i in range(batch)]
             self._run(asks)
             trace = folder / f"{self.name}-decode-{batch}.json"
-            timeline.traced(partial(self._run, asks), trace)
+            offline.traced(partial(self._run, asks), trace)
             found[f"decode_b{batch}"] = shown = timeline.timeline(trace)
             between = f", {shown['between_share']:.1%} between steps" if shown["steps"] else ""
             _say(f"  profile of decoding at batch {batch}: GPU idle {shown['idle_share']:.1%} of the time{between}")

@@ -23,7 +23,8 @@ import gpu_http
 import gpu_memory
 import gpu_processes
 import gpu_starts
-from penstock.cli.bench import offline, timeline
+import timeline
+from penstock.cli.bench import offline
 from penstock.cli.bench.environment import environment
 from penstock.cli.main import main
 from penstock.core.errors import ConfigError
@@ -292,7 +293,7 @@ def test_gaps_are_drawn(false_engine: type[FalseLLM], capsys: pytest.CaptureFixt
         work()
         path.write_text(json.dumps({"traceEvents": [kernel("build_step", at, at + 90) for at in range(0, 10_000, 100)]}))
 
-    monkeypatch.setattr(timeline, "traced", traced)
+    monkeypatch.setattr(offline, "traced", traced)
     result, said = bench(capsys, "--workload", "decode", "--profile", tmp_path / "traces", "--draw", tmp_path)
     assert result["shapes"]["tiny"]["profile"]["decode_b1"]["idle_share"] == pytest.approx(0.1, abs=0.01)
     assert "GPU idle 9.9% of the time, 0.0% between steps" in said

@@ -14,7 +14,7 @@ import pytest
 from penstock.config.schema import ServerOptions
 from penstock.core.errors import ConfigError
 from penstock.server.connections import Connections
-from penstock.server.openai.errors import error_body
+from penstock.server.openai.form import error_body
 from tests.data import MODELS, need
 from tests.system.fakes import NAME as FAKE
 from tests.system.fakes import SLOW

@@ -22,8 +22,7 @@ from penstock.cli.api import Api, add_target, complaint, open_api
 from penstock.cli.client import ConnectionFailedError
 from penstock.config.flags import integer
 from penstock.core.errors import ConfigError, PenstockError
-
-URLS = ("/v1/chat/completions", "/v1/completions")
+from penstock.server.batches.lines import DUPLICATE, ENDPOINTS, Ask, RefusedLineError, duplicate, read_line
 
 BUSY = (429, 503)
 """Statuses that say: later. The line is asked again after a pause."""
@@ -74,48 +73,6 @@ def read_lines(path: Path) -> Iterator[Line]:
         for number, raw in enumerate(file, 1):
             if raw.strip():
                 yield Line(f"batch-{number}-{hashlib.blake2b(raw.strip(), digest_size=6).hexdigest()}", raw)
-
-
-class RefusedLineError(Exception):
-    """A line that cannot be asked; it gets an error entry with this code and message."""
-
-    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.message, self.custom_id = code, message, custom_id
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A line that can be asked."""
-
-    custom_id: str
-    url: str
-    body: dict[str, Any]
-
-
-def parse(line: Line) -> Ask:
-    """Parses a line. Raises RefusedLineError for one that is not a batch request."""
-    try:
-        content = msgspec.json.decode(line.raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RefusedLineError("invalid_json_line", f"the line is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise RefusedLineError("invalid_json_line", f"the line must be a JSON object, not a {type(content).__name__}")
-    custom_id, method, url, body = (content.get(name) for name in ("custom_id", "method", "url", "body"))
-    if not isinstance(custom_id, str) or not custom_id:
-        raise RefusedLineError("missing_custom_id", "custom_id must be a non-empty string that no other line has")
-    if method not in (None, "POST"):
-        raise RefusedLineError("invalid_method", f"method must be POST, got {method!r}", custom_id)
-    if url not in URLS:
-        raise RefusedLineError("invalid_url", f"url must be {' or '.join(URLS)}, got {url!r}", custom_id)
-    if not isinstance(body, dict):
-        raise RefusedLineError("invalid_body", "body must be an object: the request as the API takes it", custom_id)
-    if body.get("stream"):
-        raise RefusedLineError("invalid_body", "body.stream is true, but a batch has no stream; leave it out", custom_id)
-    return Ask(custom_id, url, body)
-
-
-DUPLICATE = "duplicate_custom_id"
 
 
 @dataclass
@@ -217,9 +174,9 @@ def _todo(path: Path, done: Done, seen: set[str], output: _Output) -> Iterator[t
     """The lines still to be asked; those that cannot be get their error entry on the way."""
     for line in read_lines(path):
         try:
-            ask = parse(line)
+            ask = read_line(line.raw, ENDPOINTS)
             if ask.custom_id in seen:
-                raise RefusedLineError(DUPLICATE, f"an earlier line has the custom_id {ask.custom_id!r}", ask.custom_id)
+                raise duplicate(ask)
             seen.add(ask.custom_id)
         except RefusedLineError as refused:
             if line.id in done.lines:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from penstock.dialects.message import Arguments, CallBegins, CallEnds, CallFails, Content, Event, ReasoningText
 from penstock.dialects.parser import Parser
+from penstock.engine.outputs import Delta
 
 Kind = Literal["text", "reasoning", "call"]
 
@@ -23,6 +25,13 @@ class Block:
     """For a call its arguments, as JSON text."""
     failed: bool = False
     """A call that turned out malformed: it is none, and its text follows as text."""
+
+    def arguments(self) -> Any:
+        """A call's arguments; {} if the answer's end has cut them off."""
+        try:
+            return json.loads(self.text) if self.text else {}
+        except ValueError:
+            return {}
 
 
 class Change(NamedTuple):
@@ -99,3 +108,26 @@ class Blocks:
         if self._open is not None:
             changes.append(Change("end", self._open))
             self._open = None
+
+
+class BlocksAnswer:
+    """The common part of answers that are rows of blocks, built from the deltas of one sequence."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self.output_tokens = self.cached_tokens = 0
+        self.end: Delta | None = None
+        """The last delta."""
+
+    def take(self, delta: Delta) -> list[Change]:
+        """Returns the changes that a delta makes certain."""
+        self.output_tokens += len(delta.token_ids)
+        self.cached_tokens = delta.cached_tokens or self.cached_tokens
+        if delta.finish_reason is not None:
+            self.end = delta
+        return self.blocks.push(delta.text, delta.finish_reason is not None)
+
+    def add(self, deltas: list[Delta]) -> None:
+        """Accumulates deltas for a response that is not streamed."""
+        for delta in deltas:
+            self.take(delta)

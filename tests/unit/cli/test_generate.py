@@ -37,7 +37,7 @@ def generate_all(folder: Path, lines: list[str], app: FakeApi, *flags: str) -> t
 def test_answers_every_line_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
     completion = json.dumps({"custom_id": "d", "url": "/v1/completions", "body": {"prompt": "x y", "model": "mine"}})
     lines = [line("a", "hello there"), "{not json", line("b", "broken"), "", line("a", "again"), line("c", "busy"), completion,
-             line("e", "x", url="/v1/embeddings"), line("f", "x", body={"messages": [], "stream": True}), "[1]",
+             line("e", "x", url="/v1/files"), line("f", "x", body={"messages": [], "stream": True}), "[1]",
              line("g", "x", method="GET")]
     app = FakeApi()
     code, found = generate_all(tmp_path, lines, app)

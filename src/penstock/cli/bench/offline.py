@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from penstock.cli.bench.figures import percentile
-from penstock.cli.bench.timeline import traced
 from penstock.cli.bench.workload import Item, make_workload
 from penstock.cli.model import model_or_canary
 from penstock.config.flags import from_args
@@ -109,6 +108,19 @@ def seconds_for(llm: Any, requests: Sequence[tuple[Any, int]]) -> float:
                               f"({answer.finish_reason}), so its time would mean nothing; the context is "
                               f"{llm.info.max_model_len} tokens")
     return elapsed
+
+
+def traced(work: Callable[[], object], path: Path) -> None:
+    """Runs `work` under PyTorch's profiler and writes the trace, which chrome://tracing and Perfetto open."""
+    import torch
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    # On a CPU, steps run in a thread of their own.
+    with profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiler:
+        work()
+    profiler.export_chrome_trace(str(path))
 
 
 class _Run:

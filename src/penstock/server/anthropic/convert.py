@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.server.anthropic import protocol as a
+from penstock.server.openai.form import converted
 from penstock.server.openai.protocol import ChatRequest
 
 
@@ -41,7 +42,7 @@ def chat_request(body: a.PromptFields) -> ChatRequest:
                    "priority": body.priority}
         if body.cache_control is not None:
             fields["cache_control"] = msgspec.to_builtins(body.cache_control)
-    return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
+    return converted(fields, ChatRequest)
 
 
 def _tool(tool: a.Tool) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,12 +15,13 @@ from penstock.engine.outputs import Delta
 from penstock.server.answer import json_response
 from penstock.server.anthropic import protocol as a
 from penstock.server.anthropic.convert import chat_request
-from penstock.server.blocks import Block, Blocks, Change
+from penstock.server.blocks import Block, Blocks, BlocksAnswer, Change
 from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
 from penstock.server.ignored import note_ignored
 from penstock.server.openai.chat import prepared
-from penstock.server.openai.messages import render
+from penstock.server.openai.form import refusing
+from penstock.server.openai.messages import count_tokens
 from penstock.server.openai.protocol import ChatRequest
 from penstock.server.respond import Wire, respond
 from penstock.server.state import State
@@ -46,7 +46,7 @@ class Anthropic:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state, _explain_field)
+        self.bodies = BodyReader(state, refusing(a.WHY_REFUSED))
 
     def routes(self) -> Sequence[Route]:
         return (
@@ -90,36 +90,25 @@ class Anthropic:
         body, state = await self.bodies.read(http, a.CountRequest), self.state
         state.admit(body.model)
         chat = self._chat(http, body)
-        text = (await render(state.llm, chat, False, http.scope["body_bytes"])).text
-        tokenizer, info = state.llm.tokenizer, state.llm.info
-        assert tokenizer is not None and info is not None, "there was a template"
-        state.limits.check_text(len(text), info.max_model_len)
-        found = await state.llm.work.run(len(text), lambda: len(tokenizer.encode(text, False)))
-        return json_response(a.Counted(found))
+        return json_response(a.Counted(await count_tokens(state, http, chat)))
 
     def _chat(self, http: Request, body: a.PromptFields) -> ChatRequest:
         for name in ("metadata", "service_tier"):
             if getattr(body, name, None) is not None:
                 note_ignored(http, [name])
-        try:
-            return chat_request(body)
-        except msgspec.ValidationError as error:
-            raise RequestError(f"the request has no meaning here: {error}", code="invalid_value") from None
+        return chat_request(body)
 
 
-class MessageAnswer:
+class MessageAnswer(BlocksAnswer):
     """Builds the answer to one request from deltas."""
 
     def __init__(self, answer_id: str, model: str, request: EngineRequest, blocks: Blocks, thinking: bool) -> None:
         """`thinking`: whether thinking is shown."""
+        super().__init__(blocks)
         self.id = answer_id
         self.model = model
         self.request = request
-        self.blocks = blocks
         self.thinking = thinking
-        self.output_tokens = 0
-        self.cached = 0
-        self.end: Delta | None = None
         self._started = False
         self._places: dict[int, int] = {}
         """Index of each shown block in the answer."""
@@ -129,7 +118,7 @@ class MessageAnswer:
     def events(self, deltas: list[Delta]) -> bytes:
         parts: list[bytes] = []
         for delta in deltas:
-            changes = self._take(delta)
+            changes = self.take(delta)
             if not self._started:
                 self._started = True
                 start = a.Answer(self.id, self.model, [], None, None, self._usage(0))
@@ -164,23 +153,12 @@ class MessageAnswer:
 
     # -- whole
 
-    def add(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            self._take(delta)
-
     def whole(self) -> a.Answer:
         shown = [_shown(block) for block in self.blocks.all
                  if not block.failed and (block.kind != "reasoning" or self.thinking)]
         return a.Answer(self.id, self.model, shown, *self._stop(), self._usage(self.output_tokens))
 
     # -- both
-
-    def _take(self, delta: Delta) -> list[Change]:
-        self.output_tokens += len(delta.token_ids)
-        self.cached = delta.cached_tokens or self.cached
-        if delta.finish_reason is not None:
-            self.end = delta
-        return self.blocks.push(delta.text, delta.finish_reason is not None)
 
     def _stop(self) -> tuple[str | None, str | None]:
         """(stop_reason, stop_sequence)"""
@@ -196,8 +174,9 @@ class MessageAnswer:
     def _usage(self, output_tokens: int) -> a.Usage:
         marked = max((span.upto for span in self.request.retain), default=0)
         prompt = len(self.request.prompt_ids)
-        created = max(0, min(marked, prompt) - self.cached)
-        return a.Usage(prompt - self.cached - created, output_tokens, created, self.cached)
+        cached = self.cached_tokens
+        created = max(0, min(marked, prompt) - cached)
+        return a.Usage(prompt - cached - created, output_tokens, created, cached)
 
 
 def _shown(block: Block) -> a.AnswerBlock:
@@ -205,19 +184,4 @@ def _shown(block: Block) -> a.AnswerBlock:
         return a.AnswerBlock("text", text=block.text)
     if block.kind == "reasoning":
         return a.AnswerBlock("thinking", thinking=block.text, signature="")
-    return a.AnswerBlock("tool_use", id=block.id, name=block.name, input=_object(block.text))
-
-
-def _object(arguments: str) -> Any:
-    try:
-        return json.loads(arguments) if arguments else {}
-    except ValueError:
-        # Cut off by the answer's end.
-        return {}
-
-
-def _explain_field(where: str, text: str) -> RequestError | str:
-    field = where.partition(".")[0].partition("[")[0]
-    if field in a.WHY_REFUSED:
-        return RequestError(f"{field} cannot be honoured: {a.WHY_REFUSED[field]}", param=field, code="unsupported_parameter")
-    return text
+    return a.AnswerBlock("tool_use", id=block.id, name=block.name, input=block.arguments())

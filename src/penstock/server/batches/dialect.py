@@ -18,10 +18,8 @@ from penstock.server.answer import json_response
 from penstock.server.batches.files import Files, listed, paged, read_file
 from penstock.server.batches.lines import ENDPOINTS
 from penstock.server.batches.run import Runner
-from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
-from penstock.server.openai.errors import error_body, explain_field
-from penstock.server.openai.harmless import IGNORED
+from penstock.server.openai.form import OpenAIForm
 from penstock.server.openai.protocol import Name, Ttl
 from penstock.server.responses.conversations import missing
 from penstock.server.responses.protocol import Metadata
@@ -42,14 +40,13 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     output_expires_after: None = None
 
 
-class Batches:
+class Batches(OpenAIForm):
     """The dialect over one server's state; `runner` does the work."""
 
     def __init__(self, state: State, runner: Runner) -> None:
-        self.state = state
+        super().__init__(state)
         self.runner = runner
         self.files = Files(state)
-        self.bodies = BodyReader(state, explain_field, IGNORED)
 
     def routes(self) -> Sequence[Route]:
         one = "/v1/batches/{batch}"
@@ -60,9 +57,6 @@ class Batches:
             Route("GET", one, self.get, "About a batch"),
             Route("POST", one + "/cancel", self.cancel, "End a batch"),
         )
-
-    def error_body(self, error: RequestError) -> Any:
-        return error_body(error)
 
     async def create(self, http: Request) -> Response:
         """Begins a batch. Its lines are checked before any is asked."""

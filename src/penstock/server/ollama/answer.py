@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
 from penstock.engine.outputs import Delta
-from penstock.server.blocks import Blocks, Change
+from penstock.server.blocks import Blocks, BlocksAnswer, Change
 from penstock.server.openai.logprobs import Namer, chat_content
 
 
@@ -23,27 +22,25 @@ def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-class OllamaAnswer:
+class OllamaAnswer(BlocksAnswer):
     """Builds the answer to one request from deltas."""
 
     def __init__(self, model: str, prompt_tokens: int, blocks: Blocks, *, chat: bool, thinking: bool,
                  namer: Namer | None) -> None:
         """`chat`: a message, else a response; `thinking`: whether thinking is shown; `namer`: of log probabilities, if they are
         wanted."""
+        super().__init__(blocks)
         self.model = model
         self._prompt_tokens = prompt_tokens
-        self._blocks = blocks
         self._chat = chat
         self._thinking = thinking
         self._namer = namer
-        self._tokens = 0
-        self._end: Delta | None = None
         self._entries: list[Any] = []
 
     def events(self, deltas: list[Delta]) -> bytes:
         found = []
         for delta in deltas:
-            changes, entries = self._take(delta), self._scored(delta)
+            changes, entries = self.take(delta), self._scored(delta)
             said = self._said([change for change in changes if change.what == "add"], [c for c in changes if c.what == "end"])
             if said or entries:
                 found.append(line({"model": self.model, "created_at": now(), **self._shown(said), **entries, "done": False}))
@@ -53,21 +50,14 @@ class OllamaAnswer:
         return line({"model": self.model, "created_at": now(), **self._shown({}), **self._last()})
 
     def add(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            self._take(delta)
-            self._entries += self._scored(delta).get("logprobs", [])
+        super().add(deltas)
+        self._entries += [entry for delta in deltas for entry in self._scored(delta).get("logprobs", ())]
 
     def whole(self) -> dict[str, Any]:
-        grown = [Change("add", block, block.text) for block in self._blocks.all if block.kind != "call"]
-        said = self._said(grown, [Change("end", block) for block in self._blocks.calls])
+        grown = [Change("add", block, block.text) for block in self.blocks.all if block.kind != "call"]
+        said = self._said(grown, [Change("end", block) for block in self.blocks.calls])
         entries = {"logprobs": self._entries} if self._namer is not None else {}
         return {"model": self.model, "created_at": now(), **self._shown(said), **entries, **self._last()}
-
-    def _take(self, delta: Delta) -> list[Change]:
-        self._tokens += len(delta.token_ids)
-        if delta.finish_reason is not None:
-            self._end = delta
-        return self._blocks.push(delta.text, delta.finish_reason is not None)
 
     def _scored(self, delta: Delta) -> dict[str, Any]:
         if self._namer is None or not delta.logprobs:
@@ -82,9 +72,9 @@ class OllamaAnswer:
             if name is not None and (name == "content" or self._thinking):
                 said[name] = said.get(name, "") + change.text
         calls = [{"id": change.block.id, "function": {"index": place, "name": change.block.name,
-                                                      "arguments": _object(change.block.text)}}
+                                                      "arguments": change.block.arguments()}}
                  for change in ended if change.block.kind == "call" and not change.block.failed
-                 for place in (self._blocks.calls.index(change.block),)]
+                 for place in (self.blocks.calls.index(change.block),)]
         return {**said, "tool_calls": calls} if calls else said
 
     def _shown(self, said: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +83,7 @@ class OllamaAnswer:
         return {"response": said.get("content", ""), **({"thinking": said["thinking"]} if "thinking" in said else {})}
 
     def _last(self) -> dict[str, Any]:
-        end = self._end
+        end = self.end
         times = end.timings if end is not None else None
         spans = (0.0, 0.0, 0.0) if times is None else (
             times.finished - times.arrival, (times.first_token or times.finished) - (times.first_scheduled or times.arrival),
@@ -101,11 +91,4 @@ class OllamaAnswer:
         total, prompt, output = (max(0, int(seconds * 1e9)) for seconds in spans)
         return {"done": True, "done_reason": "length" if end is not None and end.finish_reason == "length" else "stop",
                 "total_duration": total, "load_duration": 0, "prompt_eval_count": self._prompt_tokens,
-                "prompt_eval_duration": prompt, "eval_count": self._tokens, "eval_duration": output}
-
-
-def _object(arguments: str) -> Any:
-    try:
-        return json.loads(arguments) if arguments else {}
-    except ValueError:
-        return {}
+                "prompt_eval_duration": prompt, "eval_count": self.output_tokens, "eval_duration": output}

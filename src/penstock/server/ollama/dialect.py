@@ -24,6 +24,7 @@ from penstock.server.ollama import protocol as o
 from penstock.server.ollama.answer import OllamaAnswer, line, now
 from penstock.server.openai import protocol as chat
 from penstock.server.openai.chat import prepared
+from penstock.server.openai.form import converted, refusing
 from penstock.server.openai.logprobs import namer
 from penstock.server.openai.prepare import prepare
 from penstock.server.openai.sampling import sampling_params
@@ -48,7 +49,7 @@ class Ollama:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state, _explain_field)
+        self.bodies = BodyReader(state, refusing(o.WHY_REFUSED))
 
     def routes(self) -> Sequence[Route]:
         return (
@@ -98,7 +99,7 @@ class Ollama:
         fields["max_tokens"] = fields.pop("max_completion_tokens", None)
         scored = bool(fields.pop("logprobs", False))
         top = fields.pop("top_logprobs", None) or 0
-        asked = _converted({**fields, "prompt": body.prompt}, chat.CompletionRequest)
+        asked = converted({**fields, "prompt": body.prompt}, chat.CompletionRequest)
         state = self.state
         params = sampling_params(asked, state.llm.inputs.defaults, asked.max_tokens, top if scored else None)
         [request] = await prepare(state, http, [body.prompt], params, asked, add_special_tokens=True)
@@ -108,7 +109,7 @@ class Ollama:
         return await respond(http, state.llm.open([request]), answer, body.stream, WIRE)
 
     async def _answer(self, http: Request, body: o.AnswerFields, fields: dict[str, Any], is_chat: bool) -> Response:
-        state, asked = self.state, _converted(fields, chat.ChatRequest)
+        state, asked = self.state, converted(fields, chat.ChatRequest)
         ready = await prepared(state, http, asked)
         answer = OllamaAnswer(body.model, len(ready.request.prompt_ids), Blocks(ready.parser(state)), chat=is_chat,
                               thinking=body.think is not False, namer=namer(state, asked) if asked.logprobs else None)
@@ -132,7 +133,7 @@ class Ollama:
         if body.logprobs or body.top_logprobs:
             fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
         note_ignored(http, [f"options.{name}" for name in sorted(o.IDLE) if getattr(options, name) is not None])
-        return {name: value for name, value in fields.items() if value is not None}
+        return fields
 
     # -- vectors
 
@@ -249,17 +250,3 @@ def _message(message: o.Message) -> dict[str, Any]:
         found["tool_calls"] = [{"id": call.id or f"call_{place}", "type": "function", "function": {
             "name": call.function.name, "arguments": call.function.arguments}} for place, call in enumerate(message.tool_calls)]
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _converted(fields: dict[str, Any], kind: type[Any]) -> Any:
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"the request has no meaning here: {error}", code="invalid_value") from None
-
-
-def _explain_field(where: str, text: str) -> RequestError | str:
-    names = [name for name in where.replace("[...]", "").split(".") if name in o.WHY_REFUSED]
-    if names:
-        return RequestError(f"{where} cannot be honoured: {o.WHY_REFUSED[names[0]]}", param=where, code="unsupported_parameter")
-    return text

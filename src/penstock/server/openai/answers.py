@@ -1,7 +1,8 @@
-"""State shared by chat and completion answers: usage, the accumulated choices, and the merging of deltas."""
+"""The common part of answers that have choices: usage, the accumulated choices, and the merging of deltas."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -14,6 +15,7 @@ from penstock.core.request import EngineInfo, Request, TokenLogprobs
 from penstock.core.service import shown
 from penstock.engine.ledger import rounded
 from penstock.engine.outputs import Delta
+from penstock.server.openai.logprobs import Namer
 from penstock.server.openai.protocol import GenerationFields
 
 
@@ -61,11 +63,19 @@ class Growth:
         """True once an event of this choice was sent."""
 
 
-class Choices:
-    """All choices of an answer: `n` for each of its requests, numbered consecutively."""
+class ChoicesAnswer:
+    """An answer of choices, `n` for each of its requests, numbered consecutively."""
 
-    def __init__(self, requests: Sequence[Request], body: GenerationFields) -> None:
+    def __init__(self, name: str, model: str, requests: Sequence[Request], body: GenerationFields, namer: Namer,
+                 info: EngineInfo | None) -> None:
+        """`name` is the answer's id, `info` is of the engine that gives it."""
+        self.id = name
+        self.model = model
+        self.created = int(time.time())
+        self.system_fingerprint = fingerprint(info)
+        self.service_tier = tier(body, requests[0])
         self.requests = requests
+        self.namer = namer
         self.n = requests[0].params.n
         self.growths = [Growth() for _ in range(self.n * len(requests))]
         self.first = {request.id: place * self.n for place, request in enumerate(requests)}
@@ -80,6 +90,14 @@ class Choices:
         options = body.stream_options
         self.usage_at_end = bool(options and options.include_usage)
         self.usage_always = self.usage_at_end and bool(options and options.continuous_usage_stats)
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        """Server-sent events for these deltas."""
+        return b"".join([self.event(choice, delta) for choice, delta in self.merged(deltas)])
+
+    def event(self, choice: int, delta: Delta) -> bytes:
+        """The events of what is new of one choice; may be empty."""
+        raise NotImplementedError
 
     def add(self, deltas: Iterable[Delta]) -> None:
         """Accumulates deltas for a non-streamed answer."""

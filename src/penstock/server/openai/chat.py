@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,12 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import RequestError
+from penstock.core.request import EngineInfo, TokenLogprobs
 from penstock.core.request import Request as EngineRequest
 from penstock.dialects.parser import Parser
 from penstock.engine.outputs import Delta
 from penstock.server.body import BodyReader
 from penstock.server.ignored import note_ignored
-from penstock.server.openai.answers import Choices, Usage, fingerprint, tier
+from penstock.server.openai.answers import ChoicesAnswer, Usage
 from penstock.server.openai.logprobs import Namer, chat_content, namer, prompt_entries
 from penstock.server.openai.messages import choose, ignored, render
 from penstock.server.openai.prepare import prepare
@@ -77,43 +77,34 @@ class ChatCompletion(msgspec.Struct):
     ledger: dict[str, Any] | UnsetType = UNSET
 
 
-class ChatAnswer:
+class ChatAnswer(ChoicesAnswer):
     """Builds the answer to one request from deltas."""
 
-    def __init__(self, answer_id: str, model: str, request: EngineRequest, body: ChatRequest, namer: Namer,
-                 new_parser: Callable[[], Parser], system_fingerprint: str | None = None) -> None:
-        self.id = answer_id
-        self.model = model
-        self.system_fingerprint = system_fingerprint
-        self.service_tier = tier(body, request)
-        self.created = int(time.time())
+    def __init__(self, name: str, model: str, request: EngineRequest, body: ChatRequest, namer: Namer,
+                 new_parser: Callable[[], Parser], info: EngineInfo | None) -> None:
+        super().__init__(name, model, [request], body, namer, info)
         self.request = request
-        self.choices = Choices([request], body)
-        self.namer = namer
         self.want_logprobs = bool(body.logprobs)
-        self.readings = [Reading(new_parser(), body) for _ in self.choices.growths]
+        self.readings = [Reading(new_parser(), body) for _ in self.growths]
 
-    def events(self, deltas: list[Delta]) -> bytes:
-        """Server-sent events for these deltas. A choice begins with one that names the role, as OpenAI's does."""
-        return b"".join([self._event(choice, delta) for choice, delta in self.choices.merged(deltas)])
-
-    def _event(self, choice: int, delta: Delta) -> bytes:
-        choices, growth = self.choices, self.choices.growths[choice]
+    def event(self, choice: int, delta: Delta) -> bytes:
+        """A choice begins with an event that names the role, as OpenAI's does."""
+        growth = self.growths[choice]
         opening = b""
         if not growth.started:
             growth.started = True
             opening = event(self._chunk(ChunkChoice(choice, ChunkDelta("assistant", "")), first=True))
-        choices.count(delta)
+        self.count(delta)
         reading = self.readings[choice]
         said = reading.chunk(delta.text, delta.finish_reason is not None)
-        if said == ChunkDelta() and not (delta.finish_reason or self.want_logprobs or choices.want_ids):
+        if said == ChunkDelta() and not (delta.finish_reason or self.want_logprobs or self.want_ids):
             return opening
         if said == ChunkDelta() and not delta.finish_reason:
             said.content = ""
         line = ChunkChoice(choice, said)
         if self.want_logprobs:
-            line.logprobs = {"content": chat_content(delta.logprobs or [], self.namer), "refusal": None}
-        if choices.want_ids:
+            line.logprobs = self._scores(delta.logprobs or [])
+        if self.want_ids:
             line.token_ids = delta.token_ids
         if delta.finish_reason:
             line.finish_reason, line.stop_reason = reading.finish_reason(delta.finish_reason), delta.stop_reason
@@ -122,39 +113,36 @@ class ChatAnswer:
 
     def _chunk(self, line: ChunkChoice, first: bool = False) -> Chunk:
         chunk = Chunk(self.id, self.created, self.model, [line], system_fingerprint=self.system_fingerprint,
-                      usage=self.choices.chunk_usage())
+                      usage=self.chunk_usage())
         if first and self.service_tier is not None:
             chunk.service_tier = self.service_tier
-        if first and self.choices.want_ids:
+        if first and self.want_ids:
             chunk.prompt_token_ids = self.request.prompt_ids
         return chunk
 
     def last_events(self) -> bytes:
-        choices = self.choices
-        if not (choices.usage_at_end or choices.want_ledger):
+        if not (self.usage_at_end or self.want_ledger):
             return b""
         return event(Chunk(self.id, self.created, self.model, [], system_fingerprint=self.system_fingerprint,
-                           usage=choices.usage() if choices.usage_at_end else UNSET, ledger=choices.ledger))
-
-    def add(self, deltas: list[Delta]) -> None:
-        self.choices.add(deltas)
+                           usage=self.usage() if self.usage_at_end else UNSET, ledger=self.ledger))
 
     def whole(self) -> ChatCompletion:
-        choices, lines = self.choices, []
-        for index, growth in enumerate(choices.growths):
-            logprobs = {"content": chat_content(growth.logprobs, self.namer), "refusal": None} if self.want_logprobs else None
-            reading = self.readings[index]
+        lines = []
+        for index, (growth, reading) in enumerate(zip(self.growths, self.readings, strict=True)):
+            logprobs = self._scores(growth.logprobs) if self.want_logprobs else None
             message = reading.whole("".join(growth.text))
             lines.append(AnswerChoice(index, message, logprobs, reading.finish_reason(growth.finish_reason),
-                                      growth.stop_reason, growth.token_ids if choices.want_ids else UNSET, reading.flags))
-        answer = ChatCompletion(self.id, self.created, self.model, lines, choices.usage(),
-                                system_fingerprint=self.system_fingerprint, service_tier=self.service_tier,
-                                ledger=choices.ledger)
-        if choices.want_ids:
+                                      growth.stop_reason, growth.token_ids if self.want_ids else UNSET, reading.flags))
+        answer = ChatCompletion(self.id, self.created, self.model, lines, self.usage(), ledger=self.ledger,
+                                system_fingerprint=self.system_fingerprint, service_tier=self.service_tier)
+        if self.want_ids:
             answer.prompt_token_ids = self.request.prompt_ids
         if self.request.params.prompt_logprobs is not None:
-            answer.prompt_logprobs = prompt_entries(choices.growths[0].prompt_logprobs or [], self.namer)
+            answer.prompt_logprobs = prompt_entries(self.growths[0].prompt_logprobs or [], self.namer)
         return answer
+
+    def _scores(self, lines: list[TokenLogprobs]) -> dict[str, Any]:
+        return {"content": chat_content(lines, self.namer), "refusal": None}
 
 
 class Prepared(NamedTuple):
@@ -188,7 +176,7 @@ class Chat:
         """Answers a request whose body was read."""
         state, ready = self.state, await prepared(self.state, http, body)
         answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", ready.model, ready.request, body,
-                            namer(state, body), lambda: ready.parser(state), fingerprint(state.llm.info))
+                            namer(state, body), lambda: ready.parser(state), state.llm.info)
         return await respond(http, state.llm.open([ready.request]), answer, bool(body.stream))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -11,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import RequestError
+from penstock.core.request import EngineInfo, TokenLogprobs
 from penstock.core.request import Request as EngineRequest
-from penstock.core.request import TokenLogprobs
 from penstock.engine.outputs import Delta
 from penstock.server.body import BodyReader
-from penstock.server.openai.answers import Choices, Usage, fingerprint, tier
+from penstock.server.openai.answers import ChoicesAnswer, Growth, Usage
 from penstock.server.openai.echo import Echo, Offsets, echo
 from penstock.server.openai.logprobs import Namer, completion_logprobs, namer, prompt_entries
 from penstock.server.openai.prepare import prepare
@@ -54,63 +53,59 @@ class Completion(msgspec.Struct):
     ledger: dict[str, Any] | UnsetType = UNSET
 
 
-class CompletionAnswer:
+class CompletionAnswer(ChoicesAnswer):
     """Builds the answer to one HTTP request, over all its prompts, from deltas."""
 
-    def __init__(self, answer_id: str, model: str, requests: list[EngineRequest], echoes: list[Echo], body: CompletionRequest,
-                 namer: Namer, tokenizer: Tokenizer | None, system_fingerprint: str | None = None) -> None:
-        self.id = answer_id
-        self.model = model
-        self.system_fingerprint = system_fingerprint
-        self.service_tier = tier(body, requests[0])
-        self.created = int(time.time())
-        self.requests = requests
+    def __init__(self, name: str, model: str, requests: list[EngineRequest], echoes: list[Echo], body: CompletionRequest,
+                 namer: Namer, tokenizer: Tokenizer | None, info: EngineInfo | None) -> None:
+        super().__init__(name, model, requests, body, namer, info)
         self.echoes = echoes
         """The echoed prompts; empty without `echo`."""
-        self.choices = Choices(requests, body)
-        self.namer = namer
         self.echo = bool(echoes)
         self.score_only = body.max_tokens == 0
         """max_tokens is 0: only the prompt is scored. The engine still generates one token, which is not shown."""
-        self.textless = tokenizer is None
-        """There is no tokenizer: an event without text reports that a token was generated."""
         self.want_logprobs = body.logprobs is not None
         self.want_prompt_logprobs = body.prompt_logprobs is not None
         self._tokenizer = tokenizer
+        """None: an event without text reports that a token was generated."""
         self._offsets: dict[int, Offsets] = {}
         self._scores: dict[str, list[Any]] = {}
 
     def events(self, deltas: list[Delta]) -> bytes:
-        """Server-sent events for these deltas."""
         for delta in deltas:
             if delta.prompt_logprobs is not None:
                 self._scores[delta.request_id] = delta.prompt_logprobs
-        return b"".join([self._event(choice, delta) for choice, delta in self.choices.merged(deltas)])
+        return super().events(deltas)
 
-    def _event(self, index: int, delta: Delta) -> bytes:
-        choices, growth = self.choices, self.choices.growths[index]
-        request = self.requests[index // choices.n]
+    def event(self, index: int, delta: Delta) -> bytes:
+        growth = self.growths[index]
         opening = not growth.started
-        growth.started = True
-        choices.count(delta)
-        if not (delta.text or delta.finish_reason or self.want_logprobs or choices.want_ids or (opening and self.echo)
-                or self.textless):
-            growth.started = not opening
+        self.count(delta)
+        if not (delta.text or delta.finish_reason or self.want_logprobs or self.want_ids or (opening and self.echo)
+                or self._tokenizer is None):
             return b""
-        text, ids, lines = ("", [], []) if self.score_only else (delta.text, delta.token_ids, delta.logprobs or [])
-        choice = self._choice(index, text, ids, lines, opening and self.echo)
-        if choices.want_ids:
+        growth.started = True
+        choice = self._choice(index, delta.text, delta.token_ids, delta.logprobs or [], opening)
+        choice.finish_reason = delta.finish_reason
+        if delta.finish_reason:
+            choice.stop_reason = delta.stop_reason
+        return event(self._completion([choice], self.chunk_usage()))
+
+    def count(self, delta: Delta) -> None:
+        super().count(delta)
+        if self.score_only:
+            self.completion_tokens = 0
+
+    def _choice(self, index: int, text: str, ids: list[int], lines: list[TokenLogprobs], opening: bool) -> Choice:
+        """A choice with its next text and tokens; with `opening` those of an echoed prompt precede them."""
+        if self.score_only:
+            text, ids, lines = "", [], []
+        request, choice = self.requests[index // self.n], Choice(index, text)
+        if self.want_ids:
             choice.token_ids = ids
             if opening:
                 choice.prompt_token_ids = request.prompt_ids
-        if delta.finish_reason:
-            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-        return event(self._completion([choice], choices.chunk_usage()))
-
-    def _choice(self, index: int, text: str, ids: list[int], lines: list[TokenLogprobs], echo: bool) -> Choice:
-        """A choice with its next text and tokens; with `echo`, those of the prompt precede them."""
-        request, choice = self.requests[index // self.choices.n], Choice(index, text)
-        prompt = self.echoes[index // self.choices.n] if echo else None
+        prompt = self.echoes[index // self.n] if opening and self.echo else None
         if prompt is not None:
             choice.text = prompt.text + text
         if self.want_logprobs:
@@ -125,48 +120,34 @@ class CompletionAnswer:
     def _offsets_of(self, index: int) -> Offsets:
         """Text offsets of a choice's generated tokens."""
         if index not in self._offsets:
-            place, tokenizer = index // self.choices.n, self._tokenizer
+            place, tokenizer = index // self.n, self._tokenizer
             request = self.requests[place]
             detokenizer = tokenizer.detokenizer(request.params.skip_special_tokens, request.prompt_ids) if tokenizer else None
             self._offsets[index] = Offsets(detokenizer, len(self.echoes[place].text) if self.echo else 0)
         return self._offsets[index]
 
     def last_events(self) -> bytes:
-        if not (self.choices.usage_at_end or self.choices.want_ledger):
+        if not (self.usage_at_end or self.want_ledger):
             return b""
-        return event(self._completion([], self.choices.usage() if self.choices.usage_at_end else UNSET, self.choices.ledger))
+        return event(self._completion([], self.usage() if self.usage_at_end else UNSET, self.ledger))
 
     def _completion(self, choices: list[Choice], usage: Usage | UnsetType | None,
                     ledger: dict[str, Any] | UnsetType = UNSET) -> Completion:
         return Completion(self.id, self.created, self.model, choices, system_fingerprint=self.system_fingerprint,
-                          service_tier=self.service_tier, usage=self._shown(usage), ledger=ledger)
-
-    def add(self, deltas: list[Delta]) -> None:
-        self.choices.add(deltas)
+                          service_tier=self.service_tier, usage=usage, ledger=ledger)
 
     def whole(self) -> Completion:
-        choices = self.choices
-        for place, request in enumerate(self.requests):
-            self._scores[request.id] = choices.growths[place * choices.n].prompt_logprobs or []
-        return self._completion([self._whole_choice(i) for i in range(len(choices.growths))], choices.usage(),
-                                choices.ledger)
+        for request, growth in zip(self.requests, self.growths[::self.n], strict=True):
+            self._scores[request.id] = growth.prompt_logprobs or []
+        return self._completion([self._whole_choice(i, growth) for i, growth in enumerate(self.growths)], self.usage(),
+                                self.ledger)
 
-    def _whole_choice(self, index: int) -> Choice:
-        choices, growth = self.choices, self.choices.growths[index]
-        request = self.requests[index // choices.n]
-        text, ids, lines = ("", [], []) if self.score_only else ("".join(growth.text), growth.token_ids, growth.logprobs)
-        choice = self._choice(index, text, ids, lines, self.echo)
+    def _whole_choice(self, index: int, growth: Growth) -> Choice:
+        choice = self._choice(index, "".join(growth.text), growth.token_ids, growth.logprobs, True)
         choice.finish_reason, choice.stop_reason = growth.finish_reason, growth.stop_reason
-        if choices.want_ids:
-            choice.token_ids, choice.prompt_token_ids = ids, request.prompt_ids
         if self.want_prompt_logprobs:
-            choice.prompt_logprobs = prompt_entries(self._scores[request.id], self.namer)
+            choice.prompt_logprobs = prompt_entries(self._scores[self.requests[index // self.n].id], self.namer)
         return choice
-
-    def _shown(self, usage: Usage | UnsetType | None) -> Usage | UnsetType | None:
-        if self.score_only and isinstance(usage, Usage):
-            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
-        return usage
 
 
 class Completions:
@@ -194,8 +175,7 @@ class Completions:
         requests = await prepare(state, http, prompts, params, body, add_special_tokens=special)
         echoes = await self._echoes(prompts, requests, special, body) if body.echo else []
         answer = CompletionAnswer(f"cmpl-{body.request_id or http.scope['request_id']}", model, requests, echoes, body,
-                                  namer(state, body), state.llm.tokenizer,
-                                  fingerprint(state.llm.info))
+                                  namer(state, body), state.llm.tokenizer, state.llm.info)
         return await respond(http, state.llm.open(requests), answer, bool(body.stream))
 
     async def _echoes(self, prompts: list[str | list[int]], requests: list[EngineRequest], special: bool,

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from penstock.core.errors import RequestError
-from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
 from penstock.server.openai.chat import Chat, ChatCompletion, Chunk
 from penstock.server.openai.completions import Completion, Completions
-from penstock.server.openai.errors import error_body, explain_field
-from penstock.server.openai.harmless import IGNORED
+from penstock.server.openai.form import OpenAIForm
 from penstock.server.openai.invocations import Invocations
 from penstock.server.openai.models import Model, ModelList, Models
 from penstock.server.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
@@ -19,14 +15,14 @@ from penstock.server.openai.tokens import Detokenized, Tokenized, Tokens
 from penstock.server.state import State
 
 
-class OpenAI:
+class OpenAI(OpenAIForm):
     """The dialect over one server's state."""
 
     def __init__(self, state: State) -> None:
-        bodies = BodyReader(state, explain_field, IGNORED)
-        self._chat, self._completions = Chat(state, bodies), Completions(state, bodies)
-        self._invocations = Invocations(self._chat, self._completions, bodies)
-        self._models, self._tokens = Models(state), Tokens(state, bodies)
+        super().__init__(state)
+        self._chat, self._completions = Chat(state, self.bodies), Completions(state, self.bodies)
+        self._invocations = Invocations(self._chat, self._completions, self.bodies)
+        self._models, self._tokens = Models(state), Tokens(state, self.bodies)
 
     def routes(self) -> Sequence[Route]:
         tokens = self._tokens
@@ -45,6 +41,3 @@ class OpenAI:
             Route("GET", "/v1/models", self._models.list, "List the served names", answer=ModelList),
             Route("GET", "/v1/models/{model:path}", self._models.one, "Describe one served name", answer=Model),
         )
-
-    def error_body(self, error: RequestError) -> Any:
-        return error_body(error)

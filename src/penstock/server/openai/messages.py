@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from starlette.requests import Request
+
 from penstock.core.errors import RequestError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.rendering import Conversation
 from penstock.engine.retention import Marked
 from penstock.server.openai.protocol import ChatRequest, TokenizeRequest
 from penstock.server.openai.reading import offered
+from penstock.server.state import State
 from penstock.text import ChatTemplate
 
 Templated = ChatRequest | TokenizeRequest
@@ -33,6 +36,15 @@ async def render(llm: AsyncLLM, body: Templated, trust_template: bool, size: int
     how = {"add_generation_prompt": opening, "documents": body.documents,
            "continue_final_message": bool(body.continue_final_message), **_variables(template, body)}
     return await llm.render(Conversation(body.messages or [], tools, body.chat_template, how), size)
+
+
+async def count_tokens(state: State, http: Request, body: ChatRequest, param: str = "prompt") -> int:
+    """The number of tokens of a conversation's prompt. RequestError, naming `param`, for one that is too long."""
+    text = (await render(state.llm, body, False, http.scope["body_bytes"])).text
+    tokenizer = state.llm.inputs.tokenizer
+    assert tokenizer is not None, "there was a template"
+    state.limits.check_text(len(text), state.llm.inputs.info.max_model_len, param)
+    return await state.llm.work.run(len(text), lambda: len(tokenizer.encode(text, False)))
 
 
 def choose(template: ChatTemplate | None, wanted: str | None, trust: bool) -> ChatTemplate:

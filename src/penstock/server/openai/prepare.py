@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
 
@@ -23,34 +24,46 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
                   body: GenerationFields, *, add_special_tokens: bool, parsed: bool = False) -> list[Request]:
     """Checked engine requests, each under a name of its own: two HTTP requests may carry the same request_id. RequestError
     naming the limit that they would pass."""
-    llm = state.llm
-    state.limits.work(len(prompts), params)
+    llm, adapter, retain = state.llm, state.adapter(body.model), retained(body)
     for prompt in prompts:
         if not isinstance(prompt, list):
             text = prompt if isinstance(prompt, str) else prompt.text
             state.limits.check_text(len(text), llm.inputs.info.max_model_len)
-    priority = state.priority(body.priority, http.scope["admin"], http.scope["key"])
-    promise = promised(llm.inputs.info.classes, body.service_tier, http.headers, http.scope["key"], priority)
-    tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
-    retain = retained(body)
 
-    adapter = state.adapter(body.model)
-
-    def work() -> list[Request]:
+    def make(whose: dict[str, Any]) -> list[Request]:
         check_structure(body)
         # Once for all prompts.
         spelled = llm.inputs.spelled(params)
-        made = [llm.inputs.request(llm.new_id(), prompt, spelled, add_special_tokens=add_special_tokens,
-                                   priority=priority, salt=salt, tenant=tenant, retain=retain,
-                                   keep_last=body.truncate_prompt_tokens, parsed=parsed, adapter=adapter) for prompt in prompts]
+        made = [llm.inputs.request(llm.new_id(), prompt, spelled, add_special_tokens=add_special_tokens, retain=retain,
+                                   keep_last=body.truncate_prompt_tokens, parsed=parsed, adapter=adapter, **whose)
+                for prompt in prompts]
         check_something_is_left(made[0])
         return made
 
     size = sum(map(_effort, prompts)) + (1 + len(prompts) // 10) * _lists(params)
     if params.structured_outputs is not None:
         size += _COMPILING
-    requests = await llm.work.run(size, work)
-    state.limits.check_tenant(llm.tokens_in_flight(tenant), requests, http.scope["key"])
+    return await admitted(state, http, body, body.service_tier, len(prompts), params, make, size)
+
+
+class Asked(Protocol):
+    """The fields of a body that say how its requests are served."""
+
+    priority: int | None
+    cache_salt: str | None
+
+
+async def admitted(state: State, http: HttpRequest, body: Asked, service_tier: str | None, count: int, params: SamplingParams,
+                   make: Callable[[dict[str, Any]], list[Request]], size: int) -> list[Request]:
+    """The requests that `make` makes beside the event loop, under the limits of the server and the client, with its promise.
+    `make` gets the arguments that say whose they are; `size` is its cost in characters to tokenize."""
+    llm, key = state.llm, http.scope["key"]
+    state.limits.work(count, params)
+    priority = state.priority(body.priority, http.scope["admin"], key)
+    promise = promised(llm.inputs.info.classes, service_tier, http.headers, key, priority)
+    tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
+    requests = await llm.work.run(size, lambda: make({"priority": priority, "salt": salt, "tenant": tenant}))
+    state.limits.check_tenant(llm.tokens_in_flight(tenant), requests, key)
     promise.give(requests)
     for request in requests[1:]:
         request.follows = True

@@ -13,9 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from penstock.core.request import MARKED_PRIORITY, PINNED
-from penstock.core.sampling import MAX_BEAM_WIDTH, MAX_N, MOST_LOGPROBS
+from penstock.core.sampling import MAX_BEAM_WIDTH, MAX_N, MOST_LOGPROBS, StructuredOutputsParams
 from penstock.engine.retention import MAX_SPANS
-from penstock.server.openai.structured import StructureFields, TextFormat
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -90,14 +89,22 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: OnlyFalse | None = None
 
 
-class GenerationFields(StructureFields, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both endpoints: model, streaming, sampling, vLLM's extensions, and fields without effect."""
+class ServiceFields(msgspec.Struct, kw_only=True):
+    """Fields that say whose a request is and how it is served, in every dialect of OpenAI's form."""
 
     model: Name | None = None
     """A served name; absent means the one model that is served."""
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """Lower is served first."""
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    """Cached prompts are shared only with requests of the same key that have the same salt."""
+    user: Name | None = None
+    """Accepted; changes nothing."""
+
+
+class SamplingFields(ServiceFields, kw_only=True):
+    """Fields of the chat, completions and responses endpoints that mean the same in each."""
+
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
@@ -108,14 +115,71 @@ class GenerationFields(StructureFields, kw_only=True, forbid_unknown_fields=True
     seed: Seed | None = None
     stop: Word | Annotated[list[Word], Meta(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ENTRIES)] | None = None
-    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: Natural | None = None
+    skip_special_tokens: bool | None = None
     logit_bias: Annotated[dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]],
                           Meta(max_length=MAX_ENTRIES)] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    service_tier: Name | None = None
+    """A class of service: auto, default, priority (interactive), flex (batch), or a class by its own name."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """24h keeps the whole prompt for so long; OpenAI's field."""
+
+    # Accepted, as OpenAI does; they file the request and change no token of the answer.
+    metadata: Annotated[dict[str, Any], Meta(max_length=MAX_ENTRIES)] | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    pass
+
+
+class JsonObjectFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    pass
+
+
+class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    schema: dict[str, Any] | bool
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """A schema is always enforced to the letter."""
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    json_schema: JsonSchema
+
+
+class StructuralTagFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="structural_tag"):
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+
+
+class StructureFields(SamplingFields, kw_only=True):
+    """The fields of a body that constrain the answer; no more than one of them and structured_outputs may."""
+
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class GenerationFields(StructureFields, kw_only=True, forbid_unknown_fields=True):
+    """Fields of both endpoints: streaming, vLLM's extensions, and fields without effect."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Natural | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_IDS)] | None = None
     bad_words: Annotated[list[Word], Meta(max_length=1000)] | None = None
-    skip_special_tokens: bool | None = None
     prompt_logprobs: Top | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
@@ -124,16 +188,10 @@ class GenerationFields(StructureFields, kw_only=True, forbid_unknown_fields=True
     return_tokens_as_token_ids: bool | None = None
     """Name tokens in logprobs as "token_id:N"."""
     request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    """Lower is served first."""
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
-    """Cached prompts are shared only with requests of the same key that have the same salt."""
     cache_control: CacheControl | None = None
     """Keep the whole prompt in the cache."""
     cache_retention: Annotated[list[RetainedSpan], Meta(max_length=MAX_SPANS)] | None = None
     """Spans to retain in the cache, in tokens."""
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """24h keeps the whole prompt for so long; OpenAI's field."""
     use_beam_search: bool | None = None
     """Beam search instead of sampling: returns the n best of beam_width beams."""
     beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] | None = None
@@ -143,16 +201,9 @@ class GenerationFields(StructureFields, kw_only=True, forbid_unknown_fields=True
     early_stopping: bool | Literal["never"] | None = None
     """When to stop: true, at beam_width finished beams; false, when a better one is unlikely; "never", if none is possible."""
 
-    # Accepted, as OpenAI does; they name or file the request and change no token of the answer.
-    user: Name | None = None
-    metadata: Annotated[dict[str, Any], Meta(max_length=MAX_ENTRIES)] | None = None
     store: bool | None = None
-    service_tier: Name | None = None
-    """A class of service: auto, default, priority (interactive), flex (batch), or a class by its own name."""
     include_ledger: bool | None = None
     """Add where the request's time went, in seconds, to the answer, or to a stream's last event."""
-    safety_identifier: Name | None = None
-    prompt_cache_key: Name | None = None
 
     spaces_between_special_tokens: bool | None = None
     """Spaces are put only by tokenizers that transformers calls slow; here both values mean the same."""

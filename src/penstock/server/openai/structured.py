@@ -4,53 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.core.sampling import StructuredOutputsParams
 from penstock.grammar.definition import define
-
-
-class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    pass
-
-
-class JsonObjectFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
-    pass
-
-
-class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    schema: dict[str, Any] | bool
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-    """A schema is always enforced to the letter."""
-
-
-class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
-    json_schema: JsonSchema
-
-
-class StructuralTagFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="structural_tag"):
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
-    format: dict[str, Any] | None = None
-
-
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
-
-
-class StructureFields(msgspec.Struct, kw_only=True):
-    """The fields of a body that constrain the answer; no more than one of them may."""
-
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+from penstock.server.openai.protocol import JsonObjectFormat, JsonSchemaFormat, StructuralTagFormat, StructureFields
 
 
 def structure_of(body: StructureFields) -> tuple[StructuredOutputsParams, str] | None:

@@ -28,13 +28,12 @@ from penstock.engine.pooling import (
     probabilities,
     vectors_of,
 )
-from penstock.server.body import BodyReader
+from penstock.server.answer import json_response
 from penstock.server.dialect import Route
 from penstock.server.openai.completions import split_prompts
-from penstock.server.openai.errors import error_body, explain_field
-from penstock.server.openai.harmless import IGNORED
+from penstock.server.openai.form import OpenAIForm
+from penstock.server.openai.prepare import admitted
 from penstock.server.pooling import protocol as p
-from penstock.server.promise import promised
 from penstock.server.respond import gather
 from penstock.server.state import State
 
@@ -50,29 +49,24 @@ class PooledTexts:
         self.created = int(time.time())
 
 
-class Pooling:
+class Pooling(OpenAIForm):
     """The dialect over one server's state."""
 
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.bodies = BodyReader(state, explain_field, IGNORED)
-
     def routes(self) -> Sequence[Route]:
-        def both(path: str, handler: Any, about: str, body: type[Any], answer: type[Any],
+        def both(path: str, handler: Any, about: str, body: type[Any], answer: Any,
                  prefixes: Sequence[str] = ("", "/v1")) -> list[Route]:
             return [Route("POST", prefix + path, handler, about, body, answer=answer) for prefix in prefixes]
 
         return (
-            *both("/embeddings", self.embeddings, "Turn texts into vectors", p.EmbeddingRequest, p.Embeddings, ("/v1",)),
-            *both("/pooling", self.pooling, "Hidden states of texts, pooled or by token", p.PoolingRequest, p.PoolingAnswer),
-            *both("/classify", self.classify, "Probabilities of a classifier's labels", p.ClassifyRequest, p.Classes),
-            *both("/score", self.score, "Score pairs of texts", p.ScoreRequest, p.Scores),
+            *both("/embeddings", self.embeddings, "Turn texts into vectors", p.EmbeddingRequest,
+                  p.Answers[p.Embedding], ("/v1",)),
+            *both("/pooling", self.pooling, "Hidden states of texts, pooled or by token", p.PoolingRequest,
+                  p.Answers[p.Pooled]),
+            *both("/classify", self.classify, "Probabilities of a classifier's labels", p.ClassifyRequest, p.Answers[p.Class]),
+            *both("/score", self.score, "Score pairs of texts", p.ScoreRequest, p.Answers[p.Score]),
             *both("/rerank", self.rerank, "Order documents by how well they fit a query", p.RerankRequest, p.Ranking,
                   ("", "/v1", "/v2")),
         )
-
-    def error_body(self, error: RequestError) -> Any:
-        return error_body(error)
 
     # -- the endpoints
 
@@ -81,8 +75,7 @@ class Pooling:
         body = await self.bodies.read(http, p.EmbeddingRequest)
         model, scale = self.state.admit_bare(body.model), self._scale(body)
         run = await self._run(http, model, body, _texts(body.input, body.add_special_tokens), embedding_pool(self._inputs))
-        return await self._answer(run, lambda: p.Embeddings(f"embd-{run.id}", run.created, model, [
-            p.Embedding(place, written) for place, written in enumerate(_written(run.vectors, scale, body))], run.usage))
+        return await self._answer(run, "embd", lambda: _written(p.Embedding, run.vectors, scale, body))
 
     async def pooling(self, http: Request) -> Response:
         """Hidden states: of each text, of its tokens, or a classifier's logits."""
@@ -95,11 +88,9 @@ class Pooling:
             pool = embedding_pool(self._inputs)
         else:
             # vLLM scales the vectors of tokens too, unless told otherwise.
-            pool, normal = Pool("all"), body.normalize is not False
-            scale = _scaling(normal, body.dimensions)
+            pool, scale = Pool("all"), _scaling(body.normalize is not False, body.dimensions)
         run = await self._run(http, model, body, _texts(body.input, body.add_special_tokens), pool)
-        return await self._answer(run, lambda: p.PoolingAnswer(f"pool-{run.id}", run.created, model, [
-            p.Pooled(place, written) for place, written in enumerate(_written(run.vectors, scale, body))], run.usage))
+        return await self._answer(run, "pool", lambda: _written(p.Pooled, run.vectors, scale, body))
 
     async def classify(self, http: Request) -> Response:
         """The most probable label of each text, and all probabilities."""
@@ -112,8 +103,7 @@ class Pooling:
             shown = logits if body.use_activation is False else probabilities(logits)
             return p.Class(place, names[int(logits.argmax())], shown.tolist(), len(logits))
 
-        return await self._answer(run, lambda: p.Classes(f"classify-{run.id}", run.created, model, [
-            line(place, logits) for place, logits in enumerate(run.vectors)], run.usage))
+        return await self._answer(run, "classify", lambda: [line(*one) for one in enumerate(run.vectors)])
 
     async def score(self, http: Request) -> Response:
         """A score for each pair, in their order."""
@@ -124,8 +114,7 @@ class Pooling:
             missing = "text_1" if one is None else "text_2"
             raise RequestError(f"Missing required parameter: '{missing}'", param=missing, code="missing_required_parameter")
         scores, run = await self._scores(http, model, body, paired(one, two, ("text_1", "text_2")), body.instruction)
-        return await self._answer(run, lambda: p.Scores(f"score-{run.id}", run.created, model, [
-            p.Score(place, score) for place, score in enumerate(scores)], run.usage))
+        return await self._answer(run, "score", lambda: [p.Score(*one) for one in enumerate(scores)])
 
     async def rerank(self, http: Request) -> Response:
         """The documents with the best first."""
@@ -140,8 +129,7 @@ class Pooling:
             shown = msgspec.UNSET if body.return_documents is False else p.Document(text=documents[place])
             return p.Ranked(place, scores[place], shown)
 
-        return await self._answer(run, lambda: p.Ranking(f"rerank-{run.id}", model, [line(place) for place in order],
-                                                         run.usage))
+        return json_response(p.Ranking(f"rerank-{run.id}", model, [line(place) for place in order], run.usage))
 
     # -- how
 
@@ -165,34 +153,23 @@ class Pooling:
     async def _run(self, http: Request, model: str, body: p.PoolingFields, texts: Sequence[Text], pool: Pool) -> PooledTexts:
         return await pool_texts(self.state, http, model, body, texts, pool)
 
-    async def _answer(self, run: PooledTexts, make: Callable[[], Any]) -> Response:
+    async def _answer(self, run: PooledTexts, prefix: str, data: Callable[[], list[Any]]) -> Response:
         numbers = sum(vector.size for vector in run.vectors)
-        content = await self.state.llm.work.run(numbers // 4, lambda: msgspec.json.encode(make()))
-        return Response(content, media_type="application/json")
+        return await self.state.llm.work.run(numbers // 4, lambda: json_response(
+            p.Answers(f"{prefix}-{run.id}", run.created, run.model, data(), run.usage)))
 
 
 async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFields, texts: Sequence[Text],
                      pool: Pool) -> PooledTexts:
     """Pools texts under the limits of every request. RequestError naming the limit or the field at fault."""
     inputs = state.llm.inputs
-    state.limits.work(len(texts), SamplingParams())
     for text in texts:
         if isinstance(text.prompt, str):
             state.limits.check_text(len(text.prompt), inputs.info.max_model_len, "input")
-    priority = state.priority(body.priority, http.scope["admin"], http.scope["key"])
-    promise = promised(inputs.info.classes, None, http.headers, http.scope["key"], priority)
-    tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
-
-    def prepare() -> list[Any]:
-        return [inputs.pooling(state.llm.new_id(), text.prompt, pool, add_special_tokens=text.add_special_tokens,
-                               priority=priority, salt=salt, tenant=tenant, keep_last=body.truncate_prompt_tokens)
-                for text in texts]
-
-    requests = await state.llm.work.run(sum(100 + len(text.prompt) for text in texts), prepare)
-    state.limits.check_tenant(state.llm.tokens_in_flight(tenant), requests, http.scope["key"])
-    promise.give(requests)
-    for request in requests[1:]:
-        request.follows = True
+    requests = await admitted(state, http, body, None, len(texts), SamplingParams(), lambda whose: [
+        inputs.pooling(state.llm.new_id(), text.prompt, pool, add_special_tokens=text.add_special_tokens,
+                       keep_last=body.truncate_prompt_tokens, **whose) for text in texts],
+        sum(100 + len(text.prompt) for text in texts))
     found: dict[str, bytes] = {}
     await gather(http, state.llm.open(requests),
                  lambda deltas: found.update((delta.request_id, delta.pooled or b"") for delta in deltas))
@@ -208,8 +185,11 @@ def _scaling(normal: bool, dimensions: int | None) -> Callable[[Floats], Floats]
     return lambda vector: embedding(vector, normal, dimensions)
 
 
-def _written(vectors: Sequence[Floats], scale: Callable[[Floats], Floats], body: p.EmbeddingRequest) -> list[Any]:
-    scaled = [scale(vector) for vector in vectors]
-    if body.encoding_format == "base64":
-        return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in scaled]
-    return [vector.tolist() for vector in scaled]
+def _written(kind: Callable[[int, Any], Any], vectors: Sequence[Floats], scale: Callable[[Floats], Floats],
+             body: p.EmbeddingRequest) -> list[Any]:
+    def written(vector: Floats) -> Any:
+        if body.encoding_format == "base64":
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        return vector.tolist()
+
+    return [kind(place, written(scale(vector))) for place, vector in enumerate(vectors)]

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from penstock.server.openai.protocol import MAX_ENTRIES, Count, Name, TokenId
+from penstock.server.openai.protocol import MAX_ENTRIES, Count, ServiceFields, TokenId
+
+Item = TypeVar("Item")
 
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_ENTRIES)]
 Input = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 """A text, token ids, or a list of either."""
 
 
-class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class PoolingFields(ServiceFields, kw_only=True, forbid_unknown_fields=True):
     """Fields of all these routes."""
 
-    model: Name | None = None
-    """A served name; absent means the one model that is served."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     """Keep only this many of a text's last tokens; -1 keeps as many as fit."""
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    """Lower is served first."""
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
-    user: Name | None = None
-    """Accepted; changes nothing."""
 
 
 class EmbeddingRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
@@ -94,34 +89,27 @@ class PoolUsage(msgspec.Struct):
     completion_tokens: int = 0
 
 
+class Answers(msgspec.Struct, Generic[Item]):
+    """A list with an answer for each text or pair, in their order."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Item]
+    usage: PoolUsage
+    object: str = "list"
+
+
 class Embedding(msgspec.Struct):
     index: int
     embedding: list[float] | str
     object: str = "embedding"
 
 
-class Embeddings(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    data: list[Embedding]
-    usage: PoolUsage
-    object: str = "list"
-
-
 class Pooled(msgspec.Struct):
     index: int
     data: list[float | list[float]] | str
     object: str = "pooling"
-
-
-class PoolingAnswer(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    data: list[Pooled]
-    usage: PoolUsage
-    object: str = "list"
 
 
 class Class(msgspec.Struct):
@@ -132,28 +120,10 @@ class Class(msgspec.Struct):
     num_classes: int
 
 
-class Classes(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    data: list[Class]
-    usage: PoolUsage
-    object: str = "list"
-
-
 class Score(msgspec.Struct):
     index: int
     score: float
     object: str = "score"
-
-
-class Scores(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    data: list[Score]
-    usage: PoolUsage
-    object: str = "list"
 
 
 class Ranked(msgspec.Struct):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.engine.outputs import Delta
-from penstock.server.blocks import Block, Blocks, Change
+from penstock.server.blocks import Block, Blocks, BlocksAnswer, Change
 from penstock.server.openai.logprobs import Namer, chat_content
 from penstock.server.openai.reading import custom_input
 from penstock.server.responses import protocol as r
@@ -38,16 +38,16 @@ def describe(response_id: str, model: str, body: r.ResponseRequest, conversation
         "truncation": body.truncation or "disabled", "usage": None, "user": body.user, "metadata": body.metadata or {}}
 
 
-class ResponseAnswer:
+class ResponseAnswer(BlocksAnswer):
     """Builds one response from deltas. `finished` is told of it once it has ended, however it did."""
 
     def __init__(self, response: dict[str, Any], prompt_tokens: int, blocks: Blocks, namer: Namer | None,
                  body: r.ResponseRequest,
                  finished: Callable[[ResponseAnswer], None]) -> None:
         """`namer` None: no log probabilities are wanted."""
+        super().__init__(blocks)
         self.response = response
         self._prompt_tokens = prompt_tokens
-        self._blocks = blocks
         self._namer = namer
         self._finished = finished
         self._custom = {tool.name for tool in body.tools or () if isinstance(tool, r.CustomTool)}
@@ -55,9 +55,7 @@ class ResponseAnswer:
         self._items: dict[int, dict[str, Any]] = {}
         """The item of each block."""
         self._logprobs: dict[int, list[Any]] = {}
-        self._sequence = 0
-        self._tokens = self._reasoned = self._cached = 0
-        self._end: Delta | None = None
+        self._sequence = self._reasoned = 0
 
     # -- the protocol of `respond`
 
@@ -69,7 +67,7 @@ class ResponseAnswer:
 
     def add(self, deltas: list[Delta]) -> None:
         for delta in deltas:
-            for _ in self._take(delta):
+            for _ in self._steps(delta):
                 pass
 
     def whole(self) -> dict[str, Any]:
@@ -95,7 +93,7 @@ class ResponseAnswer:
 
     def steps(self, deltas: list[Delta]) -> list[bytes]:
         """The events that these deltas make certain."""
-        return list(self._written(one for delta in deltas for one in self._take(delta)))
+        return list(self._written(one for delta in deltas for one in self._steps(delta)))
 
     def ending(self) -> list[bytes]:
         """The last events."""
@@ -112,13 +110,9 @@ class ResponseAnswer:
             self._sequence += 1
             yield b"event: %b\ndata: %b\n\n" % (found["type"].encode(), msgspec.json.encode(numbered))
 
-    def _take(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        self._tokens += len(delta.token_ids)
-        self._cached = delta.cached_tokens or self._cached
-        if delta.finish_reason is not None:
-            self._end = delta
-        changes = self._blocks.push(delta.text, delta.finish_reason is not None)
-        last = self._blocks.all[-1] if self._blocks.all else None
+    def _steps(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        changes = self.take(delta)
+        last = self.blocks.all[-1] if self.blocks.all else None
         if last is not None and last.kind == "reasoning":
             self._reasoned += len(delta.token_ids)
         lines: list[Any] = []
@@ -151,7 +145,7 @@ class ResponseAnswer:
 
     def _close(self, block: Block) -> Iterator[dict[str, Any]]:
         item, place = self._items[block.index], self._place(block)
-        cut = self._end is not None and self._end.finish_reason == "length"
+        cut = self.end is not None and self.end.finish_reason == "length"
         if block.kind == "call":
             if block.name in self._custom and not block.failed:
                 item["input"] = custom_input(block.text) if block.text else ""
@@ -188,7 +182,7 @@ class ResponseAnswer:
     # -- the end
 
     def _finish(self) -> Iterator[dict[str, Any]]:
-        end = self._end.finish_reason if self._end is not None else "abort"
+        end = self.end.finish_reason if self.end is not None else "abort"
         kind = {"stop": "completed", "length": "incomplete"}.get(end or "", "cancelled")
         if kind == "incomplete":
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -202,14 +196,14 @@ class ResponseAnswer:
     def _ended(self, status: str) -> Iterator[dict[str, Any]]:
         response = self.response
         # A call that turned out to be none stands in the text.
-        failed = {self._items[block.index]["id"] for block in self._blocks.all if block.failed}
+        failed = {self._items[block.index]["id"] for block in self.blocks.all if block.failed}
         response["output"] = [item for item in response["output"] if item["id"] not in failed]
         response["status"] = status
         response["completed_at"] = int(time.time()) if status == "completed" else None
         response["usage"] = {
-            "input_tokens": self._prompt_tokens, "input_tokens_details": {"cached_tokens": self._cached},
-            "output_tokens": self._tokens, "output_tokens_details": {"reasoning_tokens": self._reasoned},
-            "total_tokens": self._prompt_tokens + self._tokens}
+            "input_tokens": self._prompt_tokens, "input_tokens_details": {"cached_tokens": self.cached_tokens},
+            "output_tokens": self.output_tokens, "output_tokens_details": {"reasoning_tokens": self._reasoned},
+            "total_tokens": self._prompt_tokens + self.output_tokens}
         self._finished(self)
         yield {"type": f"response.{status}", "response": response}
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import RequestError
-from penstock.server.openai.protocol import ChatRequest
+from penstock.server.openai.form import converted
+from penstock.server.openai.protocol import ChatRequest, JsonObjectFormat, SamplingFields
 from penstock.server.responses import protocol as r
 
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "summary_text": "text",
@@ -26,14 +27,15 @@ def items_of(given: r.Input | None) -> list[r.Item]:
         if isinstance(given, str) else list(given)
 
 
-def chat_request(body: r.InputTokensRequest, items: Sequence[r.Item]) -> ChatRequest:
+def chat_request(body: r.ResponseRequest, items: Sequence[r.Item]) -> ChatRequest:
     """The same conversation, tools and parameters; `items` are all, those of earlier responses too. RequestError for items and
     tools that this server does not have."""
     messages = messages_of(items)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    fields: dict[str, Any] = {"model": body.model, "messages": messages, "parallel_tool_calls": body.parallel_tool_calls,
-                              "chat_template_kwargs": body.chat_template_kwargs}
+    fields: dict[str, Any] = {"messages": messages, "parallel_tool_calls": body.parallel_tool_calls, "stream": body.stream,
+                              "chat_template_kwargs": body.chat_template_kwargs,
+                              "max_completion_tokens": body.max_output_tokens}
     if body.tools:
         fields["tools"] = [_tool(tool) for tool in body.tools]
         fields["tool_choice"] = _choice(body.tool_choice)
@@ -46,20 +48,14 @@ def chat_request(body: r.InputTokensRequest, items: Sequence[r.Item]) -> ChatReq
         if isinstance(body.text.format, r.JsonSchemaFormat):
             schema = {name: value for name, value in msgspec.to_builtins(body.text.format).items() if name != "type"}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        elif isinstance(body.text.format, r.JsonObjectFormat):
+        elif isinstance(body.text.format, JsonObjectFormat):
             fields["response_format"] = {"type": "json_object"}
-    if isinstance(body, r.ResponseRequest):
-        for name in r.SAME_NAME:
-            value = getattr(body, name)
-            fields[name] = msgspec.to_builtins(value, str_keys=False) if isinstance(value, msgspec.Struct) else value
-        fields["max_completion_tokens"] = body.max_output_tokens
-        fields["stream"] = body.stream
-        if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
-            fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    try:
-        return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"the request has no meaning here: {error}", param="input", code="invalid_value") from None
+    for name in SamplingFields.__struct_fields__:
+        value = getattr(body, name)
+        fields[name] = msgspec.to_builtins(value, str_keys=False) if isinstance(value, msgspec.Struct) else value
+    if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    return converted(fields, ChatRequest, "input")
 
 
 def _tool(tool: r.FunctionTool | r.CustomTool) -> dict[str, Any]:

@@ -15,15 +15,13 @@ from penstock.core.errors import EngineDeadError, RequestError
 from penstock.engine.async_llm import Stream
 from penstock.server.answer import json_response
 from penstock.server.blocks import Blocks
-from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
 from penstock.server.errors import as_request_error
 from penstock.server.ignored import note_ignored
 from penstock.server.openai.chat import Prepared, prepared
-from penstock.server.openai.errors import error_body, explain_field
-from penstock.server.openai.harmless import IGNORED
+from penstock.server.openai.form import OpenAIForm, explain, refusing
 from penstock.server.openai.logprobs import namer
-from penstock.server.openai.messages import render
+from penstock.server.openai.messages import count_tokens
 from penstock.server.openai.protocol import ChatRequest
 from penstock.server.respond import SSE_HEADERS, Wire, respond
 from penstock.server.responses import protocol as r
@@ -94,12 +92,11 @@ class Running:
         self._changed = asyncio.Event()
 
 
-class Responses:
+class Responses(OpenAIForm):
     """The dialect over one server's state."""
 
     def __init__(self, state: State) -> None:
-        self.state = state
-        self.bodies = BodyReader(state, _explain_field, IGNORED)
+        super().__init__(state, refusing(r.WHY_REFUSED, _explain_field))
         self.conversations = Conversations(state, self.bodies)
         self.running: dict[str, Running] = {}
 
@@ -109,16 +106,13 @@ class Responses:
             Route("POST", "/v1/responses", self.post, "Answer items, OpenAI's newer form of a conversation",
                   r.ResponseRequest, True),
             Route("POST", "/v1/responses/input_tokens", self.input_tokens, "Count the tokens of a response's input",
-                  r.InputTokensRequest, answer=r.InputTokens),
+                  r.ResponseRequest, answer=r.InputTokens),
             Route("GET", one, self.get, "A stored response, or with stream=true the events of one in the background"),
             Route("DELETE", one, self.delete, "Delete a stored response", answer=r.Deleted),
             Route("POST", one + "/cancel", self.cancel, "End a response that runs in the background"),
             Route("GET", one + "/input_items", self.input_items, "A page of a response's input"),
             *self.conversations.routes(),
         )
-
-    def error_body(self, error: RequestError) -> Any:
-        return error_body(error)
 
     # -- making
 
@@ -148,7 +142,7 @@ class Responses:
         wire = Wire(opening=lambda: b"".join([*answer.opening(), *answer.started()]), done=b"", failed=answer.failed)
         return await respond(http, stream, answer, bool(body.stream), wire)
 
-    async def _history(self, body: r.InputTokensRequest, owner: str) -> list[r.Item]:
+    async def _history(self, body: r.ResponseRequest, owner: str) -> list[r.Item]:
         """The items before the request's own."""
         previous, conversation = body.previous_response_id, _name(body.conversation)
         if previous is not None and conversation is not None:
@@ -214,15 +208,11 @@ class Responses:
 
     async def input_tokens(self, http: Request) -> Response:
         """The number of tokens that a response's prompt would have."""
-        body, state = await self.bodies.read(http, r.InputTokensRequest), self.state
+        body, state = await self.bodies.read(http, r.ResponseRequest), self.state
         state.admit(body.model)
         history = await self._history(body, owner_of(http.scope["api_key"]))
         chat = chat_request(body, [*history, *_resolved(items_of(body.input), history)])
-        text = (await render(state.llm, chat, False, http.scope["body_bytes"])).text
-        tokenizer, info = state.llm.tokenizer, state.llm.info
-        assert tokenizer is not None and info is not None, "there was a template"
-        state.limits.check_text(len(text), info.max_model_len, "input")
-        return json_response(r.InputTokens(await state.llm.work.run(len(text), lambda: len(tokenizer.encode(text, False)))))
+        return json_response(r.InputTokens(await count_tokens(state, http, chat, "input")))
 
     # -- what was made
 
@@ -315,9 +305,6 @@ def _in_terms_of_responses(error: RequestError) -> RequestError:
 
 
 def _explain_field(where: str, text: str) -> RequestError | str:
-    field = where.partition(".")[0].partition("[")[0]
-    if field in r.WHY_REFUSED:
-        return RequestError(f"{field} cannot be honoured: {r.WHY_REFUSED[field]}", param=field, code="unsupported_parameter")
-    if field == "tools" and where.endswith(".type"):
+    if where.startswith("tools") and where.endswith(".type"):
         return f"{text[:1].lower()}{text[1:]}; possible are function and custom: this server runs no tools itself"
-    return explain_field(where, text)
+    return explain(where, text)

@@ -10,19 +10,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.core.sampling import StructuredOutputsParams
 from penstock.server.openai.protocol import (
     MAX_ENTRIES,
     MAX_MESSAGES,
     Count,
+    JsonObjectFormat,
     Name,
     OnlyFalse,
-    Seed,
-    TokenId,
+    SamplingFields,
+    TextFormat,
     Top,
-    Word,
 )
-from penstock.server.openai.structured import TextFormat
 
 WHY_REFUSED = {
     "prompt": "this server keeps no prompt templates; send the text as instructions and input",
@@ -34,10 +32,6 @@ WHY_REFUSED = {
 
 Item = dict[str, Any]
 Input = str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)]
-
-
-class JsonObjectFormat(msgspec.Struct, kw_only=True, tag_field="type", tag="json_object"):
-    pass
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
@@ -103,10 +97,9 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 Metadata = Annotated[dict[str, Any], Meta(max_length=MAX_ENTRIES)]
 
 
-class InputTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/responses/input_tokens, and what a response is made from."""
+class ResponseRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses; and of /v1/responses/input_tokens, which reads only what the prompt is made of."""
 
-    model: Name | None = None
     input: Input | None = None
     instructions: str | None = None
     previous_response_id: Name | None = None
@@ -119,11 +112,6 @@ class InputTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     truncation: Literal["auto", "disabled"] | None = None
     """auto drops the oldest items that do not fit."""
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class ResponseRequest(InputTokensRequest, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/responses."""
-
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
@@ -132,44 +120,12 @@ class ResponseRequest(InputTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     include: Annotated[list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]],
                        Meta(max_length=8)] | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_logprobs: Top | None = None
-    metadata: Metadata | None = None
-    user: Name | None = None
-    service_tier: Name | None = None
-    safety_identifier: Name | None = None
-    prompt_cache_key: Name | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-
-    # vLLM's extensions.
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    seed: Seed | None = None
-    stop: Word | Annotated[list[Word], Meta(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ENTRIES)] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    logit_bias: Annotated[dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]],
-                          Meta(max_length=MAX_ENTRIES)] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
 
     prompt: None = None
     context_management: None = None
     moderation: None = None
     max_tool_calls: None = None
-
-
-SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-             "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "logit_bias", "structured_outputs", "priority",
-             "cache_salt", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key",
-             "prompt_cache_retention")
-"""Fields that the chat endpoint has with the same meaning."""
 
 
 class ConversationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

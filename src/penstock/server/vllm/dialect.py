@@ -11,19 +11,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import RequestError
+from penstock.core.request import TokenLogprobs
 from penstock.engine.outputs import Delta
 from penstock.server.answer import json_response
-from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
-from penstock.server.openai.answers import Choices, Usage
-from penstock.server.openai.errors import error_body, explain_field
-from penstock.server.openai.harmless import IGNORED
-from penstock.server.openai.logprobs import Namer, chat_content, namer, prompt_entries
+from penstock.server.openai.answers import ChoicesAnswer, Usage
+from penstock.server.openai.form import OpenAIForm
+from penstock.server.openai.logprobs import chat_content, namer, prompt_entries
 from penstock.server.openai.prepare import prepare
 from penstock.server.openai.protocol import MAX_ENTRIES, MAX_IDS, CompletionRequest, Name, StreamOptions, TokenId
 from penstock.server.openai.sampling import check_stream, sampling_params
 from penstock.server.respond import event, respond
-from penstock.server.state import State
 
 REFUSED = {
     "/start_profile": "this server does not profile itself; penstock bench latency measures steps, nsys or py-spy attach",
@@ -75,46 +73,35 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Ids of answers (cmpl-...) or of requests (X-Request-Id), all by the same key."""
 
 
-class TokensAnswer:
+class TokensAnswer(ChoicesAnswer):
     """Builds an answer of tokens from deltas."""
-
-    def __init__(self, name: str, choices: Choices, namer: Namer | None) -> None:
-        """`namer` None: no log probabilities are wanted."""
-        self.name = name
-        self.choices = choices
-        self._namer = namer
 
     def events(self, deltas: list[Delta]) -> bytes:
         lines = []
-        for choice, delta in self.choices.merged(deltas):
-            self.choices.count(delta)
+        for choice, delta in self.merged(deltas):
+            self.count(delta)
             scored = self._scored(delta.logprobs or [])
             lines.append(TokensChoice(choice, delta.token_ids, delta.finish_reason, delta.stop_reason, scored))
-        return event(Generated(self.name, lines))
+        return event(Generated(self.id, lines))
 
     def last_events(self) -> bytes:
-        return event(Generated(self.name, [], self.choices.usage())) if self.choices.usage_at_end else b""
-
-    def add(self, deltas: list[Delta]) -> None:
-        self.choices.add(deltas)
+        return event(Generated(self.id, [], self.usage())) if self.usage_at_end else b""
 
     def whole(self) -> Generated:
         lines = [TokensChoice(place, growth.token_ids, growth.finish_reason, growth.stop_reason, self._scored(growth.logprobs))
-                 for place, growth in enumerate(self.choices.growths)]
-        scores = self.choices.growths[0].prompt_logprobs
-        told = prompt_entries(scores, self._namer) if scores is not None and self._namer is not None else None
-        return Generated(self.name, lines, self.choices.usage(), told)
+                 for place, growth in enumerate(self.growths)]
+        scores = self.growths[0].prompt_logprobs
+        return Generated(self.id, lines, self.usage(), prompt_entries(scores, self.namer) if scores is not None else None)
 
-    def _scored(self, lines: Any) -> dict[str, Any] | None:
-        return None if self._namer is None else {"content": chat_content(lines, self._namer)}
+    def _scored(self, lines: list[TokenLogprobs]) -> dict[str, Any] | None:
+        params = self.requests[0].params
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return None
+        return {"content": chat_content(lines, self.namer)}
 
 
-class VLLM:
+class VLLM(OpenAIForm):
     """The dialect over one server's state."""
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.bodies = BodyReader(state, explain_field, IGNORED)
 
     def routes(self) -> Sequence[Route]:
         return (
@@ -123,9 +110,6 @@ class VLLM:
             Route("POST", "/abort_requests", self.abort, "End requests by their ids", AbortRequest),
             *(Route("POST", path, self.refused, f"Refused: {why}") for path, why in REFUSED.items()),
         )
-
-    def error_body(self, error: RequestError) -> Any:
-        return error_body(error)
 
     async def generate(self, http: Request) -> Response:
         """Continues a prompt of token ids."""
@@ -141,8 +125,8 @@ class VLLM:
         check_stream(asked)
         params = sampling_params(asked, state.llm.inputs.defaults, asked.max_tokens, asked.logprobs)
         requests = await prepare(state, http, [body.token_ids], params, asked, add_special_tokens=False)
-        named = namer(state, asked) if asked.logprobs is not None or asked.prompt_logprobs is not None else None
-        answer = TokensAnswer(body.request_id or http.scope["request_id"], Choices(requests, asked), named)
+        answer = TokensAnswer(body.request_id or http.scope["request_id"], state.name, requests, asked, namer(state, asked),
+                              state.llm.info)
         if body.request_id is not None:
             http.scope["request_id"] = body.request_id
         return await respond(http, state.llm.open(requests), answer, bool(body.stream))

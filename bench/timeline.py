@@ -1,6 +1,6 @@
-"""Chrome traces of a run, and what they say about the GPU's idle time: its share, and the gaps between steps.
+"""Tells from a Chrome trace the GPU's idle time: its share, and the gaps between steps.
 
-usage: python -m penstock.cli.bench.timeline TRACE.json [--svg FILE], which prints the figures as JSON
+usage: python bench/timeline.py TRACE.json [--svg FILE], which prints the figures as JSON
 
 A step is what lies between two starts of the kernel that builds it. A kernel that was launched ahead of time and waits for the
 one before counts as running, so gaps of less than its wait are not seen.
@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,6 @@ _KEPT = 0.2, 0.8
 
 Span = tuple[float, float]
 """Microseconds of begin and end."""
-
-
-def traced(work: Callable[[], object], path: Path) -> None:
-    """Runs `work` under PyTorch's profiler and writes the trace, which chrome://tracing and Perfetto open."""
-    import torch
-    from torch._C._profiler import _ExperimentalConfig
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    # On a CPU, steps run in a thread of their own.
-    with profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiler:
-        work()
-    profiler.export_chrome_trace(str(path))
 
 
 def timeline(path: Path) -> dict[str, Any]:
