@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -63,7 +64,7 @@ class Growth:
         """True once an event of this choice was sent."""
 
 
-class ChoicesAnswer:
+class ChoicesAnswer(ABC):
     """An answer of choices, `n` for each of its requests, numbered consecutively."""
 
     def __init__(self, name: str, model: str, requests: Sequence[Request], body: GenerationFields, namer: Namer,
@@ -95,9 +96,9 @@ class ChoicesAnswer:
         """Server-sent events for these deltas."""
         return b"".join([self.event(choice, delta) for choice, delta in self.merged(deltas)])
 
+    @abstractmethod
     def event(self, choice: int, delta: Delta) -> bytes:
         """The events of what is new of one choice; may be empty."""
-        raise NotImplementedError
 
     def add(self, deltas: Iterable[Delta]) -> None:
         """Accumulates deltas for a non-streamed answer."""

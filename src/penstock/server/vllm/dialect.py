@@ -76,13 +76,11 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class TokensAnswer(ChoicesAnswer):
     """Builds an answer of tokens from deltas."""
 
-    def events(self, deltas: list[Delta]) -> bytes:
-        lines = []
-        for choice, delta in self.merged(deltas):
-            self.count(delta)
-            scored = self._scored(delta.logprobs or [])
-            lines.append(TokensChoice(choice, delta.token_ids, delta.finish_reason, delta.stop_reason, scored))
-        return event(Generated(self.id, lines))
+    def event(self, choice: int, delta: Delta) -> bytes:
+        self.count(delta)
+        scored = self._scored(delta.logprobs or [])
+        return event(Generated(self.id, [TokensChoice(choice, delta.token_ids, delta.finish_reason, delta.stop_reason,
+                                                      scored)]))
 
     def last_events(self) -> bytes:
         return event(Generated(self.id, [], self.usage())) if self.usage_at_end else b""
