@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,9 +18,41 @@ from penstock.core.plan import Masks, StepPlan, StepResult
 from penstock.engine.executor import Begun
 from penstock.engine.ranks import RankGroup
 from penstock.parallel.axis import Place, places
-from penstock.parallel.group import Shared, Threads
+from penstock.parallel.group import added
 from penstock.parallel.mesh import Mesh
 from penstock.worker.rank import Rank
+
+
+class Threads:
+    """Ranks in threads of one process (`parallel/group.py::Group`)."""
+
+    def __init__(self, rank: int, shared: Shared) -> None:
+        self.rank, self.size = rank, shared.size
+        self._shared = shared
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return added(self.gather(x).unbind())
+
+    def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
+        return added(self.gather(x)[:, self.rank].unbind())
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        shared = self._shared
+        shared.given[self.rank] = x
+        shared.barrier.wait()
+        found = torch.stack(shared.given)  # type: ignore[arg-type]
+        # Nobody may go on and overwrite its part before all have read it.
+        shared.barrier.wait()
+        return found
+
+
+class Shared:
+    """State that the `Threads` of one group share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.given: list[torch.Tensor | None] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=120)
 
 
 class ThreadPipe:
@@ -54,7 +88,28 @@ class ThreadRank(Rank):
         return self._threads
 
 
-class Threaded(RankGroup):
+class Several(RankGroup):
+    """Ranks of this process, one after another."""
+
+    @property
+    def overlaps(self) -> bool:
+        return all(rank.overlaps for rank in self.ranks)
+
+    def all(self, calls: list[Callable[[], Any]]) -> list[Any]:
+        return [call() for call in calls]
+
+    def launch(self, plan: StepPlan) -> Begun:
+        return _Step(self, self.all([partial(rank.launch, plan) for rank in self.ranks]))
+
+    def look(self) -> None:
+        """They are never lost."""
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+class Threaded(Several):
     """Runs each rank's part of a step in a thread of its own, as they wait for each other."""
 
     ranks: list[Any]
@@ -70,9 +125,6 @@ class Threaded(RankGroup):
     def all(self, calls: list[Callable[[], Any]]) -> list[Any]:
         return [found.result() for found in [pool.submit(call) for pool, call in zip(self._pools, calls, strict=True)]]
 
-    def launch(self, plan: StepPlan) -> Begun:
-        return _Step(self, self.all([lambda rank=rank: rank.launch(plan) for rank in self.ranks]))
-
     def close(self) -> None:
         super().close()
         for pool in self._pools:
@@ -80,12 +132,15 @@ class Threaded(RankGroup):
 
 
 class _Step:
-    def __init__(self, group: Threaded, begun: list[Any]) -> None:
+    def __init__(self, group: Several, begun: list[Any]) -> None:
         self._group = group
         self._begun = begun
+        self._result: StepResult | None = None
 
     def choose(self, masks: Masks) -> None:
-        self._group.all([lambda one=one: one.choose(masks) for one in self._begun])
+        self._group.all([partial(one.choose, masks) for one in self._begun])
 
     def result(self) -> StepResult:
-        return self._group.agree(self._group.all([one.result for one in self._begun]))
+        if self._result is None:
+            self._result = self._group.agree(self._group.all([one.result for one in self._begun]))
+        return self._result

@@ -23,11 +23,10 @@ from penstock.core.layout import lay_out
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine.engine import Engine
-from penstock.engine.ranks import RankGroup
 from penstock.worker.rank import Rank
 from tests.data import MODELS, need
 from tests.system.random_models import saved_random
-from tests.system.ranks import Threaded
+from tests.system.ranks import Several, Threaded
 from tests.system.routes import AXES, Route, covering, every, made, named, possible
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -100,11 +99,11 @@ def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, *, alone: b
     ranks: list[Rank]
     if told["tensors"] > 1 or settled.pipeline_parallel_size > 1:
         settled = replace(settled, tensor_parallel_size=told["tensors"])
-        group: RankGroup = Threaded(settled)
+        group: Several = Threaded(settled)
         ranks = group.ranks
     else:
         ranks = [Rank(settled) for _ in range(told["ranks"])]
-        group = RankGroup(ranks)
+        group = Several(ranks)
     engine = Engine(settled, rank=ranks[0] if len(ranks) == 1 else group)
     for change in found.apply:
         change(engine, [rank.worker for rank in ranks])

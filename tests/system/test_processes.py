@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.core.control import LoadedFacts
 from penstock.core.errors import ConfigError, EngineDeadError
 from penstock.core.plan import Enter, Masks, Move, Proposal, StepPlan, StepResult
 from penstock.core.transfer import Load, LoadResult, PageName, Piece, Save, Write
@@ -253,4 +252,4 @@ def test_states_of_any_retention_are_sent() -> None:
     page = (Field("s", (2,), "float32", per="page"),)
     states = [StateSpec((Field("k", (2, 4), "float32"),), keep) for keep in (Everything(), Window(5), Chunk(8), Ahead(2))]
     loaded = Loaded([*states, StateSpec(page, Snapshot())], 1, 2, 3, 4, None, "name", [("a", "b")])
-    assert decoder(LoadedFacts)(encode(LoadedFacts.of(loaded))).facts() == loaded
+    assert decoder(Loaded)(encode(loaded)) == loaded

@@ -25,10 +25,11 @@ from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
-from penstock.engine.ranks import Progress, RankGroup
+from penstock.engine.ranks import Progress
 from penstock.worker.rank import Rank
 from penstock.worker.worker import Worker
 from tests.data import MODELS, need
+from tests.system.ranks import Several
 
 PROMPTS = [[1, 5, 9], [1, *range(40, 70)], [1, 44]]
 
@@ -48,7 +49,7 @@ def generate(engine: Engine) -> list[list[int]]:
     return found
 
 
-class Compared(RankGroup):
+class Compared(Several):
     """Every rank runs every plan, and all must say the same."""
 
     steps = 0

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
+
+import msgspec
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "int8": 1,
                "int32": 4, "int64": 8}
@@ -43,56 +45,36 @@ class Field:
         return self.nbytes * (page if self.per == "position" else 1)
 
 
-class Retention(Protocol):
-    """Defines which cached positions must be resident to compute position n."""
+class _Retention(msgspec.Struct, frozen=True, tag=True):
+    """Which cached positions must be resident to compute position n. By default one entry per position, which depends on the
+    tokens up to it and is read by all later positions."""
 
     def needed(self, n: int) -> tuple[int, int]:
         """The half-open interval of positions that position n reads. Its lower end never falls as n grows."""
-        ...
+        return 0, n
 
     def widest(self, n: int) -> int:
-        """Returns the maximum length of `needed` for positions up to n."""
-        ...
+        """The maximum length of `needed` for positions up to n."""
+        return n - self.needed(n)[0]
 
     @property
     def exact(self) -> bool:
         """Whether a page holds one snapshot, the state after the last position written to it, instead of an entry per position.
         Such a page can be continued at that position only and cannot be truncated. It is final when a segment ends on its
         border."""
-        ...
-
-    @property
-    def ahead(self) -> int:
-        """Number of following tokens on which an entry depends."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Entries:
-    """Defaults: one entry per position, which depends on the tokens up to it and is read by all later positions."""
-
-    def needed(self, n: int) -> tuple[int, int]:
-        return 0, n
-
-    def widest(self, n: int) -> int:
-        return n - self.needed(n)[0]
-
-    @property
-    def exact(self) -> bool:
         return False
 
     @property
     def ahead(self) -> int:
+        """Number of following tokens on which an entry depends."""
         return 0
 
 
-@dataclass(frozen=True)
-class Everything(_Entries):
+class Everything(_Retention, frozen=True):
     """Full attention: position n reads all before it."""
 
 
-@dataclass(frozen=True)
-class Window(_Entries):
+class Window(_Retention, frozen=True):
     """Sliding-window attention: a query sees `width` positions, itself among them."""
 
     width: int
@@ -101,8 +83,7 @@ class Window(_Entries):
         return max(0, n - self.width + 1), n
 
 
-@dataclass(frozen=True)
-class Chunk(_Entries):
+class Chunk(_Retention, frozen=True):
     """Chunked local attention: a query sees its own chunk of `size` positions, up to itself."""
 
     size: int
@@ -114,8 +95,7 @@ class Chunk(_Entries):
         return min(n, self.size - 1)
 
 
-@dataclass(frozen=True)
-class Snapshot(_Entries):
+class Snapshot(_Retention, frozen=True):
     """A recurrent state (Mamba, gated delta networks, short convolutions): what all positions before n left behind."""
 
     def needed(self, n: int) -> tuple[int, int]:
@@ -126,8 +106,7 @@ class Snapshot(_Entries):
         return True
 
 
-@dataclass(frozen=True)
-class Ahead(_Entries):
+class Ahead(_Retention, frozen=True):
     """Full attention of a draft head: its entry at a position is made from the `tokens` that follow, too."""
 
     tokens: int = 1
@@ -135,6 +114,10 @@ class Ahead(_Entries):
     @property
     def ahead(self) -> int:
         return self.tokens
+
+
+Retention = Everything | Window | Chunk | Snapshot | Ahead
+"""Every kind, so that ranks in other processes can read them."""
 
 
 @dataclass(frozen=True)

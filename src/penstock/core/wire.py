@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
-
-from penstock.core import state
-from penstock.core.state import Field, Retention, StateSpec
-
-T = TypeVar("T")
 
 _ARRAY = 1
 """The msgpack extension of an array: its dtype and shape, then its bytes."""
@@ -46,29 +41,6 @@ def _decoded(kind: Any, value: Any) -> Any:
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_encoded).encode
 
 
-def decoder(kind: type[T]) -> Callable[[bytes], T]:
+def decoder(kind: Any) -> Callable[[bytes], Any]:
     """Decodes messages of one type."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decoded, ext_hook=_extension).decode
-
-
-class Keep(msgspec.Struct, array_like=True):
-    """A retention: its class in core/state.py, and its fields."""
-
-    kind: str
-    values: dict[str, int]
-
-
-class State(msgspec.Struct, array_like=True):
-    """A StateSpec, whose retention could be any class."""
-
-    fields: list[Field]
-    keep: Keep
-
-    @classmethod
-    def of(cls, spec: StateSpec) -> State:
-        return cls(list(spec.fields), Keep(type(spec.keep).__name__, dict(vars(spec.keep))))
-
-    def spec(self) -> StateSpec:
-        kind = getattr(state, self.keep.kind)
-        assert isinstance(kind, type) and kind is not Retention, self.keep.kind
-        return StateSpec(tuple(self.fields), kind(**self.keep.values))

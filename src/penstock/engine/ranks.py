@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -15,10 +14,10 @@ import numpy.typing as npt
 from penstock.config.resolve import EngineConfig
 from penstock.core.errors import ModelError
 from penstock.core.layout import CacheLayout
-from penstock.core.plan import Masks, StepPlan, StepResult
+from penstock.core.plan import StepResult
 from penstock.core.rank import Loaded, Prepared, Survey
 from penstock.core.transfer import LoadResult, WriteResult
-from penstock.engine.executor import Begun, Launches
+from penstock.engine.executor import Launches
 from penstock.stores.behind import Opening
 
 Progress = Callable[[int, int], None]
@@ -72,10 +71,6 @@ class RankGroup:
         self._loads: dict[int, list[LoadResult]] = {}
         self._writes: dict[int, list[WriteResult]] = {}
 
-    @property
-    def overlaps(self) -> bool:
-        return all(rank.overlaps for rank in self.ranks)
-
     def survey(self) -> Survey:
         first, *others = self._each(lambda rank: rank.survey())
         for other in others:
@@ -112,10 +107,6 @@ class RankGroup:
         finally:
             pool.shutdown(wait=False)
 
-    def look(self) -> None:
-        for rank in self.ranks:
-            rank.look()
-
     def add_adapter(self, folder: str) -> str:
         first, *_ = found = self._each(partial(_added, folder))
         for error in (one for one in found if isinstance(one, ModelError)):
@@ -126,9 +117,6 @@ class RankGroup:
     def drop_adapter(self, name: str) -> None:
         for rank in self.ranks:
             rank.drop_adapter(name)
-
-    def launch(self, plan: StepPlan) -> Begun:
-        return _Together([rank.launch(plan) for rank in self.ranks], self.agree)
 
     def agree(self, results: Sequence[StepResult]) -> StepResult:
         """The result of a step, given the results of all ranks. A transfer has ended once it has on all ranks."""
@@ -168,29 +156,6 @@ class RankGroup:
                 del self._writes[one.id]
                 ended.append(WriteResult(one.id, all(part.ok for part in of), max(part.seconds for part in of)))
         return ended
-
-    def close(self) -> None:
-        with ExitStack() as closing:
-            for rank in self.ranks:
-                closing.callback(rank.close)
-
-
-class _Together:
-    """An in-flight step of several ranks."""
-
-    def __init__(self, pending: Sequence[Begun], agree: Callable[[Sequence[StepResult]], StepResult]) -> None:
-        self._pending = pending
-        self._agree = agree
-        self._result: StepResult | None = None
-
-    def choose(self, masks: Masks) -> None:
-        for one in self._pending:
-            one.choose(masks)
-
-    def result(self) -> StepResult:
-        if self._result is None:
-            self._result = self._agree([one.result() for one in self._pending])
-        return self._result
 
 
 def _added(folder: str, rank: Rank) -> str | ModelError:

@@ -15,21 +15,20 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import zmq
 
+from penstock.config.resolve import EngineConfig
 from penstock.core.control import (
-    ANSWERS,
+    CALLS,
     Answer,
     Beat,
     Failed,
     Loading,
-    Preparing,
     Said,
     Stepped,
-    StoresToOpen,
     Told,
 )
 from penstock.core.errors import ConfigError, EngineDeadError, ModelError
@@ -39,7 +38,7 @@ from penstock.core.rank import Loaded, Prepared, Survey
 from penstock.core.wire import decoder, encode
 from penstock.engine.executor import Begun
 from penstock.engine.process import child_environment, ended, own_folder
-from penstock.engine.ranks import Progress, RankGroup
+from penstock.engine.ranks import Progress, Rank, RankGroup
 from penstock.parallel.axis import Place
 from penstock.stores.behind import Opening
 
@@ -50,6 +49,7 @@ _STARTING = 120.0
 _STOPPED = 2.0
 """The same for a process that the system reports as stopped."""
 _POLL_MS = 200
+_RESULTS = {call: decoder(get_type_hints(getattr(Rank, call))["return"]) for call in CALLS}
 _CLOSE_SECONDS = 10.0
 
 
@@ -63,7 +63,7 @@ class RemoteRank:
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(address + end)
-        self._decode: Callable[[bytes], Said] = decoder(Said)  # type: ignore[arg-type]  # a union of types
+        self._decode: Callable[[bytes], Said] = decoder(Said)
         self._results: deque[StepResult] = deque()
         self._answers: deque[msgspec.Raw] = deque()
         self._progress: Progress | None = None
@@ -84,21 +84,16 @@ class RemoteRank:
         found: Survey = self._ask("survey")
         return found
 
-    def check(self, config: Any) -> None:
+    def check(self, config: EngineConfig) -> None:
         self._ask("check", config)
 
     def load(self, progress: Progress | None = None) -> Loaded:
         self._progress = progress
-        facts: Loaded = self._ask("load").facts()
-        return facts
+        found: Loaded = self._ask("load")
+        return found
 
     def prepare(self, layout: CacheLayout, max_model_len: int, opening: Opening | None) -> Prepared:
-        stores = None
-        if opening is not None:
-            version = opening.version
-            stores = StoresToOpen(opening.host_slabs, opening.disk, opening.remote, opening.adopt, version.model, version.dtype,
-                                  version.weights, version.computation)
-        found: Prepared = self._ask("prepare", Preparing(layout.page, layout.slabs, max_model_len, stores))
+        found: Prepared = self._ask("prepare", layout, max_model_len, opening)
         self._ready = True
         return found
 
@@ -108,14 +103,12 @@ class RemoteRank:
     def drop_adapter(self, name: str) -> None:
         self._ask("drop_adapter", name)
 
-    def _ask(self, call: str, argument: Any = None) -> Any:
-        self.tell(call, encode(argument))
+    def _ask(self, call: str, *arguments: Any) -> Any:
+        self.tell(call, encode(arguments))
         while not self._answers:
             self.listen(_POLL_MS)
             self.look()
-        answer = self._answers.popleft()
-        kind = ANSWERS[call]
-        return None if kind is None else decoder(kind)(answer)
+        return _RESULTS[call](self._answers.popleft())
 
     def tell(self, call: str, body: bytes) -> None:
         """Sends a call or a launch, whose argument is encoded."""

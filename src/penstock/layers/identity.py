@@ -14,6 +14,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import asdict
+
 from penstock.core.state import StateSpec
 from penstock.layers.rope import RopeSpec
 from penstock.layers.spec import ModelSpec
@@ -32,11 +35,13 @@ def computation(spec: ModelSpec, states: Sequence[StateSpec], kernels: Sequence[
 
 
 def _plain(value: Any, max_model_len: int) -> Any:
-    """A value as JSON, with the types of dataclasses named. TypeError for what is none of the kinds below."""
+    """A value as JSON, with the types of dataclasses and structs named. TypeError for what is none of the kinds below."""
     if isinstance(value, RopeSpec):
         frequencies, amplitude = value.resolve(max_model_len)
         return ["rope", value.dim, value.interleaved, [frequency.hex() for frequency in frequencies.tolist()],
                 float(amplitude).hex()]
+    if isinstance(value, Struct):
+        return [type(value).__name__, {name: _plain(one, max_model_len) for name, one in asdict(value).items()}]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: _plain(getattr(value, field.name), max_model_len) for field in dataclasses.fields(value)}
         return [type(value).__name__, fields]

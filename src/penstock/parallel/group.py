@@ -1,4 +1,4 @@
-"""Groups of ranks that exchange tensors: over torch.distributed between processes, or between threads of one process.
+"""Groups of ranks that exchange tensors over torch.distributed.
 
 Sums are made in the order of the ranks and rounded once, so that every rank has the same bits, whatever else is in the step.
 """
@@ -6,7 +6,6 @@ Sums are made in the order of the ranks and rounded once, so that every rank has
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -120,42 +119,9 @@ class Processes:
         self._gather(found.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8), group=self._group)
         return found
 
-
     def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
         if self._peers is not None and self._peers.takes(x):
             return self._peers.reduce(x)[self.rank]
         found = torch.empty_like(x)
         self._exchange(found.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8), group=self._group)
         return added(found.unbind())
-
-
-class Threads:
-    """Ranks in threads of one process, for tests."""
-
-    def __init__(self, rank: int, shared: Shared) -> None:
-        self.rank, self.size = rank, shared.size
-        self._shared = shared
-
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return added(self.gather(x).unbind())
-
-    def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
-        return added(self.gather(x)[:, self.rank].unbind())
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        shared = self._shared
-        shared.given[self.rank] = x
-        shared.barrier.wait()
-        found = torch.stack(shared.given)  # type: ignore[arg-type]
-        # Nobody may go on and overwrite its part before all have read it.
-        shared.barrier.wait()
-        return found
-
-
-class Shared:
-    """State that the `Threads` of one group share."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.given: list[torch.Tensor | None] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=_JOIN_SECONDS)

@@ -11,6 +11,8 @@ import json
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 
+import msgspec
+
 from penstock.core.layout import CacheLayout
 
 FORMAT = 3
@@ -38,7 +40,7 @@ class Version:
     def facts(self) -> dict[str, object]:
         """The version as plain data; stored beside the pages for people to read."""
         # The number of pages and their division into slabs differ between engines but do not change a page's bytes.
-        groups = [{**asdict(group), "keep": {"kind": type(group.keep).__name__, **asdict(group.keep)}}  # type: ignore[call-overload]
+        groups = [{**asdict(group), "keep": {"kind": type(group.keep).__name__, **msgspec.structs.asdict(group.keep)}}
                   for group in self.layout.groups]
         for group in groups:
             del group["per_slab"], group["stride"]

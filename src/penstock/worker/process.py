@@ -13,32 +13,26 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, get_type_hints
+from types import GenericAlias
+from typing import get_type_hints
 
 import msgspec
 import zmq
 
 from penstock.core.control import (
     BEAT_SECONDS,
+    CALLS,
     STEPS,
     Answer,
     Beat,
     Failed,
-    LoadedFacts,
     Loading,
-    Preparing,
     Said,
     Stepped,
-    StoresToOpen,
     Told,
 )
 from penstock.core.errors import ConfigError, ModelError
-from penstock.core.layout import CacheLayout, lay_out
-from penstock.core.plan import Masks, StepPlan
 from penstock.core.wire import decoder, encode
-from penstock.stores.behind import Opening
-from penstock.stores.version import Version
 from penstock.worker.rank import Rank, Start
 from penstock.worker.worker import Launched
 
@@ -55,13 +49,10 @@ class Loop:
         self.rank = rank
         self._inbox = inbox
         self._say = say
-        self._read = decoder(Told)
-        self._bodies = {"check": decoder(get_type_hints(Rank.check)["config"]), "prepare": decoder(Preparing),
-                        "add_adapter": decoder(str), "drop_adapter": decoder(str)}
-        self._plans: Callable[[bytes], StepPlan] = decoder(StepPlan)
-        self._masks: Callable[[bytes], Masks] = decoder(Masks)
+        self._read: Callable[[bytes], Told] = decoder(Told)
+        self._arguments = {call: decoder(_arguments(getattr(Rank, call))) for call in CALLS}
+        self._steps = {step: decoder(kind) for step, kind in STEPS.items()}
         self._flying: deque[Launched] = deque()
-        self._states: Any = None
 
     def run(self) -> None:
         """Returns at the call `close`, or after a step that failed: its rank cannot go on."""
@@ -90,47 +81,28 @@ class Loop:
         return self._read(self._inbox.recv())
 
     def _step(self, told: Told) -> None:
+        argument = self._steps[told.call](told.body)
         if told.call == "launch":
-            self._flying.append(self.rank.launch(self._plans(told.body)))
+            self._flying.append(self.rank.launch(argument))
         else:
-            self._flying[-1].choose(self._masks(told.body))
+            self._flying[-1].choose(argument)
 
     def _call(self, told: Told) -> None:
-        decode = self._bodies.get(told.call)
-        arguments = [] if decode is None else [decode(told.body)]
+        arguments = self._arguments[told.call](told.body)
+        if told.call == "load":
+            arguments = [lambda done, total: self._say(Loading(done, total))]
         try:
-            value = getattr(self, f"_{told.call}")(*arguments)
+            value = getattr(self.rank, told.call)(*arguments)
         except (ConfigError, ModelError) as error:
             self._say(Failed(str(error), "config" if isinstance(error, ConfigError) else "model"))
             return
         self._say(Answer(msgspec.Raw(encode(value))))
 
-    def _survey(self) -> Any:
-        return self.rank.survey()
 
-    def _check(self, config: Any) -> None:
-        self.rank.check(config)
-
-    def _load(self) -> LoadedFacts:
-        loaded = self.rank.load(lambda done, total: self._say(Loading(done, total)))
-        self._states = loaded.states
-        return LoadedFacts.of(loaded)
-
-    def _prepare(self, asked: Preparing) -> Any:
-        layout = replace(lay_out(self._states, asked.page, 0), slabs=asked.slabs)
-        stores = asked.stores
-        return self.rank.prepare(layout, asked.max_model_len, None if stores is None else _opening(stores, layout))
-
-    def _add_adapter(self, folder: str) -> str:
-        return self.rank.add_adapter(folder)
-
-    def _drop_adapter(self, name: str) -> None:
-        self.rank.drop_adapter(name)
-
-
-def _opening(stores: StoresToOpen, layout: CacheLayout) -> Opening:
-    version = Version(stores.model, stores.dtype, stores.weights, stores.computation, layout)
-    return Opening(stores.host_slabs, stores.disk, stores.remote, stores.adopt, version)
+def _arguments(method: Callable[..., object]) -> object:
+    """The types of a method's arguments that are sent."""
+    kinds = [kind for name, kind in get_type_hints(method).items() if name not in ("return", "progress")]
+    return GenericAlias(tuple, tuple(kinds))
 
 
 def main() -> None:
