@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.core.child import own_folder
 from penstock.core.errors import RequestError
 from penstock.engine import work
-from penstock.engine.process import own_folder
 from penstock.engine.rendering import Conversation, Renderers
 from penstock.engine.work import SHORT, Workers, abandoned, checkpoint
 from penstock.text import ChatTemplate

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.core.child import Failed
 from penstock.core.plan import Masks, StepPlan, StepResult
 
 BEAT_SECONDS = 0.5
@@ -46,13 +47,6 @@ class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
     """The result of a step."""
 
     result: StepResult
-
-
-class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """A call or a step raised an error. `kind`: config, model or other."""
-
-    reason: str
-    kind: str
 
 
 Said = Beat | Loading | Answer | Stepped | Failed

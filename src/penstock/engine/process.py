@@ -11,26 +11,21 @@ import contextlib
 import gc
 import importlib
 import itertools
-import os
 import shutil
-import signal
-import sys
-import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 import zmq
 
-import penstock
 from penstock.config.schema import EngineOptions
-from penstock.core.errors import ConfigError, EngineDeadError, ModelError, PenstockError, RequestError
+from penstock.core import child
+from penstock.core.child import Failed
+from penstock.core.errors import EngineDeadError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.loading import ModelFiles, find
 from penstock.engine.work import give_back_memory, keep_little
@@ -103,13 +98,6 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     info: EngineInfo
 
 
-class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The engine could not start, or its loop broke; the process exits non-zero after this. `kind`: config, model or other."""
-
-    reason: str
-    kind: str
-
-
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
     """A call raised a RequestError: its fields."""
 
@@ -162,7 +150,7 @@ class EngineLike(Protocol):
 class Loop:
     """The child's loop around one engine: messages in, a turn, updates out. Sleeps on the socket while idle."""
 
-    def __init__(self, engine: EngineLike, inbox: zmq.Socket[bytes], send: Callable[[ToParent], None]) -> None:
+    def __init__(self, engine: EngineLike, inbox: child.Socket, send: Callable[[ToParent], None]) -> None:
         self.engine = engine
         self.inbox = inbox
         self.send = send
@@ -261,50 +249,18 @@ class Loop:
 
 def main() -> None:
     """The child's entry point. Exit status: 0 after shutdown, 1 if the engine could not start or failed."""
-    # The parent decides when to stop; a terminal's Ctrl-C or a service manager's SIGTERM reaches the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_little()
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
-    threading.Thread(target=_die_with_parent, name="penstock-parent-watch", daemon=True).start()
-    context = zmq.Context()
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket in (inbox, outbox):
-        socket.set_hwm(0)
-        socket.setsockopt(zmq.LINGER, 5000)
-    inbox.connect(start.address + "-in")
-    outbox.connect(start.address + "-out")
-    encode = msgspec.msgpack.Encoder().encode
-
-    def send(message: ToParent) -> None:
-        outbox.send(encode(message))
-
-    status = 0
-    try:
-        engine = _load(start, send)
-        # Objects made at start-up stay: exclude them from garbage collection.
-        gc.collect()
-        gc.freeze()
-        Loop(engine, inbox, send).run()
-        # Not after a failure: closing a broken engine may fail or hang, and the reason must be sent.
-        engine.close()
-    except Exception as error:  # noqa: BLE001 (reported to the parent)
-        status = 1
-        send(_failure(error))
-    inbox.close()
-    outbox.close()
-    context.term()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Exit without joining threads of native libraries.
-    os._exit(status)
+    child.run(Start, _serve)
 
 
-def _die_with_parent() -> None:
-    """Exits when standard input ends: only the parent holds the other end of this pipe."""
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os._exit(1)
+def _serve(start: Start, inbox: child.Socket, send: Callable[[ToParent], None]) -> None:
+    engine = _load(start, send)
+    # Objects made at start-up stay: exclude them from garbage collection.
+    gc.collect()
+    gc.freeze()
+    Loop(engine, inbox, send).run()
+    # Not after a failure: closing a broken engine may fail or hang, and the reason must be sent.
+    engine.close()
 
 
 def _load(start: Start, send: Callable[[ToParent], None]) -> EngineLike:
@@ -322,14 +278,6 @@ def _load(start: Start, send: Callable[[ToParent], None]) -> EngineLike:
     engine: EngineLike = getattr(importlib.import_module(module), name)(options, progress=progress)
     send(Ready(engine.info))
     return engine
-
-
-def _failure(error: Exception) -> Failed:
-    if isinstance(error, ConfigError | ModelError):
-        return Failed(str(error), "config" if isinstance(error, ConfigError) else "model")
-    traceback.print_exc()
-    text = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
-    return Failed(text, "other")
 
 
 class EngineProcess:
@@ -370,18 +318,13 @@ class EngineProcess:
         """Starts the child and waits until it has found the model. ConfigError, ModelError or EngineDeadError: why not."""
         self._loop = asyncio.get_running_loop()
         self._found, self._ready = self._loop.create_future(), self._loop.create_future()
-        self._folder = own_folder()
+        self._folder = child.own_folder()
         address = f"ipc://{self._folder}/engine"
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._outbox, self._inbox = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        for socket in (self._inbox, self._outbox):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 0)
-        self._outbox.bind(address + "-in")
-        self._inbox.bind(address + "-out")
+        self._context: zmq.Context[child.Socket] = zmq.Context()
+        self._outbox, self._inbox = child.bound(self._context, address)
         self._loop.add_reader(self._inbox.FD, self._receive)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "penstock.engine.process", stdin=asyncio.subprocess.PIPE, env=child_environment())
+        words, environment = child.command("penstock.engine.process")
+        self._process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.PIPE, env=environment)
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(Start(address, self.engine, self.options)) + b"\n")
         self.last_message = time.monotonic()
@@ -477,7 +420,7 @@ class EngineProcess:
             elif isinstance(message, Ready):
                 _resolve(self._ready, message.info)
             else:
-                self._die(message.reason, message.kind)
+                self._die(message)
 
     def _refuse(self, refused: Refused) -> None:
         waiting = self._asked.get(refused.key)
@@ -492,12 +435,12 @@ class EngineProcess:
         if not self._inbox.closed:
             self._receive()
         if not self._stopping:
-            self._die(f"the engine process {ended(status)}", "other")
+            self._die(Failed(f"the engine process {child.ended(status)}"))
 
-    def _die(self, reason: str, kind: str) -> None:
+    def _die(self, failed: Failed) -> None:
         if self.dead is not None:
             return
-        self.dead = reason
+        self.dead = reason = failed.reason
         for waiting in self._asked.values():
             if not waiting.done():
                 waiting.set_exception(EngineDeadError(reason))
@@ -505,10 +448,9 @@ class EngineProcess:
         if self._ready.done():
             self.on_death(reason)
             return
-        error = {"config": ConfigError, "model": ModelError}.get(kind, EngineDeadError)(reason)
         # The caller may not have started to wait for the second future yet.
         waited_for = self._ready if self._found.done() else self._found
-        waited_for.set_exception(error)
+        waited_for.set_exception(failed.error())
 
     def _close(self) -> None:
         if self._inbox.closed:
@@ -523,46 +465,9 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-_LONGEST_ROOT = 64
-"""Bytes of a temporary folder's path; ours and its sockets add up to 43."""
-
-
-def own_folder() -> str:
-    """Creates a temporary folder named after this process. Removes folders of dead processes, because a killed process leaves
-    its folder behind. Its path is short, because it has Unix sockets, whose paths may have 107 bytes: where TMPDIR is longer,
-    /tmp serves."""
-    root = Path(tempfile.gettempdir())
-    if len(os.fsencode(root)) > _LONGEST_ROOT:
-        root = Path("/tmp")
-    for folder in root.glob("penstock-*-*"):
-        number = folder.name.split("-")[1]
-        with contextlib.suppress(OSError):
-            if number.isdigit() and not Path("/proc", number).exists() and not folder.is_symlink() \
-                    and folder.stat().st_uid == os.getuid():
-                shutil.rmtree(folder, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"penstock-{os.getpid()}-", dir=root)
-
-
 def _resolve(future: asyncio.Future[Any] | None, value: Any) -> None:
     if future is not None and not future.done():
         future.set_result(value)
-
-
-def child_environment() -> dict[str, str]:
-    """The environment of a child process, in which it imports the same package as the parent."""
-    environment = dict(os.environ)
-    root = str(Path(penstock.__file__).resolve().parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
-    return environment
-
-
-def ended(status: int) -> str:
-    """Describes the end of a process in words."""
-    if status < 0:
-        name = signal.Signals(-status).name
-        hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
-        return f"was killed by {name}{hint}"
-    return f"exited with status {status}"
 
 
 if __name__ == "__main__":

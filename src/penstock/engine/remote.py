@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,23 +20,23 @@ import msgspec
 import zmq
 
 from penstock.config.resolve import EngineConfig
+from penstock.core import child
+from penstock.core.child import Failed
 from penstock.core.control import (
     CALLS,
     Answer,
     Beat,
-    Failed,
     Loading,
     Said,
     Stepped,
     Told,
 )
-from penstock.core.errors import ConfigError, EngineDeadError, ModelError
+from penstock.core.errors import EngineDeadError
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import Masks, StepPlan, StepResult
 from penstock.core.rank import Loaded, Prepared, Survey
 from penstock.core.wire import decoder, encode
 from penstock.engine.executor import Begun
-from penstock.engine.process import child_environment, ended, own_folder
 from penstock.engine.ranks import Progress, Rank, RankGroup
 from penstock.parallel.axis import Place
 from penstock.stores.behind import Opening
@@ -58,11 +57,7 @@ class RemoteRank:
 
     def __init__(self, options: bytes, place: Place, name: str, address: str, context: zmq.Context[Any]) -> None:
         self.name = name
-        self._outbox, self._inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        for socket, end in ((self._outbox, "-in"), (self._inbox, "-out")):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(address + end)
+        self._outbox, self._inbox = child.bound(context, address)
         self._decode: Callable[[bytes], Said] = decoder(Said)
         self._results: deque[StepResult] = deque()
         self._answers: deque[msgspec.Raw] = deque()
@@ -70,8 +65,8 @@ class RemoteRank:
         self._ready = False
         self.lost: str | None = None
         """Why the rank is gone."""
-        self.process = subprocess.Popen([sys.executable, "-P", "-m", "penstock.worker.process"], stdin=subprocess.PIPE,
-                                        env=child_environment())
+        words, environment = child.command("penstock.worker.process")
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, env=environment)
         assert self.process.stdin is not None
         # As worker/rank.py::Start, which would bring torch.
         self.process.stdin.write(msgspec.json.encode((address, msgspec.Raw(options), place)) + b"\n")
@@ -147,7 +142,7 @@ class RemoteRank:
 
     def _fail(self, failed: Failed) -> None:
         if failed.kind != "other":
-            raise (ConfigError if failed.kind == "config" else ModelError)(failed.reason)
+            raise failed.error()
         self.lost = f"{self.name} failed: {failed.reason}"
         self._raise()
 
@@ -156,7 +151,7 @@ class RemoteRank:
         status = self.process.poll()
         if status is not None:
             self.listen(0)
-            self.lost = f"{self.name} {ended(status)}"
+            self.lost = f"{self.name} {child.ended(status)}"
         else:
             silent = time.monotonic() - self._heard
             if silent > (_SILENCE if self._ready else _STARTING):
@@ -201,7 +196,7 @@ class RemoteGroup(RankGroup):
         All share the process's context of ZeroMQ: one of their own would wait for its sockets for ever if it was collected in a
         cycle with them, as that of an engine that nobody has closed.
         """
-        self._folder = own_folder()
+        self._folder = child.own_folder()
         super().__init__([], max(place.stage for place in places))
         self._closed = False
         self._lost: str | None = None

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from penstock.core.child import command
 from penstock.core.errors import RequestError
-from penstock.engine.process import child_environment
 from penstock.engine.retention import Breakpoint, Marked, written
 from penstock.engine.work import THREADS, abandoned
 from penstock.text import ChatTemplate
@@ -131,8 +131,9 @@ class _Child:
     """One process, from the server's side."""
 
     def __init__(self, setup: Setup) -> None:
-        self._process = subprocess.Popen([sys.executable, "-P", "-m", "penstock.engine.rendering", str(os.getpid())],
-                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment(), bufsize=0)
+        words, environment = command("penstock.engine.rendering")
+        self._process = subprocess.Popen([*words, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         env=environment, bufsize=0)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)

@@ -17,10 +17,11 @@ from typing import Any
 
 import msgspec
 
+from penstock.core.child import own_folder
 from penstock.core.errors import EngineDeadError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, TierStats, Update
 from penstock.engine.loading import ModelFiles
-from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused, own_folder
+from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused
 from penstock.observe.log import LOG
 
 _BLOCK = 64

@@ -5,12 +5,8 @@ The main thread does all work; a second one says twice a second that the process
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from types import GenericAlias
@@ -19,13 +15,14 @@ from typing import get_type_hints
 import msgspec
 import zmq
 
+from penstock.core import child
+from penstock.core.child import Failed
 from penstock.core.control import (
     BEAT_SECONDS,
     CALLS,
     STEPS,
     Answer,
     Beat,
-    Failed,
     Loading,
     Said,
     Stepped,
@@ -45,7 +42,7 @@ _WATCH_SECONDS = 2e-5
 class Loop:
     """Carries out messages in order, and sends the results of steps as they end."""
 
-    def __init__(self, rank: Rank, inbox: zmq.Socket[bytes], say: Callable[[Said], None]) -> None:
+    def __init__(self, rank: Rank, inbox: child.Socket, say: Callable[[Said], None]) -> None:
         self.rank = rank
         self._inbox = inbox
         self._say = say
@@ -94,7 +91,7 @@ class Loop:
         try:
             value = getattr(self.rank, told.call)(*arguments)
         except (ConfigError, ModelError) as error:
-            self._say(Failed(str(error), "config" if isinstance(error, ConfigError) else "model"))
+            self._say(Failed.of(error))
             return
         self._say(Answer(msgspec.Raw(encode(value))))
 
@@ -107,56 +104,22 @@ def _arguments(method: Callable[..., object]) -> object:
 
 def main() -> None:
     """The process's entry point. It ends with the engine, whatever happens."""
-    # The engine decides when to stop; a terminal's Ctrl-C reaches the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
-    threading.Thread(target=_die_with_engine, name="penstock-engine-watch", daemon=True).start()
-    context = zmq.Context()
-    inbox, outbox = _connected(context, zmq.PULL, start.address + "-in"), _connected(context, zmq.PUSH, start.address + "-out")
-    threading.Thread(target=_beat, args=(_connected(context, zmq.PUSH, start.address + "-out"),), name="penstock-beat",
-                     daemon=True).start()
-
-    def say(message: Said) -> None:
-        outbox.send(encode(message))
-
-    status = 0
-    try:
-        rank = Rank(start.options, start.place)
-        Loop(rank, inbox, say).run()
-        rank.close()
-    except Exception as error:  # noqa: BLE001 (reported to the engine)
-        status = 1
-        if not isinstance(error, ConfigError | ModelError):
-            traceback.print_exc()
-        kind = "config" if isinstance(error, ConfigError) else "model" if isinstance(error, ModelError) else "other"
-        say(Failed(str(error) if kind != "other" else f"{type(error).__name__}: {error}", kind))
-    outbox.close(linger=2000)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Exit without joining threads of native libraries.
-    os._exit(status)
+    child.run(Start, _serve)
 
 
-def _connected(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.set_hwm(0)
-    socket.connect(address)
-    return socket
+def _serve(start: Start, inbox: child.Socket, say: Callable[[Said], None]) -> None:
+    threading.Thread(target=_beat, args=(start.address,), name="penstock-beat", daemon=True).start()
+    rank = Rank(start.options, start.place)
+    Loop(rank, inbox, say).run()
+    rank.close()
 
 
-def _beat(outbox: zmq.Socket[bytes]) -> None:
-    pause, message = threading.Event(), encode(Beat())
+def _beat(address: str) -> None:
+    # A context of its own, as the other one waits at its end for all of its sockets.
+    outbox, pause, message = child.connected(zmq.Context(), address), threading.Event(), encode(Beat())
     while True:
         outbox.send(message)
         pause.wait(BEAT_SECONDS)
-
-
-def _die_with_engine() -> None:
-    """Exits when standard input ends: only the engine holds the other end of this pipe."""
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

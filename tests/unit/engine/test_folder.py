@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from penstock.engine.process import own_folder
+from penstock.core.child import own_folder
 
 
 @pytest.mark.parametrize("length", [0, 90, 200])
