@@ -16,7 +16,7 @@ from penstock.cli import experts
 from penstock.cli.model import add_model, model_or_canary
 from penstock.config.flags import add_flags, from_args
 from penstock.config.options import place
-from penstock.config.resolve import EngineConfig, MemoryPlan, cache_asked, memory_limits, ranks, resolve
+from penstock.config.resolve import EngineConfig, MemoryPlan, cache_asked, memory_limits, resolve
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import plan_tiers
 from penstock.core.device import DeviceFacts
@@ -142,7 +142,7 @@ def _planned(options: EngineOptions, plan: MemoryPlan, config: EngineConfig) -> 
             "kv_bytes": plan.layout.nbytes, "kv_tokens": plan.kv_tokens, "page_size": config.page,
             "max_model_len": plan.max_model_len, "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens, "depth": config.depth,
-            "threads": config.threads, "ranks": ranks(options),
+            "threads": config.threads, "ranks": options.ranks,
             "groups": [{"layers": len(group.layers), "page_bytes": group.page_bytes} for group in plan.layout.groups],
             "cache": _cache(options, plan)}
 

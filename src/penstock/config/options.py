@@ -117,7 +117,7 @@ def _check_engine(options: EngineOptions) -> None:
         raise ConfigError("adapters are not possible with pipeline stages yet; leave out enable_lora, or serve with "
                           "pipeline_parallel_size 1")
     if options.enable_expert_parallel and options.data_parallel_size > 1 and (
-            options.tensor_parallel_size * options.pipeline_parallel_size > 1 or options.enable_lora):
+            options.ranks > 1 or options.enable_lora):
         raise ConfigError("with data_parallel_size and enable_expert_parallel, attention is by data: tensor_parallel_size and "
                           "pipeline_parallel_size must be 1, and enable_lora must be left out")
     stage_layers(options)
@@ -125,8 +125,7 @@ def _check_engine(options: EngineOptions) -> None:
     if options.lora_modules and not options.enable_lora:
         raise ConfigError("lora_modules needs enable_lora")
     held = options.experts_on_device
-    ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-    if held is not None and (ranks > 1 or options.enable_expert_parallel):
+    if held is not None and (options.ranks > 1 or options.enable_expert_parallel):
         raise ConfigError("experts_on_device is for a single GPU; with several, divide the model: leave it out")
     if held not in (None, "auto") and not (held.isdecimal() and int(held) > 0):
         raise ConfigError(f"experts_on_device is {held!r}; possible are auto and a number of experts of each layer, at least 1")

@@ -141,12 +141,7 @@ def cache_asked(options: EngineOptions) -> CacheAsked:
 
 def processes(options: EngineOptions) -> int:
     """Ranks of all engines that share a computer."""
-    return ranks(options) * options.data_parallel_size
-
-
-def ranks(options: EngineOptions) -> int:
-    """Of one engine."""
-    return options.tensor_parallel_size * options.pipeline_parallel_size
+    return options.ranks * options.data_parallel_size
 
 
 def replicas(options: EngineOptions) -> list[EngineOptions]:

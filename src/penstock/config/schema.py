@@ -175,6 +175,11 @@ class EngineOptions:
                                                   "endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic",
                                               group=OBSERVABILITY)
 
+    @property
+    def ranks(self) -> int:
+        """Of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
 
 class Wanted(NamedTuple):
     """A model to serve."""

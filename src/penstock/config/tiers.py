@@ -39,10 +39,9 @@ def plan_tiers(options: EngineOptions, layout: CacheLayout) -> TierPlan:
     """Raises ConfigError for sizes that could not hold a page, and for settings of tiers that are not there."""
     stores = options.cache_disk is not None or options.cache_remote is not None
     least = _LEAST_SLABS * layout.slab_bytes
-    ranks = options.tensor_parallel_size * options.pipeline_parallel_size
     asked = options.cache_host_bytes
     if asked is not None:
-        asked //= ranks
+        asked //= options.ranks
     if asked is None:
         asked = max(_WAY_BYTES, least) if stores else 0
     if asked < 0 or (stores and not asked):
@@ -54,5 +53,6 @@ def plan_tiers(options: EngineOptions, layout: CacheLayout) -> TierPlan:
     if options.cache_disk is not None and options.cache_disk_bytes < least:
         raise ConfigError(f"cache_disk_bytes is {options.cache_disk_bytes:,}; the least for this model is {least:,}")
     # The ranks' pages are of equal size, and what one holds, all hold.
-    return TierPlan(asked // layout.slab_bytes, options.cache_disk, options.cache_disk_adopt, options.cache_disk_bytes // ranks,
-                    options.cache_remote, options.cache_write == "through", options.cache_load == "always", ranks)
+    return TierPlan(asked // layout.slab_bytes, options.cache_disk, options.cache_disk_adopt,
+                    options.cache_disk_bytes // options.ranks, options.cache_remote, options.cache_write == "through",
+                    options.cache_load == "always", options.ranks)

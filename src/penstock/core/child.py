@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import msgspec
 import zmq
 
-from penstock.core.errors import ConfigError, EngineDeadError, ModelError, PenstockError
+from penstock.core.errors import ConfigError, EngineDeadError, ModelError, PenstockError, RequestError
 from penstock.core.wire import encode
 
 Socket = zmq.Socket[bytes]
@@ -44,6 +44,25 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     def error(self) -> PenstockError:
         """The error, in the parent."""
         return {"config": ConfigError, "model": ModelError}.get(self.kind, EngineDeadError)(self.reason)
+
+
+class Refused(msgspec.Struct, array_like=True, tag="refused"):
+    """A RequestError, field by field. `key`: of the call that raised it."""
+
+    message: str
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
+    retry: float | None = None
+    key: str = ""
+
+    @classmethod
+    def of(cls, error: RequestError, key: str = "") -> Refused:
+        return cls(error.message, error.param, error.code, error.status, error.retry, key)
+
+    def error(self) -> RequestError:
+        """The error, in the parent."""
+        return RequestError(self.message, param=self.param, code=self.code, status=self.status, retry=self.retry)
 
 
 # -- in the parent

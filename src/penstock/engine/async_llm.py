@@ -18,6 +18,7 @@ from penstock.config.options import engine_options
 from penstock.config.resolve import replicas
 from penstock.config.schema import EngineOptions
 from penstock.core import service
+from penstock.core.child import Refused
 from penstock.core.errors import EngineDeadError, PenstockError, RequestError
 from penstock.core.request import Adapter, EngineInfo, EngineStats, Request, Span, Timings, Update
 from penstock.core.sampling import MAX_OPEN_LIST_WORDS, SamplingParams
@@ -25,7 +26,7 @@ from penstock.engine.adapters import located
 from penstock.engine.ledger import bound, ledger
 from penstock.engine.loading import inputs_of, load_text
 from penstock.engine.outputs import Delta, Outputs, RequestOutput
-from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused
+from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess
 from penstock.engine.rendering import Conversation, Renderers
 from penstock.engine.replicas import Replicas
 from penstock.engine.retention import Marked
@@ -548,8 +549,7 @@ class AsyncLLM:
             return
         self.figures.refused += 1
         track.open = 0
-        track.stream.close(RequestError(refused.message, param=refused.param, code=refused.code, status=refused.status,
-                                        retry=refused.retry))
+        track.stream.close(refused.error())
 
     def _on_death(self, reason: str) -> None:
         self.fail_open(EngineDeadError(reason))

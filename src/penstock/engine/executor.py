@@ -6,7 +6,7 @@ import queue
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Protocol
@@ -60,42 +60,29 @@ class Threaded:
 
     def __init__(self, worker: Launches) -> None:
         self._worker = worker
-        self._queue: queue.SimpleQueue[tuple[StepPlan, Future[StepResult]] | None] = queue.SimpleQueue()
         self._masks: queue.SimpleQueue[tuple[int, Masks] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="penstock-worker", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
-            plan, future = item
-            try:
-                launched = self._worker.launch(plan)
-                if len(plan.masked):
-                    launched.choose(self._await_masks(plan.id))
-                future.set_result(launched.result())
-            except BaseException as error:  # noqa: BLE001 (whoever waits for the step gets it)
-                future.set_exception(error)
-
-    def _await_masks(self, plan_id: int) -> Masks:
-        found = self._masks.get()
-        if found is None:
-            raise RuntimeError(f"the executor was closed while plan {plan_id} waited for its masks")
-        assert found[0] == plan_id, (found[0], plan_id)
-        return found[1]
+        self._thread = ThreadPoolExecutor(1, "penstock-worker")
 
     def submit(self, plan: StepPlan) -> Pending:
-        future: Future[StepResult] = Future()
-        self._queue.put((plan, future))
-        return future
+        return self._thread.submit(self._run, plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        launched = self._worker.launch(plan)
+        if len(plan.masked):
+            found = self._masks.get()
+            if found is None:
+                raise RuntimeError(f"the executor was closed while plan {plan.id} waited for its masks")
+            assert found[0] == plan.id, (found[0], plan.id)
+            launched.choose(found[1])
+        return launched.result()
 
     def mask(self, plan_id: int, masks: Masks) -> None:
         self._masks.put((plan_id, masks))
 
     def close(self) -> None:
         """Finishes the submitted plans, then stops the thread. A plan that still waits for masks fails."""
-        self._queue.put(None)
         self._masks.put(None)
-        self._thread.join()
+        self._thread.shutdown()
 
 
 class Direct:

@@ -24,7 +24,7 @@ import zmq
 
 from penstock.config.schema import EngineOptions
 from penstock.core import child
-from penstock.core.child import Failed
+from penstock.core.child import Failed, Refused
 from penstock.core.errors import EngineDeadError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.loading import ModelFiles, find
@@ -96,17 +96,6 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """The engine can take requests."""
 
     info: EngineInfo
-
-
-class Refused(msgspec.Struct, array_like=True, tag="refused"):
-    """A call raised a RequestError: its fields."""
-
-    key: str
-    message: str
-    param: str | None
-    code: str | None
-    status: int
-    retry: float | None = None
 
 
 class Answered(msgspec.Struct, array_like=True, tag="answered"):
@@ -229,12 +218,12 @@ class Loop:
         try:
             value = method()
         except RequestError as error:
-            self.send(Refused(key, error.message, error.param, error.code, error.status, error.retry))
+            self.send(Refused.of(error, key))
             return False
         except Exception as error:  # noqa: BLE001 (reported to the caller)
             # Nothing has been started yet, so only this call fails.
             traceback.print_exc()
-            self.send(Refused(key, f"the engine could not take the request: {error!r}", None, "internal_error", 500))
+            self.send(Refused(f"the engine could not take the request: {error!r}", None, "internal_error", 500, key=key))
             return False
         if isinstance(value, Future):
             self._reading[key] = value
@@ -427,7 +416,7 @@ class EngineProcess:
         if waiting is None:
             self.on_refused(refused)
         elif not waiting.done():
-            waiting.set_exception(RequestError(refused.message, param=refused.param, code=refused.code, status=refused.status))
+            waiting.set_exception(refused.error())
 
     async def _watch_exit(self) -> None:
         assert self._process is not None

@@ -130,32 +130,24 @@ class RankGroup:
         self._picks.update((stage, one.picks) for stage, one in enumerate(results[::width]) if one.picks is not None)
         if first.picks is not None:
             first.picks = np.concatenate([self._picks[stage] for stage in sorted(self._picks)])
-        first.load_results = self._loaded([found for one in results for found in one.load_results])
-        first.write_results = self._written([found for one in results for found in one.write_results])
+        loads = [self._whole(self._loads, found.ticket, found) for one in results for found in one.load_results]
+        writes = [self._whole(self._writes, found.id, found) for one in results for found in one.write_results]
+        first.load_results = [_loaded(parts) for parts in loads if parts is not None]
+        first.write_results = [WriteResult(parts[0].id, all(part.ok for part in parts), max(part.seconds for part in parts))
+                               for parts in writes if parts is not None]
         return first
 
-    def _loaded(self, found: Sequence[LoadResult]) -> list[LoadResult]:
-        ended = []
-        for one in found:
-            of = self._loads.setdefault(one.ticket, [])
-            of.append(one)
-            if len(of) == len(self.ranks):
-                del self._loads[one.ticket]
-                lost, missed = (tuple(dict.fromkeys(name for part in of for name in getattr(part, field)))
-                                for field in ("lost", "missed"))
-                seconds = max(part.seconds for part in of)
-                ended.append(LoadResult(one.ticket, all(part.ok for part in of), seconds, lost, missed))
-        return ended
+    def _whole(self, waiting: dict[int, list[Found]], number: int, part: Found) -> list[Found] | None:
+        """The parts of a transfer with this number, once all ranks' have come."""
+        parts = waiting.setdefault(number, [])
+        parts.append(part)
+        return waiting.pop(number) if len(parts) == len(self.ranks) else None
 
-    def _written(self, found: Sequence[WriteResult]) -> list[WriteResult]:
-        ended = []
-        for one in found:
-            of = self._writes.setdefault(one.id, [])
-            of.append(one)
-            if len(of) == len(self.ranks):
-                del self._writes[one.id]
-                ended.append(WriteResult(one.id, all(part.ok for part in of), max(part.seconds for part in of)))
-        return ended
+
+def _loaded(parts: Sequence[LoadResult]) -> LoadResult:
+    return LoadResult(parts[0].ticket, all(part.ok for part in parts), max(part.seconds for part in parts),
+                      tuple(dict.fromkeys(name for part in parts for name in part.lost)),
+                      tuple(dict.fromkeys(name for part in parts for name in part.missed)))
 
 
 def _added(folder: str, rank: Rank) -> str | ModelError:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from penstock.core.child import command
+from penstock.core.child import Refused, command
 from penstock.core.errors import RequestError
 from penstock.engine.retention import Breakpoint, Marked, written
 from penstock.engine.work import THREADS, abandoned
@@ -59,15 +59,6 @@ class Conversation(msgspec.Struct, array_like=True):
 class Rendered(msgspec.Struct, array_like=True, tag="rendered"):
     text: str
     marks: list[tuple[int, int, float]]
-
-
-class Refused(msgspec.Struct, array_like=True, tag="refused"):
-    """A RequestError, field by field."""
-
-    message: str
-    param: str | None
-    code: str | None
-    status: int
 
 
 Reply = Rendered | Refused
@@ -117,7 +108,7 @@ class Renderers:
         finally:
             self._free.put(child)
         if isinstance(reply, Refused):
-            raise RequestError(reply.message, param=reply.param, code=reply.code, status=reply.status)
+            raise reply.error()
         return Marked(reply.text, tuple(Breakpoint(*mark) for mark in reply.marks))
 
     def close(self) -> None:
@@ -249,10 +240,10 @@ def _answer(template: ChatTemplate, job: Conversation) -> Reply:
         marked = written(lambda messages, tools: chosen.render(messages, tools, **job.how), job.messages, job.tools)
         return Rendered(marked.text, [(mark.at, mark.priority, mark.seconds) for mark in marked.marks])
     except RequestError as error:
-        return Refused(error.message, error.param, error.code, error.status)
+        return Refused.of(error)
     except MemoryError:
         return Refused(f"the chat template needs more than {MEMORY_BYTES >> 20} MiB of memory for these messages", "messages",
-                       "template_error", 400)
+                       "template_error")
 
 
 def _receive(source: BinaryIO) -> bytes:

@@ -11,18 +11,20 @@ import dataclasses
 import shutil
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.core.child import own_folder
+from penstock.core.child import Refused, own_folder
 from penstock.core.errors import EngineDeadError, PenstockError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, TierStats, Update
 from penstock.engine.loading import ModelFiles
-from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess, Refused
+from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess
 from penstock.observe.log import LOG
+
+Counts = TypeVar("Counts", EngineStats, TierStats)
 
 _BLOCK = 64
 """Tokens of a prompt's beginning that are remembered as one."""
@@ -326,6 +328,13 @@ class Replicas:
 _NOT_ADDED = ("time", "kv_usage", "tiers", "cache_identity", "step_time", "step_time_error")
 
 
+def _summed(given: Sequence[Counts], without: Collection[str]) -> Counts:
+    """Statistics whose counts are those of all given ones; the fields `without` are to be filled in."""
+    kind = type(given[0])
+    names = [name for name in kind.__struct_fields__ if name not in without]
+    return kind(**{name: _added([getattr(one, name) for one in given]) for name in names})
+
+
 def _added(values: list[Any]) -> Any:
     """Their sum; that of lists element by element, where shorter ones end in zeros."""
     if not isinstance(values[0], list):
@@ -336,22 +345,15 @@ def _added(values: list[Any]) -> Any:
 
 def together(stats: Sequence[EngineStats]) -> EngineStats:
     """The statistics of all replicas: counts and seconds are added, `kv_usage` is that of all memory."""
-    names = [name for name in EngineStats.__struct_fields__ if name not in _NOT_ADDED]
-    found = EngineStats(**{name: _added([getattr(one, name) for one in stats]) for name in names})
+    found = _summed(stats, _NOT_ADDED)
     found.time = max(one.time for one in stats)
     found.step_time, found.step_time_error = stats[0].step_time, max(one.step_time_error for one in stats)
     found.kv_usage = sum(one.kv_usage * one.pages_total for one in stats) / max(1, found.pages_total)
     found.cache_identity = next((one.cache_identity for one in stats if one.cache_identity), "")
-    tiers: dict[str, TierStats] = {}
+    tiers: dict[str, list[TierStats]] = {}
     for tier in (tier for one in stats for tier in one.tiers):
-        if tier.name not in tiers:
-            tiers[tier.name] = msgspec.structs.replace(tier)
-            continue
-        for name in TierStats.__struct_fields__:
-            value = getattr(tier, name)
-            if name == "available":
-                tiers[tier.name].available = min(tiers[tier.name].available, value)
-            elif name != "name":
-                setattr(tiers[tier.name], name, getattr(tiers[tier.name], name) + value)
-    found.tiers = list(tiers.values())
+        tiers.setdefault(tier.name, []).append(tier)
+    found.tiers = [_summed(same, ("name", "available")) for same in tiers.values()]
+    for total, same in zip(found.tiers, tiers.values(), strict=True):
+        total.name, total.available = same[0].name, min(one.available for one in same)
     return found
