@@ -19,7 +19,6 @@ from typing import Any, get_type_hints
 import msgspec
 import zmq
 
-from penstock.config.resolve import EngineConfig
 from penstock.core import child
 from penstock.core.child import Failed
 from penstock.core.control import (
@@ -79,7 +78,7 @@ class RemoteRank:
         found: Survey = self._ask("survey")
         return found
 
-    def check(self, config: EngineConfig) -> None:
+    def check(self, config: Any) -> None:
         self._ask("check", config)
 
     def load(self, progress: Progress | None = None) -> Loaded:
