@@ -150,7 +150,7 @@ def run(start: type[Any], body: Callable[[Any, Socket, Callable[[Any], None]], N
 
 
 def connected(context: zmq.Context[Socket], address: str) -> Socket:
-    """A socket to the parent. What was sent leaves before the context ends, within 5 s."""
+    """A socket to the parent. Messages leave before the context ends, within 5 s."""
     socket = context.socket(zmq.PUSH)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 5000)
