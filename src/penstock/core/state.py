@@ -46,7 +46,7 @@ class Field:
 
 
 class _Retention(msgspec.Struct, frozen=True, tag=True):
-    """Which cached positions must be resident to compute position n. By default one entry per position, which depends on the
+    """The cached positions that must be resident to compute position n. By default one entry per position, which depends on the
     tokens up to it and is read by all later positions."""
 
     def needed(self, n: int) -> tuple[int, int]:
