@@ -190,7 +190,7 @@ class TieredRun(Run):
         assert {place for place in sink.there if place[0] == "device"} == device
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", [pytest.param(i, marks=[pytest.mark.exhaustive] if i else []) for i in range(SHARDS)])
 def test_random_workloads_over_tiers(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[str] = Counter()
     for seed in range(shard * WORKLOADS // SHARDS, (shard + 1) * WORKLOADS // SHARDS):

@@ -60,7 +60,7 @@ async def open_api(args: argparse.Namespace) -> AsyncIterator[Api]:
     if bool(model) == bool(args.url):
         raise ConfigError("give either a MODEL to load or the --url of a running server")
     if args.url:
-        wire = Wire(args.url, args.api_key)
+        wire = Wire(args.url, args.api_key, waits=True)
         try:
             yield Api(wire, args.served_model or await first_model(wire))
         finally:

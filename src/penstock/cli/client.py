@@ -207,9 +207,10 @@ class _Connection(asyncio.Protocol):
 
 
 class Wire:
-    """Requests over HTTP/1.1. `url` is the server's address, with or without a trailing /v1."""
+    """Requests over HTTP/1.1. `url` is the server's address, with or without a trailing /v1. If it `waits`, the server does
+    not refuse a request because its class's promise cannot be kept."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, *, waits: bool = False) -> None:
         parts = urlsplit(url if "://" in url else "http://" + url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConnectionFailedError(f"{url!r} is not the address of an HTTP server; one looks like http://127.0.0.1:8000")
@@ -218,6 +219,7 @@ class Wire:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        key += "x-penstock-wait: true\r\n" if waits else ""
         self._common = f"host: {parts.netloc.rpartition('@')[2]}\r\nuser-agent: penstock/{__version__}\r\n{key}".encode()
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
@@ -262,11 +264,11 @@ class Wire:
 
 
 class Local:
-    """Requests straight into an ASGI application of this process. `api_key` is sent like over the wire."""
+    """Requests straight into an ASGI application of this process, which wait. `api_key` is sent like over the wire."""
 
     def __init__(self, app: App, api_key: str | None = None) -> None:
         self._app = app
-        self._headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        self._headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"x-penstock-wait", b"true")]
         if api_key:
             self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
         self._running: set[asyncio.Task[None]] = set()

@@ -24,6 +24,7 @@ class FakeApi:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.waits: list[str | None] = []
         self.aborted = 0
         self.template_missing = False
         self.busy_left = 2
@@ -40,6 +41,7 @@ class FakeApi:
                 break
         headers = dict(scope["headers"])
         self.keys.append(headers.get(b"authorization", b"").decode() or None)
+        self.waits.append(headers.get(b"x-penstock-wait", b"").decode() or None)
         if scope["path"] == "/v1/models":
             await self._json(send, 200, {"data": [{"id": "fake"}]})
         elif scope["path"] == "/health":

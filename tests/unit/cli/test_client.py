@@ -28,7 +28,7 @@ async def both(app: FakeApi, way: str) -> AsyncIterator[Transport]:
         await transport.close()
     else:
         with served(app) as url:
-            transport = Wire(url + "/v1/", "secret")
+            transport = Wire(url + "/v1/", "secret", waits=True)
             yield transport
             await transport.close()
 
@@ -54,7 +54,7 @@ def test_answers_whole_and_streamed(way: str) -> None:
             assert (await api.send("GET", "/nothing")).status == 404
 
     asyncio.run(go())
-    assert set(app.keys) == {"Bearer secret"}
+    assert set(app.keys) == {"Bearer secret"} and set(app.waits) == {"true"}
 
 
 @pytest.mark.parametrize("way", ["local", "wire"])
