@@ -121,8 +121,7 @@ def test_two_replicas_serve_and_one_goes_on_alone() -> None:
 
         texts = [once() for _ in range(4)]
         assert len(set(texts)) == 1
-        children = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-                    if _parent(pid) == server.process.pid and "penstock.engine.process" in _command(pid)]
+        children = _below(server.process.pid, "penstock.engine.process")
         assert len(children) == 2
         answers: list[Any] = []
 
@@ -142,6 +141,44 @@ def test_two_replicas_serve_and_one_goes_on_alone() -> None:
         assert server.http.get("/health").status_code == 200
         os.kill(children[1], signal.SIGKILL)
         assert server.ended(20) == 1
+
+
+def _below(pid: int, module: str) -> list[int]:
+    """Processes that a process has started to run a module."""
+    return [child for child in map(int, filter(str.isdigit, os.listdir("/proc")))
+            if _parent(child) == pid and module in _command(child)]
+
+
+def test_replicas_of_several_ranks_do_not_meet_each_other() -> None:
+    """Nor does a replica that starts again, whenever one of its ranks was lost, meet what the last start left behind."""
+    with LLM("canary", device="cpu", max_model_len=512) as llm:
+        (wanted,) = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    with served("canary", "--data-parallel-size", "2", "--tensor-parallel-size", "2", "--restart", "ranks", "--device", "cpu",
+                "--max-model-len", "512", wait=False) as server:
+        server.wait_ready(240)
+
+        def check() -> None:
+            for _ in range(4):
+                found = server.complete(prompt="Once upon a time", temperature=0, max_tokens=12)
+                assert found["choices"][0]["text"] == wanted.outputs[0].text
+
+        check()
+        first, second = _below(server.process.pid, "penstock.engine.process")
+        os.kill(_below(first, "penstock.worker.process")[1], signal.SIGKILL)
+        # Again while it starts: once its ranks are there, one of them is killed.
+        ranks: list[int] = []
+        until = time.monotonic() + 60
+        while len(ranks) < 2 and time.monotonic() < until:
+            engines = [pid for pid in _below(server.process.pid, "penstock.engine.process") if pid not in (first, second)]
+            ranks = [rank for engine in engines for rank in _below(engine, "penstock.worker.process")]
+            time.sleep(0.02)
+        os.kill(ranks[0], signal.SIGKILL)
+        check()
+        until = time.monotonic() + 240
+        while "1 of 2 replicas have started again" not in server.log and time.monotonic() < until:
+            time.sleep(0.1)
+        assert "lost while it started" in server.log and "1 of 2 replicas have started again" in server.log
+        check()
 
 
 def _parent(pid: int) -> int:

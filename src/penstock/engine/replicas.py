@@ -11,7 +11,7 @@ import dataclasses
 import shutil
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -304,35 +304,45 @@ class Replicas:
         return True
 
     async def _start_again(self, gone: Sequence[int]) -> None:
-        """Starts engines again that are lost. The server ends if that fails."""
-        try:
-            await asyncio.gather(*(self._processes[i].stop(0.0) for i in gone))
-            if self._together:
-                # Ranks of the last start left their names in the folder.
-                shutil.rmtree(self._folder, ignore_errors=True)
-                self._folder = own_folder()
-            for i in gone:
-                self._processes[i] = self._made(i)
-            await asyncio.gather(*(self._processes[i].start() for i in gone))
-            await asyncio.gather(*(self._processes[i].ready() for i in gone))
-        except PenstockError as error:
-            self._again.clear()
-            self._on_death(f"an engine that was lost could not be started again: {error}")
-            return
+        """Starts engines again that are lost, and once more if they are lost while they start. If that fails, the others go on;
+        the server ends if there are none."""
+        while True:
+            try:
+                await self._started(gone)
+                break
+            except PenstockError as error:
+                # A model or an option that is refused now will be refused again.
+                if isinstance(error, EngineDeadError) and self._may_restart():
+                    LOG.error("an engine was lost while it started, and starts again: %s", error)
+                    continue
+                for i in gone:
+                    del self._again[i]
+                LOG.error("an engine that was lost could not be started again: %s", error)
+                if not self._live:
+                    self._on_death(f"an engine that was lost could not be started again: {error}")
+                return
         for i in gone:
             del self._again[i]
         self.balancer.reset()
         LOG.info("%d of %d replicas have started again", len(gone), len(self._processes))
 
+    async def _started(self, gone: Sequence[int]) -> None:
+        """Starts engines in the place of these, of which nothing is left then."""
+        await asyncio.gather(*(self._processes[i].stop(0.0) for i in gone))
+        if self._together:
+            # Ranks of the last start left their names in the folder.
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = own_folder()
+        for i in gone:
+            self._processes[i] = self._made(i)
+        await asyncio.gather(*(self._processes[i].start() for i in gone))
+        await asyncio.gather(*(self._processes[i].ready() for i in gone))
 
-_NOT_ADDED = ("time", "kv_usage", "tiers", "cache_identity", "step_time", "step_time_error")
 
-
-def _summed(given: Sequence[Counts], without: Collection[str]) -> Counts:
-    """Statistics whose counts are those of all given ones; the fields `without` are to be filled in."""
-    kind = type(given[0])
-    names = [name for name in kind.__struct_fields__ if name not in without]
-    return kind(**{name: _added([getattr(one, name) for one in given]) for name in names})
+def _summed(given: Sequence[Counts], **others: Any) -> Counts:
+    """Statistics whose counts are the sums of the given ones', but for the fields of `others`."""
+    names = [name for name in given[0].__struct_fields__ if name not in others]
+    return type(given[0])(**others, **{name: _added([getattr(one, name) for one in given]) for name in names})
 
 
 def _added(values: list[Any]) -> Any:
@@ -345,15 +355,13 @@ def _added(values: list[Any]) -> Any:
 
 def together(stats: Sequence[EngineStats]) -> EngineStats:
     """The statistics of all replicas: counts and seconds are added, `kv_usage` is that of all memory."""
-    found = _summed(stats, _NOT_ADDED)
-    found.time = max(one.time for one in stats)
-    found.step_time, found.step_time_error = stats[0].step_time, max(one.step_time_error for one in stats)
-    found.kv_usage = sum(one.kv_usage * one.pages_total for one in stats) / max(1, found.pages_total)
-    found.cache_identity = next((one.cache_identity for one in stats if one.cache_identity), "")
     tiers: dict[str, list[TierStats]] = {}
     for tier in (tier for one in stats for tier in one.tiers):
         tiers.setdefault(tier.name, []).append(tier)
-    found.tiers = [_summed(same, ("name", "available")) for same in tiers.values()]
-    for total, same in zip(found.tiers, tiers.values(), strict=True):
-        total.name, total.available = same[0].name, min(one.available for one in same)
-    return found
+    pages = max(1, sum(one.pages_total for one in stats))
+    return _summed(
+        stats, time=max(one.time for one in stats), step_time=stats[0].step_time,
+        step_time_error=max(one.step_time_error for one in stats),
+        kv_usage=sum(one.kv_usage * one.pages_total for one in stats) / pages,
+        cache_identity=next((one.cache_identity for one in stats if one.cache_identity), ""),
+        tiers=[_summed(same, name=name, available=min(one.available for one in same)) for name, same in tiers.items()])
