@@ -63,26 +63,38 @@ class ThreadPipe:
         self._place, self._queues = place, queues
 
     def send(self, x: torch.Tensor) -> None:
-        self._queues[self._place.stage + 1, self._place.tensor].put(x.clone())
+        self._queues[self._place.stage + 1, self._place.within].put(x.clone())
 
     def receive(self, out: torch.Tensor) -> None:
-        out.copy_(self._queues[self._place.stage, self._place.tensor].get(timeout=120))
+        out.copy_(self._queues[self._place.stage, self._place.within].get(timeout=120))
 
     def send_back(self, tokens: torch.Tensor) -> None:
-        self._queues[0, self._place.tensor].put(tokens.clone())
+        self._queues[0, self._place.within].put(tokens.clone())
 
     def receive_back(self, out: torch.Tensor) -> None:
-        out.copy_(self._queues[0, self._place.tensor].get(timeout=120))
+        out.copy_(self._queues[0, self._place.within].get(timeout=120))
 
 
 class ThreadRank(Rank):
     """A rank whose mesh is in this process."""
 
-    def __init__(self, options: EngineOptions, place: Place, shared: Shared | None, queues: Any) -> None:
+    def __init__(self, options: EngineOptions, place: Place, shared: dict[Any, Shared], queues: Any) -> None:
         super().__init__(options, place)
-        tensor = None if shared is None else Threads(place.tensor, shared)
-        self._threads = Mesh(tensor, ThreadPipe(place, queues) if place.stages > 1 else None,
-                             end=None if shared is None else shared.barrier.abort)
+        mine: list[Shared] = []
+
+        def group(axis: str, rank: int, size: int, others: tuple[int, int]) -> Threads | None:
+            if size == 1:
+                return None
+            mine.append(shared.setdefault((axis, *others), Shared(size)))
+            return Threads(rank, mine[-1])
+
+        def end() -> None:
+            for one in mine:
+                one.barrier.abort()
+
+        tensor = group("tensor", place.tensor, place.tensors, (place.stage, place.context))
+        context = group("context", place.context, place.contexts, (place.stage, place.tensor))
+        self._threads = Mesh(tensor, ThreadPipe(place, queues) if place.stages > 1 else None, context=context, end=end)
 
     def _join(self) -> Mesh:
         return self._threads
@@ -115,11 +127,10 @@ class Threaded(Several):
     ranks: list[Any]
 
     def __init__(self, options: EngineOptions) -> None:
-        tensors, stages = options.tensor_parallel_size, options.pipeline_parallel_size
-        shared = [Shared(tensors) if tensors > 1 else None for _ in range(stages)]
+        shared: dict[Any, Shared] = {}
         queues: Any = defaultdict(SimpleQueue)
-        super().__init__([ThreadRank(options, own, shared[own.stage], queues)
-                          for own in places(place(options))], stages - 1)
+        super().__init__([ThreadRank(options, own, shared, queues)
+                          for own in places(place(options))], options.pipeline_parallel_size - 1)
         self._pools = [ThreadPoolExecutor(1) for _ in self.ranks]
 
     def all(self, calls: list[Callable[[], Any]]) -> list[Any]:

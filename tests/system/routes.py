@@ -118,7 +118,7 @@ AXES: dict[str, dict[str, Value]] = {
     "scheme": {"plain": Value(), **options("quantization", "fp8", "int4", "q8_0")},
     "adapter": {"none": Value(), "mixed": Value({"enable_lora": True, "max_loras": 3}, run={"adapters": 8})},
     "layout": {**running("ranks", 1, 2), **{f"tp{count}": Value(run={"tensors": count}) for count in (2, 3)},
-               "pp2": Value({"pipeline_parallel_size": 2})},
+               "pp2": Value({"pipeline_parallel_size": 2}), "cp2": Value({"context_parallel_size": 2})},
     "graph": {"eager": Value({"enforce_eager": True})} | ({"captured": Value()} if torch.cuda.is_available() else {}),
 }
 """The first value of each axis is the plainest."""
@@ -130,8 +130,9 @@ EXCLUDED: list[tuple[tuple[str, str], tuple[str, str]]] = [
     *((("adapter", "mixed"), ("scheme", one)) for one in ("int4", "q8_0")),
     *((("tier", tier), ("reuse", "off")) for tier in ("host", "evict", "disk")),
     *((("drafter", drafter), ("layout", "pp2")) for drafter in ("one", "four", "ngram", "model", "adaptive")),
+    *((("drafter", drafter), ("layout", "cp2")) for drafter in ("model", "adaptive")),
     # The last place of a sum, which PyTorch's products of other sizes and sums over ranks change, may become a whole code.
-    *((plain, stored) for plain in (("kernel", "reference"), ("layout", "tp2"), ("layout", "tp3"))
+    *((plain, stored) for plain in (("kernel", "reference"), ("layout", "tp2"), ("layout", "tp3"), ("layout", "cp2"))
       for stored in (*(("codec", name) for name in ("fp8", "int8", "turbo4")),
                      *(("scheme", name) for name in ("fp8", "int4", "q8_0")))),
 ]

@@ -97,8 +97,8 @@ def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, *, alone: b
             options["cache_host_bytes"] *= models
     settled = EngineOptions(**options)
     ranks: list[Rank]
-    if told["tensors"] > 1 or settled.pipeline_parallel_size > 1:
-        settled = replace(settled, tensor_parallel_size=told["tensors"])
+    settled = replace(settled, tensor_parallel_size=told["tensors"])
+    if settled.ranks > 1:
         group: Several = Threaded(settled)
         ranks = group.ranks
     else:

@@ -15,7 +15,7 @@ import torch
 from penstock import canary
 from penstock.checkpoint import read_config
 from penstock.config.schema import EngineOptions
-from penstock.core.errors import PenstockError
+from penstock.core.errors import ModelError, PenstockError
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine.engine import Engine
@@ -156,6 +156,55 @@ def test_every_way_of_choosing_at_a_pipelines_end(params: dict[str, Any]) -> Non
 def test_layers_that_are_no_stages_are_refused(layers: str, message: str) -> None:
     asked = options("canary", pipeline_parallel_size=2, pipeline_layers=layers)
     with pytest.raises(PenstockError, match=message):
+        Engine(asked, rank=Threaded(asked))
+
+
+CONTEXTS = (2, 4)
+"""Ranks that divide the positions of every context."""
+
+
+def over_contexts(folder: Path | str, ranks: int, **more: Any) -> None:
+    """Greedy tokens are the same, with prompts in chunks and pages of few positions. Skips a model without such a cache."""
+    try:
+        same(folder, 1, block_size=4, context_parallel_size=ranks, **more)
+    except ModelError as error:
+        assert "layers of another kind" in str(error)
+        pytest.skip("it has a cache of another kind")
+
+
+@pytest.mark.parametrize(("case", "ranks"), [
+    (case, ranks) if (i + at) % 8 == 0 else pytest.param(case, ranks, marks=pytest.mark.exhaustive)
+    for i, case in enumerate(CASES) for at, ranks in enumerate(CONTEXTS)], ids=lambda found: getattr(found, "name", found))
+def test_every_shape_of_every_family_by_contexts(case: Case, ranks: int, tmp_path: Path) -> None:
+    make(case, tmp_path)
+    over_contexts(tmp_path, ranks, max_num_batched_tokens=16)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [
+    (name, ranks) if i % 4 == at else pytest.param(name, ranks, marks=pytest.mark.exhaustive)
+    for i, name in enumerate(MEMBERS) for at, ranks in enumerate(CONTEXTS)])
+def test_every_trained_model_by_contexts(name: str, ranks: int) -> None:
+    if not runs(name):
+        pytest.skip("no family runs it yet")
+    over_contexts("canary" if name == "canary" else ASSETS / name, ranks)
+
+
+def test_contexts_beside_tensors_and_stages() -> None:
+    """Eight ranks; equal memory of each holds twice as much context."""
+    group = same("canary", 2, 2, context_parallel_size=2, kv_cache_memory_bytes=1 << 18)
+    alone = options("canary", tensor_parallel_size=2, pipeline_parallel_size=2, kv_cache_memory_bytes=1 << 18)
+    engine = Engine(alone, rank=Threaded(alone))
+    both = options("canary", tensor_parallel_size=2, pipeline_parallel_size=2, kv_cache_memory_bytes=1 << 18,
+                   context_parallel_size=2)
+    wide = Engine(both, rank=Threaded(both))
+    assert len(group.ranks) == 8 and wide.info.kv_tokens >= 2 * engine.info.kv_tokens > 0
+    engine.close()
+    wide.close()
+
+
+def test_contexts_that_cannot_be_divided_are_refused() -> None:
+    asked = options("canary", context_parallel_size=2, speculative_model="canary")
+    with pytest.raises(PenstockError, match="a draft model is not possible with context_parallel_size"):
         Engine(asked, rank=Threaded(asked))
 
 

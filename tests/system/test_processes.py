@@ -151,7 +151,8 @@ def test_a_lost_rank_is_noticed(how: signal.Signals, which: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2},
+                                    {"context_parallel_size": 2}], ids=str)
 def test_a_slow_rank_changes_no_token(layout: dict[str, Any]) -> None:
     """One that is stopped for less than the limit, again and again."""
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)

@@ -118,8 +118,8 @@ def _check_engine(options: EngineOptions) -> None:
                           "pipeline_parallel_size 1")
     if options.enable_expert_parallel and options.data_parallel_size > 1 and (
             options.ranks > 1 or options.enable_lora):
-        raise ConfigError("with data_parallel_size and enable_expert_parallel, attention is by data: tensor_parallel_size and "
-                          "pipeline_parallel_size must be 1, and enable_lora must be left out")
+        raise ConfigError("with data_parallel_size and enable_expert_parallel, attention is by data: tensor_parallel_size, "
+                          "pipeline_parallel_size and context_parallel_size must be 1, and enable_lora must be left out")
     stage_layers(options)
     balancing(options)
     if options.lora_modules and not options.enable_lora:
@@ -157,7 +157,8 @@ def place(options: EngineOptions) -> Place:
     """The place of an engine's first rank."""
     tensors, datas = options.tensor_parallel_size, options.data_parallel_size if options.enable_expert_parallel else 1
     dealt = options.enable_expert_parallel and max(tensors, datas) > 1
-    return Place(tensors=tensors, stages=options.pipeline_parallel_size, layers=stage_layers(options), experts=dealt,
+    return Place(tensors=tensors, contexts=options.context_parallel_size, stages=options.pipeline_parallel_size,
+                 layers=stage_layers(options), experts=dealt,
                  spare=-(-balancing(options)[0] // max(tensors, datas)) if dealt else 0, datas=datas,
                  data=options.data_parallel_rank if datas > 1 else 0, rendezvous=options.data_parallel_rendezvous)
 

@@ -76,9 +76,15 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     if drafting is not None and stages > 1:
         raise ConfigError("speculative decoding is not possible with several pipeline stages; leave out speculate and "
                           "speculative_model, or use tensor_parallel_size instead of pipeline_parallel_size")
+    contexts = options.context_parallel_size
+    if contexts > 1 and gpu:
+        raise ConfigError("context_parallel_size is possible on CPUs only so far: attention on a GPU gives no sums that ranks "
+                          "could join; use tensor_parallel_size or pipeline_parallel_size")
+    if contexts > 1 and drafting is not None and drafting.model is not None:
+        raise ConfigError("a draft model is not possible with context_parallel_size; use speculate ngram")
     return EngineConfig(
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
-        page=options.block_size or 16, depth=depth,
+        page=(options.block_size or 16) * contexts, depth=depth,
         threads=options.threads or max(1, facts.cores // processes(options)),
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
         kernels=options.kernels, batch_invariant=gpu and options.batch_invariant,

@@ -145,6 +145,8 @@ class EngineOptions:
                                        group=PARALLEL, least=1)
     pipeline_parallel_size: int = option(1, "stages, each with some of the layers and on devices of its own, that work on "
                                             "several steps at once", group=PARALLEL, least=1)
+    context_parallel_size: int = option(1, "ranks with equal weights that divide the positions of every context among "
+                                           "them: the cache holds so many times as much", group=PARALLEL, least=1)
     pipeline_layers: str = option("", "layers of each stage, as 10,12,10; by default such that stages take equal time",
                                   group=PARALLEL)
     enable_expert_parallel: bool = option(False, "of a mixture, each rank has some of the experts instead of a part of each",
@@ -178,7 +180,7 @@ class EngineOptions:
     @property
     def ranks(self) -> int:
         """Of one engine."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
 
 class Wanted(NamedTuple):

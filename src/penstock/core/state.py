@@ -34,6 +34,8 @@ class Field:
     split: str = "heads"
     per: Literal["position", "page"] = "position"
     """"page": one value per page, such as a recurrent state's snapshot or a quantisation scale."""
+    stripes: int = 1
+    """Ranks that each hold an equal run of every page's positions."""
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +44,7 @@ class Field:
 
     def page_bytes(self, page: int) -> int:
         """Bytes in a page of `page` positions."""
-        return self.nbytes * (page if self.per == "position" else 1)
+        return self.nbytes * (page // self.stripes if self.per == "position" else 1)
 
 
 class _Retention(msgspec.Struct, frozen=True, tag=True):

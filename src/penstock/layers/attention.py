@@ -15,7 +15,7 @@ from penstock.layers.norm import LayerNorm, NoNorm, NormSpec, RMSNorm, RMSNormSp
 from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.rope import RopeSpec
 from penstock.layers.step import StateView, Step, Works
-from penstock.ops.attention import Geometry
+from penstock.ops.attention import Geometry, Stripe, partial
 from penstock.ops.codec import Codec, Scales, hadamard
 from penstock.ops.linear import Weight
 from penstock.parallel.group import Group
@@ -82,6 +82,8 @@ class AttentionSpec:
     divided: Divided | None = None
     codec: Codec | None = None
     """The way in which keys and values are stored; None: as they are, in the model's dtype."""
+    stripes: int = 1
+    """Ranks that each hold a run of every page's positions."""
 
     name = "attention"
 
@@ -126,7 +128,8 @@ class AttentionSpec:
         shape = (self.kv_heads, self.head_size)
         keep = Window(self.window) if self.window else Everything()
         plain = Field("k", shape, dtype), Field("v", shape, dtype)
-        return (StateSpec(plain if self.codec is None else self.codec.fields(*shape), keep),)
+        fields = plain if self.codec is None else self.codec.fields(*shape)
+        return (StateSpec(tuple(replace(field, stripes=self.stripes) for field in fields), keep),)
 
     def build(self, path: str, build: Build) -> Attention:
         return Attention(self, path, build)
@@ -166,6 +169,7 @@ class Attention:
         if spec.slopes:
             self.slopes = torch.tensor(_own_slopes(spec, build), dtype=torch.float32, device=build.device)
         self._kernels = build.kernels
+        self._context = build.context if spec.stripes > 1 else None
         self._rotations: list[Weight] = []
         if spec.codec is not None and spec.codec.key.rotated:
             dtype = self.qkv.weight.dtype
@@ -212,18 +216,31 @@ class Attention:
         if spec.growth is not None:
             steepness, length = spec.growth
             q = q * (1.0 + steepness * torch.log1p((step.positions // length).float())).to(q.dtype)[:, None, None]
-        out = kernels.attention.apply(q, self.k, self.v, group.table, step.query_start, step.context, spec.scale, spec.window,
-                                      spec.softcap, self.sinks, step.work[self.work], step.library[self.work], self.slopes,
-                                      self.scales)
+        if self._context is not None:
+            out = self._joined(q, step, self._context)
+        else:
+            out = kernels.attention.apply(q, self.k, self.v, group.table, step.query_start, step.context, spec.scale,
+                                          spec.window, spec.softcap, self.sinks, step.work[self.work],
+                                          step.library[self.work], self.slopes, self.scales)
         if spec.gate:
             out = out * torch.sigmoid(qkv[:, heads + 2 * kv_heads:])
         out = out.view(tokens, -1)
         return self.o(*step.narrow(out, ends))
 
+    def _joined(self, q: torch.Tensor, step: Step, ranks: Group) -> torch.Tensor:
+        """Attention where each rank has some of the keys: the ranks' results, joined by the logarithms of their sums."""
+        spec = self.spec
+        parts, sums = partial(q, self.k, self.v, step.groups[self.group].table, step.query_start, step.context, spec.scale,
+                              spec.window, spec.softcap, self.sinks, self.slopes, self.scales, Stripe(ranks.rank, ranks.size))
+        weights = ranks.gather(sums).softmax(0)
+        return (ranks.gather(parts) * weights[..., None]).sum(0).to(q.dtype)
+
     def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, cos: torch.Tensor | None,
                sin: torch.Tensor | None) -> torch.Tensor:
         """Writes keys and values to the cache, normed and rotated as the queries that it returns."""
         slots, kernels = step.groups[self.group].slots, self._kernels
+        if self._context is not None:
+            slots = Stripe(self._context.rank, self._context.size).slots(slots, self.k.shape[2])
         rest = cos, sin, self.q_norm, self.k_norm, self.eps, self.offset, self.interleaved
         if self.scales is None:
             return kernels.rope_write(q, k, v, step.positions, slots, self.k, self.v, *rest)

@@ -48,6 +48,8 @@ class Build:
     """The ranks of tensor parallelism, whose shares of a projection's inputs add up to the result; None on a single rank."""
     data: Lockstep | None = None
     """The engines with which this one steps together, each with some of the experts."""
+    context: Group | None = None
+    """The ranks that divide the positions of every context."""
     tables: dict[RopeSpec, RopeTable] = field(default_factory=dict)
     stages: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
     """Of experts in host memory (ops/experts_hosted.py)."""

@@ -25,15 +25,17 @@ class Decoder:
     """Tokens in, logits out. `values` has every parameter that the spec lists, by its path."""
 
     def __init__(self, spec: ModelSpec, values: Values, kernels: Kernels, *, dtype: torch.dtype, device: torch.device,
-                 max_model_len: int, group: Group | None = None, data: Lockstep | None = None) -> None:
-        """`group`: the ranks of tensor parallelism, if `spec` is one rank's part. `data`: engines that step together."""
+                 max_model_len: int, group: Group | None = None, data: Lockstep | None = None,
+                 context: Group | None = None) -> None:
+        """`group`: the ranks of tensor parallelism, if `spec` is one rank's part. `data`: engines that step together.
+        `context`: ranks that divide the positions of every context."""
         self.spec = spec
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
         self._max_model_len = max_model_len
         self.states: list[StateSpec] = spec.states(str(dtype).removeprefix("torch."))
-        build = Build(values, kernels, device, max_model_len, group, data)
+        build = Build(values, kernels, device, max_model_len, group, data, context)
         self.group = group
         self.lockstep = data
         self._entry = torch.empty(0, spec.width, dtype=dtype, device=device)

@@ -66,7 +66,19 @@ class ModelSpec:
         whole = self.dealt(place)
         if place.datas > 1:
             return whole.changed(lambda mixer: mixer.deal(place.datas) if isinstance(mixer, ExpertsSpec) else mixer)
-        return whole.share(place.tensors).stage(place.stage, place.stages, place.layers)
+        return whole.share(place.tensors).striped(place.contexts).stage(place.stage, place.stages, place.layers)
+
+    def striped(self, ranks: int) -> ModelSpec:
+        """The model of ranks among which the positions of every page are divided."""
+        if ranks == 1:
+            return self
+        for block in self.blocks:
+            for mixer in block.mixers:
+                if mixer.states("float32") and not isinstance(mixer, AttentionSpec):
+                    raise ModelError("context_parallel_size divides the keys and values of softmax attention; this model has "
+                                     f"layers of another kind ({mixer.name}): use tensor_parallel_size")
+        return self.changed(lambda mixer: dataclasses.replace(mixer, stripes=ranks)
+                            if isinstance(mixer, AttentionSpec) else mixer)
 
     def dealt(self, place: Place) -> ModelSpec:
         """The whole model, where ranks divide experts and not the channels of each, if so."""

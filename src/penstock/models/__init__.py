@@ -28,13 +28,13 @@ __all__ = ["Decoder", "ModelSpec", "configured", "describe", "family_of", "load"
 
 def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, device: torch.device, kernels: Kernels,
          load_format: str = "auto", max_model_len: int, seed: int = 0, progress: Progress | None = None, place: Place = ALONE,
-         group: Group | None = None, data: Lockstep | None = None, resident: int = 0) -> Decoder:
+         group: Group | None = None, data: Lockstep | None = None, context: Group | None = None, resident: int = 0) -> Decoder:
     """A model ready to run: described by `config` (as `read_config` gives it), weights from `folder`'s safetensors.
 
     load_format "dummy" needs no folder: weights are random, a function of `seed`. `max_model_len` is the length of the rope
     tables, and decides how some rope scalings behave (layers/rope.py). `progress` is called with (bytes done, bytes in all).
-    `place` is that of a rank, which loads its share and exchanges with its `group` and its `data`. `resident`: experts of a
-    layer on the device, if not all (`ModelSpec.resident`). ModelError names what is wrong with the config or the files.
+    `place` is that of a rank, which loads its share and exchanges with its `group`, `data` and `context`. `resident`: experts
+    of a layer on the device, if not all (`ModelSpec.resident`). ModelError names what is wrong with the config or the files.
     """
     spec = replace(describe(config), resident=resident)
     learned = spec.embedding.positions
@@ -51,4 +51,4 @@ def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, dev
         values = weights.stream(spec, family.RULES, checkpoint, dtype=dtype, device=device,
                                 kernels=kernels, progress=progress, place=place)
     return Decoder(spec.at(place), values, kernels, dtype=dtype, device=device, max_model_len=max_model_len,
-                   group=group, data=data)
+                   group=group, data=data, context=context)

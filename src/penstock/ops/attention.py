@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -70,6 +70,23 @@ class SharedPrefixes:
 
 Rows = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor]]
 """(begin, end, size) -> keys and values [size, KV, D] of a segment's positions from `begin` on, zeros from `end` on."""
+
+
+class Stripe(NamedTuple):
+    """One rank's positions of every page, where ranks divide contexts: the `number`-th of `of` equal runs."""
+
+    number: int = 0
+    of: int = 1
+
+    def slots(self, slots: torch.Tensor, size: int) -> torch.Tensor:
+        """The places of entries within the stripe, whose pages have `size` positions, given their slots in whole pages; -1 for
+        those of other ranks."""
+        page, at = slots // (size * self.of), slots % (size * self.of)
+        return torch.where((slots >= 0) & (at // size == self.number), page * size + at % size, -1)
+
+
+WHOLE = Stripe()
+"""All positions."""
 
 
 class Divides(Protocol):
@@ -142,41 +159,9 @@ class AttentionOps:
         `library` its argument. Returns [T, H, D] in q's dtype. Scores and sums are float32; the reference's result for a query
         does not depend on the other queries of the step.
         """
-        size, kv_heads = k_cache.shape[2], k_cache.shape[1]
-        out = q.new_empty(*q.shape[:2], v_cache.shape[3] if scales is None else q.shape[2])
         elsewhere = {span.segment for span in library}
-        starts, lengths = query_start.tolist(), context.tolist()
-        for s, length in enumerate(lengths):
-            lo, hi = starts[s], starts[s + 1]
-            if lo == hi or s in elsewhere:
-                continue
-            first_query = length - (hi - lo)
-            first = max(0, first_query - window + 1) // size if window else 0
-            pages = table[s, first:-(-length // size)].long()
-            keys, values = (_numbers(x, pages, length - first * size, *how) for x, how in zip(
-                (k_cache, v_cache), _codings(scales), strict=True))
-            key = torch.arange(first * size, length, device=q.device)
-            if window:
-                # Stale slots of the first page may hold NaN, and zero weight times NaN is NaN.
-                values = values.masked_fill((key <= first_query - window)[None, :, None], 0.0)
-            block = max(1, _SCORES // (q.shape[1] * len(key)))
-            for at in range(lo, hi, block):
-                queries = q[at:min(hi, at + block)].unflatten(1, (kv_heads, -1)).float()
-                scores = torch.einsum("tgnd,gkd->gntk", queries, keys) * scale
-                if softcap:
-                    scores = softcap * torch.tanh(scores / softcap)
-                position = torch.arange(first_query + at - lo, first_query + at - lo + len(queries), device=q.device)[:, None]
-                if slopes is not None:
-                    scores = scores + slopes.view(kv_heads, -1, 1, 1) * (key - position)
-                hidden = key > position
-                if window:
-                    hidden |= key <= position - window
-                scores.masked_fill_(hidden, float("-inf"))
-                if sinks is not None:
-                    scores = torch.cat((scores, sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
-                weights = scores.softmax(-1)[..., :len(key)]
-                out[at:at + len(queries)] = torch.einsum("gntk,gkd->tgnd", weights, values).flatten(1, 2).to(q.dtype)
-        return out
+        return partial(q, k_cache, v_cache, table, query_start, context, scale, window, softcap, sinks, slopes, scales,
+                       without=elsewhere)[0].to(q.dtype)
 
     def expanded(self, q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
         """Computes one of the spans that `library_spans` named for latents: causal attention of the step's queries q [T, H, D]
@@ -186,6 +171,58 @@ class AttentionOps:
         numbers = torch.tensor([0, span.count, length], dtype=torch.int32, device=q.device)
         out.copy_(AttentionOps.apply(self, q[span.first:span.first + span.count], k, v, numbers[None, :1], numbers[:2],
                                      numbers[2:], scale))
+
+
+def partial(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, query_start: torch.Tensor,
+            context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None,
+            slopes: torch.Tensor | None = None, scales: Scales | None = None, stripe: Stripe = WHOLE,
+            without: Collection[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, as `AttentionOps.apply`, over the keys of one stripe, for the segments that are not in `without`; sinks count
+    in the first stripe. Returns the results [T, H, D] and the logarithms of the softmax's sums [T, H], both float32: results
+    of all stripes, weighted by the softmax of their logarithms, add up to attention over all keys."""
+    size, kv_heads = k_cache.shape[2], k_cache.shape[1]
+    whole = size * stripe.of
+    out = torch.zeros(*q.shape[:2], v_cache.shape[3] if scales is None else q.shape[2], device=q.device)
+    sums = torch.full(q.shape[:2], float("-inf"), device=q.device)
+    starts, lengths = query_start.tolist(), context.tolist()
+    for s, length in enumerate(lengths):
+        lo, hi = starts[s], starts[s + 1]
+        if lo == hi or s in without:
+            continue
+        first_query = length - (hi - lo)
+        first = max(0, first_query - window + 1) // whole if window else 0
+        pages = table[s, first:-(-length // whole)].long()
+        places = torch.arange(len(pages) * size, device=q.device)
+        key = (first + places // size) * whole + stripe.number * size + places % size
+        key = key[key < length]
+        keys, values = (_numbers(x, pages, len(key), *how) for x, how in zip(
+            (k_cache, v_cache), _codings(scales), strict=True))
+        if window:
+            # Stale slots of the first page may hold NaN, and zero weight times NaN is NaN.
+            values = values.masked_fill((key <= first_query - window)[None, :, None], 0.0)
+        block = max(1, _SCORES // (q.shape[1] * max(1, len(key))))
+        for at in range(lo, hi, block):
+            queries = q[at:min(hi, at + block)].unflatten(1, (kv_heads, -1)).float()
+            scores = torch.einsum("tgnd,gkd->gntk", queries, keys) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            position = torch.arange(first_query + at - lo, first_query + at - lo + len(queries), device=q.device)[:, None]
+            if slopes is not None:
+                scores = scores + slopes.view(kv_heads, -1, 1, 1) * (key - position)
+            hidden = key > position
+            if window:
+                hidden |= key <= position - window
+            scores.masked_fill_(hidden, float("-inf"))
+            if sinks is not None and not stripe.number:
+                scores = torch.cat((scores, sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+            weights = scores.softmax(-1)[..., :len(key)]
+            if stripe.of > 1:
+                found = scores.logsumexp(-1)
+                # A query may see none of the stripe's keys.
+                weights = weights.masked_fill(found.isneginf()[..., None], 0.0)
+                sums[at:at + len(queries)] = found.permute(2, 0, 1).flatten(1)
+            out[at:at + len(queries)] = torch.einsum("gntk,gkd->tgnd", weights, values).flatten(1, 2)
+    return out, sums
 
 
 def _codings(scales: Scales | None) -> list[tuple[Coding | None, torch.Tensor | None, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,28 @@ class Place:
     data: int = 0
     datas: int = 1
     """Engines that step together: each has its own requests, and some of the experts for all."""
+    context: int = 0
+    contexts: int = 1
+    """Ranks with equal weights that divide the positions of every cached page among them."""
+
+    @property
+    def width(self) -> int:
+        """Ranks of a stage."""
+        return self.tensors * self.contexts
+
+    @property
+    def within(self) -> int:
+        """Its number among the ranks of its stage."""
+        return self.context * self.tensors + self.tensor
 
     @property
     def rank(self) -> int:
         """Its number among the ranks of its engine: stage by stage."""
-        return self.stage * self.tensors + self.tensor
+        return self.stage * self.width + self.within
 
     @property
     def ranks(self) -> int:
-        return self.stages * self.tensors
+        return self.stages * self.width
 
     @property
     def number(self) -> int:
@@ -55,9 +69,8 @@ ALONE = Place()
 
 def places(whole: Place) -> Iterator[Place]:
     """Every rank's place in the order of their numbers, given that of one."""
-    for stage in range(whole.stages):
-        for tensor in range(whole.tensors):
-            yield replace(whole, stage=stage, tensor=tensor)
+    for stage, context, tensor in product(range(whole.stages), range(whole.contexts), range(whole.tensors)):
+        yield replace(whole, stage=stage, context=context, tensor=tensor)
 
 
 def runs(weights: Sequence[int], last: int, stages: int) -> list[int]:

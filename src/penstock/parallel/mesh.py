@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
-from penstock.parallel.axis import Place
+from penstock.parallel.axis import Place, places
 from penstock.parallel.group import Group, Processes, joined, subgroup
 from penstock.parallel.lockstep import Lockstep
 from penstock.parallel.pipe import Pipe, ProcessPipe
@@ -20,6 +21,7 @@ class Mesh:
     tensor: Group | None = None
     pipe: Pipe | None = None
     data: Lockstep | None = None
+    context: Group | None = None
     end: Callable[[], None] | None = None
 
     def close(self) -> None:
@@ -35,14 +37,18 @@ def join(place: Place, device: torch.device, peers: bool) -> Mesh:
     import torch.distributed as dist
 
     joined(place, device)
-    world, tensors = dist.group.WORLD, place.tensors
-    tensor = data = None
-    if tensors > 1:
-        stages = [range(stage * tensors, (stage + 1) * tensors) for stage in range(place.stages)]
-        group = world if place.stages == 1 else subgroup(stages, place.rank)
-        tensor = Processes(place.tensor, tensors, group, device, peers)
+    world, every = dist.group.WORLD, list(places(place))
+    tensor = context = data = None
+    if place.tensors > 1:
+        own = [[one.rank for one in every if (one.stage, one.context) == key]
+               for key in product(range(place.stages), range(place.contexts))]
+        tensor = Processes(place.tensor, place.tensors, world if len(own) == 1 else subgroup(own, place.rank), device, peers)
+    if place.contexts > 1:
+        own = [[one.rank for one in every if (one.stage, one.tensor) == key]
+               for key in product(range(place.stages), range(place.tensors))]
+        context = Processes(place.context, place.contexts, subgroup(own, place.rank), device, peers)
     if place.datas > 1:
         # Of its own and on the host, as ranks agree on sizes while the devices compute.
         agreeing = Processes(place.data, place.datas, dist.new_group(backend="gloo"), torch.device("cpu"))
         data = Lockstep(Processes(place.data, place.datas, world, device, peers), agreeing, f"{place.rendezvous}/wave")
-    return Mesh(tensor, ProcessPipe(place) if place.stages > 1 else None, data, dist.destroy_process_group)
+    return Mesh(tensor, ProcessPipe(place) if place.stages > 1 else None, data, context, dist.destroy_process_group)

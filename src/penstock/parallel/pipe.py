@@ -38,7 +38,7 @@ class ProcessPipe:
     def __init__(self, place: Place) -> None:
         import torch.distributed as dist
 
-        tensors, stages = place.tensors, place.stages
+        width, stages = place.width, place.stages
         self._isend: Any = dist.isend
         self._irecv: Any = dist.irecv
         self._rank = place.rank
@@ -47,7 +47,7 @@ class ProcessPipe:
         self._next = self._previous = self._back = None
         for stage in range(stages):
             # The last of these links leads from the last stage to the first.
-            ends = [(stage * tensors + tensor, (stage + 1) % stages * tensors + tensor) for tensor in range(tensors)]
+            ends = [(stage * width + within, (stage + 1) % stages * width + within) for within in range(width)]
             group = subgroup(ends, place.rank)
             if stage == stages - 1:
                 self._back = group
@@ -55,8 +55,8 @@ class ProcessPipe:
                 self._next = group
             elif stage == place.stage - 1:
                 self._previous = group
-        self._after, self._before = place.rank + tensors, place.rank - tensors
-        self._first, self._last = place.tensor, (stages - 1) * tensors + place.tensor
+        self._after, self._before = place.rank + width, place.rank - width
+        self._first, self._last = place.within, (stages - 1) * width + place.within
 
     def send(self, x: torch.Tensor) -> None:
         self._post(x, self._after, self._next)

@@ -49,7 +49,7 @@ class Arena:
         dtype = getattr(torch, field.dtype)
         inner = field.shape
         if field.per == "position":
-            inner = (*field.shape[:-1], self.layout.page, *field.shape[-1:])
+            inner = (*field.shape[:-1], self.layout.page // field.stripes, *field.shape[-1:])
         strides = [math.prod(inner[i + 1:]) for i in range(len(inner))]
         shape = (self.layout.slabs * group.per_slab, *inner)
         return self._bytes.view(dtype).as_strided(shape, (group.stride // dtype.itemsize, *strides), offset // dtype.itemsize)

@@ -138,7 +138,8 @@ class Rank:
                                    "load_format": options.load_format, "max_model_len": config.max_model_len,
                                    "seed": options.seed}
             self._model = model = models.load(self._folder, self._checkpoint, **how, progress=progress, place=self._place,
-                                              group=self._mesh.tensor, data=self._mesh.data, resident=self._spec.resident)
+                                              group=self._mesh.tensor, data=self._mesh.data, context=self._mesh.context,
+                                              resident=self._spec.resident)
             if config.speculation is not None:
                 self._drafter = drafters.load(config.speculation, self._draft, **how)
             warming.result()
