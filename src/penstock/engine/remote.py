@@ -106,8 +106,16 @@ class RemoteRank:
 
     def tell(self, call: str, body: bytes) -> None:
         """Sends a call or a launch, whose argument is encoded."""
-        self._raise()
-        self._outbox.send(encode(Told(call, msgspec.Raw(body))))
+        message, sent = encode(Told(call, msgspec.Raw(body))), False
+        while not sent:
+            self._raise()
+            try:
+                self._outbox.send(message, zmq.NOBLOCK)
+                sent = True
+            except zmq.Again:
+                # It has not connected yet, and may have been lost before.
+                self.listen(_POLL_MS)
+                self.look()
 
     # -- steps
 
