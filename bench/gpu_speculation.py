@@ -22,7 +22,7 @@ from fixed import SHAPES, write
 from penstock.cli.bench.offline import seconds_for
 from penstock.core.plan import StepPlan
 from penstock.engine.llm import LLM
-from penstock.scheduler.drafting import Adaptive, Fixed
+from penstock.scheduler.drafting import Adaptive, DraftPolicy
 from penstock.worker.sampler import LogitsRows
 from penstock.worker.verify import Verified, Verifier
 
@@ -76,12 +76,14 @@ def main() -> None:
             verifier.verify = imposed = Imposed(verifier, 0.0)
             for probability in (0.8, 0.6, 0.0):
                 imposed.probability = probability
-                for policy in (Fixed(args.drafts), Adaptive(args.drafts)) if probability else (Adaptive(args.drafts),):
-                    llm.engine.scheduler.drafts.policy = policy
+                for kind in ("fixed", "adaptive") if probability else ("adaptive",):
+                    scheduler = llm.engine.scheduler
+                    policy = Adaptive(args.drafts, scheduler.times) if kind == "adaptive" else DraftPolicy(args.drafts)
+                    scheduler.drafts.policy = policy
                     for batch in batches:
                         before = llm.engine.stats().drafted_tokens
                         took = seconds(llm, batch)
-                        lines.append({"acceptance": probability, "policy": type(policy).__name__, "batch": batch,
+                        lines.append({"acceptance": probability, "policy": kind, "batch": batch,
                                       "plain_s": round(plain[batch], 4), "s": round(took, 4),
                                       "speedup": round(plain[batch] / took, 3),
                                       "bound": round(expected(probability, args.drafts), 2),

@@ -30,6 +30,7 @@ from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.service import BUILT_IN
 from penstock.scheduler.admission import Limits
+from penstock.scheduler.batch import Batch
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step import InFlight
@@ -39,29 +40,34 @@ TRACES = data_folder() / "traces"
 CLASSES = {"interactive": 0.5, "standard": 0.3, "batch": 0.2}
 
 
-class PromptsFirst(Scheduler):
+class PromptsFirst(Batch):
     """SGLang: a step either reads prompts or decodes."""
 
-    def _plan_running(self, step: InFlight, now: float) -> int | None:
-        reads = any(s.goal - s.planned > 1 for s in self.running) or (self._rows and self.waiting and not self._crowded)
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler.queues, scheduler.limits, scheduler.pace, scheduler.drafts)
+        self.scheduler = scheduler
+
+    def fill(self, step: InFlight, now: float) -> int | None:
+        queues, budget = self.scheduler.queues, self.scheduler.limits.max_num_batched_tokens
+        reads = any(s.goal - s.planned > 1 for s in queues.running) or (queues.rows and queues.waiting and not queues.crowded)
         if not reads:
-            return super()._plan_running(step, now)
-        budget = self.limits.max_num_batched_tokens
-        for sequence in list(self.running):
+            return super().fill(step, now)
+        for sequence in list(queues.running):
             count = min(sequence.goal - sequence.planned, budget)
-            if count > 1 and self.cache.grow(sequence, sequence.planned + count):
-                step.sequences.append(sequence)
-                step.counts.append(count)
+            if count > 1 and queues.cache.grow(sequence, sequence.planned + count):
+                step.add(sequence, count)
                 budget -= count
         if not step.sequences:
-            before = len(self.running)
-            self._admit(step, budget, now)
-            return super()._plan_running(step, now) if len(self.running) == before else 0
+            before = len(queues.running)
+            self.scheduler.admission.admit(step, budget, now)
+            return super().fill(step, now) if len(queues.running) == before else 0
         return budget
 
 
 def sglang(cache: Cache, limits: Limits, policy: Policy) -> Scheduler:
-    return PromptsFirst(cache, limits, policy)
+    scheduler = Scheduler(cache, limits, policy)
+    scheduler.batch = PromptsFirst(scheduler)
+    return scheduler
 
 
 POLICIES = {

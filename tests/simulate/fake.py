@@ -250,9 +250,6 @@ class FakeTiers:
             if not result.ok:
                 self.known -= {(page.group, page.key) for page in pages}
 
-    def computed(self, positions: int, seconds: float) -> None:
-        assert positions > 0
-
     def stats(self) -> list[TierStats]:
         return [TierStats("host")]
 

@@ -132,7 +132,7 @@ def test_no_exchange_of_two_would_have_kept_a_broken_promise(seed: int) -> None:
     def kept(order: list[int]) -> set[int]:
         now, found = 0.0, set()
         for i in order:
-            now += device.prompt(sizes[i], chunk=2048)
+            now += device.prompt(sizes[i])
             if now <= classes[f"c{i}"].ttft + 1e-9:
                 found.add(i)
         return found
@@ -236,7 +236,8 @@ def test_queues_are_bounded_by_class_and_tenant() -> None:
         scheduler.add(asked("r81", 100, "few", tenant="c"), 1.0)
     assert (refused.value.code, refused.value.status) == ("queue_full", 429)
     scheduler.abort(["r0", "r1", "r2", "r3"], 1.0)
-    assert not scheduler.waiting and not scheduler.promises.waiting and not scheduler.promises.unread
+    forecast = scheduler.policy._forecast
+    assert not scheduler.waiting and not forecast.waiting and not forecast.unread
 
 
 def test_a_lower_class_makes_room_once() -> None:

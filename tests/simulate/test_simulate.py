@@ -150,7 +150,7 @@ class Run:
             tokens = expected(sequence.tokens, self.keeps, sequence.seed, rng.randint(1, 5))
             if rng.random() < 0.5:
                 tokens[rng.randrange(len(tokens))] = 5
-            self.scheduler.propose(sequence, len(sequence.tokens), tokens)
+            self.scheduler.drafts.expect(sequence, len(sequence.tokens), tokens)
 
     def turn(self) -> None:
         self.now += 1

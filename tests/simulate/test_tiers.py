@@ -15,6 +15,7 @@ from penstock.cache.keys import Key
 from penstock.cache.tiers import hierarchy
 from penstock.cache.tiers.hierarchy import Hierarchy, TierPolicy
 from penstock.core.plan import StepPlan
+from penstock.core.steptime import StepTime
 from penstock.core.transfer import LoadResult, PageName, WriteResult
 from penstock.stores import Entry, fill
 from penstock.stores.behind import Behind
@@ -123,7 +124,7 @@ class TieredRun(Run):
         self.halves = [[Shelf(rng, tier, shelves[tier], faults) for tier in kinds] for _ in range(2)]
         policy = TierPolicy(through=rng.random() < 0.5, always=rng.random() < 0.9)
         stores = [(shelf, bound if shelf.tier == "disk" else None) for shelf in self.halves[0]]
-        self.hierarchy = Hierarchy(layout, slabs, stores, policy)
+        self.hierarchy = Hierarchy(layout, slabs, stores, policy, StepTime())
         self.movers = Movers(self.arena, Behind(slabs, self.halves[1], b"a version of it."), torch.device("cpu"))
         self.worker.behind = self
         self.sink = Places() if rng.random() < 0.5 else None

@@ -168,7 +168,7 @@ def test_what_the_host_expects_is_checked_like_any_draft() -> None:
         for sequence in engine.scheduler.live:
             right = plain[int(sequence.request.id[1:])]
             expected = right[:20] if sequence.request.id != "x2" else [5] * 20
-            engine.scheduler.propose(sequence, len(sequence.tokens), expected)
+            engine.scheduler.drafts.expect(sequence, len(sequence.tokens), expected)
         found: dict[str, list[int]] = {}
         while engine.busy:
             for update in engine.turn():
@@ -186,7 +186,7 @@ def test_expected_tokens_take_no_more_rows_than_a_step_has_to_spare() -> None:
         while engine.scheduler.waiting:
             engine.turn()
         for sequence in engine.scheduler.live:
-            engine.scheduler.propose(sequence, len(sequence.tokens) + 2, [5] * 20)
+            engine.scheduler.drafts.expect(sequence, len(sequence.tokens) + 2, [5] * 20)
         most = 0
         while engine.busy:
             engine.turn()
@@ -208,7 +208,7 @@ def test_masked_rows_check_what_is_expected_under_masks() -> None:
         while engine.busy:
             for sequence in engine.scheduler.live:
                 at = len(sequence.tokens) - sequence.prompt_len
-                engine.scheduler.propose(sequence, len(sequence.tokens), plain[at:at + 6])
+                engine.scheduler.drafts.expect(sequence, len(sequence.tokens), plain[at:at + 6])
             found += [token for update in engine.turn() for token in update.token_ids]
         assert found == plain
         assert engine.stats().accepted_tokens > 15 and engine.stats().steps - steps < 30

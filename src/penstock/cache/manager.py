@@ -289,11 +289,12 @@ class Cache:
             edits += (row, len(run.ids), page)
             run.ids.append(page)
 
-    def border(self, start: int, end: int) -> int:
-        """The best end for a prefill chunk [start, end). With snapshot state it is the last page boundary inside the chunk, so
-        that the snapshot taken there can be reused."""
+    def chunk(self, sequence: Sequence, count: int) -> int:
+        """Returns the length of a segment of at most the next `count` positions. With snapshot state it ends at a page boundary
+        if there is one, so that the snapshot taken there can be reused."""
+        start, end = sequence.planned, sequence.planned + count
         last = end - end % self.layout.page
-        return last if self.exact and self.sharing and start < last else end
+        return last - start if self.exact and self.sharing and start < last else count
 
     def enter(self, sequence: Sequence) -> None:
         """Called when a sequence gets a batch row: sends its block table to the worker, and lets other sequences wait for the
@@ -424,16 +425,13 @@ class Cache:
         if self.tiers is not None:
             plan.transfers += self.tiers.drain()
 
-    def report(self, load_results: Iterable[LoadResult], write_results: Iterable[WriteResult], positions: int,
-               seconds: float) -> None:
-        """Processes the results of a plan's transfers, and the measured `seconds` of its step of `positions` positions."""
+    def report(self, load_results: Iterable[LoadResult], write_results: Iterable[WriteResult]) -> None:
+        """Processes the results of a plan's transfers."""
         if self.tiers is None or self.loading is None:
             return
         for result in load_results:
             self._loaded += self.loading.land(result)
         self.tiers.report(load_results, write_results)
-        if positions:
-            self.tiers.computed(positions, seconds)
 
     # -- figures and checks
 

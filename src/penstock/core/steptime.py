@@ -55,11 +55,13 @@ class StepTime:
     """Least squares of the relative error. Steps of each size are forgotten by newer ones of that size alone, so that a
     thousand steps of decode do not erase what prefill costs."""
 
-    def __init__(self, weights: Sequence[float] = (), buckets: Sequence[int] = ()) -> None:
-        """`weights`: of TERMS, from an earlier fit. `buckets`: tokens to which steps are padded, ascending; empty: none are."""
+    def __init__(self, weights: Sequence[float] = (), buckets: Sequence[int] = (), chunk: int = 2048) -> None:
+        """`weights`: of TERMS, from an earlier fit. `buckets`: tokens to which steps are padded, ascending; empty: none are.
+        `chunk`: the most tokens of a prompt that a step computes."""
         size = len(TERMS)
         self.weights = list(weights) or [0.0] * size
         self.buckets = list(buckets)
+        self.chunk = min(2048, chunk)
         self.error = 0.0
         """Moving average of |predicted - measured| / measured, each predicted before it was learned from."""
         self.steps = 0
@@ -78,10 +80,11 @@ class StepTime:
         """Predicted seconds of a step; 0 before anything is known."""
         return float(self._terms(load) @ self.weights)
 
-    def prompt(self, tokens: int, start: int = 0, chunk: int = 2048) -> float:
-        """Predicted seconds to compute a prompt's `tokens` positions from `start` on with nothing beside it."""
-        whole, rest = divmod(tokens, chunk)
-        found = whole * self.seconds(Load(1, chunk)) + (self.seconds(Load(1, rest)) if rest else 0.0)
+    def prompt(self, tokens: int, start: int = 0) -> float:
+        """Predicted seconds to compute a prompt's `tokens` positions from `start` on with nothing beside it; 0 before anything
+        is known."""
+        whole, rest = divmod(tokens, self.chunk)
+        found = whole * self.seconds(Load(1, self.chunk)) + (self.seconds(Load(1, rest)) if rest else 0.0)
         return found + self.weights[4] * tokens * (start + tokens / 2)
 
     def slope(self, tokens: int) -> float:

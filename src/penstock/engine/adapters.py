@@ -128,5 +128,5 @@ class Adapters:
         used = {sequence.request.adapter for sequence in self._scheduler.live}
         for name in [name for name, count in self._names.items() if count <= 0 and name not in used]:
             del self._names[name]
-            self._scheduler.adapters.forget(name)
+            self._scheduler.queues.adapters.forget(name)
             self._rank.drop_adapter(name)

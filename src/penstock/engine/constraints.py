@@ -24,7 +24,7 @@ class Constraints:
         """`folder` is the tokenizer's folder, read when the first grammar arrives. With None, grammars are refused."""
         self._scheduler = scheduler
         self._compiler = Compiler(lambda: None if folder is None else Tokenizer.load(folder), vocab_size)
-        self.masker = scheduler.masker = Masker(self._compiler, vocab_size, scheduler.propose, scheduler.spare)
+        self.masker = scheduler.masker = Masker(self._compiler, vocab_size, scheduler.drafts.expect, scheduler.batch.spare)
         self._updates: list[Update] = []
 
     @property
@@ -36,7 +36,7 @@ class Constraints:
         the request need not wait. RequestError if the scheduler would refuse it."""
         if request.params.grammar is None:
             return False
-        self._scheduler.limit_of(request)
+        self._scheduler.admission.check(request)
         most = self._scheduler.limits.max_queued
         if len(self._compiler) >= most:
             raise RequestError(f"{len(self._compiler)} requests are waiting for their grammars and at most {most} may "

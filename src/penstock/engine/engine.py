@@ -91,7 +91,8 @@ class Engine:
                                          loaded.room, loaded.graph_bytes, loaded.occupancy)
         # Callbacks run in reverse order: first the loop, then the rank, whose movers still write, then the tiers' bookkeeping.
         undo.callback(self._close_events)
-        self.tiers = set_up(plan_tiers(options, plan.layout), weights, config.dtype, plan.layout, loaded.computation)
+        times = StepTime(chunk=config.max_num_batched_tokens)
+        self.tiers = set_up(plan_tiers(options, plan.layout), weights, config.dtype, plan.layout, loaded.computation, times)
         undo.callback(self.tiers.close)
         undo.callback(self.rank.close)
         prepared = self.rank.prepare(plan.layout, plan.max_model_len, self.tiers.behind)
@@ -101,14 +102,14 @@ class Engine:
                       model=self._naming.start(loaded.computation), quota=options.cache_tenant_share,
                       tiers=self.tiers.hierarchy, sink=self.events.sink if self.events is not None else None)
         classes = service.read(options.classes)
-        times = StepTime(buckets=prepared.buckets)
+        times.buckets = list(prepared.buckets)
         self.scheduler = Scheduler(cache, Limits(
             max_model_len=plan.max_model_len, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
             vocab_size=survey.vocab_size, step_target=config.step_target,
             max_adapters=options.max_loras if options.enable_lora else 0, stages=config.stages),
             policy_of(options.scheduling_policy, classes, times, config.max_num_batched_tokens),
-            drafting=draft_policy(config.speculation) if config.speculation is not None else None, times=times)
+            drafting=draft_policy(config.speculation, times) if config.speculation is not None else None, times=times)
         self.view = View(self.scheduler)
         self.executor: Executor = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)
         undo.callback(self._end)
@@ -144,7 +145,7 @@ class Engine:
             raise RequestError("the engine needs a seed; the frontend draws one", param="seed")
         self.adapters.check(request)
         if request.params.beam_width:
-            self.scheduler.limit_of(request)
+            self.scheduler.admission.check(request)
             self.beams.start(request, self.info.vocab_size)
         elif not self.constraints.hold(request):
             self._add(request)

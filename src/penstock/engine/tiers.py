@@ -12,6 +12,7 @@ from penstock.cache.tiers.hierarchy import Hierarchy, TierPolicy
 from penstock.checkpoint import Fingerprint, sample
 from penstock.config.tiers import TierPlan
 from penstock.core.layout import CacheLayout
+from penstock.core.steptime import StepTime
 from penstock.stores.behind import Opening
 from penstock.stores.opening import open_stores
 from penstock.stores.version import Version
@@ -49,9 +50,10 @@ class Weights:
         return Fingerprint(self.folder, self.load_format, self.seed)
 
 
-def set_up(plan: TierPlan, weights: Weights, dtype: str, layout: CacheLayout, computation: str) -> Tiers:
-    """Opens the engine's stores; ranks open theirs. `computation` is `Decoder.computation`. ConfigError if a store can never be
-    opened."""
+def set_up(plan: TierPlan, weights: Weights, dtype: str, layout: CacheLayout, computation: str,
+           times: StepTime) -> Tiers:
+    """Opens the engine's stores; ranks open theirs. `computation` is `Decoder.computation`, `times` says what computing takes.
+    ConfigError if a store can never be opened."""
     if not plan.host_slabs:
         return Tiers()
     stored = plan.disk is not None or plan.remote is not None
@@ -64,7 +66,7 @@ def set_up(plan: TierPlan, weights: Weights, dtype: str, layout: CacheLayout, co
         stores = open_stores(plan.disk, plan.remote, version, plan.adopt)
         for store in stores:
             undo.callback(store.close)
-        hierarchy = Hierarchy(layout, plan.host_slabs, [(store, bounds.get(store.tier)) for store in stores], policy)
+        hierarchy = Hierarchy(layout, plan.host_slabs, [(store, bounds.get(store.tier)) for store in stores], policy, times)
         undo.pop_all()
     return Tiers(hierarchy, Opening(plan.host_slabs, plan.disk, plan.remote, plan.adopt, version))
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.cache.manager import Reuse
 from penstock.core.errors import RequestError
-from penstock.core.layout import CacheLayout
-from penstock.core.request import Request
+from penstock.core.request import PHASES, Request
 from penstock.core.sequence import Sequence
+from penstock.core.steptime import Load
+from penstock.scheduler.queues import Queues
+from penstock.scheduler.step import InFlight
 
 PASSES = 32
 """Maximum number of later sequences that may overtake a sequence without room."""
 
 TRIES = 8
 """Maximum number of sequences without room tried per step, because each try costs a cache lookup."""
+
+_CACHE = PHASES.index("cache")
 
 
 @dataclass(frozen=True)
@@ -39,16 +44,17 @@ class Limits:
 
 
 class Admission:
-    """Checks a request against the limits and the arena."""
+    """Checks a request against the limits and the arena, and gives rows to those that wait."""
 
-    def __init__(self, limits: Limits, layout: CacheLayout) -> None:
+    def __init__(self, limits: Limits, queues: Queues) -> None:
         self.limits = limits
-        self.longest = min(limits.max_model_len, layout.longest(limits.max_num_batched_tokens) + 1)
+        self._queues = queues
+        self.longest = min(limits.max_model_len, queues.cache.layout.longest(limits.max_num_batched_tokens) + 1)
         """Prompt plus output that one request can have; the last token of all needs no cache entry."""
 
-    def check(self, request: Request, waiting: int, free_rows: int) -> int:
+    def check(self, request: Request) -> int:
         """Returns the maximum tokens, prompt included, of each of the request's sequences. RequestError if the request can
-        never run, or if the queue is full: `waiting` >= `max_queued` + `free_rows`.
+        never run, or if `max_queued` wait beside those for whom there are rows.
 
         The number of a request's own sequences does not count, so an idle server accepts any; it may overfill the queue once.
         """
@@ -66,16 +72,76 @@ class Admission:
             raise RequestError(f"the prompt has {prompt} tokens and max_tokens is {request.params.max_tokens}; at most "
                                f"{self.longest} fit together, so max_tokens can be {self.longest - prompt}",
                                param="max_tokens", code="context_length_exceeded")
+        # Free rows do not help sequences that wait for pages.
+        waiting, free_rows = len(self._queues.waiting), 0 if self._queues.crowded else len(self._queues.rows)
         if waiting >= self.limits.max_queued + free_rows and not (request.part or request.follows):
             raise RequestError(f"{waiting} requests are waiting and at most {self.limits.max_queued} may "
                                "(--max-num-queued-reqs); try again later", code="queue_full", status=503)
         return limit
 
-    def hold(self, blocked: list[Sequence]) -> bool:
-        """Whether no further sequence may be tried in this step, given those that had no room."""
-        return len(blocked) >= TRIES or blocked[-1].passed >= PASSES
+    def admit(self, step: InFlight, budget: int, now: float) -> int:
+        """Admits waiting sequences to rows and to the step. Returns what is left of the budget."""
+        queues, policy = self._queues, self._queues.policy
+        blocked, load, full = list[Sequence](), step.decode, False
+        for sequence in queues.waiting if queues.rows else ():
+            if not queues.rows or budget <= 0:
+                break
+            # Preempted with a token still in flight: it re-enters only when all of its tokens are known.
+            lost = any(sequence in flying.lost for flying in queues.in_flight)
+            if lost or queues.cornered not in (None, sequence):
+                continue
+            waits = queues.cache.must_wait(sequence)
+            if waits != (sequence.phase == _CACHE) and not sequence.timings.preemptions:
+                sequence.enter("cache" if waits else "queued", now)
+            if waits:
+                continue
+            load = Load(load.segments + 1, load.tokens + 1, load.read + sequence.prompt_len)
+            full = not policy.bearable(load, step.tightest)
+            if full:
+                break
+            count = self._find_room(sequence, budget) if queues.adapters.has_room(sequence.request.adapter) else 0
+            if not count:
+                blocked.append(sequence)
+                if len(blocked) >= TRIES or sequence.passed >= PASSES:
+                    break
+                continue
+            for passed in blocked:
+                passed.passed += 1
+            queues.enter(sequence, now)
+            step.add(sequence, count)
+            policy.charge(sequence, count)
+            budget -= count
+        queues.crowded = bool(blocked) or full
+        return budget
 
-    def passed(self, blocked: list[Sequence]) -> None:
-        """Counts that a later sequence has overtaken these."""
-        for sequence in blocked:
-            sequence.passed += 1
+    def _find_room(self, sequence: Sequence, budget: int) -> int:
+        """Allocates pages for the first segment of a waiting sequence beyond its prefix hit, and returns its length; 0 if its
+        whole known context does not fit now. A sequence that is alone always fits: everything unused is evicted for it."""
+        queues, forked = self._queues, bool(sequence.pages)
+        if queues.running:
+            count = self._reserve(sequence, budget, Reuse.TOKENS)
+            if count or forked:
+                return count
+        else:
+            for reuse in (Reuse.NOTHING,) if sequence is queues.cornered else Reuse:
+                count = self._reserve(sequence, budget, reuse)
+                if count:
+                    return count
+                while queues.shed():
+                    pass
+                queues.cache.release(sequence)
+        queues.cache.release(sequence)
+        sequence.planned = sequence.computed = 0
+        return 0
+
+    def _reserve(self, sequence: Sequence, budget: int, reuse: Reuse) -> int:
+        """Reserves a row and the pages of the first segment. Returns the segment's length, 0 if there is no room."""
+        queues, cache = self._queues, self._queues.cache
+        sequence.planned = sequence.computed = cache.match(sequence, reuse)
+        sequence.row = queues.rows[-1]
+        count = cache.chunk(sequence, min(sequence.goal - sequence.planned, budget))
+        room = not queues.running or cache.has_room(sequence, sequence.goal)
+        if room and cache.grow(sequence, sequence.planned + count):
+            return count
+        sequence.row = -1
+        return 0

@@ -3,53 +3,36 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 from penstock.config.speculation import Speculation
 from penstock.core.plan import Proposal
 from penstock.core.sequence import Sequence
+from penstock.core.steptime import StepTime
 from penstock.scheduler.step import InFlight
 
 
-class DraftPolicy(Protocol):
-    """Decides at each step how many tokens are drafted after a sequence's last known token, and learns the acceptance."""
+class DraftPolicy:
+    """Decides at each step how many tokens are drafted after a sequence's last known token; this one always as many."""
 
-    def count(self, sequence: Sequence) -> int:
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def count(self, sequence: Sequence) -> int:  # noqa: ARG002 (other policies look at it)
         """Returns the maximum number of tokens to draft, possibly 0. The scheduler may ask the drafter for fewer."""
-        ...
+        return self.most
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Reports that `drafted` tokens were verified and `accepted` of them kept."""
-        ...
 
     def stepped(self, rows: int, tokens: int, kept: int, seconds: float) -> None:
         """Reports a step of `rows` sequences without prefill: `tokens` positions, of which `kept` gave tokens, in `seconds`,
         drafting included."""
-        ...
-
-
-class Fixed:
-    """Drafts as many tokens each time."""
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-
-    def count(self, sequence: Sequence) -> int:  # noqa: ARG002
-        return self._tokens
-
-    def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Nothing is learned."""
-
-    def stepped(self, rows: int, tokens: int, kept: int, seconds: float) -> None:
-        """Nothing is learned."""
 
 
 _ACCEPTED = 0.7
 """Acceptance assumed before anything is known."""
 _WEIGHT = 0.1
 """Weight of the newest verified draft in a sequence's acceptance; a tenth of it in the acceptance of all."""
-_DECAY = 0.99
-"""Weight of the past in the model of step time: some 100 steps are remembered."""
 _NEWEST = 0.25
 """Weight of the newest step in the throughput."""
 _PLAIN = 32
@@ -58,21 +41,20 @@ _TRIAL = 64
 """Steps without drafts after which one with a draft for each sequence shows whether they have come to pay."""
 
 
-class Adaptive:
+class Adaptive(DraftPolicy):
     """Drafts while a draft's probability of being kept exceeds its cost.
 
     With a throughput of R tokens a second and a cost of c seconds for each further position of a step, one more position must
     be kept with a probability above R * c to raise the throughput. The j-th draft is kept with probability a^j, where a is the
-    sequence's acceptance. R and c are learned from the steps themselves, so that drafting ends where steps are bound by
-    compute (many sequences, a CPU) and goes on where they are bound by the reading of weights. Besides, none
+    sequence's acceptance. R is learned from the steps, and c is that of the model of step time, so that drafting ends where
+    steps are bound by compute (many sequences, a CPU) and goes on where they are bound by the reading of weights. Besides, none
     are drafted while steps with drafts give fewer tokens a second than those without.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, times: StepTime) -> None:
+        super().__init__(most)
+        self._times = times
         self._accepted = _ACCEPTED
-        self._weight = self._x = self._y = self._xx = self._xy = self._kept = 0.0
-        """Sums over recent steps, decaying: 1, positions, seconds, their products, and tokens kept."""
         self._rate = 0.0
         """Tokens a second of recent steps of the kind of the newest: with drafts, or without."""
         self._gain = 1.0
@@ -93,9 +75,9 @@ class Adaptive:
             return 0
         accepted, bar = self._accepted if sequence.acceptance is None else sequence.acceptance, self.bar
         if bar <= 0.0 or accepted >= 1.0 > bar:
-            return self._most
+            return self.most
         if accepted > bar:
-            return min(self._most, int(math.log(bar) / math.log(accepted)))
+            return min(self.most, int(math.log(bar) / math.log(accepted)))
         return int(not self._drafted and self._since >= _TRIAL)
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
@@ -121,18 +103,7 @@ class Adaptive:
             self._gain += 0.5 * (gain - self._gain)
             self._since, self._rate = 0, rate
         self._drafted = drafted
-        self._weight = _DECAY * self._weight + 1
-        self._x = _DECAY * self._x + tokens
-        self._y = _DECAY * self._y + seconds
-        self._xx = _DECAY * self._xx + tokens * tokens
-        self._xy = _DECAY * self._xy + tokens * seconds
-        self._kept = _DECAY * self._kept + kept
-        x, y = self._x / self._weight, self._y / self._weight
-        # Least squares of seconds over positions. Where all steps are of one size, half of the average cost is assumed.
-        prior, trust = y / (2 * x), (0.1 * x) ** 2 + 0.5
-        spread = max(0.0, self._xx / self._weight - x * x)
-        slope = (self._xy / self._weight - x * y + trust * prior) / (spread + trust)
-        self._bar = max(0.0, slope) * self._kept / self._y
+        self._bar = self._times.slope(tokens) * self._rate
 
 
 class Drafts:
@@ -185,6 +156,6 @@ def _expected(sequence: Sequence) -> list[int]:
     return tokens[sequence.planned + 1 - at:] if at <= sequence.planned + 1 else []
 
 
-def draft_policy(asked: Speculation) -> DraftPolicy:
+def draft_policy(asked: Speculation, times: StepTime) -> DraftPolicy:
     """The policy that the options ask for."""
-    return Adaptive(asked.tokens) if asked.adaptive else Fixed(asked.tokens)
+    return Adaptive(asked.tokens, times) if asked.adaptive else DraftPolicy(asked.tokens)

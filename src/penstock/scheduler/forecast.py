@@ -7,13 +7,13 @@ of step time.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from penstock.core.errors import RequestError
 from penstock.core.request import Request
 from penstock.core.sequence import Sequence
+from penstock.core.service import Service
 from penstock.core.steptime import StepTime
-from penstock.scheduler.promises import Promises
 from penstock.scheduler.step import InFlight
 
 _MARGIN = 0.9
@@ -25,17 +25,28 @@ _MEMORY = 3.0
 
 
 class Forecast:
-    """Learns rates from plans; asked once for each request."""
+    """Counts those who wait, and learns rates from plans; asked once for each request."""
 
-    def __init__(self, policy: Promises, times: StepTime) -> None:
-        self._policy = policy
+    def __init__(self, classes: dict[str, Service], times: StepTime) -> None:
+        self._classes = classes
         self._times = times
+        self.waiting: Counter[str] = Counter()
+        """Sequences that wait, by group: class, line feed, tenant."""
+        self.unread: Counter[str] = Counter()
+        """Their prompt tokens."""
         self._seconds = self._tokens = self._entered = 0.0
         self._last = 0.0
 
-    def planned(self, now: float, step: InFlight, entered: int, waiting: bool) -> None:
-        """Reports a plan, before its segments are handed out, in which `entered` sequences got rows; `waiting`: others got
-        none."""
+    def waits(self, sequence: Sequence, group: str, change: int) -> None:
+        """As `Policy.waits`."""
+        self.waiting[group] += change
+        # Long prompts let others go first.
+        self.unread[group] += 0 if sequence.stretched else change * sequence.prompt_len
+        if not self.waiting[group]:
+            del self.waiting[group], self.unread[group]
+
+    def planned(self, step: InFlight, now: float, entered: int, waiting: bool) -> None:
+        """As `Policy.planned`."""
         segments = zip(step.sequences, step.counts, strict=True)
         tokens = sum(count for sequence, count in segments if sequence.planned < sequence.prompt_len)
         seconds = now - self._last if self._last else 0.0
@@ -48,39 +59,38 @@ class Forecast:
 
     def seconds(self, request: Request, reading: int) -> float:
         """Predicted seconds to the first token of a new request; `reading`: prompt tokens left of the running sequences."""
-        policy, own = self._policy, len(request.prompt_ids)
-        service = policy.classes[request.tier]
+        own, service = len(request.prompt_ids), self._classes[request.tier]
         tokens, entries = _Ahead(), _Ahead()
         later = []
-        for group, count in policy.waiting.items():
+        for group, count in self.waiting.items():
             tier, _, tenant = group.partition("\n")
-            other = policy.classes[tier]
+            other = self._classes[tier]
             if other.ttft > service.ttft:
-                later.append((other.weight / service.weight, tenant, policy.unread[group], count))
+                later.append((other.weight / service.weight, tenant, self.unread[group], count))
                 continue
-            tokens.add(tenant, policy.unread[group], request.tenant)
+            tokens.add(tenant, self.unread[group], request.tenant)
             entries.add(tenant, count, request.tenant)
         for ratio, tenant, unread, count in later:
             # Classes that are due later have their share meanwhile, at most.
             tokens.add(tenant, min(unread, ratio * tokens.tenants[tenant]), request.tenant)
             entries.add(tenant, min(count, ratio * entries.tenants[tenant]), request.tenant)
-        alone = self._times.prompt(own) if self._times.known else 0.0
+        alone = self._times.prompt(own)
         if not entries.all:
-            return alone + (self._times.prompt(reading) if reading and self._times.known else 0.0)
+            return alone + self._times.prompt(reading)
         ahead, before = tokens.fair(), entries.fair()
         # Where none has entered for so long, another will not for as long again.
         rows = before * self._seconds / max(1.0, self._entered)
         if self._seconds < _LEAST or not self._tokens:
-            return alone + max(rows, self._times.prompt(int(ahead) + reading) if self._times.known else 0.0)
+            return alone + max(rows, self._times.prompt(int(ahead) + reading))
         return alone + max((ahead + reading) * self._seconds / self._tokens, rows)
 
-    def check(self, request: Request, sequence: Sequence, now: float, reading: int, free: bool) -> None:
+    def check(self, sequence: Sequence, group: str, now: float, reading: int, free: bool) -> None:
         """RequestError 429 if the queue of the request's class or tenant is full, or if its promise cannot be kept; with the
         seconds after which it probably could. `free`: nobody waits and there are rows."""
-        policy, service = self._policy, self._policy.classes[request.tier]
+        request, service = sequence.request, self._classes[sequence.request.tier]
         late = 0.0 if free else now + self.seconds(request, reading) - request.arrival
-        mine = policy.waiting[policy.group(sequence)]
-        many = sum(count for group, count in policy.waiting.items() if group.startswith(f"{request.tier}\n"))
+        mine = self.waiting[group]
+        many = sum(count for other, count in self.waiting.items() if other.startswith(f"{request.tier}\n"))
         most = service.queue if not request.tenant else service.tenant_queue or max(1, service.queue // 2)
         for count, limit, whose in ((many, service.queue, "all"), (mine, most, "your key's")):
             if count >= limit:

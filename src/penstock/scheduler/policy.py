@@ -9,95 +9,89 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.core.sequence import Sequence
+from penstock.core.steptime import Load
+from penstock.scheduler.step import InFlight
 
 Key = tuple[float, ...]
 Standing = float | tuple[float, ...]
 """Lower is first; of one type for all groups of a policy."""
 
 
-class Policy(Protocol):
-    """Defines the service order; lower values come first. The first in order must always be able to make progress."""
+class Policy:
+    """Defines the service order; lower values come first. The first in order must always be able to make progress.
 
-    charges: bool
-    """Whether `charge` has an effect. Constant."""
+    This base class orders by priority, then arrival, then index within the request, and promises nothing.
+    """
 
     def arrive(self, sequence: Sequence) -> None:
         """Reports a new sequence, before it is in any order. RequestError if it cannot be served."""
-        ...
+
+    def admit(self, sequence: Sequence, now: float, running: Order, free: bool) -> None:
+        """RequestError if a request that arrives now could not be served as promised. `free`: nobody waits, and there are
+        rows."""
 
     def end(self, sequence: Sequence) -> None:
         """Reports that a sequence has ended."""
-        ...
 
     def waits(self, sequence: Sequence, change: int) -> None:
         """Reports that a sequence has begun to wait (1), or waits no more (-1)."""
-        ...
 
     def begin(self) -> None:
         """Called before each plan."""
-        ...
 
-    def expendable(self, sequence: Sequence, head: Sequence | None = None) -> int:
-        """Returns how readily a running sequence gives up its pages, or its row for a waiting one (`head`); 0: not at all, if
-        any other can. Of equal ones the last in order is taken."""
-        ...
-
-    def group(self, sequence: Sequence) -> str:
-        """Returns the sequence's group. Must never change."""
-        ...
-
-    def standing(self, group: str) -> Standing:
-        """Returns the current rank of a group among groups. Of equal ones the one with the first key goes first."""
-        ...
-
-    def key(self, sequence: Sequence) -> Key:
-        """Returns the current sort key of a sequence within its group. Call `Order.changed` after it changes."""
-        ...
-
-    def charge(self, sequence: Sequence, positions: int) -> None:
-        """Reports that `positions` positions were planned. May raise the standing of the sequence's group only."""
-        ...
-
-
-class Priority:
-    """Orders by priority, then arrival, then index within the request."""
-
-    charges = False
-
-    def arrive(self, sequence: Sequence) -> None:
-        """Nothing is promised."""
-
-    def end(self, sequence: Sequence) -> None:
-        """Nothing is kept."""
-
-    def waits(self, sequence: Sequence, change: int) -> None:
-        """Nothing is counted."""
-
-    def begin(self) -> None:
-        """Nothing changes."""
-
-    def expendable(self, sequence: Sequence, head: Sequence | None = None) -> int:  # noqa: ARG002
-        return int(head is None)
+    def planned(self, step: InFlight, now: float, entered: int, waiting: bool) -> None:
+        """Reports a plan, before its segments are handed out, in which `entered` sequences got rows; `waiting`: others got
+        none."""
 
     def group(self, sequence: Sequence) -> str:  # noqa: ARG002 (all are one group)
+        """Returns the sequence's group. Must never change."""
         return ""
 
     def standing(self, group: str) -> Standing:  # noqa: ARG002
+        """Returns the current rank of a group among groups. Of equal ones the one with the first key goes first."""
         return 0.0
 
     def key(self, sequence: Sequence) -> Key:
+        """Returns the current sort key of a sequence within its group. Call `Order.changed` after it changes."""
         return sequence.request.priority, sequence.request.arrival, sequence.index
 
     def charge(self, sequence: Sequence, positions: int) -> None:
-        """Does nothing: there is no standing."""
+        """Reports that `positions` positions were planned. May raise the standing of the sequence's group only."""
+
+    def expendable(self, sequence: Sequence, head: Sequence | None = None) -> int:  # noqa: ARG002
+        """Returns how readily a running sequence gives up its pages, or its row for a waiting one (`head`); 0: not at all, if
+        any other can. Of equal ones the last in order is taken."""
+        return int(head is None)
+
+    def urgent(self, sequence: Sequence, now: float, step: float) -> bool:  # noqa: ARG002
+        """Whether a waiting sequence must start now, so that others have to make room; `step`: seconds of the latest one."""
+        return False
+
+    def late(self, sequence: Sequence, now: float) -> bool:  # noqa: ARG002
+        """Renews the promise of a waiting sequence if it cannot be kept any more. True if it did: the order has changed."""
+        return False
+
+    def share(self, sequence: Sequence, budget: int, unread: int, head: Sequence | None) -> int:  # noqa: ARG002
+        """The part of the budget that a prompt may take beside others who read, or could begin to (`unread` tokens, with its
+        own). `head`: the first of those who wait and could enter."""
+        return budget
+
+    def tightest(self, groups: Iterable[str]) -> float | None:  # noqa: ARG002
+        """The tightest promise between tokens, in seconds, of these groups: infinity if nobody watches, None if none was
+        made."""
+        return None
+
+    def bearable(self, load: Load, tightest: float | None) -> bool:  # noqa: ARG002
+        """Whether a step without prompts can be of this size beside that promise."""
+        return True
 
 
-class FirstCome(Priority):
+class FirstCome(Policy):
     """Orders by arrival, then index within the request."""
 
     def key(self, sequence: Sequence) -> Key:
@@ -110,7 +104,7 @@ def victim(policy: Policy, running: list[Sequence], head: Sequence | None = None
     return running[last] if running and (readiest or head is None) else None
 
 
-POLICIES: dict[str, type[Priority]] = {"priority": Priority, "fcfs": FirstCome}
+POLICIES: dict[str, type[Policy]] = {"priority": Policy, "fcfs": FirstCome}
 """Plain policies by the values of the option `scheduling_policy`; `promises` is `scheduler/promises.py::Promises`."""
 
 _Entry = tuple[Key, int, Sequence]

@@ -9,14 +9,15 @@ nothing is saved up. Waiting sequences gain on the others, and every deadline co
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 
 from penstock.core.errors import RequestError
 from penstock.core.sequence import Sequence
 from penstock.core.service import Service
 from penstock.core.steptime import Load, StepTime
-from penstock.scheduler.policy import POLICIES, Key, Policy, Priority, Standing
+from penstock.scheduler.forecast import Forecast
+from penstock.scheduler.policy import POLICIES, Key, Order, Policy, Standing
+from penstock.scheduler.step import InFlight
 
 _LENIENT = 25.0
 """Tolerance between the classes of a tenant, in multiples of that between tenants: shares bind in the long run only."""
@@ -46,16 +47,9 @@ class _Account:
         self.live = 0
 
 
-def whole(_sequence: Sequence, budget: int, _unread: int, _head: Sequence | None) -> int:
-    """`Promises.share` of policies that promise nothing."""
-    return budget
-
-
-class Promises(Priority):
+class Promises(Policy):
     """One tenant of one class is served in the order of arrival, as by `FirstCome`, unless a prompt is so long that its promise
     is another."""
-
-    charges = promises = True
 
     def __init__(self, classes: dict[str, Service], times: StepTime, tolerance: float) -> None:
         """`tolerance`: tokens by which one may be ahead of the least served without losing its turn."""
@@ -66,10 +60,7 @@ class Promises(Priority):
         self._shares: dict[str, dict[str, _Account]] = {}
         """By tenant, then class."""
         self._floor = 0.0
-        self.waiting: Counter[str] = Counter()
-        """Sequences that wait, by group."""
-        self.unread: Counter[str] = Counter()
-        """Their prompt tokens."""
+        self._forecast = Forecast(classes, times)
 
     def service(self, sequence: Sequence) -> Service:
         """The class of a sequence."""
@@ -80,7 +71,7 @@ class Promises(Priority):
         if service is None:
             raise RequestError(f"there is no class {request.tier!r}; possible: {', '.join(filter(None, self.classes))}",
                                param="service_tier", code="invalid_value")
-        alone = self._times.prompt(sequence.prompt_len) if self._times.known else 0.0
+        alone = self._times.prompt(sequence.prompt_len)
         promised = _PATIENCE  # of a class that promises nothing: the order of arrival
         if math.isfinite(service.ttft):
             promised = min(max(service.ttft, _ALONE * alone), _PATIENCE + alone)
@@ -95,13 +86,15 @@ class Promises(Priority):
                 account.had = max(account.had, _least(others.values(), account.had))
             account.live += 1
 
+    def admit(self, sequence: Sequence, now: float, running: Order, free: bool) -> None:
+        readers = () if free else [s for s in running if s.goal > s.planned + 1 and s.promise <= sequence.promise]
+        self._forecast.check(sequence, self.group(sequence), now, sum(s.goal - s.planned for s in readers), free)
+
     def waits(self, sequence: Sequence, change: int) -> None:
-        group = self.group(sequence)
-        self.waiting[group] += change
-        # Long prompts let others go first.
-        self.unread[group] += 0 if sequence.stretched else change * sequence.prompt_len
-        if not self.waiting[group]:
-            del self.waiting[group], self.unread[group]
+        self._forecast.waits(sequence, self.group(sequence), change)
+
+    def planned(self, step: InFlight, now: float, entered: int, waiting: bool) -> None:
+        self._forecast.planned(step, now, entered, waiting)
 
     def end(self, sequence: Sequence) -> None:
         tenant, tier = sequence.request.tenant, sequence.request.tier
@@ -142,8 +135,7 @@ class Promises(Priority):
         return _OUTPUT if not prompt else min(16.0, max(1.0, (self._times.slope(64) + weights[2] + 1000 * weights[3]) / prompt))
 
     def share(self, sequence: Sequence, budget: int, unread: int, head: Sequence | None) -> int:
-        """The part of the budget that a prompt may take. A long one leaves half of it to others who read, or could begin to
-        (`unread` tokens, with its own); any leaves all but a little if the first of those who wait (`head`) is due earlier."""
+        """A long prompt leaves half of the budget to others; any leaves all but a little if `head` is due earlier."""
         others = unread - (sequence.goal - sequence.planned)
         earlier = head is not None and head.promise < sequence.promise
         if others <= 0 or not (earlier or sequence.stretched):
@@ -151,7 +143,6 @@ class Promises(Priority):
         return max(budget - others, budget // 8 if earlier else budget // 2)
 
     def late(self, sequence: Sequence, now: float) -> bool:
-        """Renews a promise that cannot be kept any more. True if it did: the order has changed."""
         ttft, own = self.service(sequence).ttft, self._own(sequence)
         if now + own <= sequence.promise or sequence.known > sequence.prompt_len or not math.isfinite(ttft):
             return False
@@ -159,13 +150,12 @@ class Promises(Priority):
         return True
 
     def urgent(self, sequence: Sequence, now: float, step: float) -> bool:
-        """Whether a waiting sequence must start now, so that others have to make room."""
         left, service = sequence.promise - now, self.service(sequence)
         return not service.preemptible and (left < (1 - _SOON) * service.ttft or left < self._own(sequence) + _URGENT * step)
 
     def _own(self, sequence: Sequence) -> float:
         """Predicted seconds to compute what a sequence has left to read, with nothing beside it."""
-        return self._times.prompt(sequence.goal - sequence.planned) if self._times.known else 0.0
+        return self._times.prompt(sequence.goal - sequence.planned)
 
     def expendable(self, sequence: Sequence, head: Sequence | None = None) -> int:
         if sequence.known <= sequence.mark:

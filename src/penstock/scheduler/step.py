@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.core.plan import Ints
+from penstock.core.plan import Ints, Want
 from penstock.core.sequence import Sequence
 from penstock.core.steptime import Load, StepTime
 
@@ -24,10 +24,28 @@ class InFlight:
     """Number of drafted tokens at the end of each segment that has any, by segment index."""
     lost: set[Sequence] = field(default_factory=set)
     """Sequences preempted since the plan was made: their computed positions are void, their sampled tokens still count."""
+    decode: Load = Load(0, 0)
+    """The part of the step that decodes."""
+    tightest: float | None = None
+    """The tightest promise between tokens of those who ran before it; as `Policy.tightest`."""
+    unread: int = 0
+    """Prompt tokens of those who read or could start to."""
+    cut: list[int] = field(default_factory=list)
+    """Indices of the segments that were cut for others."""
     load: Load = Load(0, 0)
     """The size of the step."""
     limit: str = "memory"
     """Of LIMITS: what binds it."""
+
+
+    def add(self, sequence: Sequence, count: int) -> None:
+        """Adds a segment."""
+        self.sequences.append(sequence)
+        self.counts.append(count)
+
+    def sampling(self) -> list[Sequence]:
+        """The sequences for which it chooses tokens."""
+        return [sequence for sequence, want in zip(self.sequences, self.wants, strict=True) if want & Want.SAMPLE]
 
 
 LIMITS = ("compute", "memory", "kv_space", "rows", "queue", "client")

@@ -116,12 +116,14 @@ def test_a_window_needs_only_itself() -> None:
 def test_a_snapshot_serves_where_it_was_sealed() -> None:
     cache = _cache(40, Everything(), Snapshot())
     context = list(range(18))
-    assert cache.border(0, 18) == 16 and cache.border(16, 18) == 18
     sequence = _sequence(context)
+    assert cache.chunk(sequence, 18) == 16
     for upto in (8, 16, 18):
         assert cache.grow(sequence, upto)
         sequence.planned = sequence.computed = upto
         cache.commit(sequence)
+        assert upto > 8 or cache.chunk(sequence, 10) == 8
+        assert upto != 16 or cache.chunk(sequence, 2) == 2
     cache.release(sequence)
     assert _find(cache, [*context, 1]) == 18, "where it ended"
     assert _find(cache, [*context[:17], 1]) == 16 and _find(cache, [*context[:13], 1]) == 8, "at the borders it stopped at"

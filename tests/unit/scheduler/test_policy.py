@@ -15,7 +15,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.core.sequence import Sequence
 from penstock.core.state import Everything, Field, StateSpec
 from penstock.scheduler.admission import Limits
-from penstock.scheduler.policy import FirstCome, Order, Policy, Priority
+from penstock.scheduler.policy import FirstCome, Order, Policy
 from penstock.scheduler.scheduler import Scheduler
 from tests.simulate.fake import VOCABULARY, FakeWorker, expected
 
@@ -30,9 +30,9 @@ def serve(policy: Policy, requests: list[Request], *, rows: int, slabs: int, bud
     outputs: dict[str, list[int]] = {}
     for request in requests:
         scheduler.add(request, 0.0)
-    enter, preempt = scheduler._enter_row, scheduler._preempt
-    scheduler._enter_row = lambda s, now: (entered.append(s.request.id), enter(s, now))
-    scheduler._preempt = lambda s, now: (preempted.update([s.request.id]), preempt(s, now))
+    enter, preempt = scheduler.queues.enter, scheduler.queues.preempt
+    scheduler.queues.enter = lambda s, now: (entered.append(s.request.id), enter(s, now))
+    scheduler.queues.preempt = lambda s, now: (preempted.update([s.request.id]), preempt(s, now))
     while scheduler.busy:
         plan = scheduler.plan(0.0)
         assert plan is not None
@@ -48,7 +48,7 @@ def request(name: str, prompt: int = 8, output: int = 20, **more: object) -> Req
 
 
 @pytest.mark.parametrize(("policy", "first"), [
-    (FirstCome, ["early", "middle", "late"]), (Priority, ["late", "early", "middle"])])
+    (FirstCome, ["early", "middle", "late"]), (Policy, ["late", "early", "middle"])])
 def test_who_goes_first_is_preempted_last(policy: Callable[[], Policy], first: list[str]) -> None:
     """Three that grow where there is room for one and a half: the last in order loses its pages, the first never."""
     asked = [request("early", priority=1, arrival=1.0), request("middle", priority=1, arrival=2.0),
@@ -59,10 +59,8 @@ def test_who_goes_first_is_preempted_last(policy: Callable[[], Policy], first: l
     assert all(tokens == expected([i % VOCABULARY for i in range(8)], [Everything()], 0, 20) for tokens in outputs.values())
 
 
-class FairShare(Priority):
+class FairShare(Policy):
     """Tenants in turn: who has had least, by weight, comes first. Decides by state that changes with every step."""
-
-    charges = True
 
     def __init__(self, weights: dict[str, float]) -> None:
         self.weights = weights
@@ -116,7 +114,7 @@ class Counted(float):
     __hash__ = float.__hash__
 
 
-class Predicted(Priority):
+class Predicted(Policy):
     """Shortest first, by a prediction that changes."""
 
     def __init__(self) -> None:
@@ -144,7 +142,7 @@ def test_a_change_of_order_costs_few_comparisons() -> None:
 
 
 def test_equals_keep_the_order_in_which_they_came() -> None:
-    order = Order(Priority())
+    order = Order(Policy())
     sequences = [Sequence(request(str(i), arrival=1.0), 0, 0, 9) for i in range(5)]
     for sequence in sequences:
         order.add(sequence)

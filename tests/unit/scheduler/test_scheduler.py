@@ -20,10 +20,10 @@ from penstock.scheduler.scheduler import Scheduler
 from tests.simulate.fake import VOCABULARY, FakeWorker
 
 
-def _scheduler(rows: int = 4, budget: int = 16, length: int = 64, slabs: int = 40, queued: int = 8) -> Scheduler:
+def _scheduler(rows: int = 4, budget: int = 16, length: int = 64, slabs: int = 40, queued: int = 8, **more: int) -> Scheduler:
     states = [StateSpec((Field("k", (1, 16), "float32"),), Everything())]
     layout = lay_out(states, 4, lay_out(states, 4, 0).slab_bytes * slabs)
-    return Scheduler(Cache(layout), Limits(length, rows, budget, queued, VOCABULARY))
+    return Scheduler(Cache(layout), Limits(length, rows, budget, queued, VOCABULARY, **more))
 
 
 def _request(name: str, prompt: int, output: int | None = 4, **more: object) -> Request:
@@ -79,8 +79,7 @@ def test_what_the_arena_cannot_hold_is_refused_with_the_largest_that_fits() -> N
 
 def test_each_stage_of_a_pipeline_has_a_step_to_compute() -> None:
     """Sequences that decode are spread evenly over the steps in flight, and none is in two of them."""
-    scheduler = _scheduler(rows=8, budget=8)
-    scheduler.limits = scheduler.limits.__class__(64, 8, 8, 8, VOCABULARY, stages=2)
+    scheduler = _scheduler(rows=8, budget=8, stages=2)
     for name in "abcdef":
         scheduler.add(_request(name, 1, 30), 0.0)
     scheduler.add(_request("long", 20, 30), 0.0)

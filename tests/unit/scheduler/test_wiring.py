@@ -83,8 +83,8 @@ def test_a_blocked_sequence_is_passed_only_so_often() -> None:
     run(scheduler, worker)
     scheduler.add(request("large", 48, 2, first=3, more={"arrival": 1.0}), 0.0)
     entered: list[str] = []
-    enter = scheduler._enter_row
-    scheduler._enter_row = lambda s, now: (entered.append(s.request.id), enter(s, now))
+    enter = scheduler.queues.enter
+    scheduler.queues.enter = lambda s, now: (entered.append(s.request.id), enter(s, now))
     numbers = count()
     for _ in range(400):
         # Their ends lie apart, so that there never is room by chance.
@@ -108,10 +108,10 @@ def test_a_cornered_sequence_shares_nothing() -> None:
     asked: list[Reuse] = []
     match = scheduler.cache.match
     scheduler.cache.match = lambda s, reuse=Reuse.TOKENS: (asked.append(reuse), match(s, reuse))[1]
-    scheduler._cornered = sequence
+    scheduler.queues.cornered = sequence
     plan = scheduler.plan(0.0)
     assert plan is not None and asked == [Reuse.NOTHING] and plan.starts.tolist() == [0]
-    assert scheduler._cornered is None
+    assert scheduler.queues.cornered is None
 
 
 def test_what_is_counted_at_first_is_not_counted_again_after_preemption() -> None:

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from penstock.cache.tiers.cost import Costs, Source, Steps
+from penstock.cache.tiers.cost import Costs, Source
 from penstock.cache.tiers.host import HostSlots
+from penstock.core.steptime import Load, StepTime
 from tests.unit.stores.pages import layout, name
 
 
@@ -58,23 +59,10 @@ def test_groups_trade_slabs() -> None:
         assert slots.used_bytes <= slots.layout.nbytes
 
 
-def test_steps_are_learnt_by_size() -> None:
-    steps = Steps()
-    assert steps.seconds(100) is None
-    for _ in range(50):
-        steps.learn(1, 0.005)
-        steps.learn(512, 0.020)
-        steps.learn(8192, 0.250)
-    assert steps.seconds(1) == pytest.approx(0.005)
-    assert steps.seconds(400) == pytest.approx(0.020)
-    assert steps.seconds(8192 * 4) == pytest.approx(1.0)
-    assert 1.0 < steps.seconds(8192 * 4 + 500) < 1.03  # type: ignore[operator]
-
-
 def test_loading_pays_or_not() -> None:
-    costs = Costs({"host": Source(), "disk": Source()})
+    costs = Costs({"host": Source(), "disk": Source()}, StepTime())
     assert costs.worth_loading({"disk": 1 << 30}, 8192, 0.0), "nobody knows: trying tells"
-    costs.steps.learn(8192, 0.25)
+    costs.times.learn(Load(1, 2048), 0.0625)
     assert costs.worth_loading({"disk": 1 << 30}, 8192, 0.0)
     for _ in range(2):
         assert costs.worth_loading({"disk": 1 << 30}, 8192, 0.5), "one measurement may be an accident"

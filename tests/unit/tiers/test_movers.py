@@ -15,6 +15,8 @@ import torch
 from penstock.cache.tiers import Content
 from penstock.cache.tiers.hierarchy import Hierarchy, TierPolicy
 from penstock.core.plan import Move, StepPlan
+from penstock.core.steptime import Load as StepLoad
+from penstock.core.steptime import StepTime
 from penstock.core.transfer import Load, PageName, Piece, Save
 from penstock.stores import Store
 from penstock.stores.behind import Behind
@@ -43,7 +45,8 @@ class Rig:
         shape = layout(slabs=SLABS)
         self.arena = Arena(shape, DEVICE)
         stores = [[wrap(DiskStore(claim(str(root)), version())) for _ in range(2)]] if root is not None else []
-        self.tiers = Hierarchy(shape, slabs, [(pair[0], None) for pair in stores], TierPolicy(**policy), refresh_seconds=0.02)
+        self.tiers = Hierarchy(shape, slabs, [(pair[0], None) for pair in stores], TierPolicy(**policy), StepTime(),
+                               refresh_seconds=0.02)
         self.movers = Movers(self.arena, Behind(slabs, [pair[1] for pair in stores], version().id), DEVICE)
         self.landed: dict[int, bool] = {}
         self.plans = 0
@@ -306,7 +309,7 @@ def test_a_slow_disk_delays_nobody_else(tmp_path: Path) -> None:
     rig.stored()
     rig.close()
     slow = Rig(tmp_path, wrap=lambda store: Slow(store, 0.6))  # type: ignore[arg-type, return-value]
-    slow.tiers.computed(100, 0.01)
+    slow.tiers.costs.times.learn(StepLoad(1, 100), 0.01)
     slow.tiers.costs.sources["disk"].learn(1 << 20, 0.001, now=time.monotonic())
     slow.tiers.offer([slow.fill(5, 5)], leaving=True)
     slow.step()

@@ -68,10 +68,6 @@ class Tiers(Protocol):
         """Processes the results of transfers."""
         ...
 
-    def computed(self, positions: int, seconds: float) -> None:
-        """Records that a step computed `positions` positions in `seconds`, for the cost model."""
-        ...
-
     @property
     def pending(self) -> bool:
         """True if there are transfers for the next plan."""

@@ -20,6 +20,7 @@ from penstock.cache.tiers.cost import Costs, Source
 from penstock.cache.tiers.host import HostSlots
 from penstock.core.layout import CacheLayout
 from penstock.core.request import TierStats
+from penstock.core.steptime import StepTime
 from penstock.core.transfer import Load, LoadResult, PageName, Piece, Save, Transfer, Write, WriteResult
 from penstock.stores import Store
 
@@ -64,8 +65,8 @@ class Hierarchy:
     """Implements `cache/tiers/__init__.py::Tiers` over a host arena of `slabs` slabs and stores, nearest first."""
 
     def __init__(self, layout: CacheLayout, slabs: int, stores: Sequence[tuple[Store, int | None]], policy: TierPolicy,
-                 refresh_seconds: float = 1.0) -> None:
-        """`stores` are (store, maximal bytes or None) pairs."""
+                 times: StepTime, refresh_seconds: float = 1.0) -> None:
+        """`stores` are (store, maximal bytes or None) pairs; `times` says what computing takes."""
         self.layout = layout
         self.policy = policy
         self.host = HostSlots(layout, slabs)
@@ -75,7 +76,7 @@ class Hierarchy:
         them again when the device evicts them, which delays the step that needs their room."""
         self._sizes = [group.page_bytes for group in layout.groups]
         self.catalogs = [Catalog(store, self._sizes, bound) for store, bound in stores]
-        self.costs = Costs({tier: Source() for tier in (HOST, *(catalog.tier for catalog in self.catalogs))})
+        self.costs = Costs({tier: Source() for tier in (HOST, *(catalog.tier for catalog in self.catalogs))}, times)
         # One keeper thread per store, so that a hanging store does not delay the others.
         self._keepers = [Keeper([catalog], refresh_seconds) for catalog in self.catalogs]
         self._stats = {tier: TierStats(tier) for tier in self.costs.sources}
@@ -150,7 +151,7 @@ class Hierarchy:
     def patience(self, positions: int) -> float:
         if self.policy.always:
             return _MOST_PATIENCE
-        return _LEAST_PATIENCE + _PATIENCE * (self.costs.steps.seconds(positions) or 0.0)
+        return _LEAST_PATIENCE + _PATIENCE * self.costs.times.prompt(positions)
 
     def source(self, ticket: int) -> dict[str, int]:
         return self._loading[ticket].pages
@@ -195,9 +196,6 @@ class Hierarchy:
             self._write()
         if any(catalog.crowded for catalog in self.catalogs):
             self._tidy()
-
-    def computed(self, positions: int, seconds: float) -> None:
-        self.costs.steps.learn(positions, seconds)
 
     @property
     def pending(self) -> bool:
@@ -295,7 +293,7 @@ class Hierarchy:
         for which in result.missed:
             self._stats[self.catalogs[which].tier].late_loads += 1
             # Before the first measured step there is no computing time to derive a deadline from, so do not blame the store.
-            if self.costs.steps.known:
+            if self.costs.times.known:
                 self.catalogs[which].missed(now)
         for which in {piece.store for piece in load.pieces if result.ok and piece.store >= 0}:
             self.catalogs[which].answered()

@@ -48,7 +48,7 @@ class Cost(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def times(self) -> StepTime:
         """The model of step time."""
-        return StepTime([self.weights.get(term, 0.0) for term in TERMS], self.buckets)
+        return StepTime([self.weights.get(term, 0.0) for term in TERMS], self.buckets, self.max_num_batched_tokens)
 
 
 def read_cost(path: Path) -> Cost:
@@ -121,7 +121,7 @@ class Replica:
         layout = lay_out([state], cost.page_size, slab * max(2, cost.kv_tokens // cost.page_size))
         limits = Limits(cost.max_model_len, cost.max_num_seqs, cost.max_num_batched_tokens, 1 << 30, 1 << 31,
                         step_target=cost.step_target)
-        times = StepTime(buckets=cost.buckets) if times is None else times
+        times = StepTime(buckets=cost.buckets, chunk=cost.max_num_batched_tokens) if times is None else times
         order = policy_of(policy, classes, times, limits.max_num_batched_tokens)
         self.scheduler = kind(Cache(layout), limits, order) if kind else Scheduler(Cache(layout), limits, order, times=times)
         self._device, self._overhead, self._depth = cost.times(), cost.overhead, depth

@@ -1,0 +1,122 @@
+"""The segments that running sequences get in a step: one position each, and the budget of prompts by the pace and the policy.
+
+If pages run out, the last sequence in the policy's order is preempted; it restarts later from what the cache still holds. The
+first in order can always make progress, so there is no livelock.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from penstock.core.sequence import Sequence
+from penstock.core.steptime import Load
+from penstock.scheduler.admission import Limits
+from penstock.scheduler.drafting import Drafts
+from penstock.scheduler.pace import Pace
+from penstock.scheduler.policy import victim
+from penstock.scheduler.queues import Queues
+from penstock.scheduler.step import InFlight
+
+
+class Batch:
+    """Fills steps with running sequences."""
+
+    def __init__(self, queues: Queues, limits: Limits, pace: Pace, drafts: Drafts) -> None:
+        self._queues = queues
+        self._limits = limits
+        self._pace = pace
+        self._drafts = drafts
+
+    def fill(self, step: InFlight, now: float) -> int | None:
+        """Plans segments for the running sequences in order. Returns the remaining token budget, or None if one was preempted.
+
+        Every sequence gets at least one position; the rest of the budget goes to the first in order, but for what the policy
+        leaves to others.
+        """
+        queues, drafting = self._queues, self._drafts
+        cache, policy = queues.cache, queues.policy
+        running, budget, at, preempted = list(queues.running), self._budget(step, now), 0, False
+        head = next(iter(queues.waiting), None) if queues.rows and not queues.crowded else None
+        hinted, spare = drafting.active, self.spare()
+        resting = self._resting()
+        while at < len(running):
+            sequence = running[at]
+            count = sequence.goal - sequence.planned
+            if not count or sequence in resting:
+                at += 1
+                continue
+            drafts = 0
+            if count > 1:
+                most = policy.share(sequence, budget - (len(running) - at - 1), step.unread, head)
+                count = cache.chunk(sequence, max(1, min(count, most)))
+                if count < sequence.goal - sequence.planned:
+                    step.cut.append(len(step.sequences))
+            elif hinted:
+                drafts = drafting.count(sequence, budget - (len(running) - at), spare, cache.exact)
+                spare -= drafts
+                count += drafts
+            upto = sequence.planned + count
+            while upto > sequence.room and not cache.grow(sequence, upto):
+                if drafts:
+                    # Drop the drafts before preempting a sequence for them.
+                    upto, count, drafts = upto - drafts, count - drafts, 0
+                    continue
+                preempted = True
+                if queues.shed():
+                    continue
+                loser = victim(policy, running[at:]) or sequence
+                running.remove(loser)
+                queues.preempt(loser, now)
+                if loser is sequence:
+                    queues.cornered = None if running else sequence
+                    break
+            else:
+                if drafts:
+                    step.drafts[len(step.sequences)] = drafts
+                step.add(sequence, count)
+                policy.charge(sequence, count)
+                budget -= count
+                at += 1
+        return None if preempted else budget
+
+    def extend(self, step: InFlight, budget: int) -> None:
+        """Gives what is left of the budget to segments that were cut for others who did not need it."""
+        cache, policy = self._queues.cache, self._queues.policy
+        for i in step.cut:
+            sequence, count = step.sequences[i], step.counts[i]
+            more = cache.chunk(sequence, min(sequence.goal - sequence.planned, count + budget)) - count
+            if more > 0 and cache.grow(sequence, sequence.planned + count + more):
+                step.counts[i] += more
+                policy.charge(sequence, more)
+                budget -= more
+
+    def spare(self) -> int:
+        """Returns how many expected tokens a step can check: devices prepare max_num_seqs logits rows, in CUDA graphs too."""
+        return self._limits.max_num_seqs - len(self._queues.running)
+
+    def _budget(self, step: InFlight, now: float) -> int:
+        """Returns the token budget of a step, reduced if decoding sequences would otherwise wait too long."""
+        queues, limits = self._queues, self._limits
+        running = list(queues.running)
+        reading = [s for s in running if s.goal - s.planned > 1]
+        decoding = len(running) - len(reading)
+        read = sum(s.planned for s in running) - sum(s.planned for s in reading)
+        # A longer step does not help sequences that wait for pages.
+        reading += [] if queues.crowded else list(islice(queues.waiting, len(queues.rows)))
+        step.unread = sum(s.goal - s.planned for s in reading)
+        step.decode = Load(decoding, decoding, read)
+        step.tightest = queues.policy.tightest(queues.running.groups)
+        if not (decoding and reading and limits.step_target):
+            return max(len(running), limits.max_num_batched_tokens)
+        return max(len(running), self._pace.budget(step.decode, reading, now, step.tightest))
+
+    def _resting(self) -> set[Sequence]:
+        """The sequences that sit this step out. With several pipeline stages, each step takes an equal part of those that
+        decode, and none that the steps before it still compute, so that every stage has a step to compute."""
+        stages, queues = self._limits.stages, self._queues
+        if stages == 1:
+            return set()
+        recent = {sequence for step in islice(reversed(queues.in_flight), stages - 1) for sequence in step.sampling()}
+        decoding = [sequence for sequence in queues.running if sequence.goal - sequence.planned == 1]
+        ready = [sequence for sequence in decoding if sequence not in recent]
+        return recent.union(ready[-(-len(decoding) // stages):])

@@ -1,0 +1,127 @@
+"""The places of sequences: waiting in the policy's order, running in a row, or in a plan in flight. Rows that are taken and
+left are collected here for the next plan. `admission.py` and `batch.py` decide who moves."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from penstock.cache.manager import Cache
+from penstock.core.plan import Enter, StepPlan
+from penstock.core.request import EngineStats
+from penstock.core.sequence import Sequence
+from penstock.scheduler.adapters import Slots
+from penstock.scheduler.policy import Order, Policy
+from penstock.scheduler.step import InFlight
+
+
+class Queues:
+    """Moves sequences between waiting and running. Rows and pages of those that leave are free at once."""
+
+    def __init__(self, cache: Cache, policy: Policy, rows: int, max_adapters: int, stats: EngineStats) -> None:
+        self.cache = cache
+        self.policy = policy
+        self.waiting = Order(policy)
+        self.running = Order(policy)
+        self.in_flight: deque[InFlight] = deque()
+        self.rows = list(range(rows - 1, -1, -1))
+        """Free rows; the last is taken next."""
+        self.adapters = Slots(max_adapters)
+        self.crowded = False
+        """Whether a waiting sequence found no room in the last admission."""
+        self.cornered: Sequence | None = None
+        """A sequence that ran out of pages although it ran alone, because its shared pages occupy too many slabs. It runs
+        before all others, and without sharing while it is alone."""
+        self.entered: list[Enter] = []
+        """For the next plan, as are the next two."""
+        self._left: list[int] = []
+        self._filled: list[tuple[int, str]] = []
+        self._stats = stats
+
+    def wait(self, sequence: Sequence) -> None:
+        """A sequence begins to wait."""
+        self.waiting.add(sequence)
+        self.policy.waits(sequence, 1)
+
+    def enter(self, sequence: Sequence, now: float) -> None:
+        """Gives a waiting sequence with pages the row that was reserved for it, `rows[-1]`."""
+        self._stop_waiting(sequence)
+        self.cornered = None
+        self.rows.pop()
+        self.cache.enter(sequence)
+        self.running.add(sequence)
+        request = sequence.request
+        # For constrained sequences the mask enforces min_tokens, because it knows whether the answer can continue.
+        banned = sorted(sequence.stops) if request.params.min_tokens and not sequence.masked else []
+        labels = request.pool.labels if request.pool is not None else []
+        slot, empty = self.adapters.take(request.adapter)
+        if empty:
+            self._filled.append((slot, request.adapter))
+        self.entered.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, request.params, sequence.seed,
+                                  banned, labels, slot))
+        sequence.enter("decode" if sequence.timings.first_token else "prefill", now)
+        if not sequence.timings.first_scheduled:
+            sequence.timings.first_scheduled = now
+            # Count a prompt once: the request's other sequences are forked from the first.
+            if not request.part and not sequence.index:
+                sequence.cached, sequence.cached_by_tier = sequence.planned, self.cache.count_hit(sequence)
+                self._stats.prompt_tokens += sequence.prompt_len
+                self._stats.cached_tokens += sequence.cached
+
+    def preempt(self, loser: Sequence, now: float) -> None:
+        """Takes a running sequence's row and pages; it waits again."""
+        for step in self.in_flight:
+            if loser in step.sequences:
+                step.lost.add(loser)
+        self.leave(loser)
+        self.cache.release(loser)
+        loser.restart()
+        loser.timings.preemptions += 1
+        loser.enter("preempted", now)
+        self._stats.preemptions += 1
+        self.wait(loser)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Takes a sequence out of its row, or out of those that wait; its pages stay its own."""
+        if sequence.row >= 0:
+            self.running.remove(sequence)
+            self.rows.append(sequence.row)
+            self._left.append(sequence.row)
+            self.adapters.give(sequence.request.adapter)
+            sequence.row = -1
+        elif sequence in self.waiting:
+            self._stop_waiting(sequence)
+            if sequence is self.cornered:
+                self.cornered = None
+
+    def _stop_waiting(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.policy.waits(sequence, -1)
+
+    def fork(self, parent: Sequence) -> None:
+        """Forks a request's other sequences: they share the prompt's pages and recompute only its last position."""
+        for child in parent.children:
+            child.planned = child.computed = self.cache.fork(parent, child, parent.prompt_len - 1)
+            self.wait(child)
+        parent.children = []
+
+    def shed(self) -> bool:
+        """Takes the pages of the last forked sequence that still waits; it will recompute its prompt. False if there is
+        none."""
+        for sequence in reversed(list(self.waiting)):
+            if sequence.pages:
+                self.cache.release(sequence)
+                sequence.planned = sequence.computed = 0
+                return True
+        return False
+
+    def drain(self, plan: StepPlan) -> None:
+        """Moves what was collected into a plan."""
+        plan.enter, plan.leave, plan.adapters = self.entered, self._left, self._filled
+        self.entered, self._left, self._filled = [], [], []
+
+    def check(self, live: list[Sequence], rows: int) -> None:
+        """Asserts that each of the `live` sequences, and of so many rows, is where it belongs; for tests."""
+        taken = [sequence.row for sequence in self.running]
+        assert sorted(taken + self.rows) == list(range(rows)), "a row is lost or owned twice"
+        assert len(self.running) + len(self.waiting) + sum(len(s.children) for s in live) == len(live), "a sequence is lost"
+        assert all((sequence.row >= 0) == (sequence in self.running) for sequence in live)
