@@ -178,14 +178,16 @@ def _excess(what: str, script: Script, expected: list[int], root: Path) -> float
 
 @pytest.mark.exhaustive
 def test_a_thousand_requests_on_a_bad_store(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All faults in turn, each in half of the reads, as canary talks: no wrong token; each request is compared with the same
-    one computed alone right before it. A machine with other work makes computing late too, so three of a hundred may be."""
-    # The usual pause is so long that most requests would not meet the faults.
+    """All faults in turn, each in half of the reads, as canary talks: no wrong token, no request late. Each is compared with the
+    same one computed alone right before it and right after it, and those two with each other, which tells what other work on the
+    machine does to requests that no store touches."""
+    # Requests meet the faults again and again: a store is left alone for a moment only, and asked whether it pays or not.
     monkeypatch.setattr("penstock.cache.tiers.catalog._PAUSE_SECONDS", 0.1)
-    rng, wrong, late, met = random.Random(4), 0, list[float](), Counter[str]()
+    monkeypatch.setattr("penstock.cache.tiers.cost.Costs.worth_loading", lambda *_: True)
+    rng, wrong, late, noise, met = random.Random(4), 0, list[float](), list[float](), Counter[str]()
     whole = [[rng.randrange(300, 4000) for _ in range(rng.randrange(100, 300))] for _ in range(40)]
     plain = start(canary.NAME, enable_prefix_caching=False)
-    engine = start(canary.NAME, cache_disk=str(tmp_path), host_slabs=40, cache_load="always")
+    engine = start(canary.NAME, cache_disk=str(tmp_path), host_slabs=40)
     for fault in [*BAD, "any"]:
         def reads(fault: str = fault) -> Any:
             kind = rng.choice(list(BAD)) if fault == "any" else fault
@@ -198,10 +200,12 @@ def test_a_thousand_requests_on_a_bad_store(script: Script, tmp_path: Path, monk
         excess = list[float]()
         for _ in range(REQUESTS // (len(BAD) + 1)):
             prompt = [*rng.choice(whole), *(rng.randrange(300, 4000) for _ in range(rng.randrange(10)))][:LENGTH - OUTPUT]
-            computing, expected = seconds(plain, prompt)
+            before, expected = seconds(plain, prompt)
             took, said = seconds(engine, prompt)
+            after, _ = seconds(plain, prompt)
             wrong += said != expected
-            excess.append(took - 1.5 * computing - 0.2)
+            excess.append(took - 1.5 * max(before, after) - 0.2)
+            noise.append(after - 1.5 * before - 0.2)
             if rng.random() < 0.3:
                 flush(engine)
         print(f"{fault:10} {len(excess)} requests, {sum(one > 0 for one in excess)} later than 1.5 times computing and 0.2 s, "
@@ -210,13 +214,14 @@ def test_a_thousand_requests_on_a_bad_store(script: Script, tmp_path: Path, monk
         # Hanging threads go on; the next fault's reads find the store usable.
         script.released.set()
         script.released = threading.Event()
-    hits = figures(engine)["disk"].hit_tokens
-    print(f"{REQUESTS} requests, {wrong} wrong; {hits} tokens from disk; faults met: {dict(met)}")
+    disk = figures(engine)["disk"]
+    print(f"{REQUESTS} requests, {wrong} wrong, {len(late)} late; {disk.hit_tokens} tokens from disk, {disk.late_loads} loads given "
+          f"up; faults met: {dict(met)}; computed alone, the latest by {max(noise):+.3f} s")
     engine.scheduler.check()
     engine.close()
     plain.close()
-    assert wrong == 0 and hits > REQUESTS and len(met) == len(BAD)
-    assert len(late) <= 0.03 * REQUESTS, sorted(late)
+    assert wrong == 0 and disk.hit_tokens > REQUESTS and disk.late_loads and len(met) == len(BAD)
+    assert len(late) <= sum(one > 0 for one in noise), sorted(late)
 
 
 def test_a_store_that_hangs_is_left_alone_and_comes_back(script: Script, alone: tuple[list[int], Path], tmp_path: Path,

@@ -26,9 +26,10 @@ from penstock.stores import Store
 
 HOST = "host"
 
-_PATIENCE, _LEAST_PATIENCE = 0.5, 0.15
+_PATIENCE, _LEAST_PATIENCE = 0.5, 0.1
 """A load may take at most _PATIENCE times the computing time plus _LEAST_PATIENCE seconds. So a request that computes after
-a load that failed takes no longer than 1.5 times computing alone plus 0.2 s."""
+a load that failed takes no longer than 1.5 times computing alone plus 0.2 s: half of that is left for a prediction of the
+computing time that is too long, and for threads that a busy machine wakes up late."""
 _MOST_PATIENCE = 30.0
 """The timeout of a load in seconds under --cache-load always."""
 _STALLED_SECONDS = 10.0
