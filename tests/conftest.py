@@ -1,6 +1,6 @@
 """Running the tests in several processes at once (`make test`, pytest-xdist): tests marked `serial` run alone.
 
-Without pytest-xdist, or with `-n 0`, nothing here does anything.
+Without pytest-xdist, or with `-n 0`, nothing here does anything but let the processes that tests start keep their bytecode.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+# A server that a test starts has bytecode at hand, as an installed one has: compiling its modules takes longer than its start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 if WORKERS > 1 and "torch" not in sys.modules:
     # PyTorch's threads meet at a barrier after every operation, so more threads than cores cost milliseconds each time.

@@ -178,9 +178,9 @@ def _excess(what: str, script: Script, expected: list[int], root: Path) -> float
 
 @pytest.mark.exhaustive
 def test_a_thousand_requests_on_a_bad_store(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All faults in turn, each in half of the reads, as canary talks: no wrong token, no request late. Each is compared with the
-    same one computed alone right before it and right after it, and those two with each other, which tells what other work on the
-    machine does to requests that no store touches."""
+    """All faults in turn, each in half of the reads, as canary talks: no wrong token, no request late. Each is compared with
+    the same one computed alone right before it and right after it, and those two with each other, which tells what other work
+    on the machine does to requests that no store touches."""
     # Requests meet the faults again and again: a store is left alone for a moment only, and asked whether it pays or not.
     monkeypatch.setattr("penstock.cache.tiers.catalog._PAUSE_SECONDS", 0.1)
     monkeypatch.setattr("penstock.cache.tiers.cost.Costs.worth_loading", lambda *_: True)
@@ -215,8 +215,8 @@ def test_a_thousand_requests_on_a_bad_store(script: Script, tmp_path: Path, monk
         script.released.set()
         script.released = threading.Event()
     disk = figures(engine)["disk"]
-    print(f"{REQUESTS} requests, {wrong} wrong, {len(late)} late; {disk.hit_tokens} tokens from disk, {disk.late_loads} loads given "
-          f"up; faults met: {dict(met)}; computed alone, the latest by {max(noise):+.3f} s")
+    print(f"{REQUESTS} requests, {wrong} wrong, {len(late)} late; {disk.hit_tokens} tokens from disk, {disk.late_loads} loads "
+          f"given up; faults met: {dict(met)}; computed alone, the latest by {max(noise):+.3f} s")
     engine.scheduler.check()
     engine.close()
     plain.close()

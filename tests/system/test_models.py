@@ -113,10 +113,12 @@ def test_a_model_sleeps_wakes_and_gets_new_weights() -> None:
         pid = server.engine_pid
         assert server.http.post("/sleep?level=1").json() == {"is_sleeping": True}
         assert not Path(f"/proc/{pid}").exists() and server.http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert 'engine_sleep_state{engine="0",model_name="stories",sleep_state="awake"} 0.0' in server.http.get("/metrics").text
         assert say(server, None).status_code == 503 and "sleeps" in error_of(say(server, None))["message"]
         assert server.http.get("/ready").status_code == 503
         assert error_of(server.http.post("/wake_up?tags=weights"))["code"] == "unsupported_parameter"
         assert server.http.post("/wake_up").json() == {"is_sleeping": False}
+        assert 'engine_sleep_state{engine="0",model_name="stories",sleep_state="awake"} 1.0' in server.http.get("/metrics").text
         assert say(server, None).json()["choices"][0]["message"]["content"] == before
         # A running stream keeps the old weights, a new request has the new ones.
         other = canary.model_folder()

@@ -7,7 +7,7 @@ the forced tokens. A state is advanced when a mask is requested, because all ear
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -72,6 +72,12 @@ class GrammarState:
         """Whether numbers of JSON may occur."""
 
 
+_Row = tuple[int, MaskedSegment, GrammarState]
+"""The first line of a segment, the segment, and its sequence's state."""
+_Asked = tuple["LLMatcher", int, list[int]]
+"""A matcher, the line of the mask at its position, and the drafts behind, each of which has a line too."""
+
+
 class Masker:
     """The masker of one engine. Implements `core/masking.py::Masker`."""
 
@@ -95,38 +101,30 @@ class Masker:
     def masks(self, segments: List[MaskedSegment]) -> Masks:
         """Returns one mask for each token that the segments choose, in their order."""
         began = time.perf_counter()
-        live: list[tuple[int, MaskedSegment, GrammarState]] = []
+        rows: list[_Row] = []
         lines = 0
         for segment in segments:
             if not segment.sequence.done:
                 state = segment.sequence.constraint or self._begin(segment.sequence)
                 assert isinstance(state, GrammarState)
-                live.append((lines, segment, state))
+                rows.append((lines, segment, state))
             lines += 1 + len(segment.drafts)
-        # Each of llguidance's threads takes neighbours, which then wait for one lock alone.
-        live.sort(key=lambda row: row[2].lane)
-        bits = np.full((lines, self._words), _FREE, np.int32)
-        moved = self._advance(live)
-        todo: list[tuple[LLMatcher, int, list[int]]] = []
-        for first, segment, state in live:
-            if state.thinking:
-                self._think(state, segment, bits, first)
-                behind = _end_of_thinking(state, segment)
-                if state.matcher is not None and not state.forced:
-                    # An answer that ends while the model thinks would not satisfy the constraint.
-                    thought = len(segment.drafts) + 1 if behind is None else behind
-                    _exclude(bits[first:first + thought], state.stops)
-                if behind is not None and state.matcher is not None:
-                    todo.append((state.matcher, first + behind, segment.drafts[behind:]))
-            elif state.matcher is not None:
-                sure = len(state.forced)
-                if not sure or (sure <= len(segment.drafts) and segment.drafts[:sure] == state.forced):
-                    todo.append((state.matcher, first + sure, segment.drafts[sure:]))
+        if self._parallel:
+            # Each of llguidance's threads takes neighbours, which then wait for one lock alone.
+            rows.sort(key=lambda row: row[2].lane)
+        moved = self._advance(rows)
+        todo = [(state.matcher, first, segment.drafts) for first, segment, state in rows
+                if state.matcher is not None and not state.thinking and not state.forced]
+        shape = lines, self._words
+        # Where matchers fill every line there is nothing else to write first.
+        bits: Ints = np.empty(shape, np.int32) if len(todo) == lines else np.full(shape, _FREE, np.int32)
+        if len(todo) < len(rows):
+            for row in rows:
+                todo += self._behind(*row, bits)
         self._fill(todo, bits)
         self._find_forced(moved, bits)
-        for first, segment, state in live:
-            if state.json and not state.thinking:
-                self._bound_numbers(segment, bits, first)
+        self._compiler.numbers.bound(_numbered(rows), bits)
+        for first, segment, state in rows:
             if state.forced:
                 self._force(segment, state, bits, first)
             elif len(segment.sequence.tokens) < state.least:
@@ -137,29 +135,36 @@ class Masker:
         self.stats.seconds += time.perf_counter() - began
         return Masks(bits)
 
+    def _behind(self, first: int, segment: MaskedSegment, state: GrammarState, bits: Ints) -> list[_Asked]:
+        """The masks that a matcher must compute behind forced tokens or behind the end of thinking, if it is asked at all."""
+        if state.thinking:
+            self._think(state, segment, bits, first)
+            behind = _end_of_thinking(state, segment)
+            if state.matcher is not None and not state.forced:
+                # An answer that ends while the model thinks would not satisfy the constraint.
+                thought = len(segment.drafts) + 1 if behind is None else behind
+                _exclude(bits[first:first + thought], state.stops)
+        else:
+            sure = len(state.forced)
+            behind = sure if sure and segment.drafts[:sure] == state.forced else None
+        return [] if behind is None or state.matcher is None else [(state.matcher, first + behind, segment.drafts[behind:])]
+
     def _begin(self, sequence: Sequence) -> GrammarState:
         state = sequence.constraint = GrammarState(sequence, *self._compiler.matcher(sequence.request))
         return state
 
-    def _advance(self, live: list[tuple[int, MaskedSegment, GrammarState]]) -> list[tuple[int, MaskedSegment, GrammarState]]:
+    def _advance(self, rows: list[_Row]) -> list[_Row]:
         """Processes the tokens chosen since the last call. Returns the rows where forced text has become possible."""
         one: list[tuple[LLMatcher, int]] = []
         moved = []
-        for row in live:
+        for row in rows:
             sequence, state = row[1].sequence, row[2]
             new = sequence.tokens[state.at:]
             fresh = bool(new) or state.at == sequence.prompt_len
             state.at += len(new)
-            if state.begin and new:
-                new = self._watch(sequence, state, new)
-            if state.thinking:
-                state.forced = state.forced[len(new):]
-                new = self._skip_thinking(sequence, state, new)
-                if state.thinking:
-                    continue
-            elif state.forced:
-                state.forced, new = state.forced[len(new):], new[len(state.forced):]
-            if state.matcher is None:
+            if new and (state.begin or state.thinking or state.forced):
+                new = self._unconstrained(sequence, state, new)
+            if state.matcher is None or state.thinking:
                 continue
             if len(new) == 1:
                 one.append((state.matcher, new[0]))
@@ -175,13 +180,25 @@ class Masker:
                 matcher.consume_token(token)
         return moved
 
-    def _find_forced(self, moved: list[tuple[int, MaskedSegment, GrammarState]], bits: Ints) -> None:
+    def _unconstrained(self, sequence: Sequence, state: GrammarState, new: list[int]) -> list[int]:
+        """Takes the tokens that the matcher must not consume off `new`: those of thinking, and those that it has consumed."""
+        if state.begin:
+            new = self._watch(sequence, state, new)
+        if state.thinking:
+            state.forced = state.forced[len(new):]
+            return self._skip_thinking(sequence, state, new)
+        forced = len(state.forced)
+        state.forced = state.forced[len(new):]
+        return new[forced:]
+
+    def _find_forced(self, moved: list[_Row], bits: Ints) -> None:
         """Finds the tokens that must come next. Asking a matcher costs more than computing its mask, so this asks only
         matchers whose mask suggests forced text, and only while the step has room for forced tokens."""
         spare = self._spare()
         if not moved or spare <= 0:
             return
-        allowed = np.bitwise_count(bits.view(np.uint32)).sum(1).tolist()
+        wide = bits.view(np.uint32 if self._words % 2 else np.uint64)
+        allowed = np.bitwise_count(wide).sum(1, dtype=np.uint32).tolist()
         for first, segment, state in moved:
             if spare <= 0:
                 break
@@ -235,7 +252,7 @@ class Masker:
             for line in range(state.budget - thought, len(segment.drafts) + 1):
                 _only(bits[first + line], state.end[0])
 
-    def _fill(self, todo: list[tuple[LLMatcher, int, list[int]]], bits: Ints) -> None:
+    def _fill(self, todo: list[_Asked], bits: Ints) -> None:
         """Fills the masks of all matchers."""
         if not todo:
             return
@@ -255,13 +272,6 @@ class Masker:
                 # The state is too complex for a mask: no token is allowed, and the request ends with an error.
                 bits[line] = 0
 
-    def _bound_numbers(self, segment: MaskedSegment, bits: Ints, first: int) -> None:
-        numbers, known = self._compiler.numbers, segment.sequence.tokens
-        start = segment.sequence.prompt_len
-        numbers.bound(known, bits[first], start)
-        for line in range(1, 1 + len(segment.drafts)):
-            numbers.bound([*known, *segment.drafts[:line]], bits[first + line], start)
-
     def _force(self, segment: MaskedSegment, state: GrammarState, bits: Ints, first: int) -> None:
         for line, token in enumerate(state.forced[:1 + len(segment.drafts)]):
             _only(bits[first + line], token)
@@ -279,6 +289,16 @@ class Masker:
 
             self._pool = LLExecutor()
         return self._pool
+
+
+def _numbered(rows: list[_Row]) -> Iterator[tuple[int, list[int], int]]:
+    """The lines of answers in which numbers of JSON may occur, as for `Numbers.bound`."""
+    for first, segment, state in rows:
+        if state.json and not state.thinking:
+            known, start = segment.sequence.tokens, segment.sequence.prompt_len
+            yield first, known, start
+            for line in range(1, 1 + len(segment.drafts)):
+                yield first + line, [*known, *segment.drafts[:line]], start
 
 
 def _only(words: Ints, token: int) -> None:

@@ -7,10 +7,13 @@ import functools
 import math
 import re
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 
 import numpy as np
 
 from penstock.core.plan import Ints
+
+Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 _CHARACTERS = b"0123456789.eE+-"
 _NUMBER = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -49,25 +52,34 @@ class Numbers:
                 self._leads.append((token, lead))
             if _LARGE.search(text):
                 large.append(token)
-        self._large = _words(large)
+        self._places, self._large = _words(large)
+        """Tokens with a large exponent."""
         self._strings = [single[text] for text in (b"x", b'"') if text in single]
         """A mask with one of these is within a string."""
         self._overflowing = functools.lru_cache(1024)(self._find_overflowing)
 
-    def bound(self, tokens: list[int], line: Ints, first: int = 0) -> None:
-        """Excludes from the mask behind `tokens` what would overflow; the answer begins at `first`. Never excludes all."""
-        end = self._ends.get(tokens[-1]) if len(tokens) > first else None
-        if end is None and not len(self._large):
-            return
-        words = line.view(np.uint32)
-        if any(words[token // 32] >> np.uint32(token % 32) & 1 for token in self._strings):
-            return
-        _take_away(words, self._large)
-        begun = _BEGUN.search(self._end(tokens[max(first, len(tokens) - _LONGEST):])) if end is not None else None
-        if begun is not None and (len(begun[0]) > _SAFE_DIGITS or b"e" in begun[0] or b"E" in begun[0]):
-            _take_away(words, self._overflowing(begun[0]))
+    def bound(self, rows: Iterable[tuple[int, List[int], int]], bits: Ints) -> None:
+        """Excludes from masks what would overflow. `rows` are (line in `bits`, the tokens before it, where the answer begins
+        in them). Never excludes all tokens of a line."""
+        words = bits.view(np.uint32)
+        strings = np.zeros(len(bits), np.uint32)
+        for token in self._strings:
+            strings |= words[:, token // 32] & np.uint32(1 << token % 32)
+        large = (words[:, self._places] & self._large).any(1)
+        inside: list[int] = strings.tolist()
+        risky: list[bool] = np.atleast_1d(large).tolist()
+        ends = self._ends
+        for line, tokens, first in rows:
+            if inside[line]:
+                continue
+            if risky[line]:
+                _take_away(words[line], self._places, self._large)
+            if len(tokens) > first and tokens[-1] in ends:
+                begun = _BEGUN.search(self._end(tokens[max(first, len(tokens) - _LONGEST):]))
+                if begun is not None and (len(begun[0]) > _SAFE_DIGITS or b"e" in begun[0] or b"E" in begun[0]):
+                    _take_away(words[line], *self._overflowing(begun[0]))
 
-    def _end(self, tokens: list[int]) -> bytes:
+    def _end(self, tokens: List[int]) -> bytes:
         """The number characters at the end of a text."""
         parts: list[bytes] = []
         for token in reversed(tokens):
@@ -76,21 +88,21 @@ class Numbers:
                 break
         return b"".join(reversed(parts))
 
-    def _find_overflowing(self, begun: bytes) -> Ints:
-        found = [token for token, lead in self._leads
-                 if (number := _NUMBER.match(begun + lead)) is not None and math.isinf(float(number[0]))]
-        return _words(found)
+    def _find_overflowing(self, begun: bytes) -> tuple[Ints, Words]:
+        return _words(token for token, lead in self._leads
+                      if (number := _NUMBER.match(begun + lead)) is not None and math.isinf(float(number[0])))
 
 
-def _words(tokens: list[int]) -> Ints:
-    """A mask of these tokens, as long as it must be."""
-    bits = np.zeros((max(tokens, default=-1) // 32 + 1) * 32, np.uint8)
-    bits[tokens] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
+def _words(tokens: Iterable[int]) -> tuple[Ints, Words]:
+    """The words of a mask that have bits of these tokens: their places, and the bits."""
+    found: dict[int, int] = {}
+    for token in tokens:
+        found[token // 32] = found.get(token // 32, 0) | 1 << token % 32
+    return np.array(list(found), np.int32), np.array(list(found.values()), np.uint32)
 
 
-def _take_away(words: np.ndarray[tuple[int], np.dtype[np.uint32]], excluded: Ints) -> None:
-    count = len(excluded)
-    left = words[:count] & ~excluded.view(np.uint32)
-    if left.any() or words[count:].any():
-        words[:count] = left
+def _take_away(words: Words, places: Ints, excluded: Words) -> None:
+    kept = words[places]
+    words[places] = kept & ~excluded
+    if not words.any():
+        words[places] = kept

@@ -99,8 +99,6 @@ class EngineCollector(Collector):
         waits = {"capacity": stats.waiting, "deferred": stats.grammars_waiting}
         yield self._by(GaugeMetricFamily, "vllm:num_requests_waiting_by_reason",
                        "Waiting requests: for capacity, or for their grammar.", "reason", waits.items())
-        yield self._by(GaugeMetricFamily, "vllm:engine_sleep_state", "Whether the engine sleeps; this one never does.",
-                       "sleep_state", (("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)))
         yield self._by(GaugeMetricFamily, "penstock:step_time_seconds", "The model of step time: seconds by term.", "term",
                        zip(TERMS, stats.step_time, strict=False))
         uneven = [max(picks) * len(picks) / max(1, sum(picks)) for picks in stats.expert_picks]
@@ -229,6 +227,13 @@ class FleetCollector(Collector):
                 if whole is not metric:
                     whole.samples += [sample for sample in metric.samples if sample not in whole.samples]
         yield from found.values()
+        sleep = GaugeMetricFamily("vllm:engine_sleep_state", "Whether a model sleeps: its engine has ended until /wake_up.",
+                                  labels=(*LABELS, "sleep_state"))
+        for slot in self.fleet.slots:
+            asleep = slot.state == "sleeping"
+            for state, holds in (("awake", not asleep), ("weights_offloaded", False), ("discard_all", asleep)):
+                sleep.add_metric((slot.names[0], "0", state), holds)
+        yield sleep
 
 
 class MetricsPage:

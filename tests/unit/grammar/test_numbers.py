@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from penstock.core.plan import Ints
 from penstock.core.sampling import StructuredOutputsParams
 from penstock.grammar import definition
 from penstock.grammar.numbers import Numbers
@@ -18,13 +19,18 @@ VOCABULARY = [bytes([byte]) for byte in range(256)] + [b"<end>", *(str(n).encode
                                                        b"1e400", b"E+30", b": 1", b"9,", b"9}", b"999999999999"]
 
 
+def bound(numbers: Numbers, tokens: list[int], line: Ints, first: int = 0) -> None:
+    """Bounds one mask."""
+    numbers.bound([(0, tokens, first)], line[None])
+
+
 def allowed(text: list[bytes], *candidates: bytes) -> list[bool]:
     """For each candidate, whether it may follow the tokens of a text outside of strings, if the grammar allows every token of
     a number."""
     bits = np.zeros(-(-len(VOCABULARY) // 32) * 32, np.uint8)
     bits[[at for at, token in enumerate(VOCABULARY) if token.strip(b"0123456789.eE+-,}: ") == b""]] = 1
     line = np.packbits(bits, bitorder="little").view(np.int32)
-    Numbers(VOCABULARY).bound([VOCABULARY.index(token) for token in text], line)
+    bound(Numbers(VOCABULARY), [VOCABULARY.index(token) for token in text], line)
     left = np.unpackbits(line.view(np.uint8), bitorder="little")
     return [bool(left[VOCABULARY.index(token)]) for token in candidates]
 
@@ -57,7 +63,7 @@ def test_tokens_with_a_large_exponent_are_excluded_outside_of_strings() -> None:
 
 def test_strings_are_left_alone() -> None:
     everything = np.full(-(-len(VOCABULARY) // 32), -1, np.int32)
-    Numbers(VOCABULARY).bound([VOCABULARY.index(token) for token in (b'"', b"1", b"e", b"30")], everything)
+    bound(Numbers(VOCABULARY), [VOCABULARY.index(token) for token in (b'"', b"1", b"e", b"30")], everything)
     assert (everything == -1).all()
 
 
@@ -65,9 +71,9 @@ def test_a_number_of_the_prompt_is_no_part_of_the_answer() -> None:
     line = np.zeros(-(-len(VOCABULARY) // 32), np.int32)
     line[1] = 0x3FF1000  # digits and the comma
     before, known = line.copy(), [VOCABULARY.index(token) for token in (b"1", b"e", b"30")]
-    Numbers(VOCABULARY).bound(known, line, first=3)
+    bound(Numbers(VOCABULARY), known, line, first=3)
     assert (line == before).all()
-    Numbers(VOCABULARY).bound(known, line, first=0)
+    bound(Numbers(VOCABULARY), known, line)
     assert (line != before).any()
 
 
@@ -75,7 +81,7 @@ def test_a_mask_is_never_emptied() -> None:
     line = np.zeros(-(-len(VOCABULARY) // 32), np.int32)
     line.view(np.uint32)[ord("9") // 32] = 1 << ord("9") % 32
     before = line.copy()
-    Numbers(VOCABULARY).bound([ord("1"), ord("e"), VOCABULARY.index(b"30")], line)
+    bound(Numbers(VOCABULARY), [ord("1"), ord("e"), VOCABULARY.index(b"30")], line)
     assert (line == before).all()
 
 
@@ -90,7 +96,7 @@ def test_random_numbers_are_finite(schema: dict[str, object]) -> None:
         while len(known) < 400:
             line = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             line = np.pad(line, (0, -len(line) % 4)).view(np.int32).copy()
-            numbers.bound(known, line)
+            bound(numbers, known, line)
             bits = np.unpackbits(line.view(np.uint8), bitorder="little")
             digits = [byte for byte in b"0123456789" if bits[byte]]
             marks = [byte for byte in b"eE." if bits[byte] and letters < 2 and len(known) > 2]
