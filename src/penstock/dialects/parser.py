@@ -91,7 +91,7 @@ class Parser:
                 next(self._work)
             except StopIteration:
                 self._done = True
-        events, self._events = _joined(self._events), []
+        events, self._events = _joined(self._events) if len(self._events) > 1 else self._events, []
         self._all += events
         return events
 

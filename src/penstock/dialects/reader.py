@@ -69,7 +69,15 @@ class Reader:
         counts. The marker is None at the end of all text. With `emit`, passes the text on as it arrives and returns ""
         instead."""
         said: list[str] = []
+        beginnings = re.compile(f"[{re.escape(''.join({marker[0] for marker in markers}))}]") if markers else None
         while True:
+            if emit and not self.ended and not (beginnings and beginnings.search(self.text, self.at)):
+                # Most pieces of an answer have nothing that could begin a marker.
+                piece, self.at = self.text[self.at:], len(self.text)
+                if piece:
+                    emit(piece)
+                yield
+                continue
             place, marker, safe = first(self.text, self.at, markers, self.ended)
             piece = self.text[self.at:place if marker is not None else safe]
             if piece:

@@ -7,8 +7,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.engine.async_llm import Stream
 from penstock.engine.ledger import rounded
+from penstock.engine.stream import Stream
 from penstock.observe.log import LOG
 from penstock.server.gate import PROBES
 

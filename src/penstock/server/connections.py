@@ -48,6 +48,10 @@ LOG_SECONDS = 10.0
 """The least time between two log lines about refused connections."""
 
 
+DIRECT = "penstock.direct"
+"""The scope's extension that has a request's `DirectWrites`."""
+
+
 @dataclass
 class Counts:
     """Counts of connections since the start, for /metrics."""
@@ -271,6 +275,7 @@ class Connection(HttpToolsProtocol):
     # -- bounds
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        cycle.scope.setdefault("extensions", {})[DIRECT] = DirectWrites(cycle)
         task = self.loop.create_task(cycle.run_asgi(app))
         for known in (self.tasks, self._running):
             known.add(task)
@@ -322,6 +327,26 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(f"this is not a valid HTTP/1.1 request: {msg}", 400)
+
+
+class DirectWrites:
+    """Writes pieces of one answer's body on the spot, past the layers of the application, which look at its start and end
+    alone."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle = cycle
+
+    @property
+    def possible(self) -> bool:
+        """Whether the answer has begun, in chunks, and its client keeps up with reading."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding and not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete))
+
+    def write(self, piece: bytes) -> None:
+        """Sends a piece that is not empty. Only while it is `possible`."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests", 431: b"Request Header Fields Too Large"}

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.core.errors import RequestError
-from penstock.engine.async_llm import Stream
+from penstock.engine.stream import Stream
 from penstock.server.dialect import ErrorShapes
 from penstock.server.errors import as_request_error, error_response
 from penstock.server.ignored import ignored_header

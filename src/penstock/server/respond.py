@@ -6,6 +6,7 @@ The content is built by an `Answer`. This file owns the life cycle: when the cli
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -16,8 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.core.errors import EngineDeadError, RequestError
 from penstock.core.request import TokenLogprobs
-from penstock.engine.async_llm import Stream
 from penstock.engine.outputs import Delta
+from penstock.engine.stream import Stream
+from penstock.engine.work import INLINE
+from penstock.server.connections import DIRECT, DirectWrites
 from penstock.server.errors import CLIENT_GONE, as_request_error
 
 encode = msgspec.json.Encoder().encode
@@ -36,6 +39,22 @@ SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 def event(value: Any) -> bytes:
     """One server-sent event."""
     return b"data: %b\n\n" % encode(value)
+
+
+class Frame:
+    """An event of which only one text changes: the rest is encoded once."""
+
+    __slots__ = ("_begin", "_end")
+
+    def __init__(self, value: Any, field: str) -> None:
+        """`value` is the event's data with the text "\0" in its first field of this name."""
+        self._begin, mark, self._end = event(value).partition(b'"%b":"\\u0000"' % field.encode())
+        assert mark, f"no {field}"
+        self._begin += b'"%b":' % field.encode()
+
+    def event(self, text: str) -> bytes:
+        """The event with this text."""
+        return b"%b%b%b" % (self._begin, encode(text), self._end)
 
 
 DONE = b"data: [DONE]\n\n"
@@ -143,7 +162,8 @@ async def _close_when_gone(receive: Receive, stream: Stream) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. Everything that is ready goes out in one write; a slow reader gets fewer, larger events."""
+    """Server-sent events. Everything that is ready goes out in one write; a slow reader gets fewer, larger events. While it
+    keeps up, the events of a step are written as they arrive, without waking this answer's task."""
 
     def __init__(self, stream: Stream, answer: Answer, watch: asyncio.Task[None], wire: Wire = SSE) -> None:
         super().__init__(headers=SSE_HEADERS, media_type=wire.media_type)
@@ -157,33 +177,49 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
-                await self._send_all(send)
+                await self._send_all(send, scope.get("extensions", {}).get(DIRECT))
             except ClientDisconnect:
                 return
             except (RequestError, EngineDeadError) as error:
-                body = self._wire.failed(scope["error_shape"](as_request_error(error)))
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await _piece(send, self._wire.failed(scope["error_shape"](as_request_error(error))))
             await send({"type": "http.response.body", "body": self._wire.done, "more_body": False})
         finally:
             self._watch.cancel()
             self._stream.close()
 
-    async def _send_all(self, send: Send) -> None:
-        answer = self._answer
-        opening = self._wire.opening()
-        if opening:
-            await send({"type": "http.response.body", "body": opening, "more_body": True})
+    async def _send_all(self, send: Send, direct: DirectWrites | None) -> None:
+        stream, taker = self._stream, None
+        await _piece(send, self._wire.opening())
         while True:
+            # Once something was sent, deltas that come while this task waits are written where they arrive.
+            stream.taker = taker
             try:
-                deltas = await self._stream.next(KEEP_ALIVE_SECONDS)
+                deltas = await stream.next(KEEP_ALIVE_SECONDS)
             except StopAsyncIteration:
                 break
-            body = await self._events(deltas) if deltas else self._wire.keep_alive
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        body = answer.last_events()
-        if body:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            finally:
+                stream.taker = None
+            await _piece(send, await self._events(deltas) if deltas else self._wire.keep_alive)
+            if direct is not None and deltas:
+                taker = functools.partial(self._take, direct)
+        await _piece(send, self._answer.last_events())
 
     async def _events(self, deltas: list[Delta]) -> bytes:
         return await self._stream.work.run(_size(deltas), lambda: self._answer.events(deltas))
+
+    def _take(self, direct: DirectWrites, deltas: list[Delta]) -> bool:
+        if not direct.possible or _size(deltas) > INLINE:
+            return False
+        try:
+            events = self._answer.events(deltas)
+        except Exception as error:  # noqa: BLE001 (it is raised where the stream is read, and fails this answer alone)
+            self._stream.close(error)
+        else:
+            if events:
+                direct.write(events)
+        return True
+
+
+async def _piece(send: Send, body: bytes) -> None:
+    if body:
+        await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -68,7 +68,7 @@ class Room:
                 llm = self.state.llm
                 found = await llm.look()
                 stats, figures = llm.stats, llm.figures
-                ended = [one for one in llm.ended if one["finished"] > time.time() - SHOWN]
+                ended = [one for one in llm.traffic.ended if one["finished"] > time.time() - SHOWN]
                 self._found = {**found, "stats": {**named(stats), "tiers": [named(tier) for tier in stats.tiers]},
                                "ended": ended, "finished": figures.finished, "refused": figures.refused,
                                "first_token": _counts(figures.first_token), "between_tokens": _counts(figures.between_tokens)}

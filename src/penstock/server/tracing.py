@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.core.errors import ConfigError
-from penstock.engine.async_llm import Stream
+from penstock.engine.stream import Stream
 from penstock.server.gate import PROBES
 from penstock.server.page import is_page
 

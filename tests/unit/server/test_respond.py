@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import RequestError
-from penstock.engine.async_llm import Stream
 from penstock.engine.outputs import Delta
-from penstock.engine.work import Workers
-from penstock.server import respond
+from penstock.engine.stream import Stream
+from penstock.engine.work import INLINE, Workers
+from penstock.server import connections, respond
 
 
 class FakeLLM:
@@ -23,6 +23,8 @@ class FakeLLM:
 
 class FakeAnswer:
     def events(self, deltas: list[Delta]) -> bytes:
+        if any(delta.text == "wrong" for delta in deltas):
+            raise ZeroDivisionError
         return b"".join(respond.event(delta.text) for delta in deltas)
 
     def last_events(self) -> bytes:
@@ -50,7 +52,7 @@ def test_comments_keep_a_quiet_stream_alive(monkeypatch: pytest.MonkeyPatch) -> 
         answering = asyncio.create_task(respond.EventStream(stream, FakeAnswer(), watch)(  # type: ignore[arg-type]
             {"type": "http"}, None, send))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
-        stream.put(Delta("a", 0, "text", [1]))
+        stream.put([Delta("a", 0, "text", [1])])
         await asyncio.sleep(0.1)
         stream.end("a")
         await answering
@@ -85,3 +87,85 @@ def test_a_stream_is_admitted_once_all_its_requests_are() -> None:
             await gone.next()
 
     asyncio.run(run())
+
+
+class FakeDirect:
+    """Writes into the same list as `send`."""
+
+    def __init__(self, sent: list[tuple[str, bytes]]) -> None:
+        self.sent = sent
+        self.possible = True
+
+    def write(self, piece: bytes) -> None:
+        self.sent.append(("direct", piece))
+
+
+def test_deltas_are_written_as_they_arrive_and_in_order() -> None:
+    """The first piece goes the long way, as do large ones and those of a client that does not keep up."""
+    sent: list[tuple[str, bytes]] = []
+    direct = FakeDirect(sent)
+
+    async def run() -> None:
+        stream = stream_of("a")
+
+        async def send(message: dict[str, Any]) -> None:
+            if message.get("body"):
+                sent.append(("send", message["body"]))
+
+        watch = asyncio.create_task(asyncio.sleep(10))
+        scope = {"type": "http", "extensions": {connections.DIRECT: direct}}
+        answering = asyncio.create_task(respond.EventStream(stream, FakeAnswer(), watch)(scope, None, send))  # type: ignore[arg-type]
+        large = "x" * (8 * INLINE + 8)
+        for text, possible, at_once in (("one", True, False), ("two", True, True), ("three", False, False),
+                                        ("four", True, True), (large, True, False), ("six", True, True)):
+            await asyncio.sleep(0.02)
+            direct.possible, before = possible, len(sent)
+            stream.put([Delta("a", 0, text, [1])])
+            assert (len(sent) > before) == at_once, text[:9]
+            if at_once:
+                # Others that come before the task has run are not overtaken.
+                stream.taker, taker = None, stream.taker
+                stream.put([Delta("a", 0, "waits", [1])])
+                stream.taker = taker
+                stream.put([Delta("a", 0, "behind", [1])])
+        stream.end("a")
+        await answering
+
+    asyncio.run(run())
+    texts = [line for _, body in sent for line in body.decode().split("\n\n") if line]
+    said = [text.removeprefix('data: "').removesuffix('"') for text in texts]
+    pair = ["waits", "behind"]
+    assert [text[:6] for text in said] == ["one", "two", *pair, "three", "four", *pair, "xxxxxx", "six", *pair, "data: "]
+    assert [how for how, _ in sent] == ["send", "direct", "send", "send", "direct", "send", "send", "direct", "send", "send"]
+
+
+def test_an_answer_that_cannot_be_written_fails_alone() -> None:
+    sent: list[tuple[str, bytes]] = []
+
+    async def run() -> None:
+        stream = stream_of("a")
+
+        async def send(message: dict[str, Any]) -> None:
+            pass
+
+        watch = asyncio.create_task(asyncio.sleep(10))
+        scope = {"type": "http", "extensions": {connections.DIRECT: FakeDirect(sent)}}
+        answering = asyncio.create_task(respond.EventStream(stream, FakeAnswer(), watch)(scope, None, send))  # type: ignore[arg-type]
+        for text in ("one", "wrong"):
+            await asyncio.sleep(0.02)
+            stream.put([Delta("a", 0, text, [1])])
+        with pytest.raises(ZeroDivisionError):
+            await answering
+        assert not stream.open
+
+    asyncio.run(run())
+    assert not sent
+
+
+def test_a_frame_is_the_event_with_another_text() -> None:
+    def value(text: str) -> dict[str, Any]:
+        return {"id": 'an id with "text":"\\u0000" and \0', "choices": [{"index": 0, "text": text, "more": [None, "\0"]}]}
+
+    frame = respond.Frame(value("\0"), "text")
+    for text in ("", "word", 'a "quote"\n', "\0", "é\U0001f600"):
+        assert frame.event(text) == respond.event(value(text))

@@ -18,6 +18,7 @@ from penstock.engine.ledger import rounded
 from penstock.engine.outputs import Delta
 from penstock.server.openai.logprobs import Namer
 from penstock.server.openai.protocol import GenerationFields
+from penstock.server.respond import Frame
 
 
 class PromptDetails(msgspec.Struct):
@@ -88,6 +89,8 @@ class ChoicesAnswer(ABC):
         self.ledger: dict[str, Any] | UnsetType = UNSET
         """Of the choice that ended last, if it is wanted."""
         self.want_ids = bool(body.return_token_ids)
+        self.frames: dict[int, Frame] = {}
+        """Of each choice, for events that tell a text and nothing else."""
         options = body.stream_options
         self.usage_at_end = bool(options and options.include_usage)
         self.usage_always = self.usage_at_end and bool(options and options.continuous_usage_stats)

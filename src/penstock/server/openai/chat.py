@@ -14,6 +14,7 @@ from starlette.responses import Response
 from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, TokenLogprobs
 from penstock.core.request import Request as EngineRequest
+from penstock.dialects.message import Content
 from penstock.dialects.parser import Parser
 from penstock.engine.outputs import Delta
 from penstock.server.body import BodyReader
@@ -26,7 +27,7 @@ from penstock.server.openai.protocol import ChatRequest, ToolChoice
 from penstock.server.openai.reading import AnswerMessage, ChunkDelta, Flags, Reading, forced, offered, strict
 from penstock.server.openai.sampling import check_stream, sampling_params
 from penstock.server.openai.structured import structure_of
-from penstock.server.respond import event, respond
+from penstock.server.respond import Frame, event, respond
 from penstock.server.state import State
 
 
@@ -85,6 +86,7 @@ class ChatAnswer(ChoicesAnswer):
         super().__init__(name, model, [request], body, namer, info)
         self.request = request
         self.want_logprobs = bool(body.logprobs)
+        self._plain = not (self.want_logprobs or self.want_ids or self.usage_always)
         self.readings = [Reading(new_parser(), body) for _ in self.growths]
 
     def event(self, choice: int, delta: Delta) -> bytes:
@@ -96,7 +98,13 @@ class ChatAnswer(ChoicesAnswer):
             opening = event(self._chunk(ChunkChoice(choice, ChunkDelta("assistant", "")), first=True))
         self.count(delta)
         reading = self.readings[choice]
-        said = reading.chunk(delta.text, delta.finish_reason is not None)
+        events = reading.events(delta.text, delta.finish_reason is not None)
+        if self._plain and len(events) == 1 and isinstance(events[0], Content) and not delta.finish_reason:
+            frame = self.frames.get(choice)
+            if frame is None:
+                frame = self.frames[choice] = Frame(self._chunk(ChunkChoice(choice, ChunkDelta(content="\0"))), "content")
+            return opening + frame.event(events[0].text)
+        said = reading.chunk(events)
         if said == ChunkDelta() and not (delta.finish_reason or self.want_logprobs or self.want_ids):
             return opening
         if said == ChunkDelta() and not delta.finish_reason:

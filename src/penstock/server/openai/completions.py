@@ -20,7 +20,7 @@ from penstock.server.openai.logprobs import Namer, completion_logprobs, namer, p
 from penstock.server.openai.prepare import prepare
 from penstock.server.openai.protocol import CompletionRequest
 from penstock.server.openai.sampling import check_stream, sampling_params
-from penstock.server.respond import event, respond
+from penstock.server.respond import Frame, event, respond
 from penstock.server.state import State
 from penstock.text import Tokenizer
 
@@ -66,6 +66,7 @@ class CompletionAnswer(ChoicesAnswer):
         """max_tokens is 0: only the prompt is scored. The engine still generates one token, which is not shown."""
         self.want_logprobs = body.logprobs is not None
         self.want_prompt_logprobs = body.prompt_logprobs is not None
+        self._plain = not (self.want_logprobs or self.want_ids or self.usage_always or self.score_only)
         self._tokenizer = tokenizer
         """None: an event without text reports that a token was generated."""
         self._offsets: dict[int, Offsets] = {}
@@ -85,6 +86,11 @@ class CompletionAnswer(ChoicesAnswer):
                 or self._tokenizer is None):
             return b""
         growth.started = True
+        if self._plain and not (opening or delta.finish_reason):
+            frame = self.frames.get(index)
+            if frame is None:
+                frame = self.frames[index] = Frame(self._completion([Choice(index, "\0")], self.chunk_usage()), "text")
+            return frame.event(delta.text)
         choice = self._choice(index, delta.text, delta.token_ids, delta.logprobs or [], opening)
         choice.finish_reason = delta.finish_reason
         if delta.finish_reason:

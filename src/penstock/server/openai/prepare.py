@@ -63,7 +63,7 @@ async def admitted(state: State, http: HttpRequest, body: Asked, service_tier: s
     promise = promised(llm.inputs.info.classes, service_tier, http.headers, key, priority)
     tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
     requests = await llm.work.run(size, lambda: make({"priority": priority, "salt": salt, "tenant": tenant}))
-    state.limits.check_tenant(llm.tokens_in_flight(tenant), requests, key)
+    state.limits.check_tenant(llm.traffic.tokens_in_flight(tenant), requests, key)
     promise.give(requests)
     for request in requests[1:]:
         request.follows = True

@@ -124,11 +124,13 @@ class Reading:
     def flags(self) -> Flags | UnsetType:
         return Flags(True) if self.parser.malformed else UNSET
 
-    def chunk(self, text: str, ended: bool) -> ChunkDelta:
+    def events(self, text: str, ended: bool) -> list[Event]:
         """The events that this text makes certain."""
         events = self.parser.push(text)
-        if ended:
-            events = [*events, *self.parser.finish()]
+        return [*events, *self.parser.finish()] if ended else events
+
+    def chunk(self, events: list[Event]) -> ChunkDelta:
+        """Some events as what is new of a message."""
         delta = ChunkDelta()
         for event in events:
             self._add(delta, event)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.core.errors import EngineDeadError, RequestError
-from penstock.engine.async_llm import Stream
+from penstock.engine.stream import Stream
 from penstock.server.answer import json_response
 from penstock.server.blocks import Blocks
 from penstock.server.dialect import Route

@@ -1,0 +1,163 @@
+"""The open requests of a frontend: whose they are, how far they have come, and the statistics that this gives."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from penstock.core.errors import RequestError
+from penstock.core.request import Request, Timings, Update
+from penstock.core.sampling import MAX_OPEN_LIST_WORDS
+from penstock.engine.ledger import ledger
+from penstock.engine.outputs import Delta
+from penstock.engine.stream import Stream
+from penstock.observe.figures import Figures
+
+_ENDED = 200
+"""Sequences that `Traffic.ended` remembers."""
+
+
+class Track:
+    """Progress of one open request, for its stream and the statistics. Times are time.monotonic()."""
+
+    __slots__ = ("arrived", "cached", "first", "last", "open", "queued", "request", "stream", "tokens")
+
+    def __init__(self, request: Request, stream: Stream, now: float) -> None:
+        self.request = request
+        self.stream = stream
+        self.arrived = now
+        self.open = request.params.n
+        """Sequences that have not ended."""
+        self.first: dict[int, float] = {}
+        self.last: dict[int, float] = {}
+        self.tokens: dict[int, int] = {}
+        self.queued = self.cached = 0.0  # seconds in the queue, prompt tokens that the cache had
+
+
+class Traffic:
+    """The open requests by their ids. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self.figures = Figures(1)
+        self.ended: deque[dict[str, Any]] = deque(maxlen=_ENDED)
+        """The sequences that ended last, for people who watch."""
+        self._tracks: dict[str, Track] = {}
+        self._tenant_tokens: Counter[str] = Counter()
+        self._gaps: Counter[tuple[float, int]] = Counter()
+        """Tokens by when the one before came, and how many came at once."""
+        self._list_words = 0
+        """The device memory used by the open requests' sampling parameters, in 4-byte words."""
+
+    def __len__(self) -> int:
+        return len(self._tracks)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tracks
+
+    def __iter__(self) -> Iterator[Track]:
+        return iter(self._tracks.values())
+
+    def get(self, name: str) -> Track | None:
+        return self._tracks.get(name)
+
+    @property
+    def streams(self) -> set[Stream]:
+        """Every stream with an open request."""
+        return {track.stream for track in self}
+
+    def tokens_in_flight(self, tenant: str) -> int:
+        """The number of prompt tokens of this tenant's open requests."""
+        return self._tenant_tokens[tenant]
+
+    def check_room(self, requests: Sequence[Request], most: int) -> None:
+        """RequestError 503 if more than `most` requests would be open, which the engine runs and queues. A busy engine refuses
+        them itself; this check bounds the requests sent to an engine that does not answer."""
+        words = sum(request.list_words for request in requests)
+        if words > MAX_OPEN_LIST_WORDS:
+            raise RequestError(f"bad_words, logit_bias and allowed_token_ids of all n sequences take {4 * words:,} bytes of "
+                               f"device memory; at most {4 * MAX_OPEN_LIST_WORDS:,} are possible; send fewer, or a lower n",
+                               param="n", code="invalid_value")
+        if self._list_words + words > MAX_OPEN_LIST_WORDS:
+            self.figures.refused += 1
+            raise RequestError("the lists of other requests (bad_words, logit_bias, allowed_token_ids) take "
+                               "all the device memory there is for them; try again in a moment", code="overloaded", status=503)
+        if len(self) >= most:
+            self.figures.refused += 1
+            raise RequestError(f"{len(self)} requests are open; at most {most} run and wait (--max-num-queued-reqs); try again "
+                               "in a moment", code="queue_full", status=503)
+
+    def open(self, request: Request, stream: Stream, now: float) -> None:
+        """Counts a request of `stream` as open."""
+        self._tracks[request.id] = Track(request, stream, now)
+        self._tenant_tokens[request.tenant] += len(request.prompt_ids)
+        self._list_words += request.list_words
+        stream.open.add(request.id)
+        stream.unconfirmed.add(request.id)
+        stream.prompt_tokens += len(request.prompt_ids)
+
+    def forget(self, name: str) -> Track:
+        """Removes a request and returns its track."""
+        track = self._tracks.pop(name)
+        tenant = track.request.tenant
+        self._tenant_tokens[tenant] -= len(track.request.prompt_ids)
+        self._list_words -= track.request.list_words
+        if not self._tenant_tokens[tenant]:
+            del self._tenant_tokens[tenant]
+        return track
+
+    def count_update(self, update: Update, track: Track) -> None:
+        """Counts what the engine says of a sequence beside its tokens."""
+        if update.finish_reason == "error":
+            self.figures.finished["error"] += 1
+        if update.token_ids and not update.index and not track.tokens:
+            self.figures.computed_prompts.observe(len(track.request.prompt_ids) - update.cached_tokens)
+        track.cached = update.cached_tokens or track.cached
+        timings = update.timings
+        if timings is not None and timings.first_scheduled:
+            track.queued = timings.first_scheduled - timings.arrival
+            self.figures.ended(timings)
+
+    def count_tokens(self, track: Track, delta: Delta, now: float) -> None:
+        """Counts the tokens of a delta."""
+        figures, index, count = self.figures, delta.index, len(delta.token_ids)
+        if not track.tokens:
+            track.stream.cached_tokens += delta.cached_tokens
+        track.stream.output_tokens += count
+        figures.generation_tokens += count
+        last = track.last.get(index)
+        if last is None:
+            figures.first_token.observe(now - track.arrived)
+            track.first[index] = now
+            track.tokens[index] = count
+        else:
+            # Tokens of the same two steps have the same time between them.
+            self._gaps[last, count] += count
+            track.tokens[index] += count
+        track.last[index] = now
+
+    def count_gaps(self, now: float) -> None:
+        """Counts the times between the tokens of a step."""
+        for (last, count), tokens in self._gaps.items():
+            self.figures.between_tokens.observe((now - last) / count, tokens)
+        self._gaps.clear()
+
+    def count_end(self, track: Track, delta: Delta, now: float) -> None:
+        """Counts a sequence that has ended, and gives its last delta the ledger of its time."""
+        figures, tokens, stream = self.figures, track.tokens.get(delta.index, 0), track.stream
+        reason = delta.finish_reason or "stop"
+        track.open -= 1
+        stream.ends[reason] = None
+        delta.ledger = stream.ledger = ledger(delta.timings or Timings(track.request.arrival))
+        stream.ledger_at = time.time()
+        figures.finished[reason] += 1
+        figures.end_to_end.observe(now - track.arrived)
+        figures.output_lengths.observe(tokens)
+        past = stream.ledger_at - now
+        self.ended.append({"id": delta.request_id, "arrival": past + track.arrived, "queued": track.queued,
+                           "first": past + track.first.get(delta.index, now), "finished": past + now, "output": tokens,
+                           "prompt": len(track.request.prompt_ids), "cached": int(track.cached),
+                           "priority": track.request.priority, "reason": reason})
+        if tokens > 1:
+            figures.per_token.observe((now - track.first[delta.index]) / (tokens - 1))
