@@ -25,7 +25,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.engine import Engine
 from penstock.worker.rank import Rank
 from tests.data import MODELS, need
-from tests.system.random_models import saved_random
+from tests.system.random_models import saved_head, saved_random
 from tests.system.ranks import Several, Threaded
 from tests.system.routes import AXES, Route, covering, every, made, named, possible
 
@@ -92,7 +92,8 @@ def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, *, alone: b
     if told["tight"]:
         options["kv_cache_memory_bytes"] = _tight(folder, options["block_size"], options["max_num_batched_tokens"], models)
     if models > 1:
-        options["speculative_model"] = str(folder)
+        head = options["speculative_model"] == "eagle3"
+        options["speculative_model"] = str(saved_head(folder, scratch / "head", 3) if head else folder)
         if "cache_host_bytes" in options:
             options["cache_host_bytes"] *= models
     settled = EngineOptions(**options)

@@ -19,7 +19,7 @@ from penstock.core.sequence import Sequence
 from penstock.scheduler.drafting import Adaptive
 
 ASSETS = Path(__file__).parents[1] / "assets"
-DRAFT = str(ASSETS / "canary-draft")
+DRAFT, EAGLE, LATENT = (str(ASSETS / f"canary-{name}") for name in ("draft", "eagle", "mla"))
 ITEMS = [item for skill in ("repeat", "json", "recall") for item in suite.prompts(skill, 3)]
 FIXED = {"draft_policy": "fixed", "num_speculative_tokens": 4}
 
@@ -47,7 +47,8 @@ ASKED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", [{"speculate": "ngram", **FIXED}, {"speculative_model": DRAFT, **FIXED},
-                                     {"speculative_model": DRAFT}], ids=["ngram", "model", "adaptive"])
+                                     {"speculative_model": DRAFT}, {"speculative_model": EAGLE, **FIXED}],
+                         ids=["ngram", "model", "adaptive", "eagle3"])
 def test_answers_are_equal_and_steps_are_fewer(options: dict[str, Any]) -> None:
     with opened() as plain, opened(**options) as drafting:
         for asked in ASKED:
@@ -67,8 +68,9 @@ def test_the_draft_model_of_canary_is_right_as_often_as_its_card_says() -> None:
     assert stats.accepted_tokens / stats.drafts > 2.5
 
 
-def test_a_prefix_hit_has_the_draft_models_entries_too() -> None:
-    with opened(speculative_model=DRAFT, **FIXED) as llm:
+@pytest.mark.parametrize("draft", [DRAFT, EAGLE], ids=["model", "eagle3"])
+def test_a_prefix_hit_has_the_drafters_entries_too(draft: str) -> None:
+    with opened(speculative_model=draft, **FIXED) as llm:
         first, once = answers(llm)
         drafts, accepted = once.drafts, once.accepted_tokens
         again, twice = answers(llm)
@@ -90,11 +92,12 @@ def test_options_in_vllms_spelling() -> None:
 
     assert speculation(EngineOptions()) is None
     assert asked(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2) == Speculation("ngram", None, 3, 2, 2)
-    assert asked(model="x", num_speculative_tokens=7) == Speculation("draft_model", "x", 7)
+    assert asked(model="x", num_speculative_tokens=7) == Speculation("auto", "x", 7)
+    assert asked(method="deepseek_mtp", num_speculative_tokens=1) == Speculation("mtp", None, 1)
+    assert asked(method="eagle3", model="x") == Speculation("eagle3", "x")
     assert asked(model="[ngram]", prompt_lookup_min=6) == Speculation("ngram", longest=6, shortest=6)
-    assert speculation(EngineOptions(speculate="auto")) == Speculation("ngram")
-    assert speculation(EngineOptions(speculative_model="x", draft_policy="fixed")) == Speculation("draft_model", "x",
-                                                                                                  adaptive=False)
+    assert speculation(EngineOptions(speculate="auto")) == Speculation("auto")
+    assert speculation(EngineOptions(speculative_model="x", draft_policy="fixed")) == Speculation("auto", "x", adaptive=False)
     for config, message in (({"method": "medusa"}, "possible are"), ({"method": "ngram", "model": "x"}, "takes no draft model"),
                             ({"method": "draft_model"}, "needs the draft model"), ({"modell": "x"}, "similar is model"),
                             ({"method": "ngram", "num_speculative_tokens": 0}, "1 to 64"),

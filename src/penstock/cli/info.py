@@ -18,6 +18,7 @@ from penstock.config.flags import add_flags, from_args
 from penstock.config.options import place
 from penstock.config.resolve import EngineConfig, MemoryPlan, cache_asked, memory_limits, resolve
 from penstock.config.schema import EngineOptions
+from penstock.config.speculation import Speculation
 from penstock.config.tiers import plan_tiers
 from penstock.core.device import DeviceFacts
 from penstock.parallel.axis import places
@@ -68,16 +69,19 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     config = resolve(options, spec.max_positions, own_dtype, facts, spec.size)
     dtype = getattr(torch, config.dtype)
     kernels = registry.bind(facts, dtype, config.kernels, batch_invariant=config.batch_invariant)
+    draft = drafters.survey(config.speculation or Speculation("auto"), folder, checkpoint, spec, config.max_model_len,
+                            options.load_format == "dummy")
     if load:
         figures = _loaded(options, config)
     else:
         device = torch.device(device_name(options.device, facts))
-        draft = drafters.survey(config.speculation, spec, config.max_model_len)
         own = max(map(spec.at, places(place(options))), key=lambda part: part.nbytes(config.dtype))
-        specs = [own] if draft is None else [own, draft.spec]
+        specs = [own] if config.speculation is None or draft.spec is None else [own, draft.spec]
         figures = _planned(options, memory.predicted(memory_limits(options), config, specs, device, facts), config)
     return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},
             "files": _files(options, folder, checkpoint, spec), "weights": _weights(spec, config.dtype, kernels),
+            "drafter": {"method": draft.asked.method, "folder": str(draft.folder) if draft.folder else None,
+                        "on": config.speculation is not None},
             "dialect": _dialect(options, folder), "device": _device(facts), "memory": figures,
             "kernels": {op: {"serves": name, "refused": dict(kernels.refused.get(op, []))} for op, name in kernels.table()}}
 
@@ -185,6 +189,7 @@ def as_text(found: dict[str, Any]) -> str:
     lines += [f"  weights      {files['tensors']} tensors, {size(files['bytes'])} of {model['checkpoint_dtype']} "
               f"in {', '.join(files['weights'])}" if files["weights"] else "  weights      random (load_format dummy)",
               f"  text         {', '.join(files['text']) or 'no tokenizer'}",
+              f"  drafter      {_drafter(found['drafter'])}",
               f"  tool calls   {found['dialect']['tool_calls']}: {found['dialect']['why']}",
               f"  reasoning    {found['dialect']['reasoning']}: {found['dialect']['why_reasoning']}", "",
               f"{device['name']}, {device['cores']} cores, {size(device['memory_bytes'])}", "",
@@ -203,6 +208,11 @@ def as_text(found: dict[str, Any]) -> str:
     if "experts" in found:
         lines += ["", *experts.as_lines(found["experts"])]
     return "\n".join(lines)
+
+
+def _drafter(drafter: dict[str, Any]) -> str:
+    named = drafter["method"] + (f" in {drafter['folder']}" if drafter["folder"] else "")
+    return named if drafter["on"] else f"none; --speculate auto would take {named}"
 
 
 def _prefixes(cache: dict[str, Any]) -> str:

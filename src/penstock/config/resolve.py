@@ -80,8 +80,10 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     if contexts > 1 and gpu:
         raise ConfigError("context_parallel_size is possible on CPUs only so far: attention on a GPU gives no sums that ranks "
                           "could join; use tensor_parallel_size or pipeline_parallel_size")
-    if contexts > 1 and drafting is not None and drafting.model is not None:
-        raise ConfigError("a draft model is not possible with context_parallel_size; use speculate ngram")
+    if contexts > 1 and drafting is not None:
+        if drafting.model is not None or drafting.method == "mtp":
+            raise ConfigError("a draft model or head is not possible with context_parallel_size; use speculate ngram")
+        drafting = replace(drafting, method="ngram")
     return EngineConfig(
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
         page=(options.block_size or 16) * contexts, depth=depth,

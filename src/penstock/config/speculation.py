@@ -15,7 +15,8 @@ from penstock.core.errors import ConfigError
 
 _TOKENS = 5
 """Default of the most tokens drafted at once."""
-_NAMES = {"ngram": "ngram", "[ngram]": "ngram", "draft_model": "draft_model", "auto": "auto"}
+_NAMES = {"ngram": "ngram", "[ngram]": "ngram", "draft_model": "draft_model", "auto": "auto", "eagle": "eagle",
+          "eagle3": "eagle3", "mtp": "mtp", **{f"{family}_mtp": "mtp" for family in ("deepseek", "ernie", "glm4_moe", "mimo")}}
 """Methods, by their names in vLLM's configuration and in ours."""
 _KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_policy")
 """Keys of vLLM's configuration that are supported."""
@@ -29,9 +30,9 @@ class Speculation:
     """The drafter and its parameters."""
 
     method: str
-    """ngram or draft_model."""
+    """ngram, draft_model, eagle, eagle3 or mtp; auto: what the checkpoint brings (`worker/drafters/loading.py::survey`)."""
     model: str | None = None
-    """Folder or hub id of the draft model."""
+    """Folder or hub id of the draft model or head."""
     tokens: int = _TOKENS
     """The most tokens drafted at once for a sequence."""
     longest: int = 4
@@ -89,17 +90,15 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
 
 
 def _checked(found: Speculation) -> Speculation:
-    """Decides `auto`, and refuses what contradicts itself."""
+    """Refuses what contradicts itself."""
     method = found.method
-    if method == "auto":
-        method = "draft_model" if found.model is not None else "ngram"
-    if method == "draft_model" and found.model is None:
-        raise ConfigError("speculate draft_model needs the draft model: --speculative-model FOLDER or a hub id")
-    if method == "ngram" and found.model is not None:
-        raise ConfigError(f"speculate ngram takes no draft model, but speculative_model is {found.model!r}; leave one out")
+    if method in ("draft_model", "eagle", "eagle3") and found.model is None:
+        raise ConfigError(f"speculate {method} needs the draft model: --speculative-model FOLDER or a hub id")
+    if method in ("ngram", "mtp") and found.model is not None:
+        raise ConfigError(f"speculate {method} takes no draft model, but speculative_model is {found.model!r}; leave one out")
     if not 1 <= found.tokens <= 64:
         raise ConfigError(f"num_speculative_tokens is {found.tokens}; possible are 1 to 64")
     if not 1 <= found.shortest <= found.longest <= 32:
         raise ConfigError(f"prompt_lookup_min is {found.shortest} and prompt_lookup_max {found.longest}; they must be 1 to 32, "
                           "and the first at most the second")
-    return dataclasses.replace(found, method=method)
+    return found

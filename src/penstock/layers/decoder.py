@@ -9,6 +9,7 @@ import torch
 from penstock.core.state import StateSpec
 from penstock.layers.block import Block
 from penstock.layers.build import Build, Values
+from penstock.layers.draft_head import Join
 from penstock.layers.embedding import Embedding, Head
 from penstock.layers.experts import Experts
 from penstock.layers.identity import computation
@@ -39,10 +40,14 @@ class Decoder:
         self.group = group
         self.lockstep = data
         self._entry = torch.empty(0, spec.width, dtype=dtype, device=device)
-        self.embedding = Embedding(spec.embedding, build, dtype) if spec.begins else None
+        self.embedding: Embedding | Join | None = spec.embedding.build(build, dtype) if spec.begins else None
         self.blocks = [Block(block, f"blocks.{i}", build) for i, block in enumerate(spec.blocks, spec.first)]
         self.norm = build_norm(spec.norm, "norm", build) if spec.ends else None
-        self.logits = Head(spec.head, build, len(spec.labels) or spec.vocab_size) if spec.ends else None
+        self.logits: Head | None = None
+        if spec.ends and not spec.head.borrowed:
+            self.logits = Head(spec.head, build, len(spec.labels) or spec.vocab_size)
+        self._taps: tuple[int, ...] = ()
+        self.tapped = self._entry
         self.works = Works()
         held = [*values.values(), *(tensor for table in build.tables.values() for tensor in table), *build.stages.values()]
         self.weight_bytes: int = sum(value.nbytes for value in held)
@@ -72,11 +77,23 @@ class Decoder:
                 mixer.detach()
 
     def entry(self, tokens: int) -> torch.Tensor:
-        """Where a pipeline stage but the first finds the stream of a step's tokens, [T, width]. The memory stays the same once
-        it was asked for the most tokens of a step."""
+        """Where a pipeline stage but the first finds the stream of a step's tokens, and a draft head their hidden states,
+        [T, width]. The memory stays the same once it was asked for the most tokens of a step."""
         if len(self._entry) < tokens:
             self._entry = torch.zeros(tokens, self.spec.width, dtype=self.dtype, device=self.device)
         return self._entry[:tokens]
+
+    def tap(self, layers: Sequence[int], tokens: int) -> None:
+        """From now on `forward` leaves in `tapped` [tokens, layers x width] what goes into these blocks, of every token of its
+        step; no layers: the hidden states after the last norm."""
+        self._taps = tuple(layers) or (-1,)
+        self.tapped = torch.zeros(tokens, len(self._taps) * self.spec.width, dtype=self.dtype, device=self.device)
+
+    def _tap(self, block: int, delta: torch.Tensor | None, stream: torch.Tensor) -> None:
+        if block in self._taps:
+            at = self._taps.index(block) * self.spec.width
+            room = self.tapped[:len(stream), at:at + self.spec.width]
+            room.copy_(stream if delta is None else stream + delta)
 
     def forward(self, step: Step) -> torch.Tensor:
         """The hidden state of each of the step's T tokens after the last norm, [T, width] in the model's dtype; or, if the step
@@ -84,13 +101,25 @@ class Decoder:
 
         Updates the states of all tokens in the cache.
         """
+        if self.spec.drafts:
+            step.beside = self.entry(len(step.tokens))
         residual = self.entry(len(step.tokens)) if self.embedding is None else self.embedding(step)
         delta: torch.Tensor | None = None
         *blocks, last = self.blocks
-        for block in blocks:
+        for number, block in enumerate(blocks):
+            self._tap(number, delta, residual)
             delta, residual = block(delta, residual, step)
-        delta, residual = last(delta, residual, step, step.ends if self.spec.ends else None)
-        return delta + residual if self.norm is None else self.norm.add(delta, residual)[0]
+        self._tap(len(blocks), delta, residual)
+        if not self._taps or (max(self._taps) <= len(blocks) and min(self._taps) >= 0):
+            return self._end(*last(delta, residual, step, step.ends if self.spec.ends else None))
+        delta, residual = last(delta, residual, step)
+        self._tap(len(blocks) + 1, delta, residual)
+        hidden = self._end(delta, residual)
+        self._tap(-1, None, hidden)
+        return hidden if step.ends is None else hidden.index_select(0, step.ends)
+
+    def _end(self, delta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return delta + residual if self.norm is None or self.spec.drafts else self.norm.add(delta, residual)[0]
 
     def follow(self) -> None:
         """Takes part in a step of the other engines, of which this one has no token."""
@@ -139,6 +168,8 @@ class Decoder:
         """Logits [M, vocabulary], float32, of hidden states [M, width]; of several ranks, each its share of the vocabulary.
         `step` says which rows have which adapter."""
         assert self.logits is not None, "another pipeline stage has the head"
+        if self.spec.drafts and self.norm is not None:
+            hidden = self.norm(hidden)
         return self.logits(hidden, step)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,9 @@ class EmbeddingSpec:
         if self.norm is not None:
             yield from self.norm.parameters("embedding.norm", width)
 
+    def build(self, build: Build, dtype: torch.dtype) -> Embedding:
+        return Embedding(self, build, dtype)
+
 
 class Embedding:
     """The stream at its beginning, [T, width]."""
@@ -78,8 +81,12 @@ class HeadSpec:
     bias: bool = False
     divisor: float = 1.0
     softcap: float = 0.0
+    borrowed: bool = False
+    """It is another model's."""
 
     def parameters(self, vocab: Piece, width: int) -> Iterator[Parameter]:
+        if self.borrowed:
+            return iter(())
         found = LinearSpec(width, (Piece("head", vocab.rows, vocab.unit),), self.bias, Split.ROWS).parameters("head")
         return (parameter for parameter in found if not (self.tied and parameter.name == "head.weight"))
 

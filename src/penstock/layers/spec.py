@@ -18,6 +18,7 @@ from penstock.core.errors import ModelError
 from penstock.core.state import StateSpec
 from penstock.layers.attention import AttentionSpec
 from penstock.layers.block import BlockSpec
+from penstock.layers.draft_head import JoinSpec
 from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.experts import ExpertsSpec
 from penstock.layers.mixer import MixerSpec
@@ -38,9 +39,9 @@ class ModelSpec:
     blocks: tuple[BlockSpec, ...]
     norm: NormSpec
     head: HeadSpec
-    embedding: EmbeddingSpec = EmbeddingSpec()
+    embedding: EmbeddingSpec | JoinSpec = EmbeddingSpec()
     beyond: int = 0
-    """Layers that a checkpoint stores behind the last block, for drafting; they are not loaded."""
+    """Layers that a checkpoint stores behind the last block, for drafting; they are no blocks of this model."""
     schemes: tuple[tuple[str, Scheme], ...] = ()
     """The schemes of matrices, as (pattern, scheme) with * and ?: the first pattern that fits the path of a matrix (as
     "blocks.0.mlp.down"), or of a piece of it ("blocks.0.mlp.gate"), decides. Other matrices are plain."""
@@ -171,6 +172,11 @@ class ModelSpec:
         for place, state in enumerate(self.states(dtype)):
             free.setdefault(state, []).append(place)
         return [free[state].pop(0) for state in _states(self.blocks, dtype)]
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it is a draft head: it reads hidden states, and `Decoder.forward` leaves the last norm to `Decoder.head`."""
+        return isinstance(self.embedding, JoinSpec)
 
     @property
     def attentions(self) -> list[AttentionSpec]:

@@ -80,6 +80,8 @@ class Step:
     """None if no row has an adapter."""
     end_delta: Delta | None = None
     """The same for the tokens `ends` alone."""
+    beside: torch.Tensor | None = None
+    """[T, width]: of a draft head, the hidden states that go with the tokens; behind its entry, the tokens' embeddings."""
 
     def narrow(self, x: torch.Tensor, ends: torch.Tensor | None) -> tuple[torch.Tensor, Step]:
         """(x, this step) for the tokens `ends` alone; None: for all."""

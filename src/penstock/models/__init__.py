@@ -14,6 +14,7 @@ import torch
 
 from penstock.core.errors import ModelError
 from penstock.layers.decoder import Decoder
+from penstock.layers.embedding import EmbeddingSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import weights
 from penstock.models.registry import checkpoint_of, configured, describe, family_of, registry
@@ -37,7 +38,7 @@ def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, dev
     of a layer on the device, if not all (`ModelSpec.resident`). ModelError names what is wrong with the config or the files.
     """
     spec = replace(describe(config), resident=resident)
-    learned = spec.embedding.positions
+    learned = spec.embedding.positions if isinstance(spec.embedding, EmbeddingSpec) else 0
     if learned and max_model_len > learned:
         raise ModelError(f"max_model_len {max_model_len} is beyond the {learned} positions that this model has learned; "
                          f"lower it to at most {learned}")

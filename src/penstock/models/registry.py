@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from penstock.layers.spec import ModelSpec
 from penstock.models import caching, fallback, families
 from penstock.models.config import Config
 from penstock.models.mapped import Checkpoint
+from penstock.models.rules import Rule
 from penstock.models.translated import Translated, with_schemes
 from penstock.quant import dialects
 from penstock.quant.dialects import at_load
@@ -86,9 +87,7 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
     architecture, family = family_of(config)
     spec: ModelSpec = family.spec(Config(config, getattr(family, "DEFAULTS", None)))
     spec = caching.applied(dataclasses.replace(spec, architecture=architecture), config)
-    given = config.get("quantization_config")
-    if given:
-        spec = with_schemes(spec, family.RULES, _reader(config))
+    spec = stored_as(spec, family.RULES, config)
     _, task = _task(architecture)
     if task == "embed":
         # There is no head; the embedding's matrix stands in, and no token is chosen with it.
@@ -96,6 +95,11 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
     if task == "classify":
         return dataclasses.replace(spec, task=task, head=HeadSpec(tied=False), labels=_labels(config))
     return spec
+
+
+def stored_as(spec: ModelSpec, rules: Sequence[Rule], config: Mapping[str, Any]) -> ModelSpec:
+    """The model with its matrices stored as the config's `quantization_config` says, if it has one."""
+    return with_schemes(spec, rules, _reader(config)) if config.get("quantization_config") else spec
 
 
 def _task(architecture: str) -> tuple[str, str]:
@@ -124,13 +128,13 @@ def configured(folder: Path, quantization: str | None = None, rules: Mapping[str
     return config if cache is None else caching.requested(config, folder, cache)
 
 
-def checkpoint_of(folder: Path, config: Mapping[str, Any], spec: ModelSpec, dtype: str,
-                  device: torch.device | None = None) -> Checkpoint:
-    """A folder's tensors as the loader takes them, whatever their dialect. ModelError for those that do not fit."""
-    given = config.get("quantization_config")
-    if not given:
+def checkpoint_of(folder: Path, config: Mapping[str, Any], spec: ModelSpec, dtype: str, device: torch.device | None = None,
+                  rules: Sequence[Rule] = ()) -> Checkpoint:
+    """A folder's tensors as the loader takes them, whatever their dialect; `rules`: if they are not the family's. ModelError
+    for those that do not fit."""
+    if not config.get("quantization_config"):
         return Checkpoint(folder)
-    return Translated(folder, spec, family_of(config)[1].RULES, _reader(config), dtype, device)
+    return Translated(folder, spec, rules or family_of(config)[1].RULES, _reader(config), dtype, device)
 
 
 def _reader(config: Mapping[str, Any]) -> Reader:

@@ -5,6 +5,7 @@ A step that is planned while the one before still runs does not know that one's 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +21,9 @@ from penstock.layers.decoder import Decoder
 from penstock.layers.step import StateView
 from penstock.worker.graphs import Graphs
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import Sampler
+from penstock.worker.sampler import LogitsRows, Sampler
 from penstock.worker.staging import upload
+from penstock.worker.verify import Verified
 
 
 class Drafting:
@@ -80,24 +82,33 @@ class Host:
     """Captures another model's steps as CUDA graphs, if the worker captures any."""
 
 
-class LoadedDrafter(Protocol):
+class LoadedDrafter(ABC):
     """A drafter's weights, loaded before the cache is planned. Each file in `drafters/` has one."""
 
-    @property
-    def states(self) -> list[StateSpec]:
-        """Its cache states, which share the target's pages."""
-        ...
+    follows = False
+    """Whether its drafter's `follow` is called."""
 
-    @property
-    def model(self) -> Decoder | None:
+    def __init__(self, model: Decoder | None = None) -> None:
+        self.model = model
         """The model that drafts, if there is one: its steps take memory and kernels like the target's."""
-        ...
+        self.states: list[StateSpec] = [] if model is None else model.states
+        """Its cache states, which share the target's pages."""
 
-    def start(self, host: Host) -> Drafter: ...
+    @abstractmethod
+    def start(self, host: Host) -> Drafter:
+        """Its drafter on the rows of a worker."""
+
+    def attached(self, host: Host) -> Decoder:
+        """Its model, in the host's arena."""
+        assert self.model is not None
+        self.model.attach(host.views)
+        return self.model
 
     def detach(self) -> None:
         """Lets go of the arena."""
-        ...
+        if self.model is not None:
+            self.model.detach()
+        self.model = None
 
 
 class Drafter(Protocol):
@@ -108,3 +119,15 @@ class Drafter(Protocol):
         forward pass, so that drafters with a cache of their own can follow the rows; pages exist for all of the plan's
         positions."""
         ...
+
+    def follow(self, plan: StepPlan, lines: LogitsRows, verified: Verified | None) -> None:  # noqa: ARG002
+        """Enqueues a drafter's own part of a step whose tokens are chosen. Called if `LoadedDrafter.follows`, when the target
+        has left its hidden states (`Decoder.tap`). `verified`: None if each logits row's token is certain."""
+        return
+
+
+def part_of(plan: StepPlan, picked: npt.NDArray[np.int64], starts: Ints, counts: Ints, want: Want) -> StepPlan:
+    """Returns a plan of other segments of the same rows, which change nothing else."""
+    slack = None if plan.slack is None else plan.slack[picked]
+    return StepPlan(plan.id, rows=plan.rows[picked], starts=starts.astype(np.int32), counts=counts.astype(np.int32),
+                    wants=np.full(len(picked), int(want), np.int32), slack=slack)

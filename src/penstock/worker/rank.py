@@ -20,6 +20,7 @@ from penstock.config.options import balancing
 from penstock.config.resolve import EngineConfig, cache_asked, cache_room, memory_limits
 from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts
+from penstock.core.errors import ConfigError
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import StepPlan
 from penstock.core.rank import Loaded, Prepared, Survey
@@ -42,6 +43,7 @@ from penstock.worker.drafters import loading as drafters
 from penstock.worker.drafters.ngram import SCRATCH
 from penstock.worker.drafting import LoadedDrafter
 from penstock.worker.rehearsal import rehearse
+from penstock.worker.sizes import fitted
 from penstock.worker.worker import Launched, Worker
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -114,14 +116,23 @@ class Rank:
         free = 0 if self._occupancy is None else memory.free_bytes(self._device, self._limits.utilization)
         self._spec = replace(self._spec, resident=memory.resident(
             self._options.experts_on_device, self._spec, getattr(torch, config.dtype), kernels, self._facts, free))
-        self._draft = drafters.survey(config.speculation, self._spec, config.max_model_len)
+        self._draft = None if config.speculation is None else drafters.survey(
+            config.speculation, self._folder, self._checkpoint, self._whole, config.max_model_len,
+            self._options.load_format == "dummy")
+        if self._draft is not None and self._draft.head is not None and self._place.datas > 1:
+            raise ConfigError(f"speculate {self._draft.asked.method} is not possible where replicas share experts "
+                              "(enable_expert_parallel with data_parallel_size); use ngram, or leave one out")
         memory.check(self._limits, self._config, self._specs, self._device, self._facts, self._occupancy,
                      self._kernels)
 
     @property
     def _specs(self) -> list[models.ModelSpec]:
         """The model, and the draft model if there is one."""
-        return [self._spec] if self._draft is None else [self._spec, self._draft.spec]
+        draft = None if self._draft is None else self._draft.spec
+        if draft is None:
+            return [self._spec]
+        # A draft model is whole on every rank; a head is divided as the model is.
+        return [self._spec, draft.at(Place(self._place.tensor, self._place.tensors)) if draft.drafts else draft]
 
     def load(self, progress: Progress | None = None) -> Loaded:
         """Loads weights while kernels compile, and measures the working memory of steps. ConfigError or ModelError says what to
@@ -140,8 +151,9 @@ class Rank:
             self._model = model = models.load(self._folder, self._checkpoint, **how, progress=progress, place=self._place,
                                               group=self._mesh.tensor, data=self._mesh.data, context=self._mesh.context,
                                               resident=self._spec.resident)
-            if config.speculation is not None:
-                self._drafter = drafters.load(config.speculation, self._draft, **how)
+            if self._draft is not None:
+                room = max(fitted(config.max_num_batched_tokens), self._config.graph_tokens, config.max_num_seqs)
+                self._drafter = drafters.load(self._draft, model, room, **how, place=self._place, group=self._mesh.tensor)
             warming.result()
         for one in found:
             one.finish(kernels)

@@ -55,7 +55,7 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
         for before in kernels.attention.contexts(max_model_len - tokens):
             _forward(model, Bucket(tokens, 1), known, tables, page, 1, before)
         # Any number of rows may be sampled after any step.
-        for lines in _examples(1, tokens) if spec.ends else ():
+        for lines in _examples(1, tokens) if spec.ends and not spec.head.borrowed else ():
             logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))
             if lines in (1, 2, rows) and kernels.chosen["sample"].capturable:
                 # Several ranks exchange candidates; what else there is to do, each does with the gathered logits.

@@ -27,6 +27,8 @@ class Rows:
         self.length = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         """[row] number of known tokens. Maintained only for rows with drafts, whose length the host learns with the result. For
         other rows, plans give exact segment starts."""
+        self.before = torch.zeros_like(self.length)
+        """[row] `length` at the beginning of the step, for a draft head that follows it."""
         self.tables = [np.zeros((max_num_seqs, -(-max_model_len // page)), np.int32) for _ in range(groups)]
         """Host block tables, one per cache group: [row, page index] -> page id. Entries behind a sliding window are stale."""
         self.device_tables = [torch.from_numpy(table).to(device) for table in self.tables]

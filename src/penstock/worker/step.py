@@ -90,6 +90,9 @@ class StepBuilder:
         self.device = rows.device
         self._rows = rows
         self._page = page
+        self._ahead = int(model.spec.drafts)
+        self._tokens = rows.tokens[:, self._ahead:]
+        self._length = rows.before if self._ahead else rows.length
         self._build = model.kernels.build_step
         self._works = list(model.works)
         self._sharing = [work.ops.shares(work.geometry) for work in self._works]
@@ -146,7 +149,8 @@ class StepBuilder:
         host[parts.heads.start + lines:parts.heads.stop] = 0
         host[parts.lines_row.start:parts.lines_row.start + lines] = plan.rows[chosen]
         host[parts.lines_row.start + lines:parts.lines_row.stop] = -1
-        host[parts.lines_position.start:parts.lines_position.start + lines] = plan.starts[chosen] + picks.offsets + 1
+        position = plan.starts[chosen] + picks.offsets + 1 + self._ahead
+        host[parts.lines_position.start:parts.lines_position.start + lines] = position
         host[parts.shift.start] = shift
         if tail:
             host[first + 1 + segments:parts.query_start.stop] = host[first + segments]
@@ -177,7 +181,7 @@ class StepBuilder:
         positions before, its row's last token."""
         there = self._staging.device(parts.size)
         start = there[parts.start]
-        lag = (start + 1 + there[parts.behind] - self._rows.length[there[parts.row].long()]) * (there[parts.slack] > 0)
+        lag = (start + 1 + there[parts.behind] - self._length[there[parts.row].long()]) * (there[parts.slack] > 0)
         start -= lag
         there[parts.context] -= lag
         there[parts.lines_position] -= lag[there[parts.lines_segment].long()]
@@ -224,7 +228,8 @@ class StepBuilder:
         """Returns the rows and positions of the step's logits rows."""
         there, chosen, count = self._staging.device(parts.size), picks.segments, len(picks.segments)
         row, position = there[parts.lines_row][:count], there[parts.lines_position][:count]
-        return LogitsRows(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1, row, position)
+        return LogitsRows(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1 + self._ahead, row,
+                          position)
 
     def step(self, bucket: Bucket, parts: Parts, ends: int | None = None, columns: int | None = None) -> Step:
         """Returns the step that was filled last. `ends`: number of logits rows whose hidden states are wanted (None: all
@@ -232,7 +237,7 @@ class StepBuilder:
         there = self._staging.device(parts.size)
         rows = self._rows
         row, start, context, query_start = (there[part] for part in (parts.row, parts.start, parts.context, parts.query_start))
-        built = self._build(rows.tokens, rows.device_tables, row, start, query_start, self._page, bucket.tokens,
+        built = self._build(self._tokens, rows.device_tables, row, start, query_start, self._page, bucket.tokens,
                             columns or self._columns)
         groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
         work = [None if part is None else there[part] for part in parts.work]

@@ -67,6 +67,8 @@ class Verified:
         """[S] int32, on the device: each segment's first logits row."""
         self._each = (plan.wants & int(Want.EACH)) > 0
         self._starts = plan.starts
+        self.count = kept
+        """[S] int32, on the device: number of kept tokens."""
         self._kept = to_host(kept)
 
     def kept(self) -> Ints:

@@ -172,6 +172,7 @@ class Worker:
         views = self.arena.views([*model.states, *(drafter.states if drafter is not None else ())])
         model.attach(views[:own])
         self._loaded_drafter = drafter
+        self._follows = drafter is not None and drafter.follows
         self.drafter: Drafter | None = None
         self.returning: Returning | None = None
         self.balancing: Balancing | None = None
@@ -298,7 +299,8 @@ class Worker:
             self.movers.load(plan)
         if self.drafter is not None and not plan.idle:
             self.drafter.propose(Drafting(plan, self.rows))
-        decoded = self.graphs.decode(plan) if self.graphs is not None and not plan.idle else None
+        whole = self.graphs is not None and not plan.idle and not self._follows
+        decoded = self.graphs.decode(plan) if self.graphs is not None and whole else None
         if decoded is not None:
             return Launched(plan, interval.stop(whole=True), self.movers, None, Chosen([Sampled(decoded, None)]), self._picks)
         interval.enter_model()
@@ -359,6 +361,8 @@ class Worker:
         if drafts is not None:
             chosen = torch.cat([sampled.chosen for sampled in found.sampled])
             found.verified = self.verifier.verify(plan, lines, drafts, chosen)
+        if self.drafter is not None and self._follows:
+            self.drafter.follow(plan, lines, found.verified)
         if wants & _SCORE:
             found.scores = prompts(self.model, partial(self._head, plan), forward.hidden, plan, self.rows,
                                    self.runner.builder.size)

@@ -12,6 +12,7 @@ DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_va
 RULES = (
     Rule("model.layers.#.mlp.[gate.]moe_statics.e_score_correction_bias", "blocks.#.mlp.correction", rules.flat),
     Rule("lm_head.bias", "head.bias"),
+    Rule("model.mtp_**", None),
     *rules.EXPERTS,
     *rules.LLAMA,
 )
@@ -29,5 +30,4 @@ def spec(config: Config) -> ModelSpec:
     mlp = parts.gated_mlp(config, bias=bias)
     blocks = [parts.pre_norm_block(attention, mixture if i in chosen and (i + 1) % every == 0 else mlp, norm)
               for i in range(layers)]
-    return parts.decoder(config, blocks, norm, beyond=parts.draft_layers(config),
-                         head=HeadSpec(config.flag("tie_word_embeddings", True), bias=bias))
+    return parts.decoder(config, blocks, norm, head=HeadSpec(config.flag("tie_word_embeddings", True), bias=bias))

@@ -1,11 +1,11 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values, and perhaps sliding windows in the upper layers."""
+"""Qwen2, Qwen2.5 and MiMo: biases on queries, keys and values, and perhaps sliding windows in the upper layers."""
 
-from penstock.models.family import Config, ModelSpec, parts, rope, rules
+from penstock.models.family import Config, ModelSpec, Rule, parts, rope, rules
 
-ARCHITECTURES = ("Qwen2ForCausalLM",)
-MODEL_TYPES = ("qwen2",)
+ARCHITECTURES = ("Qwen2ForCausalLM", "MiMoForCausalLM")
+MODEL_TYPES = ("qwen2", "mimo")
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 32768}
-RULES = rules.LLAMA
+RULES = (Rule("model.mtp_layers.**", None), *rules.LLAMA)
 
 
 def upper_windows(config: Config) -> list[int]:

@@ -1,9 +1,9 @@
-"""Loads the drafter that the options name, and checks that it suits the target."""
+"""Finds out how the engine drafts, from the options, checkpoints' configs and tensors' names, and loads the drafter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +11,64 @@ import torch
 
 from penstock import models
 from penstock.checkpoint import read_config, resolve_folder
+from penstock.checkpoint.tensors import read_headers
 from penstock.config.speculation import Speculation
 from penstock.core.errors import ConfigError
+from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
+from penstock.models import draft_heads
+from penstock.models.draft_heads import DraftHead
 from penstock.ops.registry import Kernels
+from penstock.parallel.axis import Place
+from penstock.parallel.group import Group
+from penstock.worker.drafters.head import LoadedHead
 from penstock.worker.drafters.model import LoadedDraftModel, lag
 from penstock.worker.drafters.ngram import LoadedNGram
 from penstock.worker.drafting import LoadedDrafter
 
 
 @dataclass(frozen=True)
-class DraftCheckpoint:
-    """A draft model as its folder describes it."""
+class Found:
+    """The drafter that was found."""
 
-    folder: Path
-    config: Mapping[str, Any]
-    spec: ModelSpec
+    asked: Speculation
+    """With the method that was found."""
+    folder: Path | None = None
+    config: Mapping[str, Any] | None = None
+    spec: ModelSpec | None = None
+    """Of the draft model or head, if there is one."""
+    head: DraftHead | None = None
 
 
-def survey(asked: Speculation | None, target: ModelSpec, max_model_len: int) -> DraftCheckpoint | None:
-    """Reads the draft model's description, if there is one. ConfigError if it cannot draft for the target."""
-    if asked is None or asked.model is None:
-        return None
-    folder = resolve_folder(asked.model, None)
-    config = read_config(folder)
+def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: ModelSpec, max_model_len: int,
+           dummy: bool = False) -> Found:
+    """Decides how to draft for the whole model `target` of a folder and a config. ConfigError or ModelError if what is asked
+    for cannot draft for it. `dummy`: the folder has no weights."""
+    if asked.model is None:
+        head = draft_heads.mtp(folder, config, target) if asked.method in ("auto", "mtp") and not dummy else None
+        if head is None and asked.method == "mtp":
+            raise ConfigError(f"speculate mtp: {folder} has no layer for multi-token prediction of a layout that Penstock "
+                              "knows (DeepSeek, GLM, MiMo, Ernie); leave speculate out, or use ngram")
+        return Found(replace(asked, method="ngram")) if head is None else _of_head(asked, head)
+    own = resolve_folder(asked.model, None)
+    described = read_config(own)
+    method = draft_heads.method_of(described, read_headers(own))
+    if asked.method not in ("auto", method) and not {asked.method, method} <= {"eagle", "eagle3"}:
+        raise ConfigError(f"speculate is {asked.method}, but {asked.model} is for {method}; use --speculate {method} or auto")
+    if method in ("eagle", "eagle3"):
+        return _of_head(asked, draft_heads.eagle(own, described, method, target))
+    if method != "draft_model":
+        raise ConfigError(f"{asked.model} has {method} heads, which Penstock does not run; possible are EAGLE heads and models")
+    return _of_model(asked, own, described, target, max_model_len)
+
+
+def _of_head(asked: Speculation, head: DraftHead) -> Found:
+    if not lag(head.spec.states("float32")):
+        raise ConfigError(f"the draft head of {head.folder} keeps states that cannot go back by a few tokens")
+    return Found(replace(asked, method=head.method), head.folder, head.config, head.spec, head)
+
+
+def _of_model(asked: Speculation, folder: Path, config: Mapping[str, Any], target: ModelSpec, max_model_len: int) -> Found:
     spec = models.describe(config)
     # Models of one tokenizer may pad their vocabularies differently.
     if abs(spec.vocab_size - target.vocab_size) > 1024:
@@ -46,13 +80,18 @@ def survey(asked: Speculation | None, target: ModelSpec, max_model_len: int) -> 
     if not lag(spec.states("float32")):
         raise ConfigError(f"the draft model {asked.model} keeps states that cannot go back by a few tokens (recurrent, "
                           "chunked, or very short windows); possible are models with full attention or sliding windows")
-    return DraftCheckpoint(folder, config, spec)
+    return Found(replace(asked, method="draft_model"), folder, config, spec)
 
 
-def load(asked: Speculation, found: DraftCheckpoint | None, *, dtype: torch.dtype, max_model_len: int, kernels: Kernels,
-         device: torch.device, load_format: str, seed: int) -> LoadedDrafter:
-    """Loads the drafter. ModelError if its files are wrong."""
-    if found is None:
-        return LoadedNGram(asked.shortest, asked.longest)
-    return LoadedDraftModel(models.load(found.folder, dict(found.config), dtype=dtype, device=device, kernels=kernels,
-                                        load_format=load_format, max_model_len=max_model_len, seed=seed))
+def load(found: Found, target: Decoder, room: int, *, dtype: torch.dtype, max_model_len: int, kernels: Kernels,
+         device: torch.device, load_format: str, seed: int, place: Place, group: Group | None) -> LoadedDrafter:
+    """Loads the drafter. `room`: the most tokens of a padded step. ModelError if its files are wrong."""
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "load_format": load_format,
+                           "max_model_len": max_model_len, "seed": seed}
+    if found.head is not None:
+        head = found.head
+        model = head.load(**how, place=Place(place.tensor, place.tensors), group=group)
+        return LoadedHead(model, target, head.taps, head.targets(), head.normed, room)
+    if found.config is None:
+        return LoadedNGram(found.asked.shortest, found.asked.longest)
+    return LoadedDraftModel(models.load(found.folder, dict(found.config), **how))

@@ -16,7 +16,7 @@ import torch
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.core.state import Everything, StateSpec, Window
 from penstock.layers.decoder import Decoder
-from penstock.worker.drafting import Drafter, Drafting, Host
+from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, part_of
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import MAX_LOGITS_ROWS
 
@@ -34,25 +34,14 @@ def lag(states: Sequence[StateSpec]) -> int:
     return most if most >= 3 else 0
 
 
-class LoadedDraftModel:
+class LoadedDraftModel(LoadedDrafter):
     """A small model, loaded beside the target."""
 
-    def __init__(self, model: Decoder) -> None:
-        self.model: Decoder | None = model
-        self.states: list[StateSpec] = model.states
-
     def start(self, host: Host) -> Drafter:
-        assert self.model is not None
-        self.model.attach(host.views)
-        return DraftModel(self.model, host)
-
-    def detach(self) -> None:
-        if self.model is not None:
-            self.model.detach()
-        self.model = None
+        return DraftModel(self.attached(host), host)
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """A draft model on the rows of one worker."""
 
     def __init__(self, model: Decoder, host: Host) -> None:
@@ -89,13 +78,13 @@ class DraftModel:
         self._behind[rows] = np.where(due, 0, behind + 1)
         picked, behind = others[due], behind[due]
         for part in self._parts(plan.counts[picked] + behind):
-            self._runner.forward(_part(plan, picked[part], plan.starts[picked[part]] - behind[part],
+            self._runner.forward(part_of(plan, picked[part], plan.starts[picked[part]] - behind[part],
                                       plan.counts[picked[part]] + behind[part], Want.NOTHING), behind=behind[part])
 
     def _draft(self, plan: StepPlan, picked: npt.NDArray[np.int64], starts: Ints, counts: Ints, behind: Ints) -> None:
         """Reads a segment of each row, and writes the token that follows it to the row."""
         for part in self._parts(counts):
-            _, ends, lines = self._runner.forward(_part(plan, picked[part], starts[part], counts[part], Want.SAMPLE),
+            _, ends, lines = self._runner.forward(part_of(plan, picked[part], starts[part], counts[part], Want.SAMPLE),
                                                  behind=behind[part])
             for at, some in enumerate(lines.parts(MAX_LOGITS_ROWS)):
                 states = ends[at * MAX_LOGITS_ROWS:(at + 1) * MAX_LOGITS_ROWS]
@@ -113,10 +102,3 @@ class DraftModel:
             total += count
         if total:
             yield slice(first, len(counts))
-
-
-def _part(plan: StepPlan, picked: npt.NDArray[np.int64], starts: Ints, counts: Ints, want: Want) -> StepPlan:
-    """Returns a plan of other segments of the same rows, which change nothing else."""
-    slack = None if plan.slack is None else plan.slack[picked]
-    return StepPlan(plan.id, rows=plan.rows[picked], starts=starts.astype(np.int32), counts=counts.astype(np.int32),
-                    wants=np.full(len(picked), int(want), np.int32), slack=slack)

@@ -10,9 +10,7 @@ import numpy as np
 import torch
 
 from penstock.core.plan import Ints
-from penstock.core.state import StateSpec
-from penstock.layers.decoder import Decoder
-from penstock.worker.drafting import Drafter, Drafting, Host
+from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
 from penstock.worker.staging import upload
 
 _CELLS = 1 << 20
@@ -21,7 +19,7 @@ SCRATCH = 48 * _CELLS
 """Bytes of it."""
 
 
-class NGram:
+class NGram(Drafter):
     """Finds the longest agreement of a row's last tokens with an earlier place: of at least `shortest` tokens; those beyond
     `longest` do not count. Of equal ones it takes the latest."""
 
@@ -63,17 +61,12 @@ class NGram:
         tokens[row[segment], length[segment] + offset] = drafts
 
 
-class LoadedNGram:
+class LoadedNGram(LoadedDrafter):
     """Has neither weights nor states."""
 
-    states: list[StateSpec] = []
-    model: Decoder | None = None
-
     def __init__(self, shortest: int, longest: int) -> None:
+        super().__init__()
         self._drafter = NGram(shortest, longest)
 
     def start(self, host: Host) -> Drafter:  # noqa: ARG002
         return self._drafter
-
-    def detach(self) -> None:
-        """Holds nothing."""

@@ -1,0 +1,226 @@
+"""Draft heads as data: EAGLE heads in folders of their own, and the layer for multi-token prediction (MTP, NEXTN) inside a
+target's checkpoint. They are recognised by their configs and by the names of their tensors; one decoder runs them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.checkpoint.tensors import Stored, read_headers
+from penstock.core.errors import ModelError
+from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.decoder import Decoder
+from penstock.layers.draft_head import JoinSpec, PairAttentionSpec
+from penstock.layers.embedding import HeadSpec
+from penstock.layers.experts import ExpertsSpec
+from penstock.layers.norm import NoNormSpec
+from penstock.layers.spec import ModelSpec
+from penstock.models import parts, rules, weights
+from penstock.models.config import Config, rope
+from penstock.models.mapped import Checkpoint
+from penstock.models.registry import checkpoint_of, family_of, stored_as
+from penstock.models.rules import Rule
+from penstock.ops.registry import Kernels
+from penstock.parallel.axis import Place
+from penstock.parallel.group import Group
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """A head that drafts for a target."""
+
+    method: str
+    """eagle, eagle3 or mtp."""
+    folder: Path
+    config: Mapping[str, Any]
+    """Of the folder."""
+    spec: ModelSpec
+    rules: tuple[Rule, ...]
+    stems: tuple[str, ...]
+    """The beginnings of its tensors' names; empty: all tensors of the folder are its own."""
+    taps: tuple[int, ...] = ()
+    """The target's blocks whose inputs it reads; empty: it reads the hidden states after the last norm."""
+    normed: bool = False
+    """For further drafts it reads its own result after the last norm."""
+
+    def checkpoint(self, dtype: str, device: torch.device | None = None) -> Checkpoint:
+        """Its tensors."""
+        found = checkpoint_of(self.folder, self.config, self.spec, dtype, device, self.rules)
+        if self.stems:
+            found.tensors = {name: stored for name, stored in found.tensors.items() if name.startswith(self.stems)}
+        return found
+
+    def load(self, *, dtype: torch.dtype, device: torch.device, kernels: Kernels, load_format: str, max_model_len: int,
+             seed: int, place: Place, group: Group | None) -> Decoder:
+        """The head, or a rank's share of it. ModelError if its tensors do not fit."""
+        if load_format == "dummy":
+            values = weights.dummy(self.spec, dtype=dtype, device=device, kernels=kernels, seed=seed, progress=None,
+                                   place=place)
+        else:
+            checkpoint = self.checkpoint(str(dtype).removeprefix("torch."), device)
+            values = weights.stream(self.spec, self.rules, checkpoint, dtype=dtype, device=device, kernels=kernels,
+                                    progress=None, place=place)
+        return Decoder(self.spec.at(place), values, kernels, dtype=dtype, device=device, max_model_len=max_model_len,
+                       group=group)
+
+    def targets(self) -> torch.Tensor | None:
+        """[draft vocabulary] int64: the target's number of each token that it can draft; None if they are numbered alike."""
+        checkpoint = Checkpoint(self.folder)
+        if self.stems or "d2t" not in checkpoint.tensors:
+            return None
+        with checkpoint.mapped():
+            offsets = checkpoint.read("d2t").long()
+            return offsets + torch.arange(len(offsets))
+
+
+_EAGLE_RULES = (
+    Rule("d2t", None),
+    Rule("t2d", None),
+    Rule("[model.]embed_tokens.weight", "embedding.weight"),
+    Rule("[model.]norm.weight", "norm.weight"),
+    Rule("lm_head.weight", "head.weight"),
+)
+_EAGLE_1 = (*_EAGLE_RULES, Rule("[model.]fc.*", "entry.join.*"), *rules.ATTENTION, *rules.MLP, *rules.PRE_NORMS)
+_EAGLE_3 = (
+    *_EAGLE_RULES,
+    Rule("[model.]fc.*", "entry.reduce.*"),
+    *(Rule(rule.source.replace("model.layers.#", "midlayer"), rule.target.replace("#", "0"))
+      for rule in (*rules.ATTENTION, *rules.MLP) if rule.target is not None),
+    *(Rule(f"{layer}.{source}.weight", f"blocks.0.{target}.weight") for layer in ("midlayer", "model.layers.0")
+      for source, target in (("input_layernorm", "attention.embeds"), ("hidden_norm", "attention.hidden"),
+                             ("post_attention_layernorm", "mlp.pre"))),
+    *rules.ATTENTION, *rules.MLP, *rules.PRE_NORMS)
+
+
+def method_of(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> str:
+    """The method that a folder is for: eagle, eagle3, medusa, or draft_model, a whole model. ModelError for others."""
+    named = str(config.get("speculators_model_type") or "")
+    if named and named not in ("eagle", "eagle3"):
+        raise ModelError(f"config.json has speculators_model_type {named!r}; possible are eagle and eagle3")
+    architecture = str((config.get("architectures") or [""])[0])
+    if "medusa_num_heads" in config or "medusa" in architecture.lower():
+        return "medusa"
+    if named == "eagle3" or "eagle3" in architecture.lower() or any(name in ("d2t", "t2d") for name in tensors):
+        return "eagle3"
+    if named or "eagle" in architecture.lower() or any(name.endswith("fc.weight") for name in tensors):
+        return "eagle3" if any(name.startswith("midlayer.") for name in tensors) else "eagle"
+    return "draft_model"
+
+
+def eagle(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpec) -> DraftHead:
+    """An EAGLE head of any version, as the EAGLE repositories, SpecForge and speculators publish them. ModelError if it is not
+    for this target."""
+    inner = config.get("transformer_layer_config") or config.get("model") or {}
+    given = Config({**config, **inner}, {"hidden_act": "silu", "max_position_embeddings": 2048, "num_hidden_layers": 1})
+    given.absent("norm_before_fc", "fc_norm", "norm_output", "layernorms", "parallel_drafting")
+    tensors = read_headers(folder)
+    names = {name.removeprefix("model.") for name in tensors}
+    width, norm = given.integer("hidden_size"), parts.rms_norm(given)
+    inputs = given.integer("target_hidden_size", width)
+    if inputs != target.width or (method == "eagle" and width != inputs):
+        raise ModelError(f"{folder} drafts for a model of width {inputs}; this one has {target.width}")
+    attention = parts.attention(given, rope=rope(given, parts.head_size(given)), bias=given.flag("attention_bias", False))
+    block = parts.pre_norm_block(attention, parts.gated_mlp(given), norm)
+    own = given.integer("vocab_size", target.vocab_size) if "embed_tokens.weight" in names else 0
+    if not own and width != target.width:
+        raise ModelError(f"{folder} has no embedding and width {width}, but the model's embedding has {target.width}")
+    layers = given.integer("num_hidden_layers")
+    tokens, taps, last = target.vocab_size, tuple[int, ...](), norm if "norm.weight" in names else NoNormSpec()
+    if method == "eagle":
+        entry = JoinSpec(width, inputs, bias="fc.bias" in names, tokens=own)
+        blocks = [_without_norm(block) if "layers.0.input_layernorm.weight" not in names else block] + [block] * (layers - 1)
+    else:
+        tokens, taps = given.integer("draft_vocab_size", target.vocab_size), _taps(given, target)
+        before = given.flag("norm_before_residual", False)
+        entry = JoinSpec(width, inputs, len(taps), joined=False, hidden_norm=norm if before else None, tokens=own)
+        pair = PairAttentionSpec(**{field.name: getattr(attention, field.name) for field in fields(attention)}, embeds=norm,
+                                 hidden=None if before else norm)
+        first = BlockSpec(((BranchSpec(pair),), block.stages[1]))
+        blocks = [first] + [block] * (layers - 1)
+    spec = ModelSpec(method, tokens, width, target.max_positions, tuple(blocks), last,
+                     HeadSpec(False, borrowed="lm_head.weight" not in names), entry)
+    found = _EAGLE_1 if method == "eagle" else _EAGLE_3
+    if method == "eagle3" and entry.hidden_norm is not None:
+        found = tuple(replace(rule, target="entry.hidden.weight") if rule.target == "blocks.0.attention.hidden.weight" else rule
+                      for rule in found)
+    return DraftHead(method, folder, config, stored_as(spec, found, config), found, (), taps)
+
+
+def _taps(config: Config, target: ModelSpec) -> tuple[int, ...]:
+    """The blocks whose inputs an EAGLE-3 head reads: an early, a middle and a late one, unless it says otherwise."""
+    inner = config.values.get("eagle_config") or {}
+    given = config.values.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids")
+    count = len(target.blocks)
+    found = tuple(given or (2, count // 2, count - 3))
+    if not all(isinstance(layer, int) and 0 <= layer <= count for layer in found):
+        raise ModelError(f"the head reads layers {list(found)} of its target; this model has layers 0 to {count}")
+    return found
+
+
+def _without_norm(block: BlockSpec) -> BlockSpec:
+    """The first layer of EAGLE 1 and 2 reads the joined stream as it is."""
+    (attention,), mlp = block.stages
+    return BlockSpec(((replace(attention, pre=None),), mlp))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A family's names for the first of its layers for multi-token prediction. # is the number of the target's layers."""
+
+    sign: str
+    """A tensor that tells that it is there."""
+    layer: str
+    entry: tuple[tuple[str, str], ...]
+    """Names and parameters, besides those of the layer."""
+    ignored: tuple[str, ...] = ()
+    """Copies of the target's matrices."""
+    hidden_first: bool = False
+    normed: bool = False
+
+
+_LAYOUTS = (
+    _Layout("model.layers.#.eh_proj.weight", "model.layers.#",
+            (("model.layers.#.enorm.weight", "entry.embeds.weight"), ("model.layers.#.hnorm.weight", "entry.hidden.weight"),
+             ("model.layers.#.eh_proj.*", "entry.join.*"), ("model.layers.#.shared_head.norm.weight", "norm.weight")),
+            ("model.layers.#.embed_tokens.weight", "model.layers.#.shared_head.head.weight")),
+    _Layout("model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0",
+            (("model.mtp_layers.0.token_layernorm.weight", "entry.embeds.weight"),
+             ("model.mtp_layers.0.hidden_layernorm.weight", "entry.hidden.weight"),
+             ("model.mtp_layers.0.input_proj.*", "entry.join.*"),
+             ("model.mtp_layers.0.final_layernorm.weight", "norm.weight")), hidden_first=True, normed=True),
+    # The target's last norm is this layer's too.
+    _Layout("model.mtp_linear_proj.0.weight", "model.mtp_block.0",
+            (("model.mtp_emb_norm.0.weight", "entry.embeds.weight"), ("model.mtp_hidden_norm.0.weight", "entry.hidden.weight"),
+             ("model.mtp_linear_proj.0.*", "entry.join.*"), ("model.norm.weight", "norm.weight"))),
+)
+"""DeepSeek V3 and GLM 4.5; MiMo; Ernie 4.5."""
+
+
+def mtp(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> DraftHead | None:
+    """The layer for multi-token prediction inside a target's checkpoint; None if it has none."""
+    if folder is None or not (tensors := read_headers(folder)):
+        return None
+    number = str(len(target.blocks))
+    layout = next((one for one in _LAYOUTS if one.sign.replace("#", number) in tensors), None)
+    if layout is None:
+        return None
+    stem, family = layout.layer.replace("#", number), family_of(config)[1]
+    mixture = any(name.startswith(f"{stem}.mlp.experts.") for name in tensors)
+    block = next(block for block in reversed(target.blocks)
+                 if any(isinstance(mixer, ExpertsSpec) for mixer in block.mixers) is mixture)
+    norm = target.norm
+    spec = ModelSpec("mtp", target.vocab_size, target.width, target.max_positions, (block,), norm,
+                     replace(target.head, borrowed=True),
+                     JoinSpec(target.width, target.width, embeds_norm=norm, hidden_norm=norm, hidden_first=layout.hidden_first))
+    found = (*(Rule(source.replace("#", number), parameter) for source, parameter in layout.entry),
+             *(Rule(source.replace("#", number), None) for source in layout.ignored),
+             *(replace(rule, source=rule.source.replace("model.layers.#", stem),
+                       target=rule.target and rule.target.replace("blocks.#", "blocks.0"))
+               for rule in family.RULES if rule.source.startswith("model.layers.#.")))
+    stems = (f"{stem}.", *(source.replace("#", number).rstrip("*") for source, _ in layout.entry))
+    return DraftHead("mtp", folder, config, stored_as(spec, found, config), found, stems, normed=layout.normed)

@@ -1,0 +1,114 @@
+"""Drafts by a head that reads the target's hidden states: EAGLE's, or a layer for multi-token prediction.
+
+The head follows the target through each step: once a step's tokens are chosen, it runs on the step's own segments, each
+position with the target's hidden state there and the token that follows. Its result after the last token of a row is kept for
+the next step, which begins with the drafts. Its cache entries are further states of the target's pages, as a draft model's are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from penstock.core.plan import StepPlan, Want
+from penstock.layers.decoder import Decoder
+from penstock.layers.draft_head import Join
+from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, part_of
+from penstock.worker.runner import Runner
+from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows
+from penstock.worker.verify import Verified
+
+
+class LoadedHead(LoadedDrafter):
+    """A head, loaded beside the target."""
+
+    follows = True
+
+    def __init__(self, model: Decoder, target: Decoder, taps: tuple[int, ...], tokens: torch.Tensor | None, normed: bool,
+                 room: int) -> None:
+        """`taps`, `tokens`, `normed`: as in `models/draft_heads.py::DraftHead`. `room`: the most tokens of a padded step."""
+        super().__init__(model)
+        self._tokens = None if tokens is None else tokens.to(model.device)
+        self._normed = normed
+        assert isinstance(model.embedding, Join)
+        if not model.embedding.spec.tokens:
+            assert target.embedding is not None
+            model.embedding.embed = target.embedding
+        if model.logits is None:
+            model.logits = target.logits
+        # At one address from now on, where graphs find them.
+        target.tap(taps, room)
+        model.entry(room)
+
+    def start(self, host: Host) -> Drafter:
+        return Head(self.attached(host), self._tokens, self._normed, host)
+
+
+class Head(Drafter):
+    """A head on the rows of one worker."""
+
+    def __init__(self, model: Decoder, tokens: torch.Tensor | None, normed: bool, host: Host) -> None:
+        self._runner = Runner(model, host.rows, host.page)
+        self._runner.graphs = host.capture(model)
+        self._host = host
+        self._tokens = tokens
+        self._normed = normed
+        self._last = torch.zeros(len(host.rows.tokens), model.spec.width, dtype=model.dtype, device=model.device)
+        """[row] the head's result where it predicts the token behind the row's last known one."""
+
+    def propose(self, drafting: Drafting) -> None:
+        rows, plan, picked, count = self._host.rows, drafting.plan, drafting.segments, drafting.count
+        rows.before.copy_(rows.length)
+        if not len(picked):
+            return
+        states = self._last[drafting.row.long()]
+        self._write(states, drafting.row, drafting.length)
+        for place in range(1, int(count.max())):
+            still = count > place
+            if not still.all():
+                states = states[torch.from_numpy(np.flatnonzero(still)).to(states.device)]
+                picked, count = picked[still], count[still]
+            states = self._draft(plan, picked, place, states)
+
+    def _draft(self, plan: StepPlan, picked: npt.NDArray[np.int64], place: int, states: torch.Tensor) -> torch.Tensor:
+        """Reads the draft before number `place` of these segments, with the head's results [segments] that predicted it, and
+        writes the next one. Returns its own results."""
+        model, one = self._runner.model, np.ones(len(picked), np.int32)
+        model.entry(len(states)).copy_(self._again(states))
+        _, ends, lines = self._runner.forward(part_of(plan, picked, plan.starts[picked] + (place - 1), one, Want.SAMPLE),
+                                             behind=(1 - place) * one)
+        self._write(ends[:len(picked)], lines.row, lines.position)
+        return ends[:len(picked)].clone()
+
+    def _again(self, states: torch.Tensor) -> torch.Tensor:
+        """The head's results as it reads them in place of the target's."""
+        norm = self._runner.model.norm
+        return norm(states) if self._normed and norm is not None else states
+
+    def _write(self, states: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
+        """Chooses the tokens that follow results [L], and writes them to their rows."""
+        model, target = self._runner.model, self._host.model
+        for at in range(0, len(states), MAX_LOGITS_ROWS):
+            some = states[at:at + MAX_LOGITS_ROWS]
+            padded = F.pad(some, (0, 0, 0, self._runner.builder.size(len(some)) - len(some)))
+            # Its head is the target's, or its own.
+            whole = target.whole if model.logits is target.logits else model.whole
+            # Entries that were never computed may hold anything, but a draft must be a token.
+            logits = torch.nan_to_num(whole(model.head(padded))[:len(some)])
+            if self._tokens is not None:
+                logits = logits.new_full((len(some), target.spec.vocab_size), -torch.inf).index_copy_(1, self._tokens, logits)
+            end = at + len(some)
+            self._host.sampler.choose(logits[:, :target.spec.vocab_size].contiguous(), row[at:end], position[at:end])
+
+    def follow(self, plan: StepPlan, lines: LogitsRows, verified: Verified | None) -> None:
+        model, tokens = self._runner.model, int(plan.counts.sum())
+        size = self._runner.builder.size(tokens)
+        assert isinstance(model.embedding, Join)
+        model.entry(size).copy_(model.embedding.reduce(self._host.model.tapped[:size]))
+        _, ends, _ = self._runner.forward(plan)
+        if verified is not None:
+            self._last[verified.row.long()] = ends[(verified.first + verified.count - 1).long()]
+        elif len(lines.rows):
+            self._last[lines.row.long()] = ends[:len(lines.rows)]
