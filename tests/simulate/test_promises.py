@@ -253,3 +253,18 @@ def test_a_lower_class_makes_room_once() -> None:
     outcome = Fleet(cost, 1, policy="promises", classes=WIDE).run(stream())
     assert all(r.ttft < 0.8 for r in outcome.records if r.tier == "interactive")
     assert 0 < outcome.preemptions <= 20 and all(r.tokens == 2000 for r in outcome.records if r.tier == "batch")
+
+
+def test_prompts_of_one_batch_let_others_in_between() -> None:
+    """A batch of 60 prompts would take a second: another request that comes meanwhile does not wait for all of them."""
+    def stream() -> Iterator[Request]:
+        for number in range(200, 220):
+            yield asked(f"w{number}", 20 * (number - 190), "interactive", 1.0 + 0.1 * (number - 200), 2)
+        for number in range(60):
+            yield asked(f"b{number}", 1000, "interactive", 5.0, 1, follows="b0" if number else "")
+        for number in range(100, 105):
+            yield asked(f"s{number}", 99, "interactive", 5.1 + 0.1 * (number - 100), 1)
+
+    outcome = Fleet(COST, 1, policy="promises", classes=WIDE).run(stream())
+    batch, others = (sorted(r.ttft for r in outcome.records if r.prompt == size) for size in (1000, 99))
+    assert others[-1] < 0.2 < 0.8 < batch[-1]

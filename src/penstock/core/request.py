@@ -91,8 +91,9 @@ class Request(msgspec.Struct, array_like=True):
     does not refuse it."""
     media: list[Medium] = []
     """In the order of `start`; they do not overlap."""
-    follows: bool = False
-    """Another prompt of the same batch was submitted before: they are refused together or not at all if too many wait."""
+    follows: str = ""
+    """The first request of the same batch, which was submitted before: they are refused together, or not at all if too many
+    wait."""
     shown: list[int] = []
     """Special tokens that appear in the text although others are skipped: the markers by which an answer is parsed."""
     pool: Pool | None = None
@@ -103,6 +104,11 @@ class Request(msgspec.Struct, array_like=True):
     """time.time() at which it ends unserved or unfinished; 0: never."""
     waits: bool = False
     """It would rather wait than be refused because its promise cannot be kept."""
+
+    @property
+    def owner(self) -> str:
+        """The same for all requests of a client's request with several prompts or beams."""
+        return self.follows or self.id
 
     @property
     def list_words(self) -> int:

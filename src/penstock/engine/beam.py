@@ -188,7 +188,7 @@ class BeamSearches:
         for name, beam in zip(running.asked, search.open, strict=True):
             self._add(Request(name, [*request.prompt_ids, *beam.tokens], params, [], request.arrival, request.priority,
                               request.salt, request.tenant, request.retain, request.adapter, part=bool(beam.tokens),
-                              media=request.media))
+                              media=request.media, follows=request.id if beam.tokens else ""))
 
     def _take(self, running: _Running, update: Update) -> None:
         if update.finish_reason in ("error", "abort"):

@@ -7,6 +7,7 @@ prefill (`cache/joining.py`) or for pages being loaded does not block others.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.cache.manager import Reuse
@@ -14,7 +15,9 @@ from penstock.core.errors import RequestError
 from penstock.core.request import PHASES, Request
 from penstock.core.sequence import Sequence
 from penstock.core.steptime import Load
+from penstock.scheduler.policy import victim
 from penstock.scheduler.queues import Queues
+from penstock.scheduler.shares import Shares
 from penstock.scheduler.step import InFlight
 
 PASSES = 32
@@ -79,11 +82,47 @@ class Admission:
                                "(--max-num-queued-reqs); try again later", code="queue_full", status=503)
         return limit
 
+    def make_way(self, now: float, step: float) -> None:
+        """Renews broken promises of those who wait, and preempts where they find no room: a sequence of a lower class for one
+        that must start now, and sequences of requests that hold more than their share of the rows. `step`: seconds of the
+        latest step."""
+        queues, policy = self._queues, self._queues.policy
+        for first in queues.waiting.heads():
+            if policy.late(first, now):
+                queues.waiting.changed(first)
+        head = next(iter(queues.waiting), None)
+        if head is None or (queues.rows and not queues.crowded):
+            return
+        if policy.urgent(head, now, step):
+            lower = victim(policy, list(queues.running), head)
+            if lower is not None:
+                queues.preempt(lower, now)
+        shares = Shares(queues)
+        needy = [s for s in queues.waiting if s.phase != _CACHE and shares.left(s) > 0]
+        for head in needy[:max(len(needy) - len(queues.rows), int(queues.crowded))]:
+            for loser in reversed(list(queues.running)):
+                if shares.left(loser) < 0 and loser.known > loser.mark and policy.rank(head) <= policy.rank(loser):
+                    queues.preempt(loser, now)
+                    break
+
+    def _in_turn(self, blocked: list[Sequence]) -> Iterator[Sequence]:
+        """Waiting sequences in order, but those whose request has its share of the rows after others that are as important, and
+        not if one of these was `blocked`."""
+        rank, shares, later = self._queues.policy.rank, Shares(self._queues), list[Sequence]()
+        for sequence in self._queues.waiting:
+            if shares.left(sequence) <= 0:
+                later.append(sequence)
+                continue
+            while later and rank(later[0]) < rank(sequence):
+                yield later.pop(0)
+            yield sequence
+        yield from later if not blocked else ()
+
     def admit(self, step: InFlight, budget: int, now: float) -> int:
         """Admits waiting sequences to rows and to the step. Returns what is left of the budget."""
         queues, policy = self._queues, self._queues.policy
         blocked, load, full = list[Sequence](), step.decode, False
-        for sequence in queues.waiting if queues.rows else ():
+        for sequence in self._in_turn(blocked) if queues.rows and queues.waiting else ():
             if not queues.rows or budget <= 0:
                 break
             # Preempted with a token still in flight: it re-enters only when all of its tokens are known.

@@ -31,14 +31,16 @@ class Forecast:
         self._classes = classes
         self._times = times
         self.waiting: Counter[str] = Counter()
-        """Sequences that wait, by group: class, line feed, tenant."""
+        """Requests that wait, by group: class, line feed, tenant."""
         self.unread: Counter[str] = Counter()
         """Their prompt tokens."""
         self._seconds = self._tokens = self._entered = 0.0
         self._last = 0.0
 
     def waits(self, sequence: Sequence, group: str, change: int) -> None:
-        """As `Policy.waits`."""
+        """As `Policy.waits`. Further choices and prompts of a request do not count: they let others go first."""
+        if sequence.index or sequence.request.follows:
+            return
         self.waiting[group] += change
         # Long prompts let others go first.
         self.unread[group] += 0 if sequence.stretched else change * sequence.prompt_len
@@ -98,7 +100,7 @@ class Forecast:
                                    "try again later, or use another class", code="queue_full", status=429,
                                    retry=max(1.0, late / 2))
         promised = sequence.promise - request.arrival
-        if free or request.waits or not math.isfinite(min(service.ttft, promised)) or late <= _MARGIN * promised:
+        if free or request.waits or not (request.deadline or math.isfinite(service.ttft)) or late <= _MARGIN * promised:
             return
         raise RequestError(f"the first token would come after about {late:.1f} s, and {promised:.1f} s are promised to the "
                            f"class {request.tier!r}; try again later, or send x-penstock-wait: true to wait",

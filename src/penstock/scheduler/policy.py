@@ -68,6 +68,10 @@ class Policy:
         any other can. Of equal ones the last in order is taken."""
         return int(head is None)
 
+    def rank(self, sequence: Sequence) -> float:
+        """The importance of a sequence: a request gives rows beyond its share to requests of equal or lower rank."""
+        return sequence.request.priority
+
     def urgent(self, sequence: Sequence, now: float, step: float) -> bool:  # noqa: ARG002
         """Whether a waiting sequence must start now, so that others have to make room; `step`: seconds of the latest one."""
         return False

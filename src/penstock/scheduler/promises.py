@@ -9,6 +9,7 @@ nothing is saved up. Waiting sequences gain on the others, and every deadline co
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from penstock.core.errors import RequestError
@@ -60,6 +61,8 @@ class Promises(Policy):
         self._shares: dict[str, dict[str, _Account]] = {}
         """By tenant, then class."""
         self._floor = 0.0
+        self._following: Counter[str] = Counter()
+        """Prompts behind the first of each batch."""
         self._forecast = Forecast(classes, times)
 
     def service(self, sequence: Sequence) -> Service:
@@ -75,6 +78,10 @@ class Promises(Policy):
         promised = _PATIENCE  # of a class that promises nothing: the order of arrival
         if math.isfinite(service.ttft):
             promised = min(max(service.ttft, _ALONE * alone), _PATIENCE + alone)
+        if request.follows:
+            # The prompts of a batch are computed one after another, so that others come in between.
+            self._following[request.follows] += 1
+            promised += alone * self._following[request.follows]
         sequence.promise = request.arrival + promised
         sequence.stretched = _ALONE * alone > service.ttft
         if request.deadline:
@@ -98,6 +105,8 @@ class Promises(Policy):
 
     def end(self, sequence: Sequence) -> None:
         tenant, tier = sequence.request.tenant, sequence.request.tier
+        if sequence.request.follows:
+            self._following -= Counter([sequence.request.follows])
         self._tenants[tenant].live -= 1
         self._shares[tenant][tier].live -= 1
         if not self._tenants[tenant].live and len(self._tenants) > 1 and self._tenants[tenant].had <= self._floor:
@@ -164,6 +173,9 @@ class Promises(Policy):
         if head is not None and service.weight >= self.service(head).weight:
             return 0
         return 2 if service.preemptible else int(head is None)
+
+    def rank(self, sequence: Sequence) -> float:
+        return -self.service(sequence).weight
 
     def tightest(self, groups: Iterable[str]) -> float | None:
         found = [self.classes[group.partition("\n")[0]].tpot for group in groups]

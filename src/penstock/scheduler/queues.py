@@ -3,7 +3,7 @@ left are collected here for the next plan. `admission.py` and `batch.py` decide 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from penstock.cache.manager import Cache
 from penstock.core.plan import Enter, StepPlan
@@ -26,6 +26,8 @@ class Queues:
         self.rows = list(range(rows - 1, -1, -1))
         """Free rows; the last is taken next."""
         self.adapters = Slots(max_adapters)
+        self.held: Counter[str] = Counter()
+        """Rows by the owner of the request (`Request.owner`)."""
         self.crowded = False
         """Whether a waiting sequence found no room in the last admission."""
         self.cornered: Sequence | None = None
@@ -50,6 +52,7 @@ class Queues:
         self.cache.enter(sequence)
         self.running.add(sequence)
         request = sequence.request
+        self.held[request.owner] += 1
         # For constrained sequences the mask enforces min_tokens, because it knows whether the answer can continue.
         banned = sorted(sequence.stops) if request.params.min_tokens and not sequence.masked else []
         labels = request.pool.labels if request.pool is not None else []
@@ -86,6 +89,7 @@ class Queues:
             self.running.remove(sequence)
             self.rows.append(sequence.row)
             self._left.append(sequence.row)
+            self.held -= Counter([sequence.request.owner])
             self.adapters.give(sequence.request.adapter)
             sequence.row = -1
         elif sequence in self.waiting:
@@ -124,4 +128,5 @@ class Queues:
         taken = [sequence.row for sequence in self.running]
         assert sorted(taken + self.rows) == list(range(rows)), "a row is lost or owned twice"
         assert len(self.running) + len(self.waiting) + sum(len(s.children) for s in live) == len(live), "a sequence is lost"
+        assert self.held == Counter(sequence.request.owner for sequence in self.running)
         assert all((sequence.row >= 0) == (sequence in self.running) for sequence in live)

@@ -24,7 +24,7 @@ from penstock.scheduler.admission import Admission, Limits
 from penstock.scheduler.batch import Batch
 from penstock.scheduler.drafting import DraftPolicy, Drafts
 from penstock.scheduler.pace import Pace
-from penstock.scheduler.policy import Policy, victim
+from penstock.scheduler.policy import Policy
 from penstock.scheduler.queues import Queues
 from penstock.scheduler.results import Taker
 from penstock.scheduler.step import LIMITS, InFlight, binding, load_of
@@ -131,7 +131,7 @@ class Scheduler:
         self.cache.evictor.now = now
         self._expire(now)
         self.policy.begin()
-        self._make_way(now)
+        self.admission.make_way(now, self.times.seconds(self._made.decode))
         budget = self.batch.fill(step, now)
         if budget is None and not (step.sequences or self.in_flight):
             # The only running sequence was preempted. Alone, it always finds room.
@@ -179,20 +179,6 @@ class Scheduler:
             for sequence in reversed((self._requests.get(name) or {}).copy().values()):
                 self._finish(sequence, Update(name, sequence.index, [], finish_reason="error", status=_EXPIRED,
                                               error="its deadline has passed"), now)
-
-    def _make_way(self, now: float) -> None:
-        """Renews broken promises of those who wait, and preempts a sequence of a lower class for one that must start now."""
-        queues, policy = self.queues, self.policy
-        for first in self.waiting.heads():
-            if policy.late(first, now):
-                self.waiting.changed(first)
-        head = next(iter(self.waiting), None)
-        if head is None or (queues.rows and not queues.crowded):
-            return
-        if policy.urgent(head, now, self.times.seconds(self._made.decode)):
-            lower = victim(policy, list(self.running), head)
-            if lower is not None:
-                queues.preempt(lower, now)
 
     def _hand_out(self, step: InFlight) -> list[int]:
         """Advances the plan's sequences by their segments. Returns the segments' rows."""

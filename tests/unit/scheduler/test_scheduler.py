@@ -55,7 +55,7 @@ def test_a_queue_is_full_only_when_others_wait() -> None:
     _scheduler(rows=2, queued=2).add(Request("n", [1], SamplingParams(n=9, max_tokens=1, seed=0)), 0.0)
     batch = _scheduler(rows=2, queued=2)
     for place in range(20):
-        batch.add(_request(str(place), 3, follows=place > 0), 0.0)
+        batch.add(_request(str(place), 3, follows="0" if place else ""), 0.0)
     with pytest.raises(RequestError, match="20 requests are waiting"):
         batch.add(_request("late", 3), 0.0)
 

@@ -66,7 +66,7 @@ async def admitted(state: State, http: HttpRequest, body: Asked, service_tier: s
     state.limits.check_tenant(llm.traffic.tokens_in_flight(tenant), requests, key)
     promise.give(requests)
     for request in requests[1:]:
-        request.follows = True
+        request.follows = requests[0].id
     return requests
 
 
