@@ -110,7 +110,7 @@ AXES: dict[str, dict[str, Value]] = {
     "reuse": {"off": Value({"enable_prefix_caching": False}), "on": Value(), "again": Value(run={"again": True})},
     "policy": options("scheduling_policy", "priority", "fcfs"),
     "drafter": {"none": Value(), "one": _draft(1), "four": _draft(4),
-                "ngram": Value({"speculate": "ngram", "draft_policy": "fixed"}),
+                "lookup": Value({"speculate": "suffix", "draft_policy": "fixed"}),
                 "model": Value({"speculative_model": "itself", "draft_policy": "fixed", "num_speculative_tokens": 3}),
                 "adaptive": Value({"speculative_model": "itself"}),
                 "eagle3": Value({"speculative_model": "eagle3", "draft_policy": "fixed", "num_speculative_tokens": 3})},

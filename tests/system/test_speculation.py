@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock import LLM, SamplingParams
 from penstock.canary import suite
@@ -17,6 +18,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.request import EngineStats, Request
 from penstock.core.sequence import Sequence
 from penstock.scheduler.drafting import Adaptive
+from penstock.worker.drafters.suffix import Suffix
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DRAFT, EAGLE, LATENT = (str(ASSETS / f"canary-{name}") for name in ("draft", "eagle", "mla"))
@@ -46,9 +48,10 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", [{"speculate": "ngram", **FIXED}, {"speculative_model": DRAFT, **FIXED},
-                                     {"speculative_model": DRAFT}, {"speculative_model": EAGLE, **FIXED}],
-                         ids=["ngram", "model", "adaptive", "eagle3"])
+@pytest.mark.parametrize("options", [
+    {"speculate": "ngram", **FIXED}, {"speculate": "suffix", **FIXED}, {"speculative_model": DRAFT, **FIXED},
+    {"speculative_model": DRAFT}, {"speculative_model": EAGLE, **FIXED}],
+                         ids=["ngram", "suffix", "model", "adaptive", "eagle3"])
 def test_answers_are_equal_and_steps_are_fewer(options: dict[str, Any]) -> None:
     with opened() as plain, opened(**options) as drafting:
         for asked in ASKED:
@@ -76,6 +79,28 @@ def test_a_prefix_hit_has_the_drafters_entries_too(draft: str) -> None:
         again, twice = answers(llm)
         assert again == first and twice.cached_tokens > 100
         assert twice.accepted_tokens - accepted >= 0.95 * accepted and twice.drafts - drafts <= 1.05 * drafts
+
+
+def test_suffixes_of_earlier_answers_draft_those_that_repeat_them_but_not_another_tenants() -> None:
+    prompt = [{"role": "user", "content": "Tell me a story about a fox."}]
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+
+    def accepted(salt: str) -> int:
+        before = llm.engine.stats().accepted_tokens
+        outputs.append(llm.chat(prompt, params, use_tqdm=False, cache_salt=salt)[0].outputs[0].token_ids)
+        return llm.engine.stats().accepted_tokens - before
+
+    outputs: list[Any] = []
+    with opened(speculate="suffix", **FIXED) as llm:
+        first, again, other = accepted("one"), accepted("one"), accepted("other")
+    assert again > 50 > first and other == first and outputs[0] == outputs[1] == outputs[2]
+
+
+def test_places_vote_for_the_continuation() -> None:
+    found = torch.tensor([[[5, 1], [6, 2], [6, 3], [6, 2]]])
+    suffix = Suffix.__new__(Suffix)
+    assert suffix._chosen(found, torch.tensor([[4, 4, 3, 3]])).tolist() == [[6, 2]]
+    assert suffix._chosen(found, torch.tensor([[4, 3, 3, 3]])).tolist() == [[5, 1]]
 
 
 def test_constrained_answers_are_not_drafted_for_and_stay_right() -> None:

@@ -83,7 +83,7 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     if contexts > 1 and drafting is not None:
         if drafting.model is not None or drafting.method == "mtp":
             raise ConfigError("a draft model or head is not possible with context_parallel_size; use speculate ngram")
-        drafting = replace(drafting, method="ngram")
+        drafting = replace(drafting, method="suffix" if drafting.method == "auto" else drafting.method)
     return EngineConfig(
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
         page=(options.block_size or 16) * contexts, depth=depth,

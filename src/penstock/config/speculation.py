@@ -15,8 +15,9 @@ from penstock.core.errors import ConfigError
 
 _TOKENS = 5
 """Default of the most tokens drafted at once."""
-_NAMES = {"ngram": "ngram", "[ngram]": "ngram", "draft_model": "draft_model", "auto": "auto", "eagle": "eagle",
-          "eagle3": "eagle3", "mtp": "mtp", **{f"{family}_mtp": "mtp" for family in ("deepseek", "ernie", "glm4_moe", "mimo")}}
+METHODS = ("auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
+_NAMES = {**{name: name for name in METHODS}, "[ngram]": "ngram",
+          **{f"{family}_mtp": "mtp" for family in ("deepseek", "ernie", "glm4_moe", "mimo")}}
 """Methods, by their names in vLLM's configuration and in ours."""
 _KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_policy")
 """Keys of vLLM's configuration that are supported."""
@@ -30,7 +31,7 @@ class Speculation:
     """The drafter and its parameters."""
 
     method: str
-    """ngram, draft_model, eagle, eagle3 or mtp; auto: what the checkpoint brings (`worker/drafters/loading.py::survey`)."""
+    """ngram, suffix, draft_model, eagle, eagle3 or mtp; auto: what there is (`worker/drafters/loading.py::survey`)."""
     model: str | None = None
     """Folder or hub id of the draft model or head."""
     tokens: int = _TOKENS
@@ -94,7 +95,7 @@ def _checked(found: Speculation) -> Speculation:
     method = found.method
     if method in ("draft_model", "eagle", "eagle3") and found.model is None:
         raise ConfigError(f"speculate {method} needs the draft model: --speculative-model FOLDER or a hub id")
-    if method in ("ngram", "mtp") and found.model is not None:
+    if method in ("ngram", "suffix", "mtp") and found.model is not None:
         raise ConfigError(f"speculate {method} takes no draft model, but speculative_model is {found.model!r}; leave one out")
     if not 1 <= found.tokens <= 64:
         raise ConfigError(f"num_speculative_tokens is {found.tokens}; possible are 1 to 64")

@@ -56,6 +56,8 @@ class Enter(NamedTuple):
     """The logits that Want.LABELS reports, by their index in the head; empty for all."""
     adapter: int = 0
     """The slot of its adapter; 0: none."""
+    owner: int = 0
+    """Rows of equal numbers may be drafted for from each other's outputs."""
 
 
 class Proposal(NamedTuple):

@@ -120,6 +120,10 @@ class Drafter(Protocol):
         positions."""
         ...
 
+    def leave(self, rows: list[int]) -> None:  # noqa: ARG002
+        """Called before rows are given up, while their tokens are there."""
+        return
+
     def follow(self, plan: StepPlan, lines: LogitsRows, verified: Verified | None) -> None:  # noqa: ARG002
         """Enqueues a drafter's own part of a step whose tokens are chosen. Called if `LoadedDrafter.follows`, when the target
         has left its hidden states (`Decoder.tap`). `verified`: None if each logits row's token is certain."""

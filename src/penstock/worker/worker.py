@@ -290,6 +290,8 @@ class Worker:
             self.returning.take(plan)
         if self.balancing is not None and not plan.idle:
             self.balancing.step()
+        if self.drafter is not None and self._loaded_drafter is not None and plan.leave:
+            self.drafter.leave(plan.leave)
         self.rows.apply(plan)
         self.adapters.apply(plan)
         if self.movers is not None:

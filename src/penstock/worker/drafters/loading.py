@@ -24,6 +24,7 @@ from penstock.parallel.group import Group
 from penstock.worker.drafters.head import LoadedHead
 from penstock.worker.drafters.model import LoadedDraftModel, lag
 from penstock.worker.drafters.ngram import LoadedNGram
+from penstock.worker.drafters.suffix import LoadedSuffix
 from penstock.worker.drafting import LoadedDrafter
 
 
@@ -49,7 +50,9 @@ def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: 
         if head is None and asked.method == "mtp":
             raise ConfigError(f"speculate mtp: {folder} has no layer for multi-token prediction of a layout that Penstock "
                               "knows (DeepSeek, GLM, MiMo, Ernie); leave speculate out, or use ngram")
-        return Found(replace(asked, method="ngram")) if head is None else _of_head(asked, head)
+        if head is not None:
+            return _of_head(asked, head)
+        return Found(replace(asked, method="suffix" if asked.method == "auto" else asked.method))
     own = resolve_folder(asked.model, None)
     described = read_config(own)
     method = draft_heads.method_of(described, read_headers(own))
@@ -93,5 +96,6 @@ def load(found: Found, target: Decoder, room: int, *, dtype: torch.dtype, max_mo
         model = head.load(**how, place=Place(place.tensor, place.tensors), group=group)
         return LoadedHead(model, target, head.taps, head.targets(), head.normed, room)
     if found.config is None:
-        return LoadedNGram(found.asked.shortest, found.asked.longest)
+        lookup = LoadedSuffix if found.asked.method == "suffix" else LoadedNGram
+        return lookup(found.asked.shortest, found.asked.longest)
     return LoadedDraftModel(models.load(found.folder, dict(found.config), **how))

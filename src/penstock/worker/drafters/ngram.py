@@ -23,6 +23,9 @@ class NGram(Drafter):
     """Finds the longest agreement of a row's last tokens with an earlier place: of at least `shortest` tokens; those beyond
     `longest` do not count. Of equal ones it takes the latest."""
 
+    voters = 1
+    """The best places that choose the continuation."""
+
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
         self._longest = longest
@@ -30,35 +33,49 @@ class NGram(Drafter):
     def propose(self, drafting: Drafting) -> None:
         if not len(drafting.segments):
             return
-        row, length, count = drafting.row.long(), drafting.length.long(), drafting.count
         width = int(drafting.plan.starts[drafting.segments].max()) + 1
-        most = max(1, _CELLS // width)
-        for at in range(0, len(count), most):
+        most = max(1, _CELLS // (width + self.beside(drafting.row[:0])[0].shape[1]))
+        for at in range(0, len(drafting.count), most):
             part = slice(at, at + most)
-            self._propose(drafting.rows.tokens, row[part], length[part], count[part], width)
+            self._propose(drafting.rows.tokens, drafting.row[part].long(), drafting.length[part].long(), drafting.count[part],
+                          width)
+
+    def beside(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [D, S] that are searched behind those of rows [D] themselves, and which of them each may see."""
+        none = row.new_zeros(len(row), 0)
+        return none, none.bool()
 
     def _propose(self, tokens: torch.Tensor, row: torch.Tensor, length: torch.Tensor, count: Ints, width: int) -> None:
         """Searches rows of at most `width` known tokens."""
-        known = tokens[row, :width]
+        own, (others, seen) = tokens[row, :width], self.beside(row)
         last = length[:, None] - 1
-        column = torch.arange(width, device=known.device)
+        known = torch.cat((own, others.to(own.dtype)), 1)
+        total = known.shape[1]
+        column = torch.arange(total, device=known.device)
+        alive = torch.cat((column[:width] < last, seen), 1)
         agreed = torch.zeros(known.shape, dtype=torch.int64, device=known.device)
-        alive = column < last
         for back in range(self._longest):
-            token = known.gather(1, (last - back).clamp(min=0))
+            token = own.gather(1, (last - back).clamp(min=0))
             equal = torch.zeros_like(alive)
-            equal[:, back:] = known[:, :width - back] == token
+            equal[:, back:] = known[:, :total - back] == token
             alive = alive & equal
             agreed += alive
-        best, _ = torch.where(agreed >= self._shortest, agreed * width + column, -1).max(1)
+        best, _ = torch.where(agreed >= self._shortest, agreed * total + column, -1).topk(min(self.voters, total), 1)
+        end = best % total
+        # A continuation that reaches the row's end goes on from its beginning, as if the text were periodic.
+        period = torch.where(end < width, last - end, total).clamp(min=1)
+        source = end[..., None] + 1 + torch.arange(int(count.max()), device=known.device) % period[..., None]
+        found = known.gather(1, source.flatten(1).clamp(max=total - 1)).view(source.shape)
+        drafts = torch.where(best[:, :1] >= 0, self._chosen(found, best // total), 0)
         places = np.stack((np.repeat(np.arange(len(count), dtype=np.int32), count),
                            np.concatenate([np.arange(one, dtype=np.int32) for one in count])))
         segment, offset = upload(places, known.device).long()
-        end = best[segment] % width
-        # A continuation that reaches the end goes on from its beginning, as if the text were periodic.
-        source = end + 1 + offset % (length[segment] - 1 - end).clamp(min=1)
-        drafts = torch.where(best[segment] >= 0, known[segment, source.clamp(max=width - 1)], 0)
-        tokens[row[segment], length[segment] + offset] = drafts
+        tokens[row[segment], length[segment] + offset] = drafts[segment, offset]
+
+    def _chosen(self, found: torch.Tensor, agreed: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """The continuation [D, C] of continuations [D, voters, C] of places that agree in so many tokens [D, voters], the best
+        first; -1 in `agreed`: there is no such place."""
+        return found[:, 0]
 
 
 class LoadedNGram(LoadedDrafter):
