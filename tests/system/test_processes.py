@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -254,3 +255,50 @@ def test_states_of_any_retention_are_sent() -> None:
     states = [StateSpec((Field("k", (2, 4), "float32"),), keep) for keep in (Everything(), Window(5), Chunk(8), Ahead(2))]
     loaded = Loaded([*states, StateSpec(page, Snapshot())], 1, 2, 3, 4, None, "name", [("a", "b")])
     assert decoder(Loaded)(encode(loaded)) == loaded
+
+
+def test_two_machines_serve_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP, with a secret; a rank of the other machine that is lost is noticed, and both start again."""
+    monkeypatch.setenv("PENSTOCK_SECRET", "a secret of this test")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ("--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", str(port), "--max-model-len", "512", "--device",
+             "cpu", "--dtype", "float32", "--restart", "ranks")
+    with llm() as one:
+        wanted = tokens(one)[0]
+    other = Served("canary", *flags, "--node-rank", "1", wait=False)
+    try:
+        with served("canary", *flags, wait=False) as server:
+            server.wait_ready(120)
+
+            def answered() -> list[int]:
+                found = server.complete(prompt=PROMPTS[0], max_tokens=24, temperature=0, ignore_eos=True, return_token_ids=True)
+                return list(found["choices"][0]["token_ids"])
+
+            assert answered() == wanted
+            (rank,) = Path(f"/proc/{other.process.pid}/task/{other.process.pid}/children").read_text().split()
+            os.kill(int(rank), signal.SIGSTOP)
+            lost = time.monotonic()
+            while server.http.get("/health").status_code == 200:
+                assert time.monotonic() - lost < 10
+                time.sleep(0.1)
+            os.kill(int(rank), signal.SIGKILL)
+            until = time.monotonic() + 120
+            while server.http.get("/health").status_code != 200:
+                assert time.monotonic() < until and server.process.poll() is None, server.log + other.log
+                time.sleep(0.2)
+            assert answered() == wanted
+        assert other.ended(20) == 0, other.log
+    finally:
+        other.stop()
+
+
+def test_machines_need_a_secret_and_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_SECRET", raising=False)
+    with pytest.raises(ConfigError, match="PENSTOCK_SECRET"):
+        llm(tensor_parallel_size=2, nnodes=2, master_addr="192.0.2.1")
+    with pytest.raises(ConfigError, match="nnodes must divide the 3 ranks"):
+        llm(tensor_parallel_size=3, nnodes=2)
+    with pytest.raises(ConfigError, match="only machine 0 has the engine"):
+        llm(tensor_parallel_size=2, nnodes=2, node_rank=1)

@@ -38,6 +38,22 @@ def test_manifests_validate() -> None:
         validator.validate(broken, "1.31", strict=True)
 
 
+def machines() -> list[dict[str, Any]]:
+    """The pod templates of the LeaderWorkerSet, of the leader and of the workers."""
+    yaml = pytest.importorskip("yaml")
+    whole = yaml.safe_load((DEPLOY / "leaderworkerset" / "penstock.yaml").read_text())["spec"]["leaderWorkerTemplate"]
+    assert whole["size"] == 2
+    return [whole["leaderTemplate"], whole["workerTemplate"]]
+
+
+def test_the_pods_of_several_machines_validate() -> None:
+    """The set itself is of a kind that Kubernetes' own schemas do not have."""
+    validator = pytest.importorskip("kubernetes_validate")
+    for template in machines():
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
+        validator.validate(pod, "1.31", strict=True)
+
+
 def commands() -> list[list[str]]:
     """The words after `penstock serve` in each of the files."""
     found = []
@@ -50,7 +66,8 @@ def commands() -> list[list[str]]:
         found.append([*pod["containers"][0]["args"], *entry[2:]])
     start = re.search(r"^ExecStart=\S+/penstock serve (.*)$", (DEPLOY / "penstock.service").read_text(), re.MULTILINE)
     assert start is not None
-    return [*found, shlex.split(start[1])]
+    several = [[re.sub(r"\$\(.*\)", "1", word) for word in one["spec"]["containers"][0]["args"]] for one in machines()]
+    return [*found, *several, shlex.split(start[1])]
 
 
 def test_the_commands_parse() -> None:

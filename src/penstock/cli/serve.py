@@ -13,11 +13,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
+import msgspec
+
 from penstock import __version__
 from penstock.cli.model import add_models, model_or_canary, models_of
-from penstock.config.flags import add_flags, from_args
+from penstock.config.flags import add_flags, from_args, integer
+from penstock.config.options import place
 from penstock.config.schema import EngineOptions, ServerOptions, Wanted
 from penstock.core.request import EngineInfo
+from penstock.parallel.axis import places
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 
@@ -35,8 +39,20 @@ def add(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Serves until a signal; the exit status."""
+    for name in ("nnodes", "node_rank", "master_addr", "master_port"):
+        # As torchrun and its launchers name them.
+        if not hasattr(args, name) and (value := os.environ.get(name.upper())):
+            setattr(args, name, value if name == "master_addr" else integer(value))
     options = with_key(from_args(args, ServerOptions))
     engine_options = from_args(args, EngineOptions, model=model_or_canary(args))
+    if engine_options.node_rank:
+        from penstock.engine import machine
+        from penstock.observe.log import set_up
+
+        set_up(options.log_level, options.log_format)
+        here = engine_options.local_ranks
+        own = [one for one in places(place(engine_options)) if one.rank // here == engine_options.node_rank]
+        return machine.run(msgspec.json.encode(engine_options), own, engine_options.restart == "ranks")
     if engine_options.step_target_ms is None:
         engine_options = replace(engine_options, step_target_ms=STEP_TARGET_MS)
     return run_server([Wanted(names or options.served_model_name or [model], replace(engine_options, model=model), share)

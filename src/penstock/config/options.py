@@ -120,6 +120,11 @@ def _check_engine(options: EngineOptions) -> None:
             options.ranks > 1 or options.enable_lora):
         raise ConfigError("with data_parallel_size and enable_expert_parallel, attention is by data: tensor_parallel_size, "
                           "pipeline_parallel_size and context_parallel_size must be 1, and enable_lora must be left out")
+    if options.ranks % options.nnodes or options.node_rank >= options.nnodes:
+        raise ConfigError(f"nnodes is {options.nnodes} and node_rank {options.node_rank}; nnodes must divide the "
+                          f"{options.ranks} ranks (tensor x pipeline x context), and node_rank be less than nnodes")
+    if options.nnodes > 1 and options.data_parallel_size > 1:
+        raise ConfigError("data_parallel_size is not possible with nnodes; run a server on each machine behind a balancer")
     stage_layers(options)
     balancing(options)
     if options.lora_modules and not options.enable_lora:
@@ -157,10 +162,11 @@ def place(options: EngineOptions) -> Place:
     """The place of an engine's first rank."""
     tensors, datas = options.tensor_parallel_size, options.data_parallel_size if options.enable_expert_parallel else 1
     dealt = options.enable_expert_parallel and max(tensors, datas) > 1
+    meeting = f"tcp://{options.master_addr}:{options.master_port}" if options.nnodes > 1 else options.data_parallel_rendezvous
     return Place(tensors=tensors, contexts=options.context_parallel_size, stages=options.pipeline_parallel_size,
                  layers=stage_layers(options), experts=dealt,
                  spare=-(-balancing(options)[0] // max(tensors, datas)) if dealt else 0, datas=datas,
-                 data=options.data_parallel_rank if datas > 1 else 0, rendezvous=options.data_parallel_rendezvous)
+                 data=options.data_parallel_rank if datas > 1 else 0, rendezvous=meeting)
 
 
 def stage_layers(options: EngineOptions) -> tuple[int, ...]:

@@ -149,7 +149,7 @@ def cache_asked(options: EngineOptions) -> CacheAsked:
 
 def processes(options: EngineOptions) -> int:
     """Ranks of all engines that share a computer."""
-    return options.ranks * options.data_parallel_size
+    return options.local_ranks * options.data_parallel_size
 
 
 def replicas(options: EngineOptions) -> list[EngineOptions]:

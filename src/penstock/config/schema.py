@@ -164,6 +164,14 @@ class EngineOptions:
     data_parallel_rank: int = option(0, "which of them this engine is; the server says so to each", group=PARALLEL, least=0)
     data_parallel_rendezvous: str = option("", "folder in which engines that step together meet; the server says so to each",
                                            group=PARALLEL)
+    nnodes: int = option(1, "machines that together have the ranks of one engine; each runs this command with its own "
+                            "node_rank", group=PARALLEL, least=1)
+    node_rank: int = option(0, "number of this machine; 0 has the server", group=PARALLEL, least=0)
+    master_addr: str = option("127.0.0.1", "address of machine 0, on which it listens for the others", group=PARALLEL)
+    master_port: int = option(29501, "port of machine 0 at which ranks meet; two more for each rank follow it", group=PARALLEL,
+                              least=1)
+    distributed_executor_backend: str = option("mp", "mp: ranks are processes; vLLM's ray is not there: start penstock "
+                                                     "serve on each machine with nnodes instead", ("mp",), group=PARALLEL)
     restart: str = option("none", "ranks: an engine that is lost is started again, once its requests have got their errors; "
                                   "none: the server ends when no engine is left", ("none", "ranks"), group=PARALLEL)
     disable_custom_all_reduce: bool = option(False, "leave short messages between GPUs to NCCL, too", group=PARALLEL)
@@ -182,6 +190,11 @@ class EngineOptions:
     def ranks(self) -> int:
         """Of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def local_ranks(self) -> int:
+        """Of one engine, on each machine."""
+        return self.ranks // self.nnodes
 
 
 class Wanted(NamedTuple):

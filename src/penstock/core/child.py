@@ -1,7 +1,7 @@
 """Processes that others of ours start by exec: their sockets, how they end, and what they say if they fail.
 
 A child gets its first message on standard input, a pipe that only its parent holds; later ones come and go over two ZMQ sockets
-in a folder that only this user may enter.
+in a folder that only this user may enter, or over TCP to another machine, encrypted for those who know PENSTOCK_SECRET.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from penstock.core.errors import ConfigError, EngineDeadError, ModelError, PenstockError, RequestError
 from penstock.core.wire import encode
@@ -79,11 +81,39 @@ def command(module: str) -> tuple[list[str], dict[str, str]]:
 def bound(context: zmq.Context[Socket], address: str) -> tuple[Socket, Socket]:
     """Sockets to a child and from it."""
     sockets = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    for socket, end in zip(sockets, ("-in", "-out"), strict=True):
+    for socket, end in zip(sockets, _ends(address), strict=True):
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(address + end)
+        _secure(socket, end, server=True)
+        socket.bind(end)
     return sockets
+
+
+def _ends(address: str) -> tuple[str, str]:
+    """The addresses to a child and from it: of TCP two ports in a row."""
+    if not address.startswith("tcp:"):
+        return address + "-in", address + "-out"
+    host, _, port = address.rpartition(":")
+    return address, f"{host}:{int(port) + 1}"
+
+
+def _secure(socket: Socket, address: str, server: bool = False) -> None:
+    """Over TCP, both sides prove that they know the secret: it makes the server's keys, of which none is ever sent (CURVE)."""
+    secret = os.environ.get("PENSTOCK_SECRET", "")
+    if not address.startswith("tcp:"):
+        return
+    if not secret and not address.startswith("tcp://127.0.0.1:"):
+        raise ConfigError("several machines need a shared secret: set the environment variable PENSTOCK_SECRET to the same "
+                          "text on each")
+    # A machine that is gone closes no connection.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
+    if secret:
+        private = z85.encode(sha256(secret.encode()).digest())
+        public = zmq.curve_public(private)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, private)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        socket.setsockopt(*((zmq.CURVE_SERVER, 1) if server else (zmq.CURVE_SERVERKEY, public)))
 
 
 _LONGEST_ROOT = 64
@@ -129,7 +159,12 @@ def run(start: type[Any], body: Callable[[Any, Socket, Callable[[Any], None]], N
     context: zmq.Context[Socket] = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), connected(context, first.address)
     inbox.set_hwm(0)
-    inbox.connect(first.address + "-in")
+    over = threading.Event()
+    _secure(inbox, first.address)
+    if first.address.startswith("tcp:"):
+        monitor = inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        threading.Thread(target=_die_without, args=(monitor, over), name="penstock-link-watch", daemon=True).start()
+    inbox.connect(_ends(first.address)[0])
 
     def send(message: Any) -> None:
         outbox.send(encode(message))
@@ -140,6 +175,7 @@ def run(start: type[Any], body: Callable[[Any, Socket, Callable[[Any], None]], N
     except Exception as error:  # noqa: BLE001 (reported to the parent)
         status = 1
         send(Failed.of(error))
+    over.set()
     inbox.close(linger=0)
     outbox.close()
     context.term()
@@ -154,8 +190,24 @@ def connected(context: zmq.Context[Socket], address: str) -> Socket:
     socket = context.socket(zmq.PUSH)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 5000)
-    socket.connect(address + "-out")
+    _secure(socket, address)
+    socket.connect(_ends(address)[1])
     return socket
+
+
+def _die_without(monitor: Socket, over: threading.Event) -> None:
+    """Exits soon after the connection to another machine was lost, unless all is over then."""
+    with contextlib.suppress(zmq.ContextTerminated):
+        monitor.recv_multipart()
+    if not over.wait(_LOST_SECONDS):
+        sys.stderr.write("the connection to machine 0 was lost, or its PENSTOCK_SECRET is another one\n")
+        sys.stderr.flush()
+        os._exit(1)
+    # The context waits for all of its sockets.
+    monitor.close(linger=0)
+
+
+_LOST_SECONDS = 2.0
 
 
 def _die_with_parent() -> None:

@@ -23,7 +23,7 @@ from penstock.config.resolve import memory_limits, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import names_leave, plan_tiers
 from penstock.core import service
-from penstock.core.errors import RequestError
+from penstock.core.errors import ConfigError, RequestError
 from penstock.core.plan import Masks, StepPlan
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.core.steptime import StepTime
@@ -56,7 +56,10 @@ def make_rank(options: EngineOptions) -> Rank:
     cannot be used."""
     first = place(options)
     if not first.alone:
-        return RemoteGroup(msgspec.json.encode(options), list(places(first)))
+        if options.node_rank:
+            raise ConfigError(f"node_rank is {options.node_rank}, but only machine 0 has the engine; start the others by "
+                              "penstock serve")
+        return RemoteGroup(msgspec.json.encode(options), list(places(first)), options.local_ranks)
     module, _, attribute = _RANK.partition(":")
     return cast(Rank, getattr(importlib.import_module(module), attribute)(options))
 

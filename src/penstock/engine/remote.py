@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from socket import gethostbyname
 from typing import Any, get_type_hints
 
 import msgspec
@@ -54,7 +55,8 @@ _CLOSE_SECONDS = 10.0
 class RemoteRank:
     """The engine's handle of one rank. Calls wait for their answer; steps are answered in order."""
 
-    def __init__(self, options: bytes, place: Place, name: str, address: str, context: zmq.Context[Any]) -> None:
+    def __init__(self, options: bytes, place: Place, name: str, address: str, context: zmq.Context[Any], here: bool) -> None:
+        """`here`: the process is started; else another machine does that."""
         self.name = name
         self._outbox, self._inbox = child.bound(context, address)
         self._decode: Callable[[bytes], Said] = decoder(Said)
@@ -64,12 +66,7 @@ class RemoteRank:
         self._ready = False
         self.lost: str | None = None
         """Why the rank is gone."""
-        words, environment = child.command("penstock.worker.process")
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, env=environment)
-        assert self.process.stdin is not None
-        # As worker/rank.py::Start, which would bring torch.
-        self.process.stdin.write(msgspec.json.encode((address, msgspec.Raw(options), place)) + b"\n")
-        self.process.stdin.flush()
+        self.process = started(options, place, address) if here else None
         self._heard = time.monotonic()
 
     # -- calls
@@ -155,7 +152,7 @@ class RemoteRank:
 
     def look(self) -> None:
         """Raises EngineDeadError if the rank is lost. Call `listen` before."""
-        status = self.process.poll()
+        status = None if self.process is None else self.process.poll()
         if status is not None:
             self.listen(0)
             self.lost = f"{self.name} {child.ended(status)}"
@@ -163,7 +160,7 @@ class RemoteRank:
             silent = time.monotonic() - self._heard
             if silent > (_SILENCE if self._ready else _STARTING):
                 self.lost = f"{self.name} has been silent for {silent:.1f} s"
-            elif silent > _STOPPED and _stopped(self.process.pid):
+            elif silent > _STOPPED and self.process is not None and _stopped(self.process.pid):
                 self.lost = f"{self.name} is stopped (SIGSTOP)"
         self._raise()
 
@@ -171,23 +168,62 @@ class RemoteRank:
         if self.lost is not None:
             raise EngineDeadError(self.lost)
 
+    @property
+    def well(self) -> bool:
+        """Whether nothing is known of its end."""
+        return self.lost is None and (self.process is None or self.process.poll() is None)
+
     def end(self) -> None:
         """Asks the process to end."""
-        if self.lost is None and self.process.poll() is None:
+        if self.well:
             with suppress(zmq.ZMQError):
                 self._outbox.send(encode(Told("close")), zmq.NOBLOCK)
 
+    def kill(self) -> None:
+        """Ends the process at once; one on another machine ends when its connection does."""
+        if self.process is not None:
+            self.process.kill()
+
     def close(self, timeout: float = 0.0) -> None:
         """Waits so long for the process to end, then kills it."""
-        try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        if self.process is not None:
+            finish(self.process, timeout)
+        until = time.monotonic() + timeout
+        while self.process is None and self.well and not self._answers and time.monotonic() < until:
+            # Its answer to `end`: a message that waits to be sent would not outlive this process.
+            self.listen(_POLL_MS)
         self._outbox.close()
         self._inbox.close()
+
+
+def address_of(place: Place) -> str:
+    """The first of the two addresses at which machine 0 listens to a rank, where there are several machines."""
+    host, _, port = place.rendezvous.removeprefix("tcp://").rpartition(":")
+    # By number, as sockets are bound to no names.
+    return f"tcp://{gethostbyname(host)}:{int(port) + 1 + 2 * place.rank}"
+
+
+def started(options: bytes, place: Place, address: str) -> subprocess.Popen[bytes]:
+    """The process of a rank."""
+    words, environment = child.command("penstock.worker.process")
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    # As worker/rank.py::Start, which would bring torch. One that has ended already is noticed later.
+    with suppress(BrokenPipeError):
+        process.stdin.write(msgspec.json.encode((address, msgspec.Raw(options), place)) + b"\n")
+        process.stdin.flush()
+    return process
+
+
+def finish(process: subprocess.Popen[bytes], timeout: float) -> None:
+    """Waits so long for a process to end, then kills it."""
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 class RemoteGroup(RankGroup):
@@ -197,8 +233,9 @@ class RemoteGroup(RankGroup):
 
     overlaps = True
 
-    def __init__(self, options: bytes, places: Sequence[Place]) -> None:
-        """Starts a process at each place with the encoded options. None is left if that fails.
+    def __init__(self, options: bytes, places: Sequence[Place], here: int) -> None:
+        """Starts a process at each of the first places, as many as are `here`, with the encoded options; other machines start
+        the rest. None is left if that fails.
 
         All share the process's context of ZeroMQ: one of their own would wait for its sockets for ever if it was collected in a
         cycle with them, as that of an engine that nobody has closed.
@@ -210,8 +247,9 @@ class RemoteGroup(RankGroup):
         try:
             for place in places:
                 found = replace(place, rendezvous=place.rendezvous or self._folder)
-                self.ranks.append(RemoteRank(options, found, f"rank {place.number} of {place.world}",
-                                             f"ipc://{self._folder}/rank-{place.rank}", zmq.Context.instance()))
+                address = f"ipc://{self._folder}/rank-{place.rank}" if place.rank < here else address_of(place)
+                self.ranks.append(RemoteRank(options, found, f"rank {place.number} of {place.world}", address,
+                                             zmq.Context.instance(), place.rank < here))
         except BaseException:
             self.close()
             raise
@@ -251,14 +289,14 @@ class RemoteGroup(RankGroup):
         if self._closed:
             return
         self._closed = True
-        whole = all(rank.lost is None and rank.process.poll() is None for rank in self.ranks)
+        whole = all(rank.well for rank in self.ranks)
         with ExitStack() as closing:
             closing.callback(shutil.rmtree, self._folder, ignore_errors=True)
             for rank in self.ranks:
                 if whole:
                     rank.end()
                 else:
-                    rank.process.kill()
+                    rank.kill()
                 closing.callback(rank.close, _CLOSE_SECONDS)
 
 

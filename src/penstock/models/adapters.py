@@ -154,7 +154,8 @@ class _Reader:
         elif pair["A"].shape != (rank, columns) or pair["B"].shape != (rows, rank):
             self._wrong.append(f"{module} has A {list(pair['A'].shape)} and B {list(pair['B'].shape)}; this model and rank "
                                f"{rank} ask for {[rank, columns]} and {[rows, rank]}")
-        elif "magnitude" in pair and (path in (EMBEDDING, HEAD) or not self._place.alone or pair["magnitude"].numel() != rows):
+        elif "magnitude" in pair and (path in (EMBEDDING, HEAD) or self._place.tensors > 1
+                                      or pair["magnitude"].numel() != rows):
             self._wrong.append(f"{module}: DoRA is not possible for the embedding and the head, nor with several ranks; and "
                                f"its magnitudes are {list(pair['magnitude'].shape)}, those of this matrix {[rows]}")
         else:
@@ -183,7 +184,7 @@ class _Reader:
                 b *= 1 + gain[:, None]
                 gains[target.gains + at:target.gains + at + len(gain)] = gain.to(dtype)
                 facts[target.facts + MOST_PIECES] = 1
-            split = Split.WHOLE if self._place.alone else parameter.split
+            split = Split.WHOLE if self._place.tensors == 1 else parameter.split
             held = parameter.share(self._place.tensor, self._place.tensors)
             if split is Split.COLUMNS:
                 a = a[:, slice(*held[0])]
@@ -201,7 +202,7 @@ class _Reader:
 
     def _own(self, path: str, matrix: torch.Tensor) -> torch.Tensor:
         """A rank's rows of a head; an embedding is whole."""
-        if path == EMBEDDING or self._place.alone:
+        if path == EMBEDDING or self._place.tensors == 1:
             return matrix
         ((first, end),) = self._targets[HEAD].share(self._place.tensor, self._place.tensors)
         own = matrix.new_zeros(_targets(self._spec.share(self._place.tensors))[HEAD].shape)

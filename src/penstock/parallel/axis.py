@@ -14,7 +14,7 @@ class Place:
     tensor: int = 0
     tensors: int = 1
     rendezvous: str = ""
-    """The folder (private to the user) through which the ranks of one machine find each other."""
+    """The folder (private to the user) through which the ranks of one machine find each other; of several tcp://HOST:PORT."""
     stage: int = 0
     stages: int = 1
     layers: tuple[int, ...] = ()

@@ -59,15 +59,18 @@ def joined(place: Place, device: torch.device) -> None:
     """Meets all other ranks of the engine, in processes: over gloo between CPUs, NCCL between GPUs."""
     import torch.distributed as dist
 
-    cuda = device.type == "cuda"
-    # All ranks are on this machine: nothing is bound to another interface.
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    cuda, timeout = device.type == "cuda", timedelta(seconds=_JOIN_SECONDS)
+    host, _, port = place.rendezvous.removeprefix("tcp://").rpartition(":")
+    if not host or host == "127.0.0.1":
+        # All ranks are on this machine: nothing is bound to another interface.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     # Each link of a pipeline is a group of its own, as this warning asks.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    store = torch._C._distributed_c10d.FileStore(  # noqa: SLF001 (not exported)
-        f"{place.rendezvous}/ranks", place.world)
+    stores: Any = torch._C._distributed_c10d  # noqa: SLF001 (not exported)
+    store = stores.TCPStore(host, int(port), place.world, is_master=place.number == 0, timeout=timeout) if host else \
+        stores.FileStore(f"{place.rendezvous}/ranks", place.world)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=place.number, world_size=place.world,
-                            timeout=timedelta(seconds=_JOIN_SECONDS), device_id=device if cuda else None)
+                            timeout=timeout, device_id=device if cuda else None)
 
 
 def subgroup(members: Sequence[Sequence[int]], rank: int) -> Any:

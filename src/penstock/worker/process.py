@@ -112,6 +112,8 @@ def _serve(start: Start, inbox: child.Socket, say: Callable[[Said], None]) -> No
     rank = Rank(start.options, start.place)
     Loop(rank, inbox, say).run()
     rank.close()
+    # An engine on another machine waits for this.
+    say(Answer())
 
 
 def _beat(address: str) -> None:

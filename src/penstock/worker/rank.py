@@ -69,7 +69,7 @@ class Rank:
         self._mesh = Mesh()
         self._facts = detect(options.device)
         name = device_name(options.device, self._facts)
-        number = options.data_parallel_rank * place.ranks + place.rank
+        number = options.data_parallel_rank * place.ranks + place.rank % options.local_ranks
         if self._facts.kind == "cuda" and (number or not place.alone):
             # Each rank of each replica has a GPU of its own, from the one on that was asked for.
             name = f"cuda:{int(name.partition(':')[2] or 0) + number}"
@@ -181,7 +181,7 @@ class Rank:
 
     def _join(self) -> Mesh:
         """Meets the other ranks."""
-        return join(self._place, self._device, not self._options.disable_custom_all_reduce)
+        return join(self._place, self._device, not self._options.disable_custom_all_reduce and self._options.nnodes == 1)
 
     def _working(self, model: models.Decoder) -> memory.Working:
         """Returns the working memory of steps. Measuring it takes 2 s on a GPU, so the result is cached on disk for later
