@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.ops.linear_kernels import _add_up, _gate, _leave, _place
+from penstock.ops.linear_kernels import _dot, _finish, _place, _together
 
 
 @triton.jit
@@ -100,16 +100,6 @@ def _either(word, place, odd: tl.constexpr):
 
 
 @triton.jit
-def _times(w, x, total, swap: tl.constexpr):
-    """total + x @ w.T, or its transpose. float32 operands are multiplied in float32, not tf32."""
-    if swap:
-        total = tl.dot(w, x.T, total, input_precision="ieee", out_dtype=total.dtype)
-    else:
-        total = tl.dot(x, w.T, total, input_precision="ieee", out_dtype=total.dtype)
-    return total
-
-
-@triton.jit
 def _beside(row, swap: tl.constexpr):
     """A number of each row of the weight, beside sums."""
     return row[:, None] if swap else row[None, :]
@@ -142,7 +132,7 @@ def _unit(total, code, x, words, xs, table, second: tl.constexpr, kind: tl.const
                 w = _numbers(found[i], zero, kind, dtype)
             else:
                 w = (code.to(tl.float32) - zero).to(dtype)
-            part = _times(w, x[i], part, swap)
+            part = _dot(w, x[i], part, swap)
         if form == "row":
             total = part
         else:
@@ -184,6 +174,59 @@ def _scales(line, place, spread, lines: tl.constexpr, odd: tl.constexpr):
     return word
 
 
+@triton.jit
+def _walk(x, within, at, beside, xs, row, rows, words, own, n, table, k, begin, end, share, spread, height: tl.constexpr,
+          width: tl.constexpr, unit: tl.constexpr, count: tl.constexpr, stages: tl.constexpr, even: tl.constexpr,
+          kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, scales: tl.constexpr, scaled: tl.constexpr,
+          gated: tl.constexpr, joined: tl.constexpr, swap: tl.constexpr, fast: tl.constexpr):
+    """A tile's sums over the columns [begin, end), `count` units a step, and gated those of the rows n below.
+
+    x, at and beside point to column 0 of x's rows, which are rows `row` of xs, and of both halves' codes; `own` are the matrix's
+    rows. joined: the parts of split-K, of `share` columns each, are added in order.
+    """
+    size: tl.constexpr = at.shape[1]
+    per: tl.constexpr = 2 if form == "pairs" else 1
+    odd: tl.constexpr = form == "pairs" and count == 1
+    lines: tl.constexpr = scales // 2 if form == "halves" else scales
+    step: tl.constexpr = unit if size == unit else 64 * size
+    sums: tl.constexpr = tl.int32 if kind == "plain" and x.dtype.element_ty == tl.int8 else tl.float32
+    rk = tl.arange(0, size)
+    total = tl.zeros((height, width), sums)
+    other = tl.zeros((height, width), sums)
+    if joined:
+        whole = tl.zeros((height, width), sums)
+    # The number of stages is said here too: else loads that no product uses, as of scales, are waited for in every step.
+    for start in tl.range(begin, end, unit * count, num_stages=stages):
+        for u in tl.static_range(count):
+            here = start + u * unit
+            place = here // unit
+            a = _columns(x, within[:, None], here, k, rk, size, unit // size, even)
+            factor = row
+            if scaled == "group":
+                factor = tl.load(xs + place.to(tl.int64) * rows + row, mask=within, other=0.0)
+            if form == "row":
+                word = (own,)
+                other_word = word
+            elif u % per == 0:
+                line = words + (place // per * lines).to(tl.int64) * spread + own
+                word = _scales(line, place, spread, lines, odd)
+                if gated:
+                    other_word = _scales(line + n, place, spread, lines, odd)
+            code = tl.load(at + place.to(tl.int64) * step)
+            total = _unit(total, code, a, word, factor, table, u % per == 1, kind, form, half, scales, scaled == "group", swap,
+                          fast)
+            if gated:
+                code = tl.load(beside + place.to(tl.int64) * step)
+                other = _unit(other, code, a, other_word, factor, table, u % per == 1, kind, form, half, scales,
+                              scaled == "group", swap, fast)
+        if joined and (start + unit * count) % share == 0:
+            whole += total
+            total = tl.zeros((height, width), sums)
+    if joined:
+        total = whole + total
+    return total, other
+
+
 @triton.jit(do_not_specialize=("rows", "stride"))
 def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows, n, k, stride, padded, spread,
             tall: tl.constexpr, wide: tl.constexpr, unit: tl.constexpr, count: tl.constexpr, split: tl.constexpr,
@@ -202,97 +245,35 @@ def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows
     rm, rn = row * tall + tl.arange(0, tall), column * wide + tl.arange(0, wide)
     kept = tl.minimum(rn, n - 1)
     size: tl.constexpr = unit // 4 if four else unit
-    pieces: tl.constexpr = unit // size
-    per: tl.constexpr = 2 if form == "pairs" else 1
-    odd: tl.constexpr = form == "pairs" and count == 1
-    lines: tl.constexpr = scales // 2 if form == "halves" else scales
-    deep: tl.constexpr = unit * count
     rk = tl.arange(0, size)
     share = tl.cdiv(padded, 256 * split) * 256 if split > 1 else padded
     begin = tl.program_id(1) * share
     end = padded if joined else tl.minimum(begin + share, padded)
     if four:
         at = codes + (rn // 64).to(tl.int64)[:, None] * (padded * 16) + (rn % 64 * size)[:, None] + rk[None, :]
-        beside = tl.cast(n, tl.int64) * (padded // 4)
-        step: tl.constexpr = 64 * size
+        beside = at + tl.cast(n, tl.int64) * (padded // 4)
     else:
         at = codes + kept.to(tl.int64)[:, None] * padded + rk[None, :]
-        beside = tl.cast(n, tl.int64) * padded
-        step: tl.constexpr = unit
+        beside = at + tl.cast(n, tl.int64) * padded
     if linked:
         gdc_wait()
         gdc_launch_dependents()
     v = x + rm.to(tl.int64)[:, None] * (stride.to(tl.int64) * align) + rk[None, :]
-    within = (rm < rows)[:, None]
     height: tl.constexpr = wide if swap else tall
     width: tl.constexpr = tall if swap else wide
-    sums: tl.constexpr = tl.int32 if kind == "plain" and x.dtype.element_ty == tl.int8 else tl.float32
-    total = tl.zeros((height, width), sums)
-    if gate is not None:
-        other = tl.zeros((height, width), sums)
-    if joined:
-        whole = tl.zeros((height, width), sums)
-    # The number of stages is said here too: else loads that no product uses, as of scales, are waited for in every step.
-    for start in tl.range(begin, end, deep, num_stages=stages):
-        for u in tl.static_range(count):
-            here = start + u * unit
-            place = here // unit
-            a = _columns(v, within, here, k, rk, size, pieces, even)
-            factor = rm
-            if scaled == "group":
-                factor = tl.load(xs + place.to(tl.int64) * rows + rm, mask=rm < rows, other=0.0)
-            if form == "row":
-                word = (kept,)
-                other_word = word
-            elif u % per == 0:
-                line = words + (place // per * lines).to(tl.int64) * spread + kept
-                word = _scales(line, place, spread, lines, odd)
-                if gate is not None:
-                    other_word = _scales(line + n, place, spread, lines, odd)
-            code = tl.load(at + place.to(tl.int64) * step)
-            total = _unit(total, code, a, word, factor, table, u % per == 1, kind, form, half, scales, scaled == "group", swap,
-                          fast)
-            if gate is not None:
-                code = tl.load(at + beside + place.to(tl.int64) * step)
-                other = _unit(other, code, a, other_word, factor, table, u % per == 1, kind, form, half, scales,
-                              scaled == "group", swap, fast)
-        if joined and (start + deep) % share == 0:
-            whole += total
-            total = tl.zeros((height, width), sums)
-    if joined:
-        total = whole + total
+    total, other = _walk(v, rm < rows, at, beside, xs, rm, rows, words, kept, n, table, k, begin, end, share, spread, height,
+                         width, unit, count, stages, even, kind, form, half, scales, scaled, gate is not None, joined, swap, fast)
     last = True
     if split > 1 and not joined:
-        parts: tl.constexpr = 1 if gate is None else 2
-        _leave(total, partial, tile, tl.program_id(1) * parts, split, parts, height, width)
-        if gate is not None:
-            _leave(other, partial, tile, tl.program_id(1) * parts + 1, split, parts, height, width)
-        tl.debug_barrier()
-        last = tl.atomic_add(tickets + tile, 1, sem="acq_rel") == split - 1
-        if last:
-            tl.store(tickets + tile, 0)
-            total = _add_up(partial, tile, 0, split, parts, height, width)
-            if gate is not None:
-                other = _add_up(partial, tile, 1, split, parts, height, width)
+        last, total, other = _together(total, other, partial, tickets, tile, split, gate is not None, height, width)
     if last:
-        y = (total.T if swap else total).to(tl.float32)
+        y, z = (total.T if swap else total).to(tl.float32), (other.T if swap else other).to(tl.float32)
         if scaled == "token":
-            each = tl.load(xs + rm, mask=rm < rows, other=0.0)
-            y *= each[:, None]
-        if gains is not None:
-            y *= tl.load(gains + kept)[None, :]
-        if bias is not None:
-            y += tl.load(bias + kept).to(tl.float32)[None, :]
-        if gate is not None:
-            z = (other.T if swap else other).to(tl.float32)
-            if scaled == "token":
-                z *= each[:, None]
-            if gains is not None:
-                z *= tl.load(gains + n + kept)[None, :]
-            if bias is not None:
-                z += tl.load(bias + n + kept).to(tl.float32)[None, :]
-            y = _gate(y, z, out.dtype.element_ty, gate)
-        tl.store(out + rm.to(tl.int64)[:, None] * n + rn[None, :], y.to(out.dtype.element_ty), mask=within & (rn < n)[None, :])
+            each = tl.load(xs + rm, mask=rm < rows, other=0.0)[:, None]
+            y, z = y * each, z * each
+        y = _finish(y, z, gains, bias, kept, n, out.dtype.element_ty, gate)
+        tl.store(out + rm.to(tl.int64)[:, None] * n + rn[None, :], y.to(out.dtype.element_ty),
+             mask=(rm < rows)[:, None] & (rn < n)[None, :])
 
 
 @triton.jit
@@ -302,7 +283,7 @@ def _fields(word, step: tl.constexpr):
 
 
 @triton.jit
-def _dot(word, ha, la, hb, lb, fast: tl.constexpr):
+def _dot4(word, ha, la, hb, lb, fast: tl.constexpr):
     """The sum of the products of a word's eight codes with eight 16-bit numbers, whose high and low bytes are signed."""
     if fast:
         found = tl.inline_asm_elementwise(
@@ -420,10 +401,10 @@ def dots(xc, xs, codes, words, gains, bias, out, n, padded, spread, rows: tl.con
             scale = tl.load(xs + here * rows + r, mask=inside, other=0.0)[:, None, None]
             # Codes of one give the sum of x's columns, by which zeros and shifts are multiplied.
             ones = tl.full((span, 128), 0x11111111, tl.int32)
-            whole = tl.sum(tl.reshape(_dot(ones, ha, la, hb, lb, fast), (span, 8, 4, 4)), 3)
+            whole = tl.sum(tl.reshape(_dot4(ones, ha, la, hb, lb, fast), (span, 8, 4, 4)), 3)
             more = ()
             for i in tl.static_range(groups * parts):
-                part = tl.sum(tl.reshape(_dot(code[t * groups * parts + i], ha, la, hb, lb, fast), (span, 8, 4, 4)), 3)
+                part = tl.sum(tl.reshape(_dot4(code[t * groups * parts + i], ha, la, hb, lb, fast), (span, 8, 4, 4)), 3)
                 scales = word[t * groups * parts + i]
                 if form == "row":
                     part = (part - 8 * whole).to(tl.float32)
@@ -438,18 +419,8 @@ def dots(xc, xs, codes, words, gains, bias, out, n, padded, spread, rows: tl.con
         for g in tl.static_range(groups):
             rn = first + g * 8 + eight
             kept = tl.minimum(rn, n - 1)
-            y = tl.sum(tl.sum(total[g * parts], 2), 0)
-            if gains is not None:
-                y *= tl.load(gains + kept)
-            if bias is not None:
-                y += tl.load(bias + kept).to(tl.float32)
-            if gate is not None:
-                z = tl.sum(tl.sum(total[g * parts + 1], 2), 0)
-                if gains is not None:
-                    z *= tl.load(gains + n + kept)
-                if bias is not None:
-                    z += tl.load(bias + n + kept).to(tl.float32)
-                y = _gate(y, z, out.dtype.element_ty, gate)
+            y, z = tl.sum(tl.sum(total[g * parts], 2), 0), tl.sum(tl.sum(total[g * parts + parts - 1], 2), 0)
+            y = _finish(y, z, gains, bias, kept, n, out.dtype.element_ty, gate)
             tl.store(out + r * n + rn, y.to(out.dtype.element_ty), mask=rn < n)
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.ops.coded_kernels import _beside, _columns, _scales, _unit
+from penstock.ops.coded_kernels import _beside, _walk
 from penstock.ops.experts_kernels import _leave, _matches, _ranked
 
 
@@ -47,46 +47,15 @@ def _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, places, 
     base = expert.to(tl.int64) * n * (2 if gated else 1)
     own = base + tl.minimum(rn, n - 1)
     size: tl.constexpr = unit // 4 if four else unit
-    pieces: tl.constexpr = unit // size
-    per: tl.constexpr = 2 if form == "pairs" else 1
-    odd: tl.constexpr = form == "pairs" and units == 1
-    lines: tl.constexpr = parts // 2 if form == "halves" else parts
-    step: tl.constexpr = 64 * size if four else unit
     rk = tl.arange(0, size)
     at = _codes(codes, own, padded, rk, size, four)
     row = (pick // count if gated else places).to(tl.int64)
     v = x + row[:, None] * stride + rk[None, :]
     height: tl.constexpr = wide if swap else tall
     width: tl.constexpr = tall if swap else wide
-    sums: tl.constexpr = tl.int32 if kind == "plain" and x.dtype.element_ty == tl.int8 else tl.float32
-    total = tl.zeros((height, width), sums)
-    other = total
-    if gated:
-        beside = _codes(codes, own + n, padded, rk, size, four)
-        other = tl.zeros((height, width), sums)
-    for start in tl.range(0, padded, unit * units, num_stages=stages):
-        for u in tl.static_range(units):
-            here = start + u * unit
-            place = here // unit
-            a = _columns(v, within[:, None], here, k, rk, size, pieces, even)
-            factor = row
-            if scaled == "group":
-                factor = tl.load(xs + place.to(tl.int64) * rows + row, mask=within, other=0.0)
-            if form == "row":
-                word = (own,)
-                other_word = word
-            elif u % per == 0:
-                line = words + (place // per * lines).to(tl.int64) * spread + own
-                word = _scales(line, place, spread, lines, odd)
-                if gated:
-                    other_word = _scales(line + n, place, spread, lines, odd)
-            code = tl.load(at + place.to(tl.int64) * step)
-            total = _unit(total, code, a, word, factor, table, u % per == 1, kind, form, half, parts, scaled == "group", swap,
-                          fast)
-            if gated:
-                code = tl.load(beside + place.to(tl.int64) * step)
-                other = _unit(other, code, a, other_word, factor, table, u % per == 1, kind, form, half, parts,
-                              scaled == "group", swap, fast)
+    beside = _codes(codes, own + n, padded, rk, size, four) if gated else at
+    total, other = _walk(v, within, at, beside, xs, row, rows, words, own, n, table, k, 0, padded, padded, spread, height, width,
+                         unit, units, stages, even, kind, form, half, parts, scaled, gated, False, swap, fast)
     each = tl.load(xs + row, mask=within, other=0.0) if scaled == "token" else row
     total = _finish(total, gains, own, each, scaled, swap)
     if gated:

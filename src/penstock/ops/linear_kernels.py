@@ -13,6 +13,27 @@ from penstock.ops.activation_kernel import activate
 
 
 @triton.jit
+def _with(y, gains, bias, at):
+    """y, whose last axis is that of the outputs `at`, times their gains, plus their bias; either may be None."""
+    if gains is not None:
+        gain = tl.load(gains + at)
+        y *= gain if len(y.shape) == 1 else gain[None, :]
+    if bias is not None:
+        more = tl.load(bias + at).to(tl.float32)
+        y += more if len(y.shape) == 1 else more[None, :]
+    return y
+
+
+@triton.jit
+def _finish(y, z, gains, bias, at, n, dtype: tl.constexpr, kind: tl.constexpr):
+    """The epilogue of sums y, with a `kind` gated with the sums z of outputs n + at."""
+    y = _with(y, gains, bias, at)
+    if kind is not None:
+        y = _gate(y, _with(z, gains, bias, n + at), dtype, kind)
+    return y
+
+
+@triton.jit
 def _gate(x, z, dtype: tl.constexpr, kind: tl.constexpr):
     """Epilogue kind(x) * z. The accumulators are rounded to `dtype` first, so that fused and separate kernels agree."""
     return activate(x.to(dtype).to(tl.float32), kind) * z.to(dtype).to(tl.float32)
@@ -96,18 +117,7 @@ def matvec(x, weight, gains, fixed, bias, out, n, k, wide: tl.constexpr, deep: t
             total += tl.load(at + start, mask=mask[None, :], other=0.0).to(tl.float32) * v
             if kind is not None:
                 other += tl.load(beside + start, mask=mask[None, :], other=0.0).to(tl.float32) * v
-    y = tl.sum(total, 1) * scale
-    if gains is not None:
-        y *= tl.load(gains + kept)
-    if bias is not None:
-        y += tl.load(bias + kept).to(tl.float32)
-    if kind is not None:
-        z = tl.sum(other, 1) * scale
-        if gains is not None:
-            z *= tl.load(gains + n + kept)
-        if bias is not None:
-            z += tl.load(bias + n + kept).to(tl.float32)
-        y = _gate(y, z, out.dtype.element_ty, kind)
+    y = _finish(tl.sum(total, 1) * scale, tl.sum(other, 1) * scale, gains, bias, kept, n, out.dtype.element_ty, kind)
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=rows < n)
 
 
@@ -129,9 +139,9 @@ def _share(k, split: tl.constexpr):
 def _dot(w, x, total, swap: tl.constexpr):
     """total + x @ w.T, or its transpose. float32 operands are multiplied in float32, not tf32."""
     if swap:
-        total = tl.dot(w, x.T, total, input_precision="ieee")
+        total = tl.dot(w, x.T, total, input_precision="ieee", out_dtype=total.dtype)
     else:
-        total = tl.dot(x, w.T, total, input_precision="ieee")
+        total = tl.dot(x, w.T, total, input_precision="ieee", out_dtype=total.dtype)
     return total
 
 
@@ -151,6 +161,24 @@ def _add_up(partial, tile, part, split: tl.constexpr, parts: tl.constexpr, heigh
     for i in tl.static_range(1, split):
         total += tl.load(at + i * (parts * height * width), cache_modifier=".cg")
     return total
+
+
+@triton.jit
+def _together(total, other, partial, tickets, tile, split: tl.constexpr, gated: tl.constexpr, height: tl.constexpr,
+              width: tl.constexpr):
+    """The end of split-K: (whether this program is the last of its tile, then the tile's sums). `other`: of gated halves."""
+    parts: tl.constexpr = 2 if gated else 1
+    _leave(total, partial, tile, tl.program_id(1) * parts, split, parts, height, width)
+    if gated:
+        _leave(other, partial, tile, tl.program_id(1) * parts + 1, split, parts, height, width)
+    tl.debug_barrier()
+    last = tl.atomic_add(tickets + tile, 1, sem="acq_rel") == split - 1
+    if last:
+        tl.store(tickets + tile, 0)
+        total = _add_up(partial, tile, 0, split, parts, height, width)
+        if gated:
+            other = _add_up(partial, tile, 1, split, parts, height, width)
+    return last, total, other
 
 
 @triton.jit(do_not_specialize=("rows", "stride"))
@@ -188,8 +216,7 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
     height: tl.constexpr = wide if swap else tall
     width: tl.constexpr = tall if swap else wide
     total = tl.zeros((height, width), tl.float32)
-    if kind is not None:
-        other = tl.zeros((height, width), tl.float32)
+    other = tl.zeros((height, width), tl.float32)
     if joined:
         whole = tl.zeros((height, width), tl.float32)
     for start in range(begin, end, deep):
@@ -211,26 +238,9 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
         total = whole + total
     last = True
     if split > 1 and not joined:
-        parts: tl.constexpr = 1 if kind is None else 2
-        _leave(total, partial, tile, tl.program_id(1) * parts, split, parts, height, width)
-        if kind is not None:
-            _leave(other, partial, tile, tl.program_id(1) * parts + 1, split, parts, height, width)
-        tl.debug_barrier()
-        last = tl.atomic_add(tickets + tile, 1, sem="acq_rel") == split - 1
-        if last:
-            tl.store(tickets + tile, 0)
-            total = _add_up(partial, tile, 0, split, parts, height, width)
-            if kind is not None:
-                other = _add_up(partial, tile, 1, split, parts, height, width)
+        last, total, other = _together(total, other, partial, tickets, tile, split, kind is not None, height, width)
     if last:
-        y = total.T if swap else total
-        if bias is not None:
-            y += tl.load(bias + kept).to(tl.float32)[None, :]
-        if kind is not None:
-            z = other.T if swap else other
-            if bias is not None:
-                z += tl.load(bias + n + kept).to(tl.float32)[None, :]
-            y = _gate(y, z, out.dtype.element_ty, kind)
+        y = _finish(total.T if swap else total, other.T if swap else other, None, bias, kept, n, out.dtype.element_ty, kind)
         at = out + rm.to(tl.int64)[:, None] * n + rn[None, :]
         tl.store(at, y.to(out.dtype.element_ty), mask=within & (rn < n)[None, :])
 
