@@ -11,7 +11,7 @@ from penstock.ops import coded_triton, gguf_codes
 from penstock.ops.activation import gated
 from penstock.ops.coded_forms import FP8 as FP8_TYPE
 from penstock.ops.coded_forms import NAMES, CodedWeight
-from penstock.ops.coded_triton import CodedTriton, Cut, launch, launch_codes, launch_dots, quantized
+from penstock.ops.coded_triton import CodedTriton, Tile, launch, launch_codes, launch_dots, quantized
 from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
 from penstock.quant.integer import Grouped, Int8
@@ -29,8 +29,8 @@ WEIGHT_ONLY: list[Any] = [
     Grouped(4, 32, scales="float32"), Grouped(4, 0), Grouped(4, 0, "uint8"), Grouped(4, 128, ordered=True), Grouped(8, 128),
     Grouped(8, 64, "uint8"), Grouped(8, 32, "float32"), Grouped(8, 0), Grouped(2, 64), Grouped(3, 32, "uint8")]
 ROUNDED: list[Any] = [FP8("token"), FP8("tensor"), FP8("group", (128, 128)), Int8("token"), Int8("tensor")]
-CUTS = [Cut(16, 64, 1, stages=2, swap=True), Cut(16, 64, 2, split=2, swap=True), Cut(32, 128, 1, group=2),
-        Cut(32, 64, 1, split=2, joined=True)]
+CUTS = [Tile(16, 64, 1, stages=2, swap=True), Tile(16, 64, 2, split=2, swap=True), Tile(32, 128, 1, group=2),
+        Tile(32, 64, 1, split=2, joined=True)]
 
 SIZES = [(3, 70, 384), (17, 128, 640), (33, 192, 256), (5, 64, 640)]
 
@@ -62,7 +62,7 @@ def test_product(scheme: Any, dtype: torch.dtype) -> None:
         weight, matrix, _ = packed(scheme, n, k, dtype)
         x, bias = random(rows, k + 16, seed=1).to(dtype).to(DEVICE)[:, 8:8 + k], random(n, seed=2).to(dtype).to(DEVICE)
         exact = x.double() @ matrix.double().T
-        cut = cut._replace(units=min(cut.units, coded_triton.fitting(weight, 256)))
+        cut = cut._replace(deep=min(cut.deep, coded_triton.fitting(weight, 256)))
         found = launch(cut, operand(x, weight), None, weight, bias, torch.float32)
         # Tables are rounded to the type of x, zeros that are no integers, times their scales, to 16 bits.
         lossy = weight.form == "shifts"
@@ -125,7 +125,7 @@ def test_blocks_of_gguf(kind: str) -> None:
     ids = torch.tensor([0, 69, 5, 5], device=DEVICE)
     assert ((CodedTriton.gather(ids, weight).float() - matrix[ids]).abs().amax(1) / size[ids]).max() < 1e-3
     x = random(rows, k, seed=1).half().to(DEVICE)
-    cut = Cut(16, 64, coded_triton.fitting(weight, 256), stages=2, swap=True)
+    cut = Tile(16, 64, coded_triton.fitting(weight, 256), stages=2, swap=True)
     error = (launch(cut, x, None, weight, None, torch.float32) - x.float() @ matrix.T).abs() / size
     assert error.max() < 2e-3 * k**0.5
 
@@ -157,7 +157,7 @@ def test_product_of_rounded_activations(scheme: Any, dtype: torch.dtype) -> None
         off = (codes.float() * each - wanted).abs() > 1e-5 * wanted.abs().amax()
         assert off.float().mean() < (5e-2 if DEVICE.type == "cpu" and codes.dtype == FP8_TYPE else 2e-3)
         exact = (codes.double() * each.double()) @ matrix.double().T
-        found = launch(cut._replace(units=1), codes, scales, weight, None, torch.float32)
+        found = launch(cut._replace(deep=1), codes, scales, weight, None, torch.float32)
         close(found, exact, 2 * k ** 0.5 * 100, factor=4)
         close(found[:2], exact[:2], 2 * k ** 0.5, factor=4)
 

@@ -14,10 +14,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from penstock.core.state import Field
+from penstock.ops.bits import FP4, pack, unpack
 from penstock.ops.registry import register
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes by code (OCP Microscaling Formats 1.0, table 5)."""
 NORMAL16 = (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326)
 NORMAL8 = (0.2451, 0.7560, 1.3439, 2.1520)
 """Magnitudes of the quantizers of 16 and of 8 levels with the least mean squared error for N(0, 1) (Max 1960, table I)."""
@@ -138,25 +137,13 @@ class Coding:
         return codes.float() - 8 if self.rule == "signed" else codes.float()
 
     def _packed(self, codes: torch.Tensor) -> torch.Tensor:
-        if self.bits == 8:
-            return codes
-        if self.bits == 4:
-            low, high = codes.chunk(2, -1)
-            return low | high << 4
-        words = codes.unflatten(-1, (-1, 8)).int() << (3 * torch.arange(8, dtype=torch.int32, device=codes.device))
-        wide = words.sum(-1, keepdim=True) >> (8 * torch.arange(3, dtype=torch.int32, device=codes.device)) & 255
-        found: torch.Tensor = wide.to(torch.uint8).flatten(-2)
-        return found
+        if self.bits != 4:
+            return pack(codes, self.bits)
+        low, high = codes.chunk(2, -1)
+        return low | high << 4
 
     def _unpacked(self, codes: torch.Tensor) -> torch.Tensor:
-        if self.bits == 8:
-            return codes
-        if self.bits == 4:
-            return torch.cat((codes & 15, codes >> 4), -1)
-        wide = codes.unflatten(-1, (-1, 3)).int() << (8 * torch.arange(3, dtype=torch.int32, device=codes.device))
-        words = wide.sum(-1, keepdim=True) >> (3 * torch.arange(8, dtype=torch.int32, device=codes.device)) & 7
-        found: torch.Tensor = words.to(torch.uint8).flatten(-2)
-        return found
+        return torch.cat((codes & 15, codes >> 4), -1) if self.bits == 4 else unpack(codes, self.bits)
 
     def misfit(self, size: int) -> str | None:
         """Why vectors of `size` elements cannot be stored so; None if they can."""
@@ -243,7 +230,7 @@ CODECS = {codec.name: codec for codec in (
     _both("fp8_per_token_head", Coding("float8_e4m3fn", "peak")),
     _both("int8", Coding("int8", "peak")),
     _both("int4", _FOUR),
-    _both("nvfp4", Coding("uint8", "peak", 4, 16, "float8_e4m3fn", E2M1)),
+    _both("nvfp4", Coding("uint8", "peak", 4, 16, "float8_e4m3fn", FP4[:8])),
     Codec("turbo4", Coding("uint8", "norm", 4, 0, "float16", NORMAL16, rotated=True), _FOUR),
     Codec("turbo3", Coding("uint8", "norm", 3, 0, "float16", NORMAL8, rotated=True), _THREE),
     _both("q8_0", Coding("int8", "peak", 8, 32, "float16", gguf=True)),

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ops import gguf_codes
+from penstock.ops.bits import unpack
 from penstock.ops.linear import Weight
 from penstock.ops.registry import register
 
@@ -137,7 +138,7 @@ def _unpacked(scheme: Any, parts: Mapping[str, torch.Tensor], k: int) -> tuple[t
     if name.startswith("q"):
         return _gguf(name, data)
     bits, size, scale, zero = scheme.bits, scheme.group or k, parts["scale"].float(), parts.get("zero")
-    codes, middle = _codes(data, bits, k), 1 << bits - 1
+    codes, middle = unpack(data, bits), 1 << bits - 1
     order = parts["order"].long() if scheme.ordered else None
     if bits == 8:
         codes = codes ^ 128
@@ -156,22 +157,11 @@ def _row(scale: torch.Tensor, k: int) -> dict[str, Any]:
     return {"kind": _F32, "scales": _lines(torch.ones(len(flat), 1)), "group": -(-k // _BLOCK), "offset": 0, "gains": flat}
 
 
-def _codes(data: torch.Tensor, bits: int, k: int) -> torch.Tensor:
-    """Codes packed low bits first, as uint8 [n, k]."""
-    if bits == 8:
-        return data
-    if bits == 4:
-        return torch.stack((data & 15, data >> 4), -1).flatten(1)
-    flat = (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)[:, :k * bits].view(len(data), k, bits)
-    found: torch.Tensor = (flat << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-    return found
-
-
 def _gguf(name: str, data: torch.Tensor) -> tuple[torch.Tensor, int, dict[str, Any]]:
     """The same of GGUF's blocks."""
     codes, heads, small = gguf_codes.taken_apart(name, data)
     bits = {"q8_0": 8, "q5_k": 6, "q6_k": 6}.get(name, 4)
-    offset = {"q4_0": 8, "q6_k": 32}.get(name, 0)
+    offset = gguf_codes.MIDDLES.get(name, 0)
     if small is None:
         return codes, bits, {"kind": _F16S if name == "q4_1" else _F16, "scales": _lines(*heads.unbind(-1)), "group": 1,
                              "offset": offset}

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ops import gguf_codes
+from penstock.ops.bits import FP4, unpack
 from penstock.ops.linear import Weight
 
 FP8 = torch.float8_e4m3fn
@@ -19,8 +20,6 @@ GROUPS = (32, 64, 128)
 NAMES = ("fp8", "fp8_block", "int8", "mxfp4", "mxfp8", "nvfp4", "nf4", "fp4", *gguf_codes.NAMES,
          *(f"int{bits}{group}" for bits in (2, 3, 4, 8) for group in ("row", *(f"g{size}" for size in GROUPS))))
 """The schemes that are served, as `quant/` names them."""
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class CodedWeight(Weight):
@@ -93,7 +92,7 @@ class CodedWeight(Weight):
         both = torch.cat([(codes >> shift) & 15 for shift in (0, 4, 8, 12)], -1)
         if self.kind == "int4":
             return both.float() - (8.0 if self.form not in ("zeros", "shifts") else 0.0)
-        table = torch.tensor(_E2M1, device=codes.device) if self.table is None else self.table
+        table = torch.tensor(FP4, device=codes.device) if self.table is None else self.table
         return table[both.long()]
 
 
@@ -179,7 +178,7 @@ def _grouped(scheme: Any, parts: Mapping[str, torch.Tensor], n: int, k: int, dty
     order = parts["order"].to(torch.int64) if scheme.ordered else None
     size, data = min(scheme.group or 128, 128), parts["weight"]
     if bits in (2, 3):
-        data = _unpacked(data, bits, k)
+        data = unpack(data, bits)
         if zero is None:
             data = data + (8 - (1 << bits - 1))
         data = data[:, 0::2] | data[:, 1::2] << 4
@@ -204,13 +203,6 @@ def _grouped(scheme: Any, parts: Mapping[str, torch.Tensor], n: int, k: int, dty
     if bits < 8:
         return _four(data, n, k, dtype, "int4", 128, order=order, scales=128 // size, **form)
     return CodedWeight(_wide((data ^ 128).view(torch.int8)), n, k, dtype, kind="number", unit=size, order=order, **form)
-
-
-def _unpacked(data: torch.Tensor, bits: int, k: int) -> torch.Tensor:
-    """Codes of 2 or 3 bits, low bits first, as uint8 [n, k]."""
-    flat = (data[..., None] >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).flatten(1)[:, :k * bits]
-    weights = torch.tensor([1 << i for i in range(bits)], dtype=torch.uint8, device=data.device)
-    return (flat.view(len(data), k, bits) * weights).sum(-1, dtype=torch.uint8)
 
 
 def _four(data: torch.Tensor, n: int, k: int, dtype: torch.dtype, kind: str, unit: int, **form: Any) -> CodedWeight:

@@ -181,8 +181,8 @@ def _walk(x, within, at, beside, xs, row, rows, words, own, n, table, k, begin, 
           gated: tl.constexpr, joined: tl.constexpr, swap: tl.constexpr, fast: tl.constexpr):
     """A tile's sums over the columns [begin, end), `count` units a step, and gated those of the rows n below.
 
-    x, at and beside point to column 0 of x's rows, which are rows `row` of xs, and of both halves' codes; `own` are the matrix's
-    rows. joined: the parts of split-K, of `share` columns each, are added in order.
+    x, at and beside point to column 0 of x's rows, which are rows `row` of xs, and of both halves' codes; `own` are the rows
+    of the matrix. joined: the parts of split-K, of `share` columns each, are added in order.
     """
     size: tl.constexpr = at.shape[1]
     per: tl.constexpr = 2 if form == "pairs" else 1
@@ -262,7 +262,8 @@ def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows
     height: tl.constexpr = wide if swap else tall
     width: tl.constexpr = tall if swap else wide
     total, other = _walk(v, rm < rows, at, beside, xs, rm, rows, words, kept, n, table, k, begin, end, share, spread, height,
-                         width, unit, count, stages, even, kind, form, half, scales, scaled, gate is not None, joined, swap, fast)
+                         width, unit, count, stages, even, kind, form, half, scales, scaled, gate is not None, joined, swap,
+                         fast)
     last = True
     if split > 1 and not joined:
         last, total, other = _together(total, other, partial, tickets, tile, split, gate is not None, height, width)

@@ -9,32 +9,22 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from penstock.ops import activation_triton, gpu
 from penstock.ops.coded_forms import FP8, MOST, NAMES, CodedWeight, coded
-from penstock.ops.linear_triton import _tickets
+from penstock.ops.linear_triton import Tile, parts_of, tickets_of
 from penstock.ops.registry import register
 
 DOT_ROWS = 1
 """The most rows that are multiplied by `launch_dots`; more are faster on tensor cores."""
 
 
-class Cut(NamedTuple):
-    """The tile sizes of a GEMM, as ops/linear_triton.py::Tile; a step along K takes `units` units."""
-
-    tall: int
-    wide: int
-    units: int
-    split: int = 1
-    warps: int = 4
-    stages: int = 4
-    swap: bool = False
-    group: int = 1
-    joined: bool = False
+MANY = Tile(128, 128, 1, warps=8, stages=3, swap=True, group=8)
+"""For many rows. Here `Tile.deep` counts units of the matrix's columns."""
 
 
 def parts(weight: CodedWeight, gated: bool) -> int:
@@ -53,7 +43,7 @@ def fitting(weight: CodedWeight, deep: int) -> int:
     return count
 
 
-def few(rows: int, weight: CodedWeight, gated: bool) -> Cut:
+def few(rows: int, weight: CodedWeight, gated: bool) -> Tile:
     """The tile for up to 64 rows: the matrix is the tensor core's operand of 64 rows."""
     tall = max(16, gpu.covering(rows))
     units = fitting(weight, 256 if weight.four else 128)
@@ -62,32 +52,33 @@ def few(rows: int, weight: CodedWeight, gated: bool) -> Cut:
         stages = (8 if weight.kind == "plain" else 5) if rows <= 32 else 6
     if weight.scales > 1 or weight.kind == "table4":
         stages = 3
-    return Cut(tall, 64, units, parts(weight, gated), stages=stages, swap=True)
+    return Tile(tall, 64, units, parts(weight, gated), stages=stages, swap=True)
 
 
-def pick(rows: int, weight: CodedWeight, gated: bool) -> Cut | None:
+def pick(rows: int, weight: CodedWeight, gated: bool) -> Tile | None:
     """The tile for x [rows, k] times the matrix; None selects the library."""
     if rows <= 64:
         return few(rows, weight, gated)
     if weight.kind == "plain":
         if weight.data.dtype is FP8 and (weight.form == "row" or weight.blocks is not None):
             return None
-        return Cut(128, 128, 1, warps=8, stages=3, swap=True, group=8)
+        return MANY
     if rows > 256 or (rows > 128 and weight.n <= 4096):
         return None
     if gated:
-        return Cut(128, 128, 1, warps=8, stages=3, swap=True, group=8)
+        return MANY
     programs = -(-weight.n // 64) * -(-rows // 128)
-    return Cut(128, 64, 1, 1 if programs > 128 else 2 if programs > 64 else 4, stages=3, swap=True, group=8)
+    return Tile(128, 64, 1, 1 if programs > 128 else 2 if programs > 64 else 4, stages=3, swap=True, group=8)
 
 
-def pick_invariant(rows: int, weight: CodedWeight, gated: bool) -> Cut:
+def pick_invariant(rows: int, weight: CodedWeight, gated: bool) -> Tile:
     """The same where bits must not depend on the number of rows: K is divided as the matrix alone says."""
     cut = few(min(rows, 64), weight, gated)
     if rows <= 64 or (cut.split > 1 and rows <= 256):
         return cut._replace(tall=min(64, gpu.covering(max(16, rows))))
-    return Cut(128, 128 if cut.split == 1 else 64, 1, cut.split, warps=8 if cut.split == 1 else 4, stages=3, swap=True, group=8,
-               joined=cut.split > 1)
+    if cut.split == 1:
+        return MANY
+    return Tile(128, 64, 1, cut.split, stages=3, swap=True, group=8, joined=True)
 
 
 def aligned(x: torch.Tensor) -> int:
@@ -95,7 +86,7 @@ def aligned(x: torch.Tensor) -> int:
     return math.gcd(16, x.stride(0)) if x.shape[0] > 1 else 16
 
 
-def launch(cut: Cut, x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias: torch.Tensor | None,
+def launch(cut: Tile, x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias: torch.Tensor | None,
            dtype: torch.dtype, gate: str | None = None) -> torch.Tensor:
     """The product by Triton, plus bias, in `dtype`; with a gate, gated in the epilogue (half of n a multiple of 64)."""
     from penstock.ops import coded_kernels as kernels  # Triton: heavy, and not everywhere
@@ -105,18 +96,13 @@ def launch(cut: Cut, x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeig
     count = -(-n // cut.wide) * -(-rows // cut.tall)
     if count == 0:
         return out
-    partial = tickets = out
-    programs = 1 if cut.joined else cut.split
-    if programs > 1:
-        tickets = _tickets(x.device)
-        assert count <= len(tickets), (cut, count)
-        sums = count * cut.split * (2 if gate else 1) * cut.tall * cut.wide
-        partial = torch.empty(sums, dtype=torch.int32 if x.dtype is torch.int8 else torch.float32, device=x.device)
-    assert cut.split == 1 or 256 % (cut.units * weight.unit) == 0, "parts of K begin at multiples of 256"
+    programs, partial, tickets = parts_of(cut, count, out, gate is not None,
+                                          torch.int32 if x.dtype is torch.int8 else torch.float32)
+    assert cut.split == 1 or 256 % (cut.deep * weight.unit) == 0, "parts of K begin at multiples of 256"
     linked, align = gpu.linked(x.device), aligned(x)
     kernels.product[(count, programs)](
         x, xs, weight.data, weight.words, weight.gains, weight.table, bias, out, partial, tickets, rows, n, weight.k,
-        x.stride(0) // align, weight.padded, weight.spread, tall=cut.tall, wide=cut.wide, unit=weight.unit, count=cut.units,
+        x.stride(0) // align, weight.padded, weight.spread, tall=cut.tall, wide=cut.wide, unit=weight.unit, count=cut.deep,
         split=cut.split, joined=cut.joined, swap=cut.swap, even=weight.k == weight.padded, align=align, group=cut.group,
         kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, scaled=weight.scaled,
         four=weight.four, gate=gate, linked=linked, stages=cut.stages, fast=x.device.type != "cpu", num_warps=cut.warps,
@@ -229,7 +215,7 @@ class CodedTriton:
     def pack(scheme: Any, stored: Any, shape: tuple[int, ...], dtype: torch.dtype) -> CodedWeight:
         weight = coded(scheme, stored, shape, dtype)
         if weight.data.is_cuda:
-            _tickets(weight.data.device)  # before any graph is captured
+            tickets_of(weight.data.device)  # before any graph is captured
             _blockwise(weight.data.device)
         return weight
 
@@ -250,7 +236,7 @@ class CodedTriton:
             if cut is None and (scales is None or _scalable(weight, dtype)):
                 y, fused = _library(codes, scales, weight, bias, dtype), None
             else:
-                cut = cut or Cut(128, 128, 1, warps=8, stages=3, swap=True, group=8)
+                cut = cut or MANY
                 y = launch(cut, codes, scales, weight, bias, dtype, fused)
         return y if gate is None or fused is not None else activation_triton.gated(y, gate)
 

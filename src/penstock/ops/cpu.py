@@ -304,18 +304,15 @@ class CpuOperations:
             k.data_ptr(), v.data_ptr(), *ks[:2], *vs[:2], slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *kc[:3],
             *vc[:3], *k.shape, k_cache.shape[2], *_codings(scales)), _CODES[k.dtype])
 
-    def gated(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+    def activation(self, x: torch.Tensor, kind: str, gated: int = 0) -> torch.Tensor:
         rows, width = x.shape
-        width //= 2
+        width >>= gated
         out = torch.empty(rows, width, dtype=x.dtype)
-        self._activation(x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, _KINDS[kind], 1, _CODES[x.dtype])
+        self._activation(x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, _KINDS[kind], gated, _CODES[x.dtype])
         return out
 
-    def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        rows, width = x.shape
-        out = torch.empty(rows, width, dtype=x.dtype)
-        self._activation(x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, _KINDS[kind], 0, _CODES[x.dtype])
-        return out
+    def gated(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        return self.activation(x, kind, 1)
 
 
 def _register() -> None:

@@ -16,9 +16,11 @@ from penstock.ops import gpu
 from penstock.ops.coded_forms import CodedWeight, coded, joined
 from penstock.ops.coded_triton import fitting, quantized
 from penstock.ops.experts import ExpertsOps, Glu, Stack
+from penstock.ops.linear import rows_of
 
 if TYPE_CHECKING:
-    from penstock.ops.experts_triton import Sorted, Tile
+    from penstock.ops.experts_triton import Sorted
+    from penstock.ops.linear_triton import Tile
 
 _AT_ONCE = 1 << 26
 """Elements that are packed at a time: packing takes some bytes of memory for each."""
@@ -53,22 +55,14 @@ def pack(scheme: Any, parts: Mapping[str, torch.Tensor], count: int, shape: tupl
     # Borders of what is packed at a time are those of panels of 4-bit codes.
     least = 128 // math.gcd(n, 128)
     step = max(least, _AT_ONCE // (n * k) // least * least)
-    axes = {part.suffix: part.rows for part in scheme.parts(count * n, k, str(dtype).removeprefix("torch."))}
 
     def pieces() -> Iterator[CodedWeight]:
         for first in range(0, count, step):
             some = min(step, count - first)
-            own = {suffix: _rows(part, axes[suffix], first, some, count) for suffix, part in parts.items()}
+            own = rows_of(scheme, parts, (count * n, k), dtype, first * n, (first + some) * n)
             yield coded(scheme, own, (some * n, k), dtype)
 
     return CodedStack(joined(list(pieces())), count, n, k, dtype, grouped)
-
-
-def _rows(part: torch.Tensor, axis: int | None, first: int, some: int, count: int) -> torch.Tensor:
-    if axis is None:
-        return part
-    each = part.shape[axis] // count
-    return part.narrow(axis, first * each, some * each)
 
 
 def product(tile: Tile, x: torch.Tensor, stack: CodedStack, bias: torch.Tensor | None, picks: torch.Tensor,
@@ -82,13 +76,13 @@ def product(tile: Tile, x: torch.Tensor, stack: CodedStack, bias: torch.Tensor |
         x, count = (x[:, None] * scales[..., None]).to(x.dtype).flatten(0, 1), 1
     codes, xs = (x, x) if weight.scaled == "none" else quantized(x, weight)
     kind, linked = glu or Glu(), gpu.linked(x.device) and total <= 4096
-    order = found if found is not None else (picks, picks, picks, picks)
     grid = (-(-n // tile.wide), len(found.tile_expert) if found is not None else stack.count)
     kernels.product[grid](
-        codes, xs, weight.data, weight.words, weight.gains, weight.table, bias, out, picks, *order, scales, total, n, stack.k,
-        codes.stride(0), codes.shape[0], weight.padded, weight.spread, arranged=found is not None, count=count,
-        block=gpu.covering(max(total, 16)) if found is None else 16, tall=tile.tall, wide=tile.wide, unit=weight.unit,
-        units=fitting(weight, tile.deep), swap=tile.swap, even=stack.k == weight.padded, kind=weight.kind, form=weight.form,
-        half=weight.half, parts=weight.scales, scaled=weight.scaled, four=weight.four, stages=tile.stages,
-        fast=x.device.type != "cpu", gated=gated, activation=kind.kind, alpha=kind.alpha, limit=kind.limit, shift=kind.shift,
-        inward=inward, linked=linked, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=linked)
+        codes, xs, weight.data, weight.words, weight.gains, weight.table, bias, out, picks, *(found or (picks,) * 4), scales,
+        total, n, stack.k, codes.stride(0), codes.shape[0], weight.padded, weight.spread, arranged=found is not None,
+        count=count, block=gpu.covering(max(total, 16)) if found is None else 16, tall=tile.tall, wide=tile.wide,
+        unit=weight.unit, units=fitting(weight, tile.deep), swap=tile.swap, even=stack.k == weight.padded,
+        kind=weight.kind, form=weight.form, half=weight.half, parts=weight.scales, scaled=weight.scaled, four=weight.four,
+        stages=tile.stages, fast=x.device.type != "cpu", gated=gated, activation=kind.kind, alpha=kind.alpha,
+        limit=kind.limit, shift=kind.shift, inward=inward, linked=linked, num_warps=tile.warps, num_stages=tile.stages,
+        launch_pdl=linked)

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.coded_kernels import _beside, _walk
-from penstock.ops.experts_kernels import _leave, _matches, _ranked
+from penstock.ops.experts_kernels import _leave, _matches, _ranked, _sorted_picks
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, places, 
     height: tl.constexpr = wide if swap else tall
     width: tl.constexpr = tall if swap else wide
     beside = _codes(codes, own + n, padded, rk, size, four) if gated else at
-    total, other = _walk(v, within, at, beside, xs, row, rows, words, own, n, table, k, 0, padded, padded, spread, height, width,
-                         unit, units, stages, even, kind, form, half, parts, scaled, gated, False, swap, fast)
+    total, other = _walk(v, within, at, beside, xs, row, rows, words, own, n, table, k, 0, padded, padded, spread, height,
+                         width, unit, units, stages, even, kind, form, half, parts, scaled, gated, False, swap, fast)
     each = tl.load(xs + row, mask=within, other=0.0) if scaled == "token" else row
     total = _finish(total, gains, own, each, scaled, swap)
     if gated:
@@ -74,8 +74,7 @@ def product(x, xs, codes, words, gains, table, bias, out, picks, order, starts, 
             kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, parts: tl.constexpr, scaled: tl.constexpr,
             four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr, gated: tl.constexpr, activation: tl.constexpr,
             alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr):
-    """The grouped GEMM. Grid: (blocks of outputs, tiles) of sorted picks if `arranged`, as ops/experts_kernels.py::tiles, else
-    (blocks of outputs, E) as ops/experts_kernels.py::direct, for up to `block` picks.
+    """The grouped GEMM, with the grids of ops/experts_kernels.py::grouped.
 
     x [rows, k], with scales xs if it is `scaled`: [rows] ("token") or [padded / unit, rows] ("group").
     """
@@ -87,9 +86,7 @@ def product(x, xs, codes, words, gains, table, bias, out, picks, order, starts, 
         expert = tl.load(tile_expert + tl.program_id(1))
         if expert < 0:
             return
-        places = tl.load(tile_place + tl.program_id(1)) + tl.arange(0, tall)
-        within = places < tl.load(starts + expert + 1)
-        pick = tl.load(order + places, mask=within, other=0)
+        places, within, pick = _sorted_picks(order, starts, tile_place, expert, tall)
         _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, places, pick, within, column, n, k, stride, rows,
               padded, spread, count, tall, wide, unit, units, swap, even, kind, form, half, parts, scaled, four, stages, fast,
               gated, activation, alpha, limit, shift, inward)

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.activation_kernel import activate
+from penstock.ops.linear_kernels import _dot, _place
 
 
 @triton.jit
@@ -224,15 +225,6 @@ def fetch(picks, total, missing, up, up_stage, down, down_stage, up_size, down_s
 
 
 @triton.jit
-def _dot(x, w, total, swap: tl.constexpr):
-    if swap:
-        total = tl.dot(w, x.T, total, input_precision="ieee")
-    else:
-        total = tl.dot(x, w.T, total, input_precision="ieee")
-    return total
-
-
-@triton.jit
 def _leave(total, other, bias, out, base, n, rn, to, within, scale, swap: tl.constexpr, gated: tl.constexpr,
            kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr):
     """The epilogue of a tile: bias, activation or scale, and the rows `to` of out."""
@@ -284,9 +276,9 @@ def _tile(x, weight, where, bias, out, scales, expert, places, pick, within, col
                 c = tl.load(w + beside + start, mask=mask, other=0.0)
         if inward and gated:
             a = (a.to(tl.float32) * scale[:, None]).to(x.dtype.element_ty)
-        total = _dot(a, b, total, swap)
+        total = _dot(b, a, total, swap)
         if gated:
-            other = _dot(a, c, other, swap)
+            other = _dot(c, a, other, swap)
     to = places if gated else pick
     _leave(total, other, bias, out, base, n, rn, to, within, scale, swap, gated, kind, alpha, limit, shift, inward)
 
@@ -306,44 +298,41 @@ def _ranked(match, rank, slot, block: tl.constexpr):
     return tl.sum(tl.where(hit, tl.arange(0, block)[None, :], 0), 1)
 
 
-@triton.jit(do_not_specialize=("total",))
-def direct(x, weight, where, bias, out, picks, scales, total, n, k, stride, count: tl.constexpr, block: tl.constexpr,
-           tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr,
-           gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
-           inward: tl.constexpr, linked: tl.constexpr):
-    """The grouped GEMM of up to `block` unsorted picks. Grid: (blocks of outputs, E); a program finds its expert's.
+@triton.jit
+def _sorted_picks(order, starts, tile_place, expert, tall: tl.constexpr):
+    """(the places of a tile of sorted picks, which of them are the expert's, the picks there)"""
+    places = tl.load(tile_place + tl.program_id(1)) + tl.arange(0, tall)
+    within = places < tl.load(starts + expert + 1)
+    return places, within, tl.load(order + places, mask=within, other=0)
 
-    Rows of x and out are as in `picked`.
+
+@triton.jit(do_not_specialize=("total",))
+def grouped(x, weight, where, bias, out, picks, order, starts, tile_expert, tile_place, scales, total, n, k, stride,
+            arranged: tl.constexpr, count: tl.constexpr, block: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
+            deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr, gated: tl.constexpr, kind: tl.constexpr,
+            alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr):
+    """The grouped GEMM. Grid: (blocks of outputs, tiles) of sorted picks if `arranged`; gated, out is then by place, else x is.
+    Otherwise (blocks of outputs, E) of up to `block` unsorted picks, of which a program finds its expert's; rows of x and out
+    are as in `picked`.
     """
     if linked:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.program_id(1)
-    match, rank, mine = _matches(picks, expert, total, block)
-    for first in range(0, mine, tall):
-        slot = first + tl.arange(0, tall)
-        pick = _ranked(match, rank, slot, block)
-        _tile(x, weight, where, bias, out, scales, expert, pick, pick, slot < mine, tl.program_id(0), n, k, stride, count, tall,
+    if arranged:
+        expert = tl.load(tile_expert + tl.program_id(1))
+        if expert < 0:
+            return
+        places, within, pick = _sorted_picks(order, starts, tile_place, expert, tall)
+        _tile(x, weight, where, bias, out, scales, expert, places, pick, within, tl.program_id(0), n, k, stride, count, tall,
               wide, deep, even, swap, gated, kind, alpha, limit, shift, inward)
-
-
-@triton.jit
-def tiles(x, weight, where, bias, out, order, starts, tile_expert, tile_place, scales, n, k, stride, count: tl.constexpr,
-          tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr,
-          gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
-          inward: tl.constexpr, linked: tl.constexpr):
-    """The grouped GEMM of sorted picks. Grid: (blocks of outputs, tiles). Gated: out is by place; else x is, out by pick."""
-    if linked:
-        gdc_wait()
-        gdc_launch_dependents()
-    expert = tl.load(tile_expert + tl.program_id(1))
-    if expert < 0:
-        return
-    places = tl.load(tile_place + tl.program_id(1)) + tl.arange(0, tall)
-    within = places < tl.load(starts + expert + 1)
-    pick = tl.load(order + places, mask=within, other=0)
-    _tile(x, weight, where, bias, out, scales, expert, places, pick, within, tl.program_id(0), n, k, stride, count, tall, wide,
-          deep, even, swap, gated, kind, alpha, limit, shift, inward)
+    else:
+        expert = tl.program_id(1)
+        match, rank, mine = _matches(picks, expert, total, block)
+        for first in range(0, mine, tall):
+            slot = first + tl.arange(0, tall)
+            pick = _ranked(match, rank, slot, block)
+            _tile(x, weight, where, bias, out, scales, expert, pick, pick, slot < mine, tl.program_id(0), n, k, stride, count,
+                  tall, wide, deep, even, swap, gated, kind, alpha, limit, shift, inward)
 
 
 @triton.jit
@@ -351,8 +340,8 @@ def panels(x, weight, bias, out, order, starts, tile_expert, tile_place, scales,
            count: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, group: tl.constexpr,
            even: tl.constexpr, gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr,
            shift: tl.constexpr):
-    """As `tiles`, for many rows: persistent programs, and TMA for the weight, whose descriptor is [E * parts, n, k] with blocks
-    [parts, wide, deep], and for x where its rows lie in order (not gated), with blocks [tall, deep].
+    """As `grouped`, for many rows: persistent programs, and TMA for the weight, whose descriptor is [E * parts, n, k], with
+    blocks [parts, wide, deep], and for x where its rows lie in order (not gated), with blocks [tall, deep].
 
     Gated, both halves are one operand, so that a tile has `wide` outputs from 2 * wide rows. Tiles are swizzled in bands of
     `group`, so that concurrent programs share x and weight in L2.
@@ -362,10 +351,7 @@ def panels(x, weight, bias, out, order, starts, tile_expert, tile_place, scales,
     rk = tl.arange(0, deep)
     last = tl.load(starts + experts + 1)
     for i in tl.range(tl.program_id(0), last * across, tl.num_programs(0), flatten=True):
-        band = i // (group * across) * group
-        size = tl.minimum(last - band, group)
-        tile = band + i % (group * across) % size
-        column = i % (group * across) // size
+        tile, column = _place(i, last, across, group)
         expert = tl.load(tile_expert + tile)
         place = tl.load(tile_place + tile)
         places = place + tl.arange(0, tall)

@@ -17,31 +17,13 @@ from penstock.ops.coded_forms import NAMES
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.experts_coded import CodedStack
 from penstock.ops.experts_hosted import HostedStack
+from penstock.ops.linear_triton import Tile
 from penstock.ops.registry import register
 
 
-class Tile(NamedTuple):
-    """The tile sizes of a grouped GEMM: a program computes `tall` picks of one expert times `wide` outputs over k in blocks
-    of `deep`."""
-
-    tall: int
-    """1 selects the matrix-vector kernel, one pick after another."""
-    wide: int
-    deep: int
-    warps: int = 4
-    stages: int = 4
-    swap: bool = False
-    """Compute the transposed tile: the weight is the tensor core's operand of 64 rows, the picks the narrow one."""
-    boxed: bool = False
-    """Persistent programs, to which TMA brings the weight."""
-    ahead: int = 0
-    """Of the matrix-vector kernel: blocks of the down projection loaded before the wait for the kernel before."""
-    group: int = 1
-    """Of persistent programs: tiles of picks that are computed together."""
-
-
 class Plan(NamedTuple):
-    """The tiles of both products, and whether picks are sorted first. Both products have the same `tall` then."""
+    """The tiles of both products, whose rows are picks of one expert, and whether picks are sorted first. Both products have
+    the same `tall` then."""
 
     up: Tile
     down: Tile
@@ -81,7 +63,7 @@ def choose_coded(total: int, each: float, up: Stack) -> Plan:
     """The kernels for `total` picks of quantized experts, `each` of them an expert: as `choose`, where the weight, which is
     decoded in registers, is always the operand of 64 rows."""
     def tile(tall: int, wide: int, warps: int = 4) -> Tile:
-        return Tile(tall, wide, 256 if tall <= 32 else 128, warps, 3, swap=True)
+        return Tile(tall, wide, 256 if tall <= 32 else 128, warps=warps, stages=3, swap=True)
 
     if total <= _UNSORTED and each <= 16:
         return Plan(tile(16, 64), tile(16, 64), False)
@@ -162,13 +144,10 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
         kernels.picked[(columns, total)](x, stack.data, where, bias, out, picks, scales, n, k, x.stride(0), ahead=ahead,
                                          stages=shared["num_stages"], **shared)
         return
-    shared |= {"tall": tile.tall, "swap": tile.swap}
-    if found is None:
-        kernels.direct[(columns, experts)](x, stack.data, where, bias, out, picks, scales, total, n, k, x.stride(0),
-                                           block=gpu.covering(max(total, 16)), **shared)
-    else:
-        kernels.tiles[(columns, len(found.tile_expert))](x, stack.data, where, bias, out, *found, scales, n, k, x.stride(0),
-                                                         **shared)
+    kernels.grouped[(columns, experts if found is None else len(found.tile_expert))](
+        x, stack.data, where, bias, out, picks, *(found or (picks,) * 4), scales, total, n, k, x.stride(0),
+        arranged=found is not None, block=gpu.covering(max(total, 16)) if found is None else 16, tall=tile.tall,
+        swap=tile.swap, **shared)
 
 
 def launch(plan: Plan, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,

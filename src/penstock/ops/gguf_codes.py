@@ -10,6 +10,8 @@ import torch
 NAMES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")
 _BYTES = {"q8_0": (2, 34), "q4_0": (2, 18), "q4_1": (4, 20), "q4_k": (4, 144), "q5_k": (4, 176), "q6_k": (2, 210)}
 """Of a block's float16 numbers, and of a block."""
+MIDDLES = {"q4_0": 8, "q6_k": 32}
+"""What is subtracted from codes, where something is."""
 
 
 def taken_apart(name: str, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -39,8 +41,8 @@ def taken_apart(name: str, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def scales(name: str, heads: torch.Tensor, small: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(scales, shifts) [n, groups], float32: numbers are code * scale + shift, codes less 8 (q4_0), less 32 (q6_k), or signed
-    (q8_0). Groups are of 32 columns, of q6_k of 16."""
+    """(scales, shifts) [n, groups], float32: numbers are (code - middle) * scale + shift; codes of q8_0 are signed.
+    Groups are of 32 columns, of q6_k of 16."""
     wide = heads.float()
     if small is None:
         return wide[..., 0], wide[..., 1] if name == "q4_1" else None

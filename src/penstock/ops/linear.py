@@ -45,6 +45,19 @@ class StoredWeight(Weight):
         self.nbytes = sum(part.nbytes for part in parts.values())
 
 
+def rows_of(scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, first: int,
+            last: int) -> dict[str, torch.Tensor]:
+    """A stored matrix's rows [first, last): views of its parts. A part may have one place for several rows."""
+    n, k = shape
+    found = dict(parts)
+    for part in scheme.parts(n, k, str(dtype).removeprefix("torch.")):
+        if part.rows is not None:
+            size = parts[part.suffix].shape[part.rows]
+            begin = first * size // n
+            found[part.suffix] = parts[part.suffix].narrow(part.rows, begin, -(-last * size // n) - begin)
+    return found
+
+
 @register("linear", "reference", rank=0, batch_invariant=False, threads=True)
 class LinearOps:
     """The reference. An implementation has these four functions."""

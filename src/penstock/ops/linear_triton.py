@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     joined: bool = False
     """One program computes all parts of K in turn, and adds them in the same order as split programs do."""
     boxed: bool = False
-    """Blocks are moved by TMA (`boxable`)."""
+    """Persistent programs, whose blocks are moved by TMA (`boxable`)."""
 
 
 def choose(rows: int, n: int, k: int, gated: bool, boxes: bool = False) -> Tile | None:
@@ -107,9 +107,21 @@ def few_rows(rows: int, n: int, k: int, gated: bool, divide: bool) -> Tile:
 
 
 @cache
-def _tickets(device: torch.device) -> torch.Tensor:
+def tickets_of(device: torch.device) -> torch.Tensor:
     """Counters of split-K programs per tile, which leave them at zero. Assumes one stream per device."""
     return torch.zeros(4096, dtype=torch.int32, device=device)
+
+
+def parts_of(tile: Tile, count: int, out: torch.Tensor, gated: bool,
+             sums: torch.dtype = torch.float32) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Of split-K with `count` tiles: programs of a tile, and the buffers of partial sums and tickets; `out` stands in for them
+    where there are none."""
+    if tile.joined or tile.split == 1:
+        return 1, out, out
+    tickets = tickets_of(out.device)
+    assert count <= len(tickets), (tile, count)
+    size = count * tile.split * (2 if gated else 1) * tile.tall * tile.wide
+    return tile.split, torch.empty(size, dtype=sums, device=out.device), tickets
 
 
 def aligned(x: torch.Tensor, weight: Weight) -> bool:
@@ -150,12 +162,7 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
                                    **shared)
         return out
     count = columns * -(-rows // tile.tall)
-    partial = tickets = out
-    programs = 1 if tile.joined else tile.split
-    if programs > 1:
-        tickets = _tickets(x.device)
-        assert count <= len(tickets), (tile, count)
-        partial = x.new_empty(count * tile.split * (2 if kind else 1) * tile.tall * tile.wide, dtype=torch.float32)
+    programs, partial, tickets = parts_of(tile, count, out, kind is not None)
     kernels.tiles[(count, programs)](
         x, weight.data, bias, out, partial, tickets, rows, n, k, x.stride(0) // align, tall=tile.tall, split=tile.split,
         joined=tile.joined, swap=tile.swap, ahead=tile.ahead if align > 1 else 0, align=align,
@@ -196,7 +203,7 @@ class TritonLinear:
     @staticmethod
     def pack(weight: torch.Tensor) -> Weight:
         if weight.is_cuda:
-            _tickets(weight.device)  # before any graph is captured
+            tickets_of(weight.device)  # before any graph is captured
         return Weight(weight.contiguous(), weight.shape[0], weight.shape[1], weight.dtype)
 
     @staticmethod

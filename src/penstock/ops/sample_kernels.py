@@ -212,6 +212,13 @@ def penalize(lines, first, table, row, position, tokens, length, counts, logits,
     tl.store(logits + token, x, mask=first_one)
 
 
+@triton.jit
+def _exclude(logits, word, token, vocab: tl.constexpr):
+    """Adds -inf to the logits of tokens whose bit of their `word` is not set."""
+    out = (((word >> (token & 31)) & 1) == 0) & (token < vocab)
+    tl.store(logits, tl.load(logits, mask=out, other=0.0) + float("-inf"), mask=out)
+
+
 @triton.jit(do_not_specialize=["stride", "row", "lines", "lists"])
 def allow(lines, table, lists, row, logits, stride, tile: tl.constexpr, vocab: tl.constexpr, align: tl.constexpr,
           linked: tl.constexpr):
@@ -224,10 +231,7 @@ def allow(lines, table, lists, row, logits, stride, tile: tl.constexpr, vocab: t
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = at // 32 < tl.load(words + _ALLOWED_WORDS)
     word = tl.load(lists + tl.load(words + _ALLOWED) + at // 32, mask=inside, other=0)
-    out = (((word >> (at & 31)) & 1) == 0) & (at < vocab)
-    logits += line.to(tl.int64) * stride * align
-    x = tl.load(logits + at, mask=out, other=0.0)
-    tl.store(logits + at, x + float("-inf"), mask=out)
+    _exclude(logits + line.to(tl.int64) * stride * align + at, word, at, vocab)
 
 
 @triton.jit(do_not_specialize=["stride", "lines", "bits", "words"])
@@ -238,10 +242,7 @@ def mask(lines, bits, words, logits, stride, tile: tl.constexpr, vocab: tl.const
     one = tl.program_id(0)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     word = tl.load(bits + one.to(tl.int64) * words + at // 32, mask=at // 32 < words, other=0)
-    out = (((word >> (at & 31)) & 1) == 0) & (at < vocab)
-    logits += tl.load(lines + one).to(tl.int64) * stride * align
-    x = tl.load(logits + at, mask=out, other=0.0)
-    tl.store(logits + at, x + float("-inf"), mask=out)
+    _exclude(logits + tl.load(lines + one).to(tl.int64) * stride * align + at, word, at, vocab)
 
 
 @triton.jit(do_not_specialize=["length", "stride", "row", "position", "lines", "tokens", "lists"])

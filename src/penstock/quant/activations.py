@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from penstock.quant.bits import blocks
+from penstock.ops.bits import blocks
 
 Activation = Literal["none", "token", "group", "tensor"]
 """Not quantized; a scale for each token; for each 128 columns of one; one scale that the checkpoint gives."""

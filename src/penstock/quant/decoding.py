@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.ops.linear import StoredWeight, Weight
+from penstock.ops.linear import StoredWeight, Weight, rows_of
 from penstock.ops.registry import Kernels
 
 if TYPE_CHECKING:
@@ -29,23 +29,8 @@ class Decoded(StoredWeight):
         super().__init__(scheme, parts, shape, dtype)
         grain = scheme.grain[0] or self.n
         step = max(grain, _TILE // self.k // grain * grain)
-        axes = {part.suffix: part.rows for part in scheme.parts(self.n, self.k, str(dtype).removeprefix("torch."))}
-        self.tiles = [(first, min(first + step, self.n), _rows(parts, axes, first, min(first + step, self.n), self.n))
-                      for first in range(0, self.n, step)]
-
-
-def _rows(parts: Mapping[str, torch.Tensor], axes: Mapping[str, int | None], first: int, last: int,
-          n: int) -> dict[str, torch.Tensor]:
-    """The parts of rows [first, last) of n. A part may have one place for several rows."""
-    found = {}
-    for suffix, part in parts.items():
-        axis = axes[suffix]
-        if axis is None:
-            found[suffix] = part
-        else:
-            begin, end = first * part.shape[axis] // n, -(-last * part.shape[axis] // n)
-            found[suffix] = part.narrow(axis, begin, end - begin)
-    return found
+        ends = [(first, min(first + step, self.n)) for first in range(0, self.n, step)]
+        self.tiles = [(first, last, rows_of(scheme, parts, shape, dtype, first, last)) for first, last in ends]
 
 
 class Decoding:

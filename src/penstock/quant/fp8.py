@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.ops.bits import blocks, spread
 from penstock.quant import activations
 from penstock.quant.activations import FP8_MAX, Activation
-from penstock.quant.bits import blocks, spread
 from penstock.quant.scheme import Part
 
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.quant.bits import table, unpack
+from penstock.ops import gguf_codes
+from penstock.ops.bits import table, unpack
 
 IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
 """IQ4_NL's values by code."""
@@ -52,27 +53,27 @@ _NIBBLES = (0, 4)
 _PAIRS = (0, 2, 4, 6)
 
 
-def _q4(block: torch.Tensor) -> torch.Tensor:
-    return _half(block, 0) * (_fields(block[..., 2:], _NIBBLES, 15, 16).float() - 8)
-
-
-def _q4_1(block: torch.Tensor) -> torch.Tensor:
-    return _half(block, 0) * _fields(block[..., 4:], _NIBBLES, 15, 16).float() + _half(block, 2)
-
-
 def _five(block: torch.Tensor, at: int) -> torch.Tensor:
     """32 codes of 5 bits: the high bits of all, then the nibbles."""
     high = _fields(block[..., at:at + 4], range(8), 1)
     return (_fields(block[..., at + 4:], _NIBBLES, 15, 16) | high << 4).float()
 
 
-def _q8_0(block: torch.Tensor) -> torch.Tensor:
-    return block[..., 2:].contiguous().view(torch.int8).float() * _half(block, 0)
-
-
 def _groups(values: torch.Tensor, size: int) -> torch.Tensor:
     found: torch.Tensor = values.unflatten(-1, (-1, size))
     return found
+
+
+def _coded(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Of a type that `ops/gguf_codes.py` takes apart."""
+    def decode(block: torch.Tensor) -> torch.Tensor:
+        codes, heads, small = gguf_codes.taken_apart(name, block.reshape(-1, block.shape[-1]))
+        scale, shift = gguf_codes.scales(name, heads, small)
+        numbers = codes.view(torch.int8).float() if name == "q8_0" else codes.float() - gguf_codes.MIDDLES.get(name, 0)
+        found = scale[..., None] * _groups(numbers, numbers.shape[-1] // scale.shape[-1])
+        return (found if shift is None else found + shift[..., None]).reshape(*block.shape[:-1], -1)
+
+    return decode
 
 
 def _q2_k(block: torch.Tensor) -> torch.Tensor:
@@ -90,34 +91,6 @@ def _q3_k(block: torch.Tensor) -> torch.Tensor:
     high = _fields(block[..., :32], range(8), 1, 32) ^ 1
     codes = _fields(block[..., 32:96], _PAIRS, 3, 32).float() - (high << 2).float()
     return (scale[..., None] * _groups(codes, 16)).flatten(-2)
-
-
-def scales_of_k(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight scales and eight minima of 6 bits each, of Q4_K and Q5_K, in 12 bytes."""
-    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    scales = torch.cat((first & 63, third & 15 | first >> 2 & 48), -1)
-    return scales, torch.cat((second & 63, third >> 4 | second >> 2 & 48), -1)
-
-
-def _with_minima(block: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    scales, minima = scales_of_k(block[..., 4:16])
-    scale, low = _half(block, 0) * scales.float(), _half(block, 2) * minima.float()
-    return (scale[..., None] * _groups(codes.float(), 32) - low[..., None]).flatten(-2)
-
-
-def _q4_k(block: torch.Tensor) -> torch.Tensor:
-    return _with_minima(block, _fields(block[..., 16:], _NIBBLES, 15, 32))
-
-
-def _q5_k(block: torch.Tensor) -> torch.Tensor:
-    high = _fields(block[..., 16:48], range(8), 1, 32)
-    return _with_minima(block, _fields(block[..., 48:], _NIBBLES, 15, 32) | high << 4)
-
-
-def _q6_k(block: torch.Tensor) -> torch.Tensor:
-    scale = _half(block, 208) * block[..., 192:208].contiguous().view(torch.int8).float()
-    codes = _fields(block[..., :128], _NIBBLES, 15, 64) | _fields(block[..., 128:192], _PAIRS, 3, 32) << 4
-    return (scale[..., None] * _groups(codes.float() - 32, 16)).flatten(-2)
 
 
 def _iq4_nl(block: torch.Tensor) -> torch.Tensor:
@@ -255,11 +228,12 @@ KINDS = {
     "f32": Kind(0, 1, 4, lambda block: block.contiguous().view(torch.float32)),
     "f16": Kind(1, 1, 2, lambda block: block.contiguous().view(torch.float16).float()),
     "bf16": Kind(30, 1, 2, lambda block: block.contiguous().view(torch.bfloat16).float()),
-    "q4_0": Kind(2, 32, 18, _q4), "q4_1": Kind(3, 32, 20, _q4_1),
+    "q4_0": Kind(2, 32, 18, _coded("q4_0")), "q4_1": Kind(3, 32, 20, _coded("q4_1")),
     "q5_0": Kind(6, 32, 22, lambda block: _half(block, 0) * (_five(block, 2) - 16)),
     "q5_1": Kind(7, 32, 24, lambda block: _half(block, 0) * _five(block, 4) + _half(block, 2)),
-    "q8_0": Kind(8, 32, 34, _q8_0), "q2_k": Kind(10, 256, 84, _q2_k), "q3_k": Kind(11, 256, 110, _q3_k),
-    "q4_k": Kind(12, 256, 144, _q4_k), "q5_k": Kind(13, 256, 176, _q5_k), "q6_k": Kind(14, 256, 210, _q6_k),
+    "q8_0": Kind(8, 32, 34, _coded("q8_0")), "q2_k": Kind(10, 256, 84, _q2_k), "q3_k": Kind(11, 256, 110, _q3_k),
+    "q4_k": Kind(12, 256, 144, _coded("q4_k")), "q5_k": Kind(13, 256, 176, _coded("q5_k")),
+    "q6_k": Kind(14, 256, 210, _coded("q6_k")),
     "iq2_xxs": Kind(16, 256, 66, _iq2_xxs), "iq2_xs": Kind(17, 256, 74, _iq2_xs), "iq3_xxs": Kind(18, 256, 98, _iq3_xxs),
     "iq1_s": Kind(19, 256, 50, _iq1_s), "iq4_nl": Kind(20, 32, 18, _iq4_nl), "iq3_s": Kind(21, 256, 110, _iq3_s),
     "iq2_s": Kind(22, 256, 82, _iq2_s), "iq4_xs": Kind(23, 256, 136, _iq4_xs), "iq1_m": Kind(29, 256, 56, _iq1_m),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.ops.bits import blocks, pack, spread, unpack
 from penstock.quant import activations
 from penstock.quant.activations import Activation
-from penstock.quant.bits import blocks, pack, spread, unpack
 from penstock.quant.scheme import Part, Weights
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.ops.bits import FP4, blocks, nearest, pack, power_of_two, spread, table, unpack
 from penstock.quant.activations import FP8_MAX
-from penstock.quant.bits import FP4, blocks, nearest, pack, power_of_two, spread, table, unpack
 from penstock.quant.scheme import Part, Weights
 
 _MX = 32

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.quant.bits import blocks, nearest, pack, spread, table, unpack
+from penstock.ops.bits import blocks, nearest, pack, spread, table, unpack
 from penstock.quant.scheme import Part, Weights
 
 _NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

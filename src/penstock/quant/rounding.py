@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.quant.bits import pack, spread
+from penstock.ops.bits import pack, spread
 from penstock.quant.integer import Grouped, Int8
 from penstock.quant.scheme import Scheme
 

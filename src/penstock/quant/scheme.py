@@ -16,7 +16,7 @@ import torch
 
 from penstock.core.state import DTYPE_BYTES
 from penstock.ops.experts import LOOSE, Loose, Stack
-from penstock.ops.linear import Weight
+from penstock.ops.linear import Weight, rows_of
 from penstock.ops.registry import Kernels
 from penstock.quant.decoding import Decoding
 
@@ -134,8 +134,7 @@ def _pack_stack(scheme: Scheme, stack: int, shape: tuple[int, ...], parts: Mappi
     grouped = kernels.experts_for(scheme.name)
     if grouped is not None:
         return grouped.pack_stored(scheme, parts, stack, (n, k), dtype)
-    each = [{part.suffix: _slice(parts[part.suffix], part, stack, i) for part in scheme.parts(shape[0], k, str(dtype)[6:])}
-            for i in range(stack)]
+    each = [rows_of(scheme, parts, shape, dtype, i * n, (i + 1) * n) for i in range(stack)]
     device = next(iter(parts.values())).device
     if device.type == "cpu":
         return Loose([pack(scheme, (n, k), one, dtype, kernels) for one in each], dtype, LOOSE)
@@ -143,14 +142,6 @@ def _pack_stack(scheme: Scheme, stack: int, shape: tuple[int, ...], parts: Mappi
     for matrix, one in zip(whole, each, strict=True):
         matrix.copy_(scheme.decode(one, dtype))
     return kernels.experts.pack(whole)
-
-
-def _slice(tensor: torch.Tensor, part: Part, stack: int, i: int) -> torch.Tensor:
-    """One matrix's share of a part of a stack."""
-    if part.rows is None:
-        return tensor
-    count = tensor.shape[part.rows] // stack
-    return tensor.narrow(part.rows, i * count, count)
 
 
 def empty(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: Kernels,

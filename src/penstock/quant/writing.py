@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.quant.bits import pack
+from penstock.ops.bits import pack
 from penstock.quant.fp8 import FP8
 from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.ops import registry
+from penstock.ops import bits, registry
 from penstock.platform.facts import detect
-from penstock.quant import bits
 from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
 from penstock.quant.integer import Grouped, Int8

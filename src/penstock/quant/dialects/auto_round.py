@@ -39,5 +39,4 @@ class _AutoRound(Reader):
         return read.form(module, n, k)
 
 
-def reader(config: Mapping[str, Any]) -> Reader:
-    return _AutoRound(config)
+reader = _AutoRound

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.quant.bits import pack, unpack
+from penstock.ops.bits import pack, unpack
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
 from penstock.quant.integer import Grouped
 
@@ -54,5 +54,4 @@ class _AWQ(Reader):
         return form(n, k, self._group, self._zeros)
 
 
-def reader(config: Mapping[str, Any]) -> Reader:
-    return _AWQ(config)
+reader = _AWQ

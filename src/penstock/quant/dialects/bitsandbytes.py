@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ModelError
-from penstock.quant.bits import pack, unpack
+from penstock.ops.bits import pack, unpack
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
 from penstock.quant.integer import Int8
 from penstock.quant.normal import TABLES, Table4
@@ -71,5 +71,4 @@ class _BitsAndBytes(Reader):
         return _eight(n, k) if self._eight else _four(n, k, self._kind, self._nested)
 
 
-def reader(config: Mapping[str, Any]) -> Reader:
-    return _BitsAndBytes(config)
+reader = _BitsAndBytes

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ModelError
+from penstock.ops.bits import pack
 from penstock.quant.activations import Activation
-from penstock.quant.bits import pack
 from penstock.quant.dialects.fp8 import by_blocks, by_rows
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, named, outside_linears, setting, single, whole
 from penstock.quant.integer import Grouped, Int8
@@ -168,5 +168,4 @@ def _activation(given: Mapping[str, Any] | None) -> Activation:
     return "token" if given.get("dynamic", False) or strategy == "token" else "tensor"
 
 
-def reader(config: Mapping[str, Any]) -> Reader:
-    return _CompressedTensors(config)
+reader = _CompressedTensors

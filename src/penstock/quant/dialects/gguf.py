@@ -55,5 +55,4 @@ class _GGUF(Reader):
         return None
 
 
-def reader(config: Mapping[str, Any]) -> Reader:
-    return _GGUF(config)
+reader = _GGUF

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ModelError
-from penstock.quant.bits import pack, unpack
+from penstock.ops.bits import pack, unpack
 from penstock.quant.form import Form, Given, Reader, Tensors, named, outside_linears, setting
 from penstock.quant.integer import Grouped
 
@@ -83,5 +83,4 @@ class _GPTQ(Reader):
                     ordered=bool(config.get("desc_act", False)), older=self._older)
 
 
-def reader(config: Mapping[str, Any]) -> Reader:
-    return _GPTQ(config)
+reader = _GPTQ

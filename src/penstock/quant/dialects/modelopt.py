@@ -52,5 +52,4 @@ class _ModelOpt(Reader):
         return nvfp4(n, k)
 
 
-def reader(config: Mapping[str, Any]) -> Reader:
-    return _ModelOpt(config)
+reader = _ModelOpt

@@ -26,5 +26,4 @@ class _MXFP4(Reader):
                     stacked=True)
 
 
-def reader(config: Mapping[str, Any]) -> Reader:
-    return _MXFP4(config)
+reader = _MXFP4

@@ -55,5 +55,4 @@ class _Quark(Reader):
         return int8_rows(n, k, activation)
 
 
-def reader(config: Mapping[str, Any]) -> Reader:
-    return _Quark(config)
+reader = _Quark
