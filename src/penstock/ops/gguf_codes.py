@@ -11,7 +11,7 @@ NAMES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")
 _BYTES = {"q8_0": (2, 34), "q4_0": (2, 18), "q4_1": (4, 20), "q4_k": (4, 144), "q5_k": (4, 176), "q6_k": (2, 210)}
 """Of a block's float16 numbers, and of a block."""
 MIDDLES = {"q4_0": 8, "q6_k": 32}
-"""What is subtracted from codes, where something is."""
+"""Codes that stand for 0, where 0 does not."""
 
 
 def taken_apart(name: str, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
