@@ -149,6 +149,12 @@ async def _generated(client: httpx.AsyncClient, document: dict[str, Any], until:
                 return
 
 
+async def _each_once(url: str, document: dict[str, Any]) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        for case in cases(document, most_bytes=1 << 20):
+            await _send(client, case.path, case.body, Counter(), case.name)
+
+
 async def _known(client: httpx.AsyncClient, until: float, statuses: Counter[str]) -> None:
     bodies = [(path, json.dumps(body).encode(), name) for name, (path, body, _) in KNOWN.items()]
     while time.monotonic() < until:
@@ -233,7 +239,9 @@ def main() -> int:
     with served("canary", "--max-num-seqs", "32", "--kv-cache-memory-bytes", "32M", wait=True) as server:
         document = server.http.get("/openapi.json").json()
         client = Behaved(server)
-        # A short attack first: caches that fill once, and memory that allocators keep, are no growth.
+        # Caches that fill once, libraries that load once, and memory that allocators keep, are no growth: first every generated
+        # body that is not large once, then a short attack.
+        asyncio.run(_each_once(server.url, document))
         warm = min(60.0, SECONDS / 2)
         queue, process = start(attack, server, document, warm)
         time.sleep(warm)

@@ -36,27 +36,23 @@ def dialects() -> dict[str, Dialect]:
     return found
 
 
-def by_name(name: str, option: str = "tool_call_parser") -> Dialect:
-    """Returns the dialect of that name, or of vLLM's name for it. Raises ConfigError with the possible names."""
-    for dialect in dialects().values():
-        if name in (dialect.name, *dialect.aliases):
-            return dialect
-    raise ConfigError(f"{option} is {name!r}; possible are auto, none, {', '.join(sorted(tool_names()))}")
+def by_name(name: str) -> Dialect:
+    """Returns the dialect of that name, or of vLLM's name for its tool calls. Raises ConfigError with the possible names."""
+    return _named("tool_call_parser", name, {known: dialect for dialect in dialects().values()
+                                             for known in (dialect.name, *dialect.aliases)})
 
 
 def reasoning_by_name(name: str) -> Dialect:
     """Returns the dialect whose reasoning has that name. Raises ConfigError with the possible names."""
-    for dialect in dialects().values():
-        if name in dialect.reasoning_names or (name == dialect.name and (dialect.reasoning or dialect.harmony)):
-            return dialect
-    names = {name for dialect in dialects().values() for name in dialect.reasoning_names}
-    raise ConfigError(f"reasoning_parser is {name!r}; possible are auto, none, {', '.join(sorted(names))}")
+    return _named("reasoning_parser", name, {known: dialect for dialect in reversed(dialects().values())
+                                             if dialect.reasoning or dialect.harmony or dialect.reasoning_names
+                                             for known in (dialect.name, *dialect.reasoning_names)})
 
 
-def tool_names() -> list[str]:
-    """Returns every name that `by_name` accepts."""
-    return [name for dialect in dialects().values() if dialect.blocks or dialect.harmony
-            for name in (dialect.name, *dialect.aliases)]
+def _named(option: str, name: str, known: Mapping[str, Dialect]) -> Dialect:
+    if name not in known:
+        raise ConfigError(f"{option} is {name!r}; possible are auto, none, {', '.join(sorted(known))}")
+    return known[name]
 
 
 def choose(templates: Mapping[str, str] | Iterable[str], tool_call_parser: str | None = None,

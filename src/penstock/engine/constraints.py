@@ -72,10 +72,10 @@ class Constraints:
 
     def count(self, stats: EngineStats) -> None:
         """Fills in the figures of grammars and masks."""
-        compiled, masks = self._compiler.stats, self.masker.stats
-        stats.grammars_waiting, stats.grammars_compiled = len(self._compiler), compiled.compiled
-        stats.grammars_cached, stats.grammar_seconds = compiled.cached, compiled.seconds
-        stats.masks, stats.mask_seconds, stats.forced_tokens = masks.masks, masks.seconds, masks.forced
+        compiler, masker = self._compiler, self.masker
+        stats.grammars_waiting, stats.grammars_compiled = len(compiler), compiler.compiled
+        stats.grammars_cached, stats.grammar_seconds = compiler.cached, compiler.seconds
+        stats.masks, stats.mask_seconds, stats.forced_tokens = masker.masked, masker.seconds, masker.forced
 
     def close(self) -> None:
         """Stops the threads."""

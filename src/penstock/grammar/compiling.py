@@ -38,18 +38,6 @@ _CACHED_CHARACTERS = 8_000_000
 
 
 @dataclass(slots=True)
-class CompileStats:
-    """Counts since the engine started."""
-
-    compiled: int = 0
-    cached: int = 0
-    """Number of grammars found in the cache."""
-    failed: int = 0
-    seconds: float = 0.0
-    """Time spent compiling."""
-
-
-@dataclass(slots=True)
 class _Compiled:
     """A grammar's matchers. A copy shares its lexer, and the lock on it, with the matcher that it was copied from: masks of
     rows that follow one grammar are computed in parallel only if the rows come from several."""
@@ -69,7 +57,10 @@ class Compiler:
     def __init__(self, load: Callable[[], Tokenizer | None], vocab_size: int, lanes: int | None = None) -> None:
         """`load` returns the tokenizer; it is called on a thread when the first grammar arrives. `lanes`: the most matchers of
         one grammar (None: as many as there are threads that compute masks)."""
-        self.stats = CompileStats()
+        self.compiled = self.cached = 0
+        """Grammars compiled, and found in the cache, since the engine started."""
+        self.seconds = 0.0
+        """Time spent compiling."""
         self._load = load
         self._vocab_size = vocab_size
         self._pool: ThreadPoolExecutor | None = None
@@ -98,7 +89,7 @@ class Compiler:
         key = _key(request)
         if key in self._done:
             self._done.move_to_end(key)
-            self.stats.cached += 1
+            self.cached += 1
             self._spread(request)
             return False
         self._waiting[request.id] = request
@@ -171,10 +162,8 @@ class Compiler:
         try:
             self._keep(key, future.result())
         except RequestError as error:
-            self.stats.failed += 1
             return error
         except PenstockError as error:
-            self.stats.failed += 1
             return RequestError(f"the answer cannot be constrained: {error}", code="unsupported_parameter")
         return None
 
@@ -194,8 +183,8 @@ class Compiler:
         if not matcher.is_error():
             # The first mask builds the lexer's tables for the vocabulary.
             matcher.compute_bitmask()
-        self.stats.compiled += 1
-        self.stats.seconds += time.perf_counter() - began
+        self.compiled += 1
+        self.seconds += time.perf_counter() - began
         if matcher.is_error():
             raise RequestError(f"the grammar cannot be used with this model's vocabulary: "
                                f"{matcher.get_error().split('<state>')[0].strip()}", code="unsupported_schema")

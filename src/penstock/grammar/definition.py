@@ -21,6 +21,7 @@ from penstock.grammar.order import with_orders
 from penstock.grammar.schema import OPTIONS, UnenforceableError, enforceable, resolve_in
 from penstock.grammar.tags import tags_node
 from penstock.grammar.tools import lark_of, lark_text, regex_text
+from penstock.grammar.vocabulary import Described
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -197,27 +198,14 @@ def _first_lines(message: str) -> str:
     return " ".join(line.strip() for line in message.split("<state>")[0].splitlines()[:4] if line.strip(" ^|"))[:500]
 
 
-class _Bytes:
-    """A vocabulary of single bytes, which suffices to validate a grammar."""
-
-    is_tokenizer_wrapper = True
-    eos_token_id = 256
-    bos_token_id = None
-    special_token_ids = [256]
-
-    def __init__(self, size: int) -> None:
-        self.tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *[b""] * (size - 257)]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
-
-
 @functools.cache
 def _bytes_tokenizer(size: int = 257) -> LLTokenizer:
-    """Returns a tokenizer of single bytes, with ids without text up to `size` that stand for the special tokens."""
+    """Returns a tokenizer of single bytes, which suffices to validate a grammar, with ids without text up to `size` that stand
+    for the special tokens."""
     from llguidance import LLTokenizer
 
-    return LLTokenizer(cast("TokenizerWrapper", _Bytes(size)))
+    tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *[b""] * (size - 257)]
+    return LLTokenizer(cast("TokenizerWrapper", Described(tokens, lambda text: list(text.encode()), 256, None, [256])))
 
 
 def _located(schema: Any, params: StructuredOutputsParams, message: str) -> UnenforceableError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,17 +27,6 @@ _FREE = -1
 """A mask word that allows all 32 tokens."""
 _FEW = 24
 """Forced text is looked for only where a mask allows at most so many tokens: the prefixes of one text are few."""
-
-
-@dataclass(slots=True)
-class MaskStats:
-    """Counts since the engine started."""
-
-    masks: int = 0
-    forced: int = 0
-    """Number of tokens that the grammar determined."""
-    seconds: float = 0.0
-    """Time spent in `masks`."""
 
 
 class GrammarState:
@@ -86,7 +74,10 @@ class Masker:
                  spare: Callable[[], int] = lambda: 1 << 30) -> None:
         """`propose(sequence, at, tokens)` receives forced tokens from position `at` on, before they are chosen. `spare()`
         returns how many of them a step can check."""
-        self.stats = MaskStats()
+        self.masked = self.forced = 0
+        """Masks made, and tokens that the grammar determined, since the engine started."""
+        self.seconds = 0.0
+        """Time spent in `masks`."""
         self._compiler = compiler
         self._words = -(-vocab_size // 32)
         self._propose = propose
@@ -131,8 +122,8 @@ class Masker:
                 _hold_back(segment, state, bits, first)
             if state.begin and state.matcher is not None:
                 _allow(bits[first], state.begin[0])
-        self.stats.masks += lines
-        self.stats.seconds += time.perf_counter() - began
+        self.masked += lines
+        self.seconds += time.perf_counter() - began
         return Masks(bits)
 
     def _behind(self, first: int, segment: MaskedSegment, state: GrammarState, bits: Ints) -> list[_Asked]:
@@ -208,7 +199,7 @@ class Masker:
             if not forced:
                 continue
             state.matcher.consume_tokens(forced)
-            self.stats.forced += len(forced)
+            self.forced += len(forced)
             spare -= len(forced) - 1
             if len(forced) > 1 and self._propose is not None:
                 self._propose(segment.sequence, len(segment.sequence.tokens) + 1, forced[1:])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from re import _constants as op  # type: ignore[attr-defined]  # not in the stubs; sre_parse, its old name, is deprecated
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
@@ -132,19 +133,22 @@ class _Escaped:
         return "(?:" + "|".join([plain, *escapes]) + ")" if escapes else plain
 
 
+_CATEGORIES: dict[Any, tuple[str, Callable[[str], bool]]] = {
+    op.CATEGORY_DIGIT: (r"\d", str.isdigit), op.CATEGORY_NOT_DIGIT: (r"\D", lambda character: not character.isdigit()),
+    op.CATEGORY_SPACE: (r"\s", str.isspace), op.CATEGORY_NOT_SPACE: (r"\S", lambda character: not character.isspace()),
+    op.CATEGORY_WORD: (r"\w", str.isalnum), op.CATEGORY_NOT_WORD: (r"\W", lambda character: not character.isalnum())}
+"""The spelling of a category, and whether a character that has an escape is in it."""
+
+
 def _member(kind: Any, value: Any) -> str:
-    if kind is op.LITERAL:
-        return f"\\x{{{value:x}}}"
-    if kind is op.RANGE:
-        return f"\\x{{{value[0]:x}}}-\\x{{{value[1]:x}}}"
-    return {op.CATEGORY_DIGIT: r"\d", op.CATEGORY_NOT_DIGIT: r"\D", op.CATEGORY_SPACE: r"\s", op.CATEGORY_NOT_SPACE: r"\S",
-            op.CATEGORY_WORD: r"\w", op.CATEGORY_NOT_WORD: r"\W"}[value]
+    if kind is op.CATEGORY:
+        return _CATEGORIES[value][0]
+    first, last = (value, value) if kind is op.LITERAL else value
+    return f"\\x{{{first:x}}}" + (f"-\\x{{{last:x}}}" if last != first else "")
 
 
 def _is_member(character: str, members: list[Any]) -> bool:
     """Returns whether a class contains one of the characters that have escapes."""
-    code, space = ord(character), character.isspace()
-    categories = {op.CATEGORY_DIGIT: False, op.CATEGORY_NOT_DIGIT: True, op.CATEGORY_SPACE: space,
-                  op.CATEGORY_NOT_SPACE: not space, op.CATEGORY_WORD: False, op.CATEGORY_NOT_WORD: True}
-    return any(code == value if kind is op.LITERAL else value[0] <= code <= value[1] if kind is op.RANGE else categories[value]
+    return any(_CATEGORIES[value][1](character) if kind is op.CATEGORY else
+               value == ord(character) if kind is op.LITERAL else value[0] <= ord(character) <= value[1]
                for kind, value in members)

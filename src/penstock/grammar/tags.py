@@ -60,27 +60,28 @@ def _elements(value: Any, place: str) -> tuple[Node, ...]:
     return tuple(out)
 
 
-def _tag(value: Any, place: str) -> Node:
+def _tag(value: Any, place: str) -> Sequence:
     begin, end = _get(value, "begin", str, place), _get(value, "end", str, place)
     content = _format(_get(value, "content", dict, place), f"{place}/content")
     return Sequence((Literal(begin), Until(end) if content == _TEXT and end else content, Literal(end)))
 
 
 def _triggered_tags(value: Any, place: str) -> Node:
-    tags: list[tuple[str, Node]] = []
-    for at, tag in enumerate(_get(value, "tags", list, place)):
-        node = _tag(tag, f"{place}/tags/{at}")
-        assert isinstance(node, Sequence)
-        tags.append((_get(tag, "begin", str, f"{place}/tags/{at}"), Sequence(node.parts[1:])))
-    most = 1 if value.get("stop_after_first") else None
-    least = int(bool(value.get("at_least_one")))
-    return _triggered(tags, _get(value, "triggers", list, place), f"{place}/triggers", least, most)
+    tags, least, most = _repeated(value, place)
+    begun: list[tuple[str, Node]] = [(tag.parts[0].text, Sequence(tag.parts[1:])) for tag in tags
+                                     if isinstance(tag.parts[0], Literal)]
+    return _triggered(begun, _get(value, "triggers", list, place), f"{place}/triggers", least, most)
 
 
 def _separated_tags(value: Any, place: str) -> Node:
+    tags, least, most = _repeated(value, place)
+    return Repeat(Either(tags), _get(value, "separator", str, place), least, most)
+
+
+def _repeated(value: Any, place: str) -> tuple[tuple[Sequence, ...], int, int | None]:
+    """(tags, how many there must be, how many there may be)."""
     tags = tuple(_tag(tag, f"{place}/tags/{at}") for at, tag in enumerate(_get(value, "tags", list, place)))
-    most = 1 if value.get("stop_after_first") else None
-    return Repeat(Either(tags), _get(value, "separator", str, place), int(bool(value.get("at_least_one"))), most)
+    return tags, int(bool(value.get("at_least_one"))), 1 if value.get("stop_after_first") else None
 
 
 def _get(value: Any, name: str, kind: Any, place: str, default: Any = None) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from penstock.core.errors import RequestError
@@ -12,25 +13,19 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer, TokenizerWrapper
 
 
-class _Wrapped:
-    """The attributes and the call that LLTokenizer reads."""
+@dataclass
+class Described:
+    """A vocabulary with the attributes and the call that LLTokenizer reads."""
 
+    tokens: list[bytes]
+    encode: Callable[[str], list[int]]
+    eos_token_id: int
+    bos_token_id: int | None
+    special_token_ids: list[int]
     is_tokenizer_wrapper = True
 
-    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], eos_id: int) -> None:
-        self._tokenizer = tokenizer
-        self._before = tokenizer.encode("\n", add_special_tokens=False)
-        self.eos_token_id = eos_id
-        self.bos_token_id = tokenizer.bos_id
-        self.tokens = tokens
-        self.special_token_ids = sorted(token for token in tokenizer.special_ids if token < len(tokens))
-
-    def __call__(self, text: str) -> list[int]:
-        """Returns the tokens of a text inside another text: sentencepiece adds a space before a text that stands alone."""
-        found = self._tokenizer.encode("\n" + text, add_special_tokens=False)
-        if found[:len(self._before)] == self._before:
-            return found[len(self._before):]
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self.encode(text if isinstance(text, str) else text.decode())
 
 
 def texts(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
@@ -48,4 +43,12 @@ def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> 
     if not ends:
         raise RequestError("this model has no end-of-sequence token, so that a constrained answer could not end",
                            code="unsupported_parameter")
-    return LLTokenizer(cast("TokenizerWrapper", _Wrapped(tokenizer, tokens, ends[0])), eos_token=ends)
+    before = tokenizer.encode("\n", add_special_tokens=False)
+
+    def encode(text: str) -> list[int]:
+        """The tokens of a text inside another text: sentencepiece adds a space before a text that stands alone."""
+        found = tokenizer.encode("\n" + text, add_special_tokens=False)
+        return found[len(before):] if found[:len(before)] == before else tokenizer.encode(text, add_special_tokens=False)
+
+    special = sorted(token for token in tokenizer.special_ids if token < len(tokens))
+    return LLTokenizer(cast("TokenizerWrapper", Described(tokens, encode, ends[0], tokenizer.bos_id, special)), eos_token=ends)

@@ -370,7 +370,7 @@ def _probes_only(app: Any, reason: str, shape: ErrorShape) -> ASGIApp:
     """`app` for probes; everything else is refused."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PROBES:
+        if scope["path"] not in PROBES:
             response = error_response(UnavailableError(reason, "too_many_connections"), shape, {"Connection": "close"})
             await response(scope, receive, send)
         else:

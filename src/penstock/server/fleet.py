@@ -267,9 +267,6 @@ class Selecting:
         self.fleet = fleet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         selection = Selection()
         token = _SELECTED.set(selection)
         try:

@@ -14,9 +14,11 @@ class Paths:
         self.root = "/" + root.strip("/") if root.strip("/") else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path: str = scope["path"]
-            if self.root and (path == self.root or path.startswith(self.root + "/")):
-                path = path[len(self.root):]
-            scope["path"] = path.rstrip("/") or "/"
+        if scope["type"] != "http":
+            # There are no websockets here, and nothing to do at a server's start and end.
+            return
+        path: str = scope["path"]
+        if self.root and (path == self.root or path.startswith(self.root + "/")):
+            path = path[len(self.root):]
+        scope["path"] = path.rstrip("/") or "/"
         await self.app(scope, receive, send)

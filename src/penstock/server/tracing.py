@@ -42,7 +42,7 @@ class Traces:
         self.tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PROBES or is_page(scope["path"]):
+        if scope["path"] in PROBES or is_page(scope["path"]):
             await self.app(scope, receive, send)
             return
         from opentelemetry.trace import SpanKind
