@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -15,16 +15,16 @@ from starlette.responses import Response
 from penstock.core.errors import RequestError
 from penstock.engine.retention import seconds_of
 from penstock.server.answer import json_response
-from penstock.server.batches.files import Files, listed, paged, read_file
+from penstock.server.batches.files import Files, read_file
 from penstock.server.batches.lines import ENDPOINTS
 from penstock.server.batches.run import Runner
 from penstock.server.dialect import Route
 from penstock.server.openai.form import OpenAIForm
 from penstock.server.openai.protocol import Name, Ttl
-from penstock.server.responses.conversations import missing
 from penstock.server.responses.protocol import Metadata
 from penstock.server.state import State
-from penstock.server.store import Database, owner_of
+from penstock.server.store import Database
+from penstock.server.stored import Ref, asked, listed, ref, whose
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -60,7 +60,7 @@ class Batches(OpenAIForm):
 
     async def create(self, http: Request) -> Response:
         """Begins a batch. Its lines are checked before any is asked."""
-        body, owner = await self.bodies.read(http, BatchRequest), owner_of(http.scope["api_key"])
+        body, owner = await self.bodies.read(http, BatchRequest), whose(http)
         if body.endpoint not in ENDPOINTS:
             raise RequestError(f"endpoint is {body.endpoint!r}; possible are {', '.join(ENDPOINTS)}", param="endpoint",
                                code="invalid_value")
@@ -72,36 +72,31 @@ class Batches(OpenAIForm):
                  **dict.fromkeys(times), "request_counts": {"total": 0, "completed": 0, "failed": 0},
                  "metadata": body.metadata}
 
+        made = Ref("batch", str(batch["id"]), owner)
+
         def work(database: Database) -> None:
-            read_file(database, body.input_file_id, owner)
-            database.put("batch", str(batch["id"]), owner, batch)
+            read_file(database, Ref("file", body.input_file_id, owner))
+            database.put(*made, batch)
 
         await self.state.store.run(work)
-        self.runner.start(str(batch["id"]), owner)
+        self.runner.start(made)
         return json_response(batch)
 
     async def list(self, http: Request) -> Response:
-        owner, (after, limit, newest) = owner_of(http.scope["api_key"]), paged(http, 100)
+        owner, (after, limit, newest) = whose(http), asked(http)
         page = await self.state.store.run(lambda database: database.page("batch", owner, after, limit, newest))
-        return listed(page.bodies, page.more)
+        return listed([*map(msgspec.json.decode, page.bodies)], page.more)
 
     async def get(self, http: Request) -> Response:
-        return json_response(await self._read(http))
+        return json_response(await self.state.store.run(ref(http, "batch").read))
 
     async def cancel(self, http: Request) -> Response:
         """Ends a batch; what is answered is kept."""
-        name, owner, batch = http.path_params["batch"], owner_of(http.scope["api_key"]), await self._read(http)
+        named = ref(http, "batch")
+        batch = await self.state.store.run(named.read)
         if batch["status"] in ENDED:
             raise RequestError(f"the batch is {batch['status']} already", param="id", code="invalid_value")
         batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
-        await self.state.store.run(lambda database: database.put("batch", name, owner, batch))
-        await self.runner.cancel(name, owner)
+        await self.state.store.run(lambda database: database.put(*named, batch))
+        await self.runner.cancel(named)
         return json_response(batch)
-
-    async def _read(self, http: Request) -> dict[str, Any]:
-        name, owner = http.path_params["batch"], owner_of(http.scope["api_key"])
-        found = await self.state.store.run(lambda database: database.get("batch", name, owner))
-        if found is None:
-            raise missing("batch", name)
-        value: dict[str, Any] = msgspec.json.decode(found)
-        return value

@@ -15,10 +15,10 @@ from starlette.responses import Response
 from penstock.core.errors import RequestError
 from penstock.server.answer import json_response
 from penstock.server.dialect import Route
-from penstock.server.responses.conversations import missing
 from penstock.server.responses.protocol import Deleted
 from penstock.server.state import State
-from penstock.server.store import Database, owner_of
+from penstock.server.store import Database
+from penstock.server.stored import Ref, asked, listed, ref, whose
 
 PURPOSES = ("batch", "batch_output", "user_data", "assistants", "fine-tune", "vision", "evals")
 
@@ -59,36 +59,25 @@ def write_file(database: Database, owner: str, filename: str, purpose: str, cont
     return value
 
 
-def read_file(database: Database, name: str, owner: str) -> dict[str, Any]:
+def read_file(database: Database, file: Ref) -> dict[str, Any]:
     """A file's object. RequestError 404 if there is none, or no longer."""
-    found = database.get("file", name, owner)
-    value: dict[str, Any] = msgspec.json.decode(found) if found is not None else {}
+    value = file.read(database)
     if value.get("expires_at") is not None and value["expires_at"] <= time.time():
-        delete_file(database, name, owner)
-        value = {}
-    if not value:
-        raise missing("file", name)
+        delete_file(database, file)
+        raise file.missing()
     return value
 
 
-def delete_file(database: Database, name: str, owner: str) -> None:
-    database.delete("file", name, owner)
-    database.delete("content", name, owner)
+def content_of(database: Database, file: Ref) -> bytes:
+    """A file's content. RequestError as `read_file`."""
+    read_file(database, file)
+    return database.get(*file._replace(kind="content")) or b""
 
 
-def paged(http: Request, most: int) -> tuple[str | None, int, bool]:
-    """(after, limit, newest first) of a list's query."""
-    query, limit = http.query_params, http.query_params.get("limit", "20")
-    if not limit.isdigit() or not 1 <= int(limit) <= most:
-        raise RequestError(f"limit is {limit!r}; possible are 1 to {most}", param="limit", code="invalid_value")
-    return query.get("after"), int(limit), query.get("order", "desc") != "asc"
-
-
-def listed(bodies: Sequence[bytes], more: bool) -> Response:
-    """A page of stored objects."""
-    data = [msgspec.json.decode(body) for body in bodies]
-    return json_response({"object": "list", "data": data, "first_id": data[0]["id"] if data else None,
-                          "last_id": data[-1]["id"] if data else None, "has_more": more})
+def delete_file(database: Database, file: Ref) -> None:
+    """RequestError 404 if there is none."""
+    file.delete(database)
+    database.delete(*file._replace(kind="content"))
 
 
 class Files:
@@ -109,7 +98,7 @@ class Files:
 
     async def upload(self, http: Request) -> Response:
         """Stores a file of at most --max-body-bytes, while all files have at most --store-bytes."""
-        owner = owner_of(http.scope["api_key"])
+        owner = whose(http)
         with self.state.limits.receiving() as count:
             chunks: list[bytes] = []
             async for chunk in http.stream():
@@ -140,31 +129,19 @@ class Files:
         return json_response(await self.state.store.run(work))
 
     async def list(self, http: Request) -> Response:
-        owner, (after, limit, newest) = owner_of(http.scope["api_key"]), paged(http, 10_000)
+        owner, (after, limit, newest) = whose(http), asked(http, 10_000)
         page = await self.state.store.run(lambda database: database.page("file", owner, after, limit, newest))
-        purpose = http.query_params.get("purpose")
-        return listed([body for body in page.bodies if purpose is None or msgspec.json.decode(body)["purpose"] == purpose],
-                      page.more)
+        purpose, files = http.query_params.get("purpose"), map(msgspec.json.decode, page.bodies)
+        return listed([file for file in files if purpose in (None, file["purpose"])], page.more)
 
     async def get(self, http: Request) -> Response:
-        name, owner = http.path_params["file"], owner_of(http.scope["api_key"])
-        return json_response(await self.state.store.run(lambda database: read_file(database, name, owner)))
+        return json_response(await self.state.store.run(lambda database: read_file(database, ref(http, "file"))))
 
     async def delete(self, http: Request) -> Response:
-        name, owner = http.path_params["file"], owner_of(http.scope["api_key"])
-
-        def work(database: Database) -> None:
-            read_file(database, name, owner)
-            delete_file(database, name, owner)
-
-        await self.state.store.run(work)
-        return json_response(Deleted(name, "file"))
+        file = ref(http, "file")
+        await self.state.store.run(lambda database: delete_file(database, file))
+        return json_response(Deleted(file.name, "file"))
 
     async def content(self, http: Request) -> Response:
-        name, owner = http.path_params["file"], owner_of(http.scope["api_key"])
-
-        def work(database: Database) -> bytes:
-            read_file(database, name, owner)
-            return database.get("content", name, owner) or b""
-
-        return Response(await self.state.store.run(work), media_type="application/octet-stream")
+        content = await self.state.store.run(lambda database: content_of(database, ref(http, "file")))
+        return Response(content, media_type="application/octet-stream")

@@ -17,12 +17,13 @@ from starlette.types import ASGIApp, Message
 
 from penstock.core.errors import RequestError
 from penstock.observe.log import LOG
-from penstock.server.batches.files import read_file, write_file
+from penstock.server.batches.files import content_of, write_file
 from penstock.server.batches.lines import Ask, answer_of, answered, parse, write_answer, written
 from penstock.server.dialect import ErrorShapes
 from penstock.server.promise import LOWEST
 from penstock.server.state import State
 from penstock.server.store import Database
+from penstock.server.stored import Ref
 
 BUSY = (429, 503)
 PAUSE_SECONDS = 0.5
@@ -46,12 +47,12 @@ class Runner:
         """Goes on with what an earlier server left."""
         for name, owner, body in await self.state.store.run(lambda database: database.all("batch")):
             if msgspec.json.decode(body)["status"] in ("validating", "in_progress", "finalizing", "cancelling"):
-                self.start(name, owner)
+                self.start(Ref("batch", name, owner))
 
-    def start(self, name: str, owner: str) -> None:
+    def start(self, named: Ref) -> None:
         """Runs a stored batch."""
-        task = self._tasks[name] = asyncio.create_task(self._run(name, owner))
-        task.add_done_callback(lambda _: self._tasks.pop(name, None))
+        task = self._tasks[named.name] = asyncio.create_task(self._run(named))
+        task.add_done_callback(lambda _: self._tasks.pop(named.name, None))
 
     async def stop(self) -> None:
         """Stops all, to be resumed by the next server."""
@@ -60,55 +61,48 @@ class Runner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def cancel(self, name: str, owner: str) -> None:
+    async def cancel(self, named: Ref) -> None:
         """Ends a batch: its open lines are aborted, and all without an answer get an error."""
-        task = self._tasks.get(name)
+        task = self._tasks.get(named.name)
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        self.start(name, owner)
+        self.start(named)
 
     # -- one batch
 
-    async def _run(self, name: str, owner: str) -> None:
+    async def _run(self, named: Ref) -> None:
         try:
-            await self._work(name, owner)
+            await self._work(named)
         except RequestError as error:
             # Its file has gone, or the store has failed.
-            await self._change(name, owner, status="failed", failed_at=int(time.time()),
+            await self._change(named, status="failed", failed_at=int(time.time()),
                                errors=_errors([{"code": error.code, "line": None, "message": error.message, "param": None}]))
         except Exception:
-            LOG.exception("the batch %s stopped; it goes on at the next start", name)
+            LOG.exception("the batch %s stopped; it goes on at the next start", named.name)
             raise
 
-    async def _work(self, name: str, owner: str) -> None:
-        store = self.state.store
-
+    async def _work(self, named: Ref) -> None:
         def read(database: Database) -> tuple[Batch, bytes, set[int], int]:
-            found = database.get("batch", name, owner)
-            if found is None:
-                raise RequestError("the batch was deleted", code="not_found", status=404)
-            batch: Batch = msgspec.json.decode(found)
-            read_file(database, batch["input_file_id"], owner)
-            content = database.get("content", batch["input_file_id"], owner) or b""
-            return batch, content, *answered(database, name)
+            batch = named.read(database)
+            content = content_of(database, Ref("file", batch["input_file_id"], named.owner))
+            return batch, content, *answered(database, named.name)
 
-        batch, content, done, failed = await store.run(read)
+        batch, content, done, failed = await self.state.store.run(read)
         asks, errors = await asyncio.to_thread(parse, content, batch["endpoint"])
         if errors:
-            await self._change(name, owner, status="failed", failed_at=int(time.time()), errors=_errors(errors))
+            await self._change(named, status="failed", failed_at=int(time.time()), errors=_errors(errors))
             return
         counts = {"total": len(asks), "completed": len(done) - failed, "failed": failed}
         if batch["status"] == "validating":
-            batch = await self._change(name, owner, status="in_progress", in_progress_at=int(time.time()),
-                                       request_counts=counts)
+            batch = await self._change(named, status="in_progress", in_progress_at=int(time.time()), request_counts=counts)
         left = [ask for ask in asks if ask.place not in done]
         reason = "batch_cancelled" if batch["status"] == "cancelling" else None
         if reason is None:
-            reason = await self._ask_all(name, owner, batch, left, counts)
-        await self._finish(name, owner, asks, reason)
+            reason = await self._ask_all(named, batch, left, counts)
+        await self._finish(named, asks, reason)
 
-    async def _ask_all(self, name: str, owner: str, batch: Batch, left: list[Ask], counts: dict[str, int]) -> str | None:
+    async def _ask_all(self, named: Ref, batch: Batch, left: list[Ask], counts: dict[str, int]) -> str | None:
         """Asks lines as there is room for them. The reason why some were not asked, if so."""
         pending: set[asyncio.Task[None]] = set()
         waiting = iter(left)
@@ -120,7 +114,7 @@ class Runner:
                 ask = next(waiting, None) if self._spare() else None
                 if ask is not None:
                     self._flying += 1
-                    task = asyncio.create_task(self._ask(name, owner, batch["endpoint"], ask, counts))
+                    task = asyncio.create_task(self._ask(named, ask, counts))
                     task.add_done_callback(self._landed)
                     pending.add(task)
                     continue
@@ -131,7 +125,7 @@ class Runner:
                 for task in done:
                     task.result()
                 if done:
-                    await self._change(name, owner, request_counts=counts)
+                    await self._change(named, request_counts=counts)
         finally:
             for task in pending:
                 task.cancel()
@@ -151,11 +145,11 @@ class Runner:
         others = max(0, self.state.llm.live - self._flying)
         return self._flying < max(1, info.max_num_seqs // 2 - others)
 
-    async def _ask(self, name: str, owner: str, endpoint: str, ask: Ask, counts: dict[str, int]) -> None:
-        request_id = f"{name}-{ask.place}"
+    async def _ask(self, named: Ref, ask: Ask, counts: dict[str, int]) -> None:
+        request_id = f"{named.name}-{ask.place}"
         body = msgspec.json.encode({"priority": LOWEST, **ask.body})
         while True:
-            status, content = await self._send(endpoint, body, owner, request_id)
+            status, content = await self._send(ask.url, body, named.owner, request_id)
             if status not in BUSY:
                 break
             await asyncio.sleep(PAUSE_SECONDS)
@@ -163,7 +157,7 @@ class Runner:
             raise RuntimeError("the engine has stopped")
         answer = await asyncio.to_thread(lambda: answer_of(ask.custom_id, request_id, status, msgspec.Raw(content)))
         failed = status != 200
-        await self.state.store.run(lambda database: write_answer(database, name, ask, answer, failed))
+        await self.state.store.run(lambda database: write_answer(database, named.name, ask, answer, failed))
         counts["failed" if failed else "completed"] += 1
 
     async def _send(self, path: str, body: bytes, owner: str, request_id: str) -> tuple[int, bytes]:
@@ -194,19 +188,20 @@ class Runner:
         content = b"".join(chunks)
         return (status, content) if content else (500, b'{"error":{"message":"the request failed unexpectedly"}}')
 
-    async def _finish(self, name: str, owner: str, asks: list[Ask], reason: str | None) -> None:
+    async def _finish(self, named: Ref, asks: list[Ask], reason: str | None) -> None:
         """Writes the files. Lines without an answer get `reason`, so that each has one."""
         why = {"batch_expired": "the batch's completion window ended before this line was answered",
                "batch_cancelled": "the batch was cancelled before this line was answered"}
 
         def work(database: Database) -> None:
+            name, owner = named.name, named.owner
             done, _ = answered(database, name)
             for ask in asks:
                 if ask.place not in done:
                     error = {"code": str(reason), "message": why.get(str(reason), "not asked")}
                     write_answer(database, name, ask, answer_of(ask.custom_id, "", 0, None, error), True)
             done, failed = answered(database, name)
-            batch: Batch = msgspec.json.decode(database.get("batch", name, owner) or b"{}")
+            batch = named.read(database)
             files = {}
             for kind, wrong in (("output", False), ("error", True)):
                 content = written(database, name, wrong)
@@ -217,17 +212,15 @@ class Runner:
             now = int(time.time())
             batch |= {**files, "status": status, "finalizing_at": now, f"{status}_at": now,
                       "request_counts": {"total": len(asks), "completed": len(done) - failed, "failed": failed}}
-            database.put("batch", name, owner, batch)
+            database.put(*named, batch)
             database.sql("delete from lines where batch=?", name)
 
         await self.state.store.run(lambda database: _together(database, work))
 
-    async def _change(self, name: str, owner: str, **fields: Any) -> Batch:
+    async def _change(self, named: Ref, **fields: Any) -> Batch:
         def work(database: Database) -> Batch:
-            found = database.get("batch", name, owner)
-            batch: Batch = {**(msgspec.json.decode(found) if found is not None else {}), **fields}
-            if found is not None:
-                database.put("batch", name, owner, batch)
+            batch = {**named.read(database), **fields}
+            database.put(*named, batch)
             return batch
 
         return await self.state.store.run(work)

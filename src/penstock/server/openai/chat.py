@@ -17,7 +17,6 @@ from penstock.core.request import Request as EngineRequest
 from penstock.dialects.message import Content
 from penstock.dialects.parser import Parser
 from penstock.engine.outputs import Delta
-from penstock.server.body import BodyReader
 from penstock.server.ignored import note_ignored
 from penstock.server.openai.answers import ChoicesAnswer, Usage
 from penstock.server.openai.logprobs import Namer, chat_content, namer, prompt_entries
@@ -169,23 +168,12 @@ class Prepared(NamedTuple):
         return state.llm.inputs.parser(self.prompt, self.tools)
 
 
-class Chat:
-    """The endpoint."""
-
-    def __init__(self, state: State, bodies: BodyReader) -> None:
-        self.state = state
-        self.bodies = bodies
-
-    async def post(self, http: Request) -> Response:
-        """Answers one chat request. RequestError for what cannot be honoured."""
-        return await self.answer(http, await self.bodies.read(http, ChatRequest))
-
-    async def answer(self, http: Request, body: ChatRequest) -> Response:
-        """Answers a request whose body was read."""
-        state, ready = self.state, await prepared(self.state, http, body)
-        answer = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", ready.model, ready.request, body,
-                            namer(state, body), lambda: ready.parser(state), state.llm.info)
-        return await respond(http, state.llm.open([ready.request]), answer, bool(body.stream))
+async def answer(state: State, http: Request, body: ChatRequest) -> Response:
+    """Answers one chat request. RequestError for what cannot be honoured."""
+    ready = await prepared(state, http, body)
+    whole = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", ready.model, ready.request, body,
+                       namer(state, body), lambda: ready.parser(state), state.llm.info)
+    return await respond(http, state.llm.open([ready.request]), whole, bool(body.stream))
 
 
 async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:

@@ -13,7 +13,6 @@ from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, TokenLogprobs
 from penstock.core.request import Request as EngineRequest
 from penstock.engine.outputs import Delta
-from penstock.server.body import BodyReader
 from penstock.server.openai.answers import ChoicesAnswer, Growth, Usage
 from penstock.server.openai.echo import Echo, Offsets, echo
 from penstock.server.openai.logprobs import Namer, completion_logprobs, namer, prompt_entries
@@ -156,43 +155,25 @@ class CompletionAnswer(ChoicesAnswer):
         return choice
 
 
-class Completions:
-    """The endpoint."""
+async def answer(state: State, http: Request, body: CompletionRequest) -> Response:
+    """Answers one completion request. RequestError for what cannot be honoured."""
+    llm, model, prompts = state.llm, state.admit(body.model), split_prompts(body.prompt)
+    check(body)
+    params = sampling_params(body, llm.inputs.defaults, body.max_tokens or (1 if body.max_tokens == 0 else None), body.logprobs)
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        params = params.replace(prompt_logprobs=body.logprobs)
+    special = body.add_special_tokens is not False
+    requests = await prepare(state, http, prompts, params, body, add_special_tokens=special)
 
-    def __init__(self, state: State, bodies: BodyReader) -> None:
-        self.state = state
-        self.bodies = bodies
+    def echoed() -> list[Echo]:
+        return [echo(llm.tokenizer, prompt, request, special, body.truncate_prompt_tokens is not None,
+                     final=body.max_tokens == 0) for prompt, request in zip(prompts, requests, strict=True)]
 
-    async def post(self, http: Request) -> Response:
-        """Answers one completion request. RequestError for what cannot be honoured."""
-        return await self.answer(http, await self.bodies.read(http, CompletionRequest))
-
-    async def answer(self, http: Request, body: CompletionRequest) -> Response:
-        """Answers a request whose body was read."""
-        state = self.state
-        model = state.admit(body.model)
-        prompts = split_prompts(body.prompt)
-        check(body)
-        params = sampling_params(body, state.llm.inputs.defaults, body.max_tokens or (1 if body.max_tokens == 0 else None),
-                                 body.logprobs)
-        if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
-            params = params.replace(prompt_logprobs=body.logprobs)
-        special = body.add_special_tokens is not False
-        requests = await prepare(state, http, prompts, params, body, add_special_tokens=special)
-        echoes = await self._echoes(prompts, requests, special, body) if body.echo else []
-        answer = CompletionAnswer(f"cmpl-{body.request_id or http.scope['request_id']}", model, requests, echoes, body,
-                                  namer(state, body), state.llm.tokenizer, state.llm.info)
-        return await respond(http, state.llm.open(requests), answer, bool(body.stream))
-
-    async def _echoes(self, prompts: list[str | list[int]], requests: list[EngineRequest], special: bool,
-                      body: CompletionRequest) -> list[Echo]:
-        llm, truncated = self.state.llm, body.truncate_prompt_tokens is not None
-
-        def work() -> list[Echo]:
-            return [echo(llm.tokenizer, prompt, request, special, truncated, final=body.max_tokens == 0)
-                    for prompt, request in zip(prompts, requests, strict=True)]
-
-        return await llm.work.run(8 * sum(len(request.prompt_ids) for request in requests), work)
+    tokens = sum(len(request.prompt_ids) for request in requests)
+    echoes = await llm.work.run(8 * tokens, echoed) if body.echo else []
+    whole = CompletionAnswer(f"cmpl-{body.request_id or http.scope['request_id']}", model, requests, echoes, body,
+                             namer(state, body), llm.tokenizer, llm.info)
+    return await respond(http, llm.open(requests), whole, bool(body.stream))
 
 
 def check(body: CompletionRequest) -> None:

@@ -26,10 +26,11 @@ from penstock.server.openai.protocol import ChatRequest
 from penstock.server.respond import SSE_HEADERS, Wire, respond
 from penstock.server.responses import protocol as r
 from penstock.server.responses.answer import ResponseAnswer, describe
-from penstock.server.responses.conversations import Conversations, extend, listed, missing, numbered, read
+from penstock.server.responses.conversations import Conversations, extend, listed_items, numbered
 from penstock.server.responses.convert import chat_request, items_of
 from penstock.server.state import State
-from penstock.server.store import Database, owner_of
+from penstock.server.store import Database
+from penstock.server.stored import Ref, missing, ref, whose
 
 
 class Stored(msgspec.Struct):
@@ -124,7 +125,7 @@ class Responses(OpenAIForm):
             raise RequestError("background is only possible with store, since its response is fetched later",
                                param="background",
                                code="invalid_value")
-        owner, conversation = owner_of(http.scope["api_key"]), _name(body.conversation)
+        owner, conversation = whose(http), _name(body.conversation)
         history = await self._history(body, owner)
         new = numbered(_resolved(items_of(body.input), history))
         ready, chat = await self._prepared(http, body, [*history, *new])
@@ -149,9 +150,9 @@ class Responses(OpenAIForm):
             raise RequestError("previous_response_id and conversation both say what came before; send one of them",
                                param="previous_response_id", code="invalid_value")
         if conversation is not None:
-            found: list[r.Item] = (await self.state.store.run(lambda database: read(database, conversation, owner)))["items"]
+            found: list[r.Item] = (await self.state.store.run(Ref("conversation", conversation, owner).read))["items"]
             return found
-        return (await self._stored(previous, owner)).context if previous is not None else []
+        return (await self._stored(Ref("response", previous, owner))).context if previous is not None else []
 
     async def _prepared(self, http: Request, body: r.ResponseRequest, items: list[r.Item]) -> tuple[Prepared, ChatRequest]:
         """The request for the engine. With truncation, older items are left out until the rest fits."""
@@ -179,7 +180,7 @@ class Responses(OpenAIForm):
             if stored is not None:
                 database.put("response", response["id"], owner, stored, response["created_at"])
             if added and conversation is not None:
-                extend(database, conversation, owner, added)
+                extend(database, Ref("conversation", conversation, owner), added)
 
         if stored is not None or added:
             self.state.store.submit(work)
@@ -210,71 +211,67 @@ class Responses(OpenAIForm):
         """The number of tokens that a response's prompt would have."""
         body, state = await self.bodies.read(http, r.ResponseRequest), self.state
         state.admit(body.model)
-        history = await self._history(body, owner_of(http.scope["api_key"]))
+        history = await self._history(body, whose(http))
         chat = chat_request(body, [*history, *_resolved(items_of(body.input), history)])
         return json_response(r.InputTokens(await count_tokens(state, http, chat, "input")))
 
     # -- what was made
 
-    async def _stored(self, name: str, owner: str) -> Stored:
-        found = await self.state.store.run(lambda database: database.get("response", name, owner))
-        if found is None:
-            raise missing("response", name)
-        stored = msgspec.json.decode(found, type=Stored)
-        if stored.response["status"] in ("queued", "in_progress") and name not in self.running:
+    async def _stored(self, response: Ref) -> Stored:
+        stored = msgspec.convert(await self.state.store.run(response.read), Stored)
+        if stored.response["status"] in ("queued", "in_progress") and response.name not in self.running:
             why = {"code": "server_error", "message": "the server stopped before this response was finished"}
             stored.response |= {"status": "failed", "error": why}
         return stored
 
-    def _running(self, http: Request) -> Running | None:
-        found = self.running.get(http.path_params["response"])
-        return found if found is not None and found.owner == owner_of(http.scope["api_key"]) else None
+    def _running(self, response: Ref) -> Running | None:
+        found = self.running.get(response.name)
+        return found if found is not None and found.owner == response.owner else None
 
     async def get(self, http: Request) -> Response:
-        name, owner, running = http.path_params["response"], owner_of(http.scope["api_key"]), self._running(http)
+        response = ref(http, "response")
+        running = self._running(response)
         if http.query_params.get("stream") == "true":
             after = http.query_params.get("starting_after", "-1")
             if not after.removeprefix("-").isdigit():
                 raise RequestError(f"starting_after is {after!r}; possible is an event's sequence_number",
-                                   param="starting_after",
-                                   code="invalid_value")
+                                   param="starting_after", code="invalid_value")
             if running is not None:
                 return StreamingResponse(running.follow(int(after)), headers=SSE_HEADERS, media_type="text/event-stream")
-            await self._stored(name, owner)
-            found = await self.state.store.run(lambda database: database.get("events", name, owner))
+            await self._stored(response)
+            found = await self.state.store.run(lambda database: database.get(*response._replace(kind="events")))
             if found is None:
                 raise RequestError("this response has no events to read again; only those with background and stream have",
                                    param="stream", code="invalid_value")
             events = msgspec.json.decode(found, type=list[str])[int(after) + 1:]
             return Response("".join(events), headers=SSE_HEADERS, media_type="text/event-stream")
-        return json_response(running.answer.response if running is not None else (await self._stored(name, owner)).response)
+        return json_response(running.answer.response if running is not None else (await self._stored(response)).response)
 
     async def delete(self, http: Request) -> Response:
-        name, owner, running = http.path_params["response"], owner_of(http.scope["api_key"]), self._running(http)
-        if running is not None:
+        response = ref(http, "response")
+        if (running := self._running(response)) is not None:
             running.cancel()
 
-        def work(database: Database) -> bool:
-            database.delete("events", name, owner)
-            return database.delete("response", name, owner)
+        def work(database: Database) -> None:
+            database.delete(*response._replace(kind="events"))
+            response.delete(database)
 
-        if not await self.state.store.run(work):
-            raise missing("response", name)
-        return json_response(r.Deleted(name, "response"))
+        await self.state.store.run(work)
+        return json_response(r.Deleted(response.name, "response"))
 
     async def cancel(self, http: Request) -> Response:
-        running = self._running(http)
-        if running is not None:
+        response = ref(http, "response")
+        if (running := self._running(response)) is not None:
             running.cancel()
             return json_response(running.answer.response)
-        stored = await self._stored(http.path_params["response"], owner_of(http.scope["api_key"]))
+        stored = await self._stored(response)
         if not stored.response["background"]:
             raise RequestError("only a response in the background can be cancelled; hang up on others", param="id",
                                code="invalid_value")
         return json_response(stored.response)
 
     async def input_items(self, http: Request) -> Response:
-        return listed((await self._stored(http.path_params["response"], owner_of(http.scope["api_key"]))).input, http)
+        return listed_items((await self._stored(ref(http, "response"))).input, http)
 
 
 def _name(conversation: str | r.ConversationId | None) -> str | None:
