@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from fixed import SHAPES, write
-from penstock.cli.bench.drawing import Box, bars, picture, rounded
+from penstock.cli.bench.drawing import Box, picture, rounded
 from penstock.core.errors import ConfigError
+from timeline import bars
 
 _CHILD = Path(__file__).with_name("gpu_processes_child.py")
 _BINS = 20

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.bench.drawing import Box, bars, picture, rounded
+from penstock.cli.bench.drawing import COLOURS, Axis, Box, frame, picture, rounded, text_at
 from penstock.cli.bench.figures import percentile
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -98,6 +98,17 @@ def _classes(lengths: Sequence[float], time: float) -> list[dict[str, Any]]:
         mine = [length for length in lengths if least < length <= most]
         found.append({"up_to_us": None if most == float("inf") else most, "count": len(mine), "share": sum(mine) / time})
     return found
+
+
+def bars(box: Box, title: str, y: Axis, values: Sequence[tuple[str, float]], below: str = "") -> list[str]:
+    """SVG elements of a panel with one bar for each (label, value)."""
+    parts, width = frame(box, title, y, below), box.width / len(values)
+    for i, (label, value) in enumerate(values):
+        left, height = box.left + i * width, box.height * y.place(value)
+        parts += [f'<rect x="{left + 2:.1f}" y="{box.top + box.height - height:.1f}" width="{width - 4:.1f}" '
+                  f'height="{height:.1f}" fill="{COLOURS[0]}"/>',
+                  text_at(left + width / 2, box.top + box.height + 18, label, anchor="middle")]
+    return parts
 
 
 def draw(found: dict[str, Any], title: str) -> str:

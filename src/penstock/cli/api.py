@@ -17,6 +17,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 from tqdm import tqdm
 
 from penstock.cli.client import Local, Transport, Wire
@@ -39,6 +40,11 @@ class Api:
     model: str
     own: bool = False
     """This program owns the engine behind it: if the engine dies, no other is started."""
+
+    async def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        """(status, content) of the whole answer to a request."""
+        reply = await self.transport.send("POST", path, msgspec.json.encode(body))
+        return reply.status, await reply.read()
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

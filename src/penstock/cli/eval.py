@@ -15,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from tqdm import tqdm
 
 from penstock import canary
@@ -150,8 +149,7 @@ def _here(args: argparse.Namespace, items: Sequence[list[Item]]) -> tuple[list[S
     from penstock.engine.llm import LLM
 
     options = from_args(args, EngineOptions, model=model_or_canary(args))
-    given = {field: getattr(options, field) for field in options.__dataclass_fields__}
-    with LLM(**given) as llm, _bar(sum(map(len, items))) as bar:
+    with LLM(**asdict(options)) as llm, _bar(sum(map(len, items))) as bar:
         scores = []
         for group in items:
             scores.append(graded(group, answers(llm, group)))
@@ -227,12 +225,11 @@ def body(item: Item, model: str) -> dict[str, Any]:
 
 
 async def _answer(api: Api, item: Item) -> Answer | None:
-    reply = await api.transport.send("POST", "/v1/chat/completions", msgspec.json.encode(body(item, api.model)))
-    content = await reply.read()
-    if reply.status == 400 and b"context_length_exceeded" in content:
+    status, content = await api.post("/v1/chat/completions", body(item, api.model))
+    if status == 400 and b"context_length_exceeded" in content:
         return None
-    if reply.status != 200:
-        raise PenstockError(f"a {item.skill} prompt was refused: {complaint(reply.status, content)}")
+    if status != 200:
+        raise PenstockError(f"a {item.skill} prompt was refused: {complaint(status, content)}")
     choice = json.loads(content)["choices"][0]
     message = choice["message"]
     calls = [call["function"] for call in message.get("tool_calls") or ()]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.checkpoint import dtype_of, resolve_folder
 from penstock.cli import experts
 from penstock.cli.model import add_model, model_or_canary
+from penstock.cli.serve import size
 from penstock.config.flags import add_flags, from_args
 from penstock.config.options import place
 from penstock.config.resolve import EngineConfig, MemoryPlan, cache_asked, memory_limits, resolve
@@ -228,13 +229,3 @@ def _prefixes(cache: dict[str, Any]) -> str:
         places.append(f"at {cache['remote']}")
     share = f"; at most {100 * cache['tenant_share']:.0f} % for one tenant" if cache["tenant_share"] < 1 else ""
     return ", ".join(places) + share
-
-
-def size(count: int) -> str:
-    """Bytes in binary units."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.2f} {unit}"
-        value /= 1024
-    return f"{value:,.2f} TiB"

@@ -9,8 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from penstock.canary.item import Item
 from penstock.canary.likelihood import Values
 from penstock.cli.api import Api, complaint
@@ -101,13 +99,12 @@ async def _one(api: Api, item: Item) -> float | None:
         asked["tools"] = item.tools
     prompt = await _tokens(api, asked)
     answer = await _tokens(api, {"model": api.model, "prompt": item.answer, "add_special_tokens": False})
-    reply = await api.transport.send("POST", "/v1/completions", msgspec.json.encode(
-        {"model": api.model, "prompt": prompt + answer, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 0}))
-    content = await reply.read()
-    if reply.status == 400 and b"context_length_exceeded" in content:
+    status, content = await api.post("/v1/completions", {"model": api.model, "prompt": prompt + answer, "max_tokens": 1,
+                                                         "temperature": 0, "echo": True, "logprobs": 0})
+    if status == 400 and b"context_length_exceeded" in content:
         return None
-    if reply.status != 200:
-        raise _LackingError(complaint(reply.status, content))
+    if status != 200:
+        raise _LackingError(complaint(status, content))
     lines = (json.loads(content)["choices"][0].get("logprobs") or {}).get("token_logprobs")
     if not lines:
         raise _LackingError("the server gave no log probabilities")
@@ -117,9 +114,8 @@ async def _one(api: Api, item: Item) -> float | None:
 
 
 async def _tokens(api: Api, body: dict[str, Any]) -> list[int]:
-    reply = await api.transport.send("POST", "/tokenize", msgspec.json.encode(body))
-    content = await reply.read()
-    if reply.status != 200:
-        raise _LackingError(complaint(reply.status, content))
+    status, content = await api.post("/tokenize", body)
+    if status != 200:
+        raise _LackingError(complaint(status, content))
     tokens: list[int] = json.loads(content)["tokens"]
     return tokens

@@ -5,12 +5,10 @@ Models lie in the hub's own cache (HF_HOME), which other tools share. `ps` and `
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +17,8 @@ from typing import Any, NamedTuple
 from penstock.checkpoint import resolve_folder
 from penstock.checkpoint.aliases import aliases_file, read_aliases, write_aliases
 from penstock.cli import chat
+from penstock.cli.api import complaint
+from penstock.cli.client import Wire
 from penstock.cli.serve import KEY_VARIABLE, size
 from penstock.core.errors import ConfigError, PenstockError
 
@@ -131,33 +131,33 @@ def _add_stop(parser: ArgumentParser) -> None:
     _add_server(parser)
 
 
-def _ask(args: Namespace, path: str, body: dict[str, Any] | None = None) -> Any:
+def _ask(args: Namespace, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """A server's answer. PenstockError in its own words."""
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {args.api_key}"} if args.api_key else {})}
-    request = urllib.request.Request(args.url.rstrip("/") + path, json.dumps(body).encode() if body else None, headers)
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        text = error.read().decode(errors="replace")
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            text = json.loads(text)["error"]["message"]
-        raise PenstockError(f"{args.url}: {text}") from None
-    except OSError as error:
-        raise PenstockError(f"{args.url} does not answer: {getattr(error, 'reason', error)}; name another with --url") from None
+    async def ask() -> Any:
+        wire = Wire(args.url, args.api_key)
+        try:
+            reply = await wire.send(method, path, json.dumps(body).encode() if body else b"")
+            content = await reply.read()
+        finally:
+            await wire.close()
+        if reply.status != 200:
+            raise PenstockError(f"{args.url}: {complaint(reply.status, content)}")
+        return json.loads(content)
+
+    return asyncio.run(ask())
 
 
 def _ps(args: Namespace) -> int:
     """Lists a server's models."""
     lines = [(one["id"], one["state"], size(one["bytes"]) if one["bytes"] else "", str(one["requests"]),
-              f"{one['idle_seconds']:.0f} s" if one["idle_seconds"] else "") for one in _ask(args, "/models")["data"]]
+              f"{one['idle_seconds']:.0f} s" if one["idle_seconds"] else "") for one in _ask(args, "GET", "/models")["data"]]
     _table(("model", "state", "memory", "requests", "idle"), lines)
     return 0
 
 
 def _stop(args: Namespace) -> int:
     """Unloads a server's model once its requests have ended."""
-    _ask(args, "/models/unload", {"model": args.model})
+    _ask(args, "POST", "/models/unload", {"model": args.model})
     print(f"{args.model} is unloaded")
     return 0
 

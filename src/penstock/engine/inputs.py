@@ -106,34 +106,23 @@ class Inputs:
         """A parser for the answer to a prompt. Without `tools`, tool calls are plain text."""
         return Parser(self.choice.dialect, tools, prompt=prompt, calls=bool(tools))
 
-    def forced(self, tools: Sequence[Mapping[str, Any]], parallel: bool) -> str:
-        """The grammar, for SamplingParams, of an answer that must call these tools in the model's dialect. RequestError if the
-        model has no known dialect."""
-        dialect = self.choice.dialect
-        if dialect.written is None or self.tokenizer is None:
-            raise RequestError(f"a tool call cannot be forced: {self.choice.why}. Name the model's dialect with "
-                               "--tool-call-parser",
-                               param="tool_choice", code="unsupported_parameter")
-        return node_grammar(structure(dialect, Tools(tools), parallel), self._special())
-
     def holds(self, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Whether calls of these tools that the model makes by itself must fit their schemas."""
         return bool(tools) and (self.constrain_tools or any((tool.get("function") or tool).get("strict") for tool in tools))
 
-    def held(self, tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> str:
-        """The grammar of an answer that may call these tools: free text, and calls that fit their schemas once they have
-        begun. RequestError for a model whose dialect is not known."""
-        node = triggered(self.choice.dialect, Tools(tools), parallel)
+    def calling(self, tools: Sequence[Mapping[str, Any]], *, must: bool, parallel: bool = True) -> str:
+        """The grammar, for SamplingParams, of an answer that `must` call these tools in the model's dialect, or may: free text,
+        and calls that fit their schemas once they have begun. RequestError for a model whose dialect is not known."""
+        dialect, schemas = self.choice.dialect, Tools(tools)
+        node = triggered(dialect, schemas, parallel) if not must else \
+            structure(dialect, schemas, parallel) if dialect.written is not None else None
         if node is None or self.tokenizer is None:
-            raise RequestError(f"strict tools cannot be enforced: {self.choice.why}. Name the model's dialect with "
-                               "--tool-call-parser, or leave strict and format out", param="tools",
-                               code="unsupported_parameter")
-        return node_grammar(node, self._special())
-
-    def _special(self) -> dict[str, int]:
-        """The special tokens by their text."""
-        assert self.tokenizer is not None
-        return {name: token for token in self.tokenizer.special_ids if (name := self.tokenizer.token_name(token))}
+            what, hint = ("a tool call cannot be forced", "") if must else (
+                "strict tools cannot be enforced", ", or leave strict and format out")
+            raise RequestError(f"{what}: {self.choice.why}. Name the model's dialect with --tool-call-parser{hint}",
+                               param="tool_choice" if must else "tools", code="unsupported_parameter")
+        special = {name: token for token in self.tokenizer.special_ids if (name := self.tokenizer.token_name(token))}
+        return node_grammar(node, special)
 
     def thinking(self, prompt: str, budget: int | None) -> dict[str, Any]:
         """The sampling parameters of an answer that begins with thinking, as the prompt's end shows, or that may begin with it.

@@ -21,25 +21,13 @@ from penstock.core import service
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import Adapter, EngineInfo, EngineStats, Pool, Request, Span
 from penstock.core.sampling import BeamSearchParams, SamplingParams
+from penstock.engine import pooling as pooled
 from penstock.engine.adapters import LoRARequest, located
 from penstock.engine.engine import Engine
 from penstock.engine.inputs import Prompt
 from penstock.engine.loading import find, inputs_of, load_text
 from penstock.engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Outputs, RequestOutput
-from penstock.engine.pooling import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    Scorer,
-    ScoringOutput,
-    Text,
-    class_pool,
-    embedding,
-    embedding_pool,
-    paired,
-    probabilities,
-)
+from penstock.engine.pooling import PoolingRequestOutput, Scorer, Text
 from penstock.text import Tokenizer
 
 Message = Mapping[str, Any]
@@ -158,7 +146,7 @@ class LLM:
         # The template writes the special tokens itself.
         found = self._run(prompts, [prompt.text for prompt in prompts], sampling_params, use_tqdm, False, None, cache_salt,
                           retention, lora_request, parsed=self._tokenizer is not None,
-                          grammar=self.inputs.held(tools) if tools and self.inputs.holds(tools) else None)
+                          grammar=self.inputs.calling(tools, must=False) if tools and self.inputs.holds(tools) else None)
         for prompt, output in zip(prompts, found, strict=True):
             for answer in output.outputs:
                 parser = self.inputs.parser(prompt.text, tools)
@@ -191,11 +179,11 @@ class LLM:
     def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True, *, dimensions: int | None = None,
               normalize: bool | None = None, truncate_prompt_tokens: int | None = None) -> list[PoolingRequestOutput]:
         """The embedding of each text (or list of token ids) as the model's folder pools, `outputs.embedding`."""
-        found = self._pool([Text(prompt) for prompt in _batch(prompts)], embedding_pool(self.inputs), use_tqdm,
+        found = self._pool([Text(prompt) for prompt in _batch(prompts)], pooled.embedding_pool(self.inputs), use_tqdm,
                            truncate_prompt_tokens)
         scaled = self.inputs.pooler.normalize if normalize is None else normalize
         for one in found:
-            one.outputs = EmbeddingOutput(embedding(one.vector, scaled, dimensions).tolist())
+            one.outputs = pooled.EmbeddingOutput(pooled.embedding(one.vector, scaled, dimensions).tolist())
         return found
 
     def encode(self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True, *, pooling: str = "all",
@@ -207,24 +195,24 @@ class LLM:
                                code="invalid_value")
         found = self._pool([Text(prompt) for prompt in _batch(prompts)], Pool(pooling), use_tqdm, truncate_prompt_tokens)
         for one in found:
-            one.outputs = PoolingOutput(one.vector)
+            one.outputs = pooled.PoolingOutput(one.vector)
         return found
 
     def classify(self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True) -> list[PoolingRequestOutput]:
         """The probabilities of a classifier's labels, `outputs.probs`."""
-        found = self._pool([Text(prompt) for prompt in _batch(prompts)], class_pool(self.inputs), use_tqdm, None)
+        found = self._pool([Text(prompt) for prompt in _batch(prompts)], pooled.class_pool(self.inputs), use_tqdm, None)
         for one in found:
-            one.outputs = ClassificationOutput(probabilities(one.vector).tolist())
+            one.outputs = pooled.ClassificationOutput(pooled.probabilities(one.vector).tolist())
         return found
 
     def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str], use_tqdm: Bar = True, *,
               instruction: str | None = None) -> list[PoolingRequestOutput]:
         """Returns the similarity of each of the second texts to the first one, or its counterpart, as `outputs.score`: by a
         reranker, or by the cosine of embeddings."""
-        pairs, scorer = paired(text_1, text_2, ("text_1", "text_2")), Scorer(self.inputs)
+        pairs, scorer = pooled.paired(text_1, text_2, ("text_1", "text_2")), Scorer(self.inputs)
         found = self._pool(scorer.texts(pairs, instruction), scorer.pool, use_tqdm, None)
         scores = scorer.scores(pairs, [one.vector for one in found])
-        return [PoolingRequestOutput(str(place), [], ScoringOutput(score), True) for place, score in enumerate(scores)]
+        return [PoolingRequestOutput(str(place), [], pooled.ScoringOutput(score), True) for place, score in enumerate(scores)]
 
     def _pool(self, texts: Sequence[Text], pool: Pool, use_tqdm: Bar, keep_last: int | None) -> list[PoolingRequestOutput]:
         """Runs pooling requests to completion. RequestError if one fails."""

@@ -85,7 +85,7 @@ class BodyReader:
         ignored: list[str] = []
         while (found := _unknown_field(error)) is not None and len(ignored) < MAX_IGNORED:
             where, name = found
-            if not (self._lenient or (name in self._harmless and not where)):
+            if not (self._lenient or (f"{where}.{name}" if where else name) in self._harmless):
                 break
             try:
                 if where:

@@ -169,9 +169,9 @@ STRICT = [{"type": "function", "function": {"name": "look", "strict": True}}]
 
 def test_models_without_a_dialect_cannot_be_held() -> None:
     tokenizer = real.load("models/stories260k")
-    assert Inputs(tokenizer, None, info(), dialect=choose((), "llama3_json")).held(STRICT)
+    assert Inputs(tokenizer, None, info(), dialect=choose((), "llama3_json")).calling(STRICT, must=False)
     with pytest.raises(RequestError, match="no known way of writing tool calls"):
-        Inputs(tokenizer, None, info()).held(STRICT)
+        Inputs(tokenizer, None, info()).calling(STRICT, must=False)
     with pytest.raises(ConfigError, match="constrain_tools is auto, but"):
         Inputs(tokenizer, None, info(), dialect=choose((), "none"), constrain_tools=True)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,11 @@ from penstock.cli.model import add_model
 from penstock.config.flags import Collect, Parser, add_flags, integer, listed, number
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
+
+MEASUREMENTS = {"latency": ("offline", "measure_latency", "latency_rows"),
+                "throughput": ("offline", "measure_throughput", "throughput_rows"),
+                "serve": ("serve", "measure_server", "rows"), "gpu": ("device", "measure_device", "rows")}
+"""The module of each, its function, and the one that makes the table for people."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -30,20 +36,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the result and saves it if asked. 1 if every request failed."""
-    if args.kind == "serve":
-        from penstock.cli.bench.serve import measure_server as measure
-        from penstock.cli.bench.serve import rows
-    elif args.kind == "gpu":
-        from penstock.cli.bench.device import measure_device as measure
-        from penstock.cli.bench.device import rows
-    elif args.kind == "latency":
-        from penstock.cli.bench.offline import latency_rows as rows
-        from penstock.cli.bench.offline import measure_latency as measure
-    else:
-        from penstock.cli.bench.offline import measure_throughput as measure
-        from penstock.cli.bench.offline import throughput_rows as rows
-    result: dict[str, Any] = measure(args)
-    return finish(args, result, rows(result))
+    module, measure, rows = MEASUREMENTS[args.kind]
+    home = importlib.import_module(f"penstock.cli.bench.{module}")
+    result: dict[str, Any] = getattr(home, measure)(args)
+    return finish(args, result, getattr(home, rows)(result))
 
 
 Row = tuple[str, Any]

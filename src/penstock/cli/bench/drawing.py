@@ -1,4 +1,4 @@
-"""Line and bar charts as SVG text: axes, lines, bars, legends. The records need no more, so there is no plotting library."""
+"""Line charts as SVG text: axes, lines, bars, legends. The records need no more, so there is no plotting library."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def panel(box: Box, title: str, x: Axis, y: Axis, lines: Sequence[Line], below: 
     def down(value: float) -> float:
         return box.top + box.height * (1 - y.place(value))
 
-    parts = _frame(box, title, y, below)
-    parts += [_text(across(mark), box.top + box.height + 18, x.label(mark), anchor="middle") for mark in x.marks]
+    parts = frame(box, title, y, below)
+    parts += [text_at(across(mark), box.top + box.height + 18, x.label(mark), anchor="middle") for mark in x.marks]
     for line in lines:
         points = " ".join(f"{across(a):.1f},{down(b):.1f}" for a, b in line.points)
         dashes = ' stroke-dasharray="4 3"' if line.dashed else ""
@@ -78,20 +78,9 @@ def panel(box: Box, title: str, x: Axis, y: Axis, lines: Sequence[Line], below: 
     return parts
 
 
-def bars(box: Box, title: str, y: Axis, values: Sequence[tuple[str, float]], below: str = "") -> list[str]:
-    """SVG elements of a panel with one bar for each (label, value)."""
-    parts, width = _frame(box, title, y, below), box.width / len(values)
-    for i, (label, value) in enumerate(values):
-        left, height = box.left + i * width, box.height * y.place(value)
-        parts += [f'<rect x="{left + 2:.1f}" y="{box.top + box.height - height:.1f}" width="{width - 4:.1f}" '
-                  f'height="{height:.1f}" fill="{COLOURS[0]}"/>',
-                  _text(left + width / 2, box.top + box.height + 18, label, anchor="middle")]
-    return parts
-
-
 def legend(left: float, top: float, lines: Sequence[Line], across: float = 0, down: float = 18) -> list[str]:
     """The lines' names in their colours, each so far from the one before."""
-    return [_text(left + i * across, top + i * down, line.name + (" (dashed)" if line.dashed else ""), colour=line.colour)
+    return [text_at(left + i * across, top + i * down, line.name + (" (dashed)" if line.dashed else ""), colour=line.colour)
             for i, line in enumerate(lines)]
 
 
@@ -101,16 +90,18 @@ def picture(width: float, height: float, parts: Sequence[str]) -> str:
             'font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n")
 
 
-def _frame(box: Box, title: str, y: Axis, below: str) -> list[str]:
-    parts = [_text(box.left, box.top - 12, title)]
+def frame(box: Box, title: str, y: Axis, below: str) -> list[str]:
+    """The title, the grid of the y axis and what is written below."""
+    parts = [text_at(box.left, box.top - 12, title)]
     if below:
-        parts.append(_text(box.left, box.top + box.height + 38, below))
+        parts.append(text_at(box.left, box.top + box.height + 38, below))
     for mark in y.marks:
         at = box.top + box.height * (1 - y.place(mark))
         parts += [f'<path d="M{box.left:g} {at:.1f}h{box.width:g}" stroke="#ddd"/>',
-                  _text(box.left - 6, at + 4, y.label(mark), anchor="end")]
+                  text_at(box.left - 6, at + 4, y.label(mark), anchor="end")]
     return parts
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "black") -> str:
+def text_at(x: float, y: float, text: str, anchor: str = "start", colour: str = "black") -> str:
+    """A line of text at a point in pixels."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'

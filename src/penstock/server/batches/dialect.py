@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Annotated
@@ -17,7 +16,7 @@ from penstock.engine.retention import seconds_of
 from penstock.server.answer import json_response
 from penstock.server.batches.files import Files, read_file
 from penstock.server.batches.lines import ENDPOINTS
-from penstock.server.batches.run import Runner
+from penstock.server.batches.run import Runner, new_batch
 from penstock.server.dialect import Route
 from penstock.server.openai.form import OpenAIForm
 from penstock.server.openai.protocol import Name, Ttl
@@ -25,8 +24,6 @@ from penstock.server.responses.protocol import Metadata
 from penstock.server.state import State
 from penstock.server.store import Database
 from penstock.server.stored import Ref, asked, listed, ref, whose
-
-ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -64,15 +61,9 @@ class Batches(OpenAIForm):
         if body.endpoint not in ENDPOINTS:
             raise RequestError(f"endpoint is {body.endpoint!r}; possible are {', '.join(ENDPOINTS)}", param="endpoint",
                                code="invalid_value")
-        now, seconds = int(time.time()), seconds_of(body.completion_window, "completion_window")
-        times = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
-        batch = {"id": f"batch_{uuid.uuid4().hex}", "object": "batch", "endpoint": body.endpoint, "errors": None,
-                 "input_file_id": body.input_file_id, "completion_window": body.completion_window, "status": "validating",
-                 "output_file_id": None, "error_file_id": None, "created_at": now, "expires_at": now + int(seconds),
-                 **dict.fromkeys(times), "request_counts": {"total": 0, "completed": 0, "failed": 0},
-                 "metadata": body.metadata}
-
-        made = Ref("batch", str(batch["id"]), owner)
+        batch = new_batch(f"batch_{uuid.uuid4().hex}", body.endpoint, body.input_file_id,
+                          seconds_of(body.completion_window, "completion_window"), body.completion_window, body.metadata)
+        made = Ref("batch", batch["id"], owner)
 
         def work(database: Database) -> None:
             read_file(database, Ref("file", body.input_file_id, owner))
@@ -92,11 +83,5 @@ class Batches(OpenAIForm):
 
     async def cancel(self, http: Request) -> Response:
         """Ends a batch; what is answered is kept."""
-        named = ref(http, "batch")
-        batch = await self.state.store.run(named.read)
-        if batch["status"] in ENDED:
-            raise RequestError(f"the batch is {batch['status']} already", param="id", code="invalid_value")
-        batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
-        await self.state.store.run(lambda database: database.put(*named, batch))
-        await self.runner.cancel(named)
-        return json_response(batch)
+        await self.runner.cancel(ref(http, "batch"))
+        return await self.get(http)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from penstock.observe.log import LOG
 from penstock.server.batches.files import content_of, write_file
 from penstock.server.batches.lines import Ask, answer_of, answered, parse, write_answer, written
 from penstock.server.dialect import ErrorShapes
+from penstock.server.fleet import Slot
 from penstock.server.promise import LOWEST
 from penstock.server.state import State
 from penstock.server.store import Database
@@ -29,7 +32,20 @@ BUSY = (429, 503)
 PAUSE_SECONDS = 0.5
 """Until a line that found the server busy is asked again."""
 
+ENDED = ("completed", "failed", "expired", "cancelled")
+
 Batch = dict[str, Any]
+"""A batch as OpenAI shows it."""
+
+
+def new_batch(name: str, endpoint: str, file: str, seconds: float, window: str = "24h", metadata: Any = None) -> Batch:
+    """A batch of the lines of a file that has not begun."""
+    now = int(time.time())
+    times = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
+    return {"id": name, "object": "batch", "endpoint": endpoint, "errors": None, "input_file_id": file,
+            "completion_window": window, "status": "validating", "output_file_id": None, "error_file_id": None,
+            "created_at": now, "expires_at": now + int(seconds), **dict.fromkeys(times),
+            "request_counts": {"total": 0, "completed": 0, "failed": 0}, "metadata": metadata}
 
 
 class Runner:
@@ -41,7 +57,8 @@ class Runner:
         self._app = app
         self._shapes = shapes
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._flying = 0
+        self._flying: Counter[Slot] = Counter()
+        """Lines that are asked now, by their model."""
 
     async def resume(self) -> None:
         """Goes on with what an earlier server left."""
@@ -62,7 +79,11 @@ class Runner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def cancel(self, named: Ref) -> None:
-        """Ends a batch: its open lines are aborted, and all without an answer get an error."""
+        """Ends a batch: its open lines are aborted, and all without an answer get an error. RequestError if it has ended."""
+        batch = await self.state.store.run(named.read)
+        if batch["status"] in ENDED:
+            raise RequestError(f"the batch is {batch['status']} already", param="id", code="invalid_value")
+        await self._change(named, status="cancelling", cancelling_at=int(time.time()))
         task = self._tasks.get(named.name)
         if task is not None:
             task.cancel()
@@ -105,20 +126,20 @@ class Runner:
     async def _ask_all(self, named: Ref, batch: Batch, left: list[Ask], counts: dict[str, int]) -> str | None:
         """Asks lines as there is room for them. The reason why some were not asked, if so."""
         pending: set[asyncio.Task[None]] = set()
-        waiting = iter(left)
+        waiting = deque(left)
         try:
             while True:
                 room = batch["expires_at"] - time.time()
                 if room <= 0:
                     return "batch_expired"
-                ask = next(waiting, None) if self._spare() else None
-                if ask is not None:
-                    self._flying += 1
-                    task = asyncio.create_task(self._ask(named, ask, counts))
-                    task.add_done_callback(self._landed)
+                slot = self._slot(waiting[0]) if waiting else None
+                if slot is not None and self._spare(slot):
+                    self._flying[slot] += 1
+                    task = asyncio.create_task(self._ask(named, waiting.popleft(), counts))
+                    task.add_done_callback(functools.partial(self._landed, slot))
                     pending.add(task)
                     continue
-                if not pending and self._spare():
+                if not pending and slot is None:
                     return None
                 done, pending = await asyncio.wait(pending or {asyncio.create_task(asyncio.sleep(PAUSE_SECONDS))},
                                                    timeout=min(room, PAUSE_SECONDS), return_when=asyncio.FIRST_COMPLETED)
@@ -131,19 +152,21 @@ class Runner:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
 
-    def _landed(self, _: asyncio.Task[None]) -> None:
-        self._flying -= 1
+    def _landed(self, slot: Slot, _: asyncio.Task[None]) -> None:
+        self._flying[slot] -= 1
 
-    def _spare(self) -> bool:
-        """Whether one more line may run: half of the rows, less what others use, and one line in any case."""
-        info = self.state.llm.info
-        if self.state.not_ready() or (info is None and not self.state.fleet.several):
+    def _slot(self, ask: Ask) -> Slot:
+        """The model that a line names; the first for one that is unknown, whose line will be refused."""
+        name = ask.body.get("model")
+        return (self.state.fleet.find(name) if isinstance(name, str) else None) or self.state.fleet.slots[0]
+
+    def _spare(self, slot: Slot) -> bool:
+        """Whether one more line of this model may run: half of its rows, less what others use, and one line in any case."""
+        info, flying = slot.llm.info, self._flying[slot]
+        if self.state.draining or (slot.llm.unhealthy() and not (info is None and self.state.fleet.several)):
             return False
-        if info is None:
-            # A line loads the model that it names.
-            return self._flying < 1
-        others = max(0, self.state.llm.live - self._flying)
-        return self._flying < max(1, info.max_num_seqs // 2 - others)
+        # The first line loads a model that is not there.
+        return flying < 1 if info is None else flying < max(1, info.max_num_seqs // 2 - max(0, slot.llm.live - flying))
 
     async def _ask(self, named: Ref, ask: Ask, counts: dict[str, int]) -> None:
         request_id = f"{named.name}-{ask.place}"
@@ -153,7 +176,7 @@ class Runner:
             if status not in BUSY:
                 break
             await asyncio.sleep(PAUSE_SECONDS)
-        if self.state.llm.dead is not None:
+        if self._slot(ask).llm.dead is not None:
             raise RuntimeError("the engine has stopped")
         answer = await asyncio.to_thread(lambda: answer_of(ask.custom_id, request_id, status, msgspec.Raw(content)))
         failed = status != 200

@@ -19,7 +19,6 @@ from penstock.server.blocks import Blocks
 from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
 from penstock.server.fleet import Slot
-from penstock.server.ignored import note_ignored
 from penstock.server.ollama import protocol as o
 from penstock.server.ollama.answer import OllamaAnswer, line, now
 from penstock.server.openai import protocol as chat
@@ -49,7 +48,7 @@ class Ollama:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state, refusing(o.WHY_REFUSED))
+        self.bodies = BodyReader(state, refusing(o.WHY_REFUSED), o.IDLE)
 
     def routes(self) -> Sequence[Route]:
         return (
@@ -80,7 +79,7 @@ class Ollama:
                                   "done": True, "done_reason": "load"})
         messages = [_message(message) for message in body.messages]
         tools = {"tools": msgspec.to_builtins(body.tools)} if body.tools else {}
-        return await self._answer(http, body, {**self._fields(http, body, model), "messages": messages, **tools}, True)
+        return await self._answer(http, body, {**self._fields(body, model), "messages": messages, **tools}, True)
 
     async def generate(self, http: Request) -> Response:
         """Answers a prompt, through the chat template unless it is raw."""
@@ -89,7 +88,7 @@ class Ollama:
         if not body.prompt:
             return json_response({"model": body.model, "created_at": now(), "response": "", "done": True,
                                   "done_reason": "unload" if body.keep_alive in (0, "0") else "load"})
-        fields = self._fields(http, body, model)
+        fields = self._fields(body, model)
         if not body.raw:
             system = [] if not body.system else [{"role": "system", "content": body.system}]
             return await self._answer(http, body, {**fields, "messages": [*system, {"role": "user", "content": body.prompt}]},
@@ -115,7 +114,7 @@ class Ollama:
                               thinking=body.think is not False, namer=namer(state, asked) if asked.logprobs else None)
         return await respond(http, state.llm.open([ready.request]), answer, body.stream, WIRE)
 
-    def _fields(self, http: Request, body: o.AnswerFields, model: str) -> dict[str, Any]:
+    def _fields(self, body: o.AnswerFields, model: str) -> dict[str, Any]:
         """The fields of the chat endpoint that mean the same."""
         options = body.options or o.Options()
         fields: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAME}
@@ -132,7 +131,6 @@ class Ollama:
             fields["reasoning_effort"] = body.think
         if body.logprobs or body.top_logprobs:
             fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-        note_ignored(http, [f"options.{name}" for name in sorted(o.IDLE) if getattr(options, name) is not None])
         return fields
 
     # -- vectors
@@ -155,8 +153,8 @@ class Ollama:
                        dimensions: int | None) -> tuple[PooledTexts, list[list[float]]]:
         inputs = self.state.llm.inputs if self._admit(body) else None
         assert inputs is not None
-        fields = PoolingFields(truncate_prompt_tokens=-1 if truncate and sum(map(len,
-                                                                                 texts)) > inputs.info.max_model_len else None)
+        cut = truncate and sum(map(len, texts)) > inputs.info.max_model_len
+        fields = PoolingFields(truncate_prompt_tokens=-1 if cut else None)
         run = await pool_texts(self.state, http, body.model, fields, [Text(text) for text in texts], embedding_pool(inputs))
         # Ollama's are of length 1.
         return run, [embedding(vector, True, dimensions).tolist() for vector in run.vectors]
@@ -204,8 +202,8 @@ class Ollama:
         parameters = "\n".join(f"{name} {value}" for name, value in llm.inputs.defaults.items())
         return json_response({
             "modelfile": f"FROM {info.model}", "parameters": parameters, "template": template, "license": "",
-            "details": _details(self.state.fleet.current), "modified_at": self._created(), "capabilities": [name for name,
-                                                                                         has in able.items() if has],
+            "details": _details(self.state.fleet.current), "modified_at": self._created(),
+            "capabilities": [name for name, has in able.items() if has],
             "model_info": {"general.architecture": info.architecture, "general.parameter_count": 0,
                            f"{info.architecture}.context_length": info.max_model_len,
                            f"{info.architecture}.vocab_size": info.vocab_size}})
@@ -214,9 +212,8 @@ class Ollama:
         return json_response({"version": VERSION})
 
     async def managed(self, http: Request) -> Response:
-        raise RequestError(f"{http.url.path} is not possible: this server serves what it was started with (penstock serve "
-                           f"MODEL)",
-                           code="not_implemented", status=501)
+        raise RequestError(f"{http.url.path} is not possible: this server serves what it was started with "
+                           "(penstock serve MODEL)", code="not_implemented", status=501)
 
     def _described(self, name: str, slot: Slot) -> dict[str, Any]:
         info = slot.llm.info

@@ -17,9 +17,10 @@ WHY_REFUSED = {
 }
 """Why a recognised field is refused, as the second half of a sentence."""
 
-IDLE = {"num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "low_vram", "f16_kv", "use_mmap", "use_mlock",
-        "vocab_only", "numa", "repeat_last_n", "penalize_newline", "draft_num_predict"}
-"""Options that are the server's own matter, or for which there is one way here: accepted, and named in a header."""
+IDLE = {f"options.{name}" for name in (
+    "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "low_vram", "f16_kv", "use_mmap", "use_mlock",
+    "vocab_only", "numa", "repeat_last_n", "penalize_newline", "draft_num_predict")}
+"""Options that are the server's own matter, or for which there is one way here: ignored, and named in a header."""
 
 
 class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -42,21 +43,6 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     """Of no meaning without mirostat."""
-    num_ctx: int | None = None
-    num_keep: int | None = None
-    num_batch: int | None = None
-    num_gpu: int | None = None
-    main_gpu: int | None = None
-    num_thread: int | None = None
-    low_vram: bool | None = None
-    f16_kv: bool | None = None
-    use_mmap: bool | None = None
-    use_mlock: bool | None = None
-    vocab_only: bool | None = None
-    numa: bool | None = None
-    repeat_last_n: int | None = None
-    penalize_newline: bool | None = None
-    draft_num_predict: int | None = None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):

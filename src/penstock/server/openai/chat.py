@@ -198,8 +198,8 @@ async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
                            "(strict tools, --constrain-tools); leave it out, or send tool_choice required",
                            param="max_thinking_tokens", code="unsupported_parameter")
     if must or held:
-        grammar = await state.llm.work.run(len(prompt.text), lambda: (inputs.forced if must else inputs.held)(
-            tools, body.parallel_tool_calls is not False and not _named(body)))
+        grammar = await state.llm.work.run(len(prompt.text), lambda: inputs.calling(
+            tools, must=must, parallel=body.parallel_tool_calls is not False and not _named(body)))
         params = params.replace(grammar=grammar)
     try:
         # A template writes its own special tokens.
