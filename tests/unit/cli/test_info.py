@@ -37,7 +37,7 @@ def test_what_becomes_of_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[
     folder = str(need(MODELS / TRAINED[0]))
     tiers = ["--cache-host-bytes", "64M", "--cache-disk", str(tmp_path), "--cache-disk-bytes", "1G"]
     assert main(["info", folder, *tiers, "--cache-tenant-share", "0.2"]) == 0
-    found = re.search(r"found again on the device, in (\S+) MiB of host memory, in up to 1.00 GiB of (\S+); at most 20 %",
+    found = re.search(r"found again on the device, in (\S+) MiB of host memory, in up to 1.0 GiB of (\S+); at most 20 %",
                       capsys.readouterr().out)
     assert found is not None and 63 < float(found[1]) <= 64 and found[2] == str(tmp_path)
     assert main(["info", folder, "--no-enable-prefix-caching"]) == 0
