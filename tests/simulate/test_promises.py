@@ -268,3 +268,29 @@ def test_prompts_of_one_batch_let_others_in_between() -> None:
     outcome = Fleet(COST, 1, policy="promises", classes=WIDE).run(stream())
     batch, others = (sorted(r.ttft for r in outcome.records if r.prompt == size) for size in (1000, 99))
     assert others[-1] < 0.2 < 0.8 < batch[-1]
+
+
+def test_a_promise_is_refused_where_no_row_becomes_free_in_time() -> None:
+    """All rows are taken by long answers of its own class, and nobody waits: a row becomes free in seconds only."""
+    cost = structs.replace(COST, max_num_seqs=4)
+
+    def stream() -> Iterator[Request]:
+        for number in range(4):
+            yield asked(f"l{number}", 500, "strict", 1.0, 2000)
+        yield asked("s90", 300, "strict", 4.0, 1)
+        yield asked("b91", 300, "loose", 4.1, 1)
+        yield asked("h92", 300, "high", 4.2, 1)
+
+    def many() -> Iterator[Request]:
+        for number in range(8):
+            yield asked(f"l{number}", 500, "strict", 1.0, 2000, follows="l0" if number else "")
+        yield asked("s90", 300, "strict", 4.0, 1)
+
+    outcome = Fleet(cost, 1, policy="promises", classes={"strict": Service(ttft=1.0)}).run(many())
+    assert outcome.records[-1].ttft < 0.2, "one request gives a row to another"
+    classes = {"strict": Service(ttft=1.0), "loose": Service(ttft=100.0), "high": Service(ttft=1.0, weight=2.0)}
+    for preemptible, taken in ((False, [False, True, False]), (True, [False, True, True])):
+        classes["strict"] = structs.replace(classes["strict"], preemptible=preemptible)
+        records = Fleet(cost, 1, policy="promises", classes=classes).run(stream()).records
+        assert [not record.refused for record in records[4:]] == taken
+        assert all(r.kept(classes[r.tier]) for r in records if not r.refused)

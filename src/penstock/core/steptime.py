@@ -37,7 +37,7 @@ _RESCALED = 1e6
 _SURPRISE = 0.3
 """A step shorter than this part of its prediction weighs no more than one of this length."""
 _SOLVE = 8
-"""Steps between two solutions, once there have been some."""
+"""Steps that are learned from together, once there have been some."""
 
 
 class Load(NamedTuple):
@@ -69,6 +69,7 @@ class StepTime:
         """The most tokens of a step so far."""
         self._sums: dict[tuple[int, bool], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
         self._weight, self._recent = 1.0, 0.0
+        self._unread: list[tuple[Load, float]] = []
         self._matrix, self._vector = np.zeros((size, size)), np.zeros(size)
 
     @property
@@ -78,7 +79,7 @@ class StepTime:
 
     def seconds(self, load: Load) -> float:
         """Predicted seconds of a step; 0 before anything is known."""
-        return float(self._terms(load) @ self.weights)
+        return float((self._terms([load]) @ self.weights)[0])
 
     def prompt(self, tokens: int, start: int = 0) -> float:
         """Predicted seconds to compute a prompt's `tokens` positions from `start` on with nothing beside it; 0 before anything
@@ -105,43 +106,55 @@ class StepTime:
         return int(min(added, 1 << 40))
 
     def learn(self, load: Load, seconds: float) -> None:
-        """Reports that a step took `seconds`."""
+        """Reports that a step took `seconds`. Steps are learned from a few at a time, once there have been some."""
         if seconds <= 0 or not load.tokens:
             return
-        terms = self._terms(load)
-        predicted = float(terms @ self.weights)
-        if self.known:
-            off = abs(predicted - seconds) / seconds
-            self.error += max(_NEWEST, 1 / (self.steps + 1)) * (off - self.error)
-            self._recent += _RECENT * (min(1.0, off) - self._recent)
         self.steps += 1
         self.longest = max(self.longest, load.tokens)
-        unit = max(seconds, _SURPRISE * predicted)
-        scaled = terms * (self._weight / unit)
-        size = load.tokens.bit_length(), load.tokens > load.segments
-        old = self._sums.get(size)
-        new = scaled[:, None] * scaled, scaled * (self._weight * seconds / unit)
-        if old is not None:
-            new = _KEEP * old[0] + new[0], _KEEP * old[1] + new[1]
-            self._matrix += new[0] - old[0]
-            self._vector += new[1] - old[1]
-        else:
-            self._matrix += new[0]
-            self._vector += new[1]
-        self._sums[size] = new
-        self._weight *= _AGE + _STARTLED * self._recent ** 2
+        self._unread.append((load, seconds))
+        if self.steps < 4 * _SOLVE or len(self._unread) == _SOLVE:
+            loads, measured = zip(*self._unread, strict=True)
+            self._unread.clear()
+            self._fit(loads, np.array(measured))
+
+    def _fit(self, loads: Sequence[Load], seconds: npt.NDArray[np.float64]) -> None:
+        terms = self._terms(loads)
+        predicted = terms @ self.weights
+        weights = np.full(len(loads), self._weight)
+        if self.known:
+            off = abs(predicted - seconds) / seconds
+            self.error += min(1.0, max(_NEWEST * len(loads), 1 / self.steps)) * (float(off.mean()) - self.error)
+            self._recent += min(1.0, _RECENT * len(loads)) * (float(np.minimum(off, 1.0).mean()) - self._recent)
+        growth = _AGE + _STARTLED * self._recent ** 2
+        weights *= growth ** np.arange(len(loads))
+        self._weight *= growth ** len(loads)
+        unit = np.maximum(seconds, _SURPRISE * predicted)
+        sizes = [(load.tokens.bit_length(), load.tokens > load.segments) for load in loads]
+        for size in set(sizes):
+            own = [i for i, other in enumerate(sizes) if other == size]
+            # The newest of a size counts most.
+            kept = weights[own] * _KEEP ** (np.arange(len(own))[::-1] / 2)
+            scaled = terms[own] * (kept / unit[own])[:, None]
+            sums = scaled.T @ scaled, scaled.T @ (kept * seconds[own] / unit[own])
+            old = self._sums.get(size, (np.zeros_like(self._matrix), np.zeros_like(self._vector)))
+            keep = _KEEP ** len(own)
+            self._sums[size] = keep * old[0] + sums[0], keep * old[1] + sums[1]
+            self._matrix += self._sums[size][0] - old[0]
+            self._vector += self._sums[size][1] - old[1]
         if self._weight > _RESCALED:
-            for sums in (*self._sums.values(), (self._matrix, self._vector)):
-                for array in sums:
+            for arrays in (*self._sums.values(), (self._matrix, self._vector)):
+                for array in arrays:
                     array /= self._weight ** 2
             self._weight = 1.0
-        if self.steps < 4 * _SOLVE or self.steps % _SOLVE == 0 or old is None:
-            self.weights = self._solved()
+        self.weights = self._solved()
 
-    def _terms(self, load: Load) -> npt.NDArray[np.float64]:
-        found = np.empty(len(TERMS))
-        found[:5] = 1.0, load.tokens > load.segments, load.segments, load.read, load.work
-        found[5:] = np.minimum(np.maximum(self._padded(load.tokens) - _KNOTS, 0.0), _WIDTHS)
+    def _terms(self, loads: Sequence[Load]) -> npt.NDArray[np.float64]:
+        """[loads, terms]"""
+        found = np.empty((len(loads), len(TERMS)))
+        for i, load in enumerate(loads):
+            found[i, :5] = 1.0, load.tokens > load.segments, load.segments, load.read, load.work
+        padded = np.array([self._padded(load.tokens) for load in loads])
+        found[:, 5:] = np.minimum(np.maximum(padded[:, None] - _KNOTS, 0.0), _WIDTHS)
         return found
 
     def _padded(self, tokens: int) -> int:

@@ -82,18 +82,20 @@ class Admission:
                                "(--max-num-queued-reqs); try again later", code="queue_full", status=503)
         return limit
 
-    def make_way(self, now: float, step: float) -> None:
+    def make_way(self, now: float, decode: Load) -> None:
         """Renews broken promises of those who wait, and preempts where they find no room: a sequence of a lower class for one
-        that must start now, and sequences of requests that hold more than their share of the rows. `step`: seconds of the
-        latest step."""
+        that must start now, and sequences of requests that hold more than their share of the rows. `decode`: the part of
+        the latest step that decoded."""
         queues, policy = self._queues, self._queues.policy
+        if not queues.waiting:
+            return
         for first in queues.waiting.heads():
             if policy.late(first, now):
                 queues.waiting.changed(first)
-        head = next(iter(queues.waiting), None)
-        if head is None or (queues.rows and not queues.crowded):
+        head = next(iter(queues.waiting))
+        if queues.rows and not queues.crowded:
             return
-        if policy.urgent(head, now, step):
+        if policy.urgent(head, now, decode):
             lower = victim(policy, list(queues.running), head)
             if lower is not None:
                 queues.preempt(lower, now)
@@ -104,6 +106,12 @@ class Admission:
                 if shares.left(loser) < 0 and loser.known > loser.mark and policy.rank(head) <= policy.rank(loser):
                     queues.preempt(loser, now)
                     break
+
+    def taken(self) -> bool:
+        """Whether no row is free, and no request would give one to another that came now."""
+        queues = self._queues
+        shares = Shares(queues, 1)
+        return not queues.rows and all(shares.left(sequence) >= 0 for sequence in queues.running)
 
     def _in_turn(self, blocked: list[Sequence]) -> Iterator[Sequence]:
         """Waiting sequences in order, but those whose request has its share of the rows after others that are as important, and

@@ -35,8 +35,9 @@ class Batch:
         """
         queues, drafting = self._queues, self._drafts
         cache, policy = queues.cache, queues.policy
-        running, budget, at, preempted = list(queues.running), self._budget(step, now), 0, False
-        head = next(iter(queues.waiting), None) if queues.rows and not queues.crowded else None
+        running, at, preempted = list(queues.running), 0, False
+        budget = self._budget(step, running, now)
+        head = next(iter(queues.waiting)) if queues.waiting and queues.rows and not queues.crowded else None
         hinted, spare = drafting.active, self.spare()
         resting = self._resting()
         while at < len(running):
@@ -94,18 +95,20 @@ class Batch:
         """Returns how many expected tokens a step can check: devices prepare max_num_seqs logits rows, in CUDA graphs too."""
         return self._limits.max_num_seqs - len(self._queues.running)
 
-    def _budget(self, step: InFlight, now: float) -> int:
+    def _budget(self, step: InFlight, running: list[Sequence], now: float) -> int:
         """Returns the token budget of a step, reduced if decoding sequences would otherwise wait too long."""
         queues, limits = self._queues, self._limits
-        running = list(queues.running)
         reading = [s for s in running if s.goal - s.planned > 1]
         decoding = len(running) - len(reading)
-        read = sum(s.planned for s in running) - sum(s.planned for s in reading)
-        # A longer step does not help sequences that wait for pages.
-        reading += [] if queues.crowded else list(islice(queues.waiting, len(queues.rows)))
-        step.unread = sum(s.goal - s.planned for s in reading)
+        read = sum([s.planned for s in running]) - sum([s.planned for s in reading])
         step.decode = Load(decoding, decoding, read)
-        step.tightest = queues.policy.tightest(queues.running.groups)
+        waiting = bool(queues.waiting)
+        if waiting and not queues.crowded:
+            # A longer step does not help sequences that wait for pages.
+            reading += islice(queues.waiting, len(queues.rows))
+        if reading or waiting:
+            step.unread = sum([s.goal - s.planned for s in reading])
+            step.tightest = queues.policy.tightest(queues.running.groups)
         if not (decoding and reading and limits.step_target):
             return max(len(running), limits.max_num_batched_tokens)
         return max(len(running), self._pace.budget(step.decode, reading, now, step.tightest))

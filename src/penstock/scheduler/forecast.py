@@ -20,6 +20,8 @@ _MARGIN = 0.9
 """Part of a promise that a forecast may take."""
 _LEAST = 0.5
 """Seconds of waiting after which the rate of prompts counts."""
+_TURNOVER = 30.0
+"""Seconds over which the rate is averaged at which rows become free."""
 _MEMORY = 3.0
 """Seconds of waiting over which the rates are averaged."""
 
@@ -36,6 +38,8 @@ class Forecast:
         """Their prompt tokens."""
         self._seconds = self._tokens = self._entered = 0.0
         self._last = 0.0
+        self.ended = self._span = self._at = 0.0
+        """Sequences that have left rows, in so many seconds, and the time of the latest plan."""
 
     def waits(self, sequence: Sequence, group: str, change: int) -> None:
         """As `Policy.waits`. Further choices and prompts of a request do not count: they let others go first."""
@@ -49,6 +53,12 @@ class Forecast:
 
     def planned(self, step: InFlight, now: float, entered: int, waiting: bool) -> None:
         """As `Policy.planned`."""
+        self._span += min(1.0, now - self._at)
+        self._at = now
+        if self._span > 2 * _TURNOVER:
+            self._span, self.ended = self._span / 2, self.ended / 2
+        if not (waiting or self._last):
+            return
         segments = zip(step.sequences, step.counts, strict=True)
         tokens = sum(count for sequence, count in segments if sequence.planned < sequence.prompt_len)
         seconds = now - self._last if self._last else 0.0
@@ -59,8 +69,9 @@ class Forecast:
             self._tokens = keep * self._tokens + tokens
             self._entered = keep * self._entered + entered
 
-    def seconds(self, request: Request, reading: int) -> float:
-        """Predicted seconds to the first token of a new request; `reading`: prompt tokens left of the running sequences."""
+    def seconds(self, request: Request, reading: int, taken: bool) -> float:
+        """Predicted seconds to the first token of a new request; `reading`: prompt tokens left of the running sequences;
+        `taken`: all rows are, and none would be given up."""
         own, service = len(request.prompt_ids), self._classes[request.tier]
         tokens, entries = _Ahead(), _Ahead()
         later = []
@@ -76,7 +87,7 @@ class Forecast:
             # Classes that are due later have their share meanwhile, at most.
             tokens.add(tenant, min(unread, ratio * tokens.tenants[tenant]), request.tenant)
             entries.add(tenant, min(count, ratio * entries.tenants[tenant]), request.tenant)
-        alone = self._times.prompt(own)
+        alone = self._times.prompt(own) + taken * self._span / max(1.0, self.ended)
         if not entries.all:
             return alone + self._times.prompt(reading)
         ahead, before = tokens.fair(), entries.fair()
@@ -86,11 +97,11 @@ class Forecast:
             return alone + max(rows, self._times.prompt(int(ahead) + reading))
         return alone + max((ahead + reading) * self._seconds / self._tokens, rows)
 
-    def check(self, sequence: Sequence, group: str, now: float, reading: int, free: bool) -> None:
+    def check(self, sequence: Sequence, group: str, now: float, reading: int, free: bool, taken: bool) -> None:
         """RequestError 429 if the queue of the request's class or tenant is full, or if its promise cannot be kept; with the
-        seconds after which it probably could. `free`: nobody waits and there are rows."""
+        seconds after which it probably could. `free`: nobody waits and there are rows; `taken`: as for `seconds`."""
         request, service = sequence.request, self._classes[sequence.request.tier]
-        late = 0.0 if free else now + self.seconds(request, reading) - request.arrival
+        late = 0.0 if free else now + self.seconds(request, reading, taken) - request.arrival
         mine = self.waiting[group]
         many = sum(count for other, count in self.waiting.items() if other.startswith(f"{request.tier}\n"))
         most = service.queue if not request.tenant else service.tenant_queue or max(1, service.queue // 2)

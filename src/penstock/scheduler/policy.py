@@ -31,9 +31,9 @@ class Policy:
     def arrive(self, sequence: Sequence) -> None:
         """Reports a new sequence, before it is in any order. RequestError if it cannot be served."""
 
-    def admit(self, sequence: Sequence, now: float, running: Order, free: bool) -> None:
-        """RequestError if a request that arrives now could not be served as promised. `free`: nobody waits, and there are
-        rows."""
+    def admit(self, sequence: Sequence, now: float, running: Order, taken: bool, free: bool) -> None:
+        """RequestError if a request that arrives now could not be served as promised. `taken`: no row is free, nor held beyond
+        a request's share; `free`: nobody waits, and there are rows."""
 
     def end(self, sequence: Sequence) -> None:
         """Reports that a sequence has ended."""
@@ -72,8 +72,8 @@ class Policy:
         """The importance of a sequence: a request gives rows beyond its share to requests of equal or lower rank."""
         return sequence.request.priority
 
-    def urgent(self, sequence: Sequence, now: float, step: float) -> bool:  # noqa: ARG002
-        """Whether a waiting sequence must start now, so that others have to make room; `step`: seconds of the latest one."""
+    def urgent(self, sequence: Sequence, now: float, decode: Load) -> bool:  # noqa: ARG002
+        """Whether a waiting sequence must start now, so that others have to make room beside a step that is `decode`."""
         return False
 
     def late(self, sequence: Sequence, now: float) -> bool:  # noqa: ARG002

@@ -61,6 +61,9 @@ class Promises(Policy):
         self._shares: dict[str, dict[str, _Account]] = {}
         """By tenant, then class."""
         self._floor = 0.0
+        self._weights: list[float] = []
+        """Of the model of step time, by which `_output_cost` was computed."""
+        self._output_cost = _OUTPUT
         self._following: Counter[str] = Counter()
         """Prompts behind the first of each batch."""
         self._forecast = Forecast(classes, times)
@@ -93,9 +96,12 @@ class Promises(Policy):
                 account.had = max(account.had, _least(others.values(), account.had))
             account.live += 1
 
-    def admit(self, sequence: Sequence, now: float, running: Order, free: bool) -> None:
-        readers = () if free else [s for s in running if s.goal > s.planned + 1 and s.promise <= sequence.promise]
-        self._forecast.check(sequence, self.group(sequence), now, sum(s.goal - s.planned for s in readers), free)
+    def admit(self, sequence: Sequence, now: float, running: Order, taken: bool, free: bool) -> None:
+        reading = 0
+        if not free:
+            reading = sum(s.goal - s.planned for s in running if s.goal > s.planned + 1 and s.promise <= sequence.promise)
+            taken = taken and not any(self.expendable(s, sequence) for s in running)
+        self._forecast.check(sequence, self.group(sequence), now, reading, free, taken)
 
     def waits(self, sequence: Sequence, change: int) -> None:
         self._forecast.waits(sequence, self.group(sequence), change)
@@ -107,6 +113,7 @@ class Promises(Policy):
         tenant, tier = sequence.request.tenant, sequence.request.tier
         if sequence.request.follows:
             self._following -= Counter([sequence.request.follows])
+        self._forecast.ended += sequence.row >= 0
         self._tenants[tenant].live -= 1
         self._shares[tenant][tier].live -= 1
         if not self._tenants[tenant].live and len(self._tenants) > 1 and self._tenants[tenant].had <= self._floor:
@@ -115,6 +122,12 @@ class Promises(Policy):
 
     def begin(self) -> None:
         self._floor = _least(self._tenants.values(), self._floor)
+        times, weights = self._times, self._times.weights
+        if weights is not self._weights:
+            self._weights, prompt = weights, times.slope(2048)
+            # A row of decode beside others, of 1,000 tokens, in tokens of a prompt that fills a step.
+            row = times.slope(64) + weights[2] + 1000 * weights[3]
+            self._output_cost = min(16.0, max(1.0, row / prompt)) if prompt else _OUTPUT
 
     def group(self, sequence: Sequence) -> str:
         return f"{sequence.request.tier}\n{sequence.request.tenant}"
@@ -132,16 +145,9 @@ class Promises(Policy):
 
     def charge(self, sequence: Sequence, positions: int) -> None:
         tenant, tier = sequence.request.tenant, sequence.request.tier
-        cost = positions if sequence.planned < sequence.prompt_len else positions * self._output
+        cost = positions if sequence.planned < sequence.prompt_len else positions * self._output_cost
         self._tenants[tenant].had += cost
         self._shares[tenant][tier].had += cost / self.classes[tier].weight
-
-    @property
-    def _output(self) -> float:
-        weights = self._times.weights
-        # A row of decode beside others, of 1,000 tokens, in tokens of a prompt that fills a step.
-        prompt = self._times.slope(2048)
-        return _OUTPUT if not prompt else min(16.0, max(1.0, (self._times.slope(64) + weights[2] + 1000 * weights[3]) / prompt))
 
     def share(self, sequence: Sequence, budget: int, unread: int, head: Sequence | None) -> int:
         """A long prompt leaves half of the budget to others; any leaves all but a little if `head` is due earlier."""
@@ -158,9 +164,9 @@ class Promises(Policy):
         sequence.promise = now + _AGAIN * ttft
         return True
 
-    def urgent(self, sequence: Sequence, now: float, step: float) -> bool:
-        left, service = sequence.promise - now, self.service(sequence)
-        return not service.preemptible and (left < (1 - _SOON) * service.ttft or left < self._own(sequence) + _URGENT * step)
+    def urgent(self, sequence: Sequence, now: float, decode: Load) -> bool:
+        service, least = self.service(sequence), self._own(sequence) + _URGENT * self._times.seconds(decode)
+        return not service.preemptible and sequence.promise - now < max((1 - _SOON) * service.ttft, least)
 
     def _own(self, sequence: Sequence) -> float:
         """Predicted seconds to compute what a sequence has left to read, with nothing beside it."""

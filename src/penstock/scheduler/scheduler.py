@@ -91,7 +91,7 @@ class Scheduler:
         if not (request.part or request.follows):
             free = bool(self.queues.rows) and not self.waiting and not self.queues.crowded
             try:
-                self.policy.admit(sequences[0], now, self.running, free)
+                self.policy.admit(sequences[0], now, self.running, not free and self.admission.taken(), free)
             except RequestError:
                 self.policy.end(sequences[0])
                 self._refused = True
@@ -131,7 +131,7 @@ class Scheduler:
         self.cache.evictor.now = now
         self._expire(now)
         self.policy.begin()
-        self.admission.make_way(now, self.times.seconds(self._made.decode))
+        self.admission.make_way(now, self._made.decode)
         budget = self.batch.fill(step, now)
         if budget is None and not (step.sequences or self.in_flight):
             # The only running sequence was preempted. Alone, it always finds room.
@@ -140,7 +140,7 @@ class Scheduler:
             self.batch.extend(step, self.admission.admit(step, budget, now))
         self.policy.planned(step, now, len(self.queues.entered), bool(self.waiting))
         # A sequence's true start is uncertain only while drafts are in flight.
-        unsure = any(step.drafts for step in self.in_flight)
+        unsure = self.drafts.active and any(step.drafts for step in self.in_flight)
         slack = np.array([sequence.slack for sequence in step.sequences], np.int32) if unsure else None
         proposals = self.drafts.proposals(step) if step.drafts else []
         rows = self._hand_out(step)
@@ -149,13 +149,12 @@ class Scheduler:
             return None
         self._made = step
         self.in_flight.append(step)
-        starts, counts = np.array(step.starts, np.int32), np.array(step.counts, np.int32)
-        step.load = load_of(starts, counts)
-        step.limit = binding(step.load, self.times, waiting=bool(self.waiting), rows=bool(self.queues.rows),
-                             room=not self.queues.crowded, refused=self._refused)
+        step.load = load_of(step.starts, step.counts)
+        step.limit = binding(waiting=bool(self.waiting), rows=bool(self.queues.rows), room=not self.queues.crowded,
+                             refused=self._refused)
         self._refused = False
-        plan = StepPlan(step.id, rows=np.array(rows, np.int32), starts=starts, counts=counts,
-                        wants=np.array(step.wants, np.int32), proposals=proposals,
+        flat = np.array([rows, step.starts, step.counts, step.wants], np.int32)
+        plan = StepPlan(step.id, rows=flat[0], starts=flat[1], counts=flat[2], wants=flat[3], proposals=proposals,
                         slack=slack if slack is not None and slack.any() else None)
         self.queues.drain(plan)
         if self.masker is not None:
@@ -237,16 +236,16 @@ class Scheduler:
                 self.taker.token(sequence, own, logprobs.get(i), now)
         decoded = step.counts.count(1) + len(drafts)
         checked = sum(drafts.values())
-        tokens_done = sum(step.counts)
         if result.picks is not None:
             self.stats.expert_picks, self.stats.expert_hits = result.picks.tolist(), result.expert_hits
         self.cache.report(result.load_results, result.write_results)
-        if self.drafts.policy is not None and decoded + checked == tokens_done:
-            self.drafts.policy.stepped(len(step.counts), tokens_done, int(result.kept.sum()), result.seconds)
+        if self.drafts.policy is not None and decoded + checked == step.load.tokens:
+            self.drafts.policy.stepped(len(step.counts), step.load.tokens, int(result.kept.sum()), result.seconds)
         self.pace.learn(step.load, decoded + checked, result.seconds)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds
-        self.stats.limits[LIMITS.index(step.limit)] += result.seconds
+        busy = 2 * self.times.slope(step.load.tokens) * step.load.tokens > result.seconds
+        self.stats.limits[LIMITS.index(step.limit or ("compute" if busy else "memory"))] += result.seconds
         self.stats.kernel_seconds += result.kernel_seconds
 
     def _finish(self, sequence: Sequence, update: Update, now: float) -> None:

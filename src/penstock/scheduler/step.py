@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from penstock.core.plan import Ints, Want
+from penstock.core.plan import Want
 from penstock.core.sequence import Sequence
-from penstock.core.steptime import Load, StepTime
+from penstock.core.steptime import Load
 
 
 @dataclass(slots=True)
@@ -34,8 +32,8 @@ class InFlight:
     """Indices of the segments that were cut for others."""
     load: Load = Load(0, 0)
     """The size of the step."""
-    limit: str = "memory"
-    """Of LIMITS: what binds it."""
+    limit: str = ""
+    """Of LIMITS: what binds it beside the device."""
 
 
     def add(self, sequence: Sequence, count: int) -> None:
@@ -53,23 +51,21 @@ LIMITS = ("compute", "memory", "kv_space", "rows", "queue", "client")
 who send no more."""
 
 
-def binding(load: Load, times: StepTime, *, waiting: bool, rows: bool, room: bool, refused: bool) -> str:
-    """The limit that binds a step: `waiting` others, free `rows`, `room` for them, and requests `refused` since the last."""
+def binding(*, waiting: bool, rows: bool, room: bool, refused: bool) -> str:
+    """The limit that binds beside the device: `waiting` others, free `rows`, `room` for them, and requests `refused` since the
+    last step; empty if only the device does."""
     if waiting and not rows:
         return "rows"
     if waiting and not room:
         return "kv_space"
-    if refused and not waiting:
-        return "queue"
-    return "compute" if 2 * times.slope(load.tokens) * load.tokens > times.seconds(load) else "memory"
+    return "queue" if refused and not waiting else ""
 
 
-def load_of(starts: Ints, counts: Ints) -> Load:
+def load_of(starts: list[int], counts: list[int]) -> Load:
     """The size of a step with these segments."""
-    single = counts == 1
-    singles = int(single.sum())
-    read = float(starts.sum(where=single)) + singles
-    if singles == len(counts):
-        return Load(singles, singles, read)
-    long, at = counts[~single].astype(np.float64), starts[~single]
-    return Load(len(counts), int(counts.sum()), read, float(long @ (at + long / 2)))
+    if max(counts, default=1) == 1:
+        return Load(len(counts), len(counts), float(sum(starts) + len(starts)))
+    segments = list(zip(starts, counts, strict=True))
+    read = sum(start + 1 for start, count in segments if count == 1)
+    work = sum(count * (start + count / 2) for start, count in segments if count > 1)
+    return Load(len(counts), sum(counts), float(read), work)
