@@ -24,7 +24,6 @@ _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, about in (("ls", "list the versions, or the pages of some"), ("stat", "sum up the folder"),
                         ("rm", "remove pages"), ("verify", "read every page and check it")):

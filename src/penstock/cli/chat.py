@@ -62,7 +62,6 @@ class ChatSampling:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
     add_target(parser)
     parser.add_argument("--system", metavar="TEXT", default="", help="a system prompt")
     parser.add_argument("--plain", action="store_true",

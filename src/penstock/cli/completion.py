@@ -26,7 +26,6 @@ class Words(NamedTuple):
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
     parser.add_argument("shell", choices=SHELLS, help="the shell")
 
 

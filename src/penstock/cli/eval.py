@@ -42,7 +42,6 @@ Answer = tuple[str, list[dict[str, Any]], bool]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
     parser.add_argument("suite", choices=SUITES, help="canary: repeating, retrieving, adding, JSON, tool calls and more")
     add_target(parser)
     parser.add_argument("--base-url", dest="url", metavar="URL", help="the same as --url")

@@ -32,7 +32,6 @@ PAUSES = (0.5, 1, 2, 4, 8, 15, 30)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
     parser.add_argument("input", metavar="IN.jsonl", type=Path, help="lines of {custom_id, method, url, body}")
     parser.add_argument("output", metavar="OUT.jsonl", type=Path, help="lines of {id, custom_id, response, error}; appended to")
     add_target(parser)

@@ -32,7 +32,6 @@ TEXT_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "cha
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
     add_model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--load", action="store_true", help="start the engine, and report its own figures for memory")

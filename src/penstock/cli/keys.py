@@ -14,7 +14,6 @@ from penstock.core.errors import ConfigError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, about in (("add", "make a key and print it"), ("ls", "list the keys"), ("revoke", "end a key for good")):
         action = actions.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")

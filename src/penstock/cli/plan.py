@@ -20,7 +20,6 @@ _CHUNKS, _ROWS = (1, 4), (1, 4)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     add_trace(parser)
     parser.add_argument("--slo", metavar="ttft=S,tpot=S", required=True, help="what every class shall keep, in seconds")
     parser.add_argument("--share", metavar="X", type=float, default=0.99, help="of the requests (default: 0.99)")

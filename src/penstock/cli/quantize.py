@@ -20,7 +20,6 @@ _WINDOW = 512
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
     parser.add_argument("model", help="a Hugging Face folder or a hub id; canary is the small model that comes with Penstock")
     parser.add_argument("out", type=Path, help="a new folder")
     parser.add_argument("--scheme", required=True, help="fp8, fp8_block, fp8_weights, int8, int8_weights, int4, int4_zeros, "

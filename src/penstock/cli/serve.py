@@ -30,7 +30,6 @@ STEP_TARGET_MS = 50.0
 
 
 def add(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     add_models(parser)
     parser.add_argument("--config", metavar="FILE.yaml", help="read flags from a YAML file (port: 8001); those given here win")
     add_flags(parser, EngineOptions, skip=("model",))

@@ -26,7 +26,6 @@ _BLOCK = 512
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     add_trace(parser)
     parser.add_argument("--replicas", metavar="N", type=int, default=1, help="1 to 1,000 (default: 1)")
     parser.add_argument("--router", choices=ROUTERS, default=ROUTERS[0], help="which replica gets a request (default: prefix)")

@@ -22,8 +22,9 @@ class ModelError(PenstockError):
 class RequestError(PenstockError):
     """One request is refused; the engine and every other request go on.
 
-    `param` names the request field at fault (OpenAI's name for it), `code` is a stable machine-readable word, `status` is
-    the HTTP status that fits. `retry`: seconds after which another try may succeed, where that is known.
+    `param` names the request field at fault (OpenAI's name for it), `code` is a stable machine-readable word (by default
+    invalid_value for a field), `status` is the HTTP status that fits. `retry`: seconds after which another try may succeed,
+    where that is known.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400,
@@ -31,7 +32,7 @@ class RequestError(PenstockError):
         super().__init__(message)
         self.message = message
         self.param = param
-        self.code = code
+        self.code = code if code is not None or param is None else "invalid_value"
         self.status = status
         self.retry = retry
 

@@ -26,7 +26,7 @@ class LoRARequest:
 def located(name: str, folder: str) -> str:
     """The adapter's folder on this machine. RequestError if there is none."""
     if not name:
-        raise RequestError("lora_name is empty", param="lora_name", code="invalid_value")
+        raise RequestError("lora_name is empty", param="lora_name")
     try:
         return str(Path(resolve_folder(folder, None)).resolve())
     except PenstockError as error:

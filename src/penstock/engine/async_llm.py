@@ -225,7 +225,7 @@ class AsyncLLM:
         now = time.monotonic()
         if not self.live:
             self._progress = now
-        stream = Stream(self)
+        stream = Stream(self.work, self.drop)
         try:
             for request in requests:
                 self.traffic.open(request, stream, now)

@@ -144,8 +144,7 @@ class BeamSearches:
         running = _Running(request, BeamSearch(params, stops))
         if running.search.alternatives > vocab_size:
             raise RequestError(f"beam_width is {params.beam_width} and {len(running.search.stops)} tokens end an answer, but "
-                               f"the vocabulary has only {vocab_size}; lower beam_width", param="beam_width",
-                               code="invalid_value")
+                               f"the vocabulary has only {vocab_size}; lower beam_width", param="beam_width")
         self._ask(running)
         self._running[request.id] = running
 

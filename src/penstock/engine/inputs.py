@@ -194,13 +194,13 @@ class Inputs:
                 ids = [self.tokenizer.bos_id]
             if not ids:
                 raise RequestError("the prompt is empty, and this model has no token to begin a text with; send at least one "
-                                   "character", param="prompt", code="invalid_value")
+                                   "character", param="prompt")
         else:
             ids = _plain_ids(prompt)
         if min(ids) < 0 or max(ids) >= self.info.vocab_size:
             wrong = next(token for token in ids if not 0 <= token < self.info.vocab_size)
             raise RequestError(f"the prompt has token {wrong}; the model's vocabulary has ids 0 to {self.info.vocab_size - 1}",
-                               param="prompt", code="invalid_value")
+                               param="prompt")
         return ids
 
     def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, whole: bool) -> list[int]:
@@ -224,7 +224,7 @@ class Inputs:
             count = max(1, room)
         if not 1 <= count <= self.info.max_model_len:
             raise RequestError(f"truncate_prompt_tokens is {count}; possible are 1 to {self.info.max_model_len}, or -1 for as "
-                               "many as fit", param="truncate_prompt_tokens", code="invalid_value")
+                               "many as fit", param="truncate_prompt_tokens")
         return ids[-count:]
 
     def _with_defaults(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
@@ -255,8 +255,7 @@ class Inputs:
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
             if wanted is not None and wanted > self.max_logprobs:
-                raise RequestError(f"{name} is {wanted}; at most {self.max_logprobs} are possible (--max-logprobs)", param=name,
-                                   code="invalid_value")
+                raise RequestError(f"{name} is {wanted}; at most {self.max_logprobs} are possible (--max-logprobs)", param=name)
         return params
 
     def spelled(self, params: SamplingParams) -> SamplingParams:
@@ -281,8 +280,7 @@ class Inputs:
     def _check_text_needs(self, params: SamplingParams) -> None:
         if params.stops and (self.tokenizer is None or not params.detokenize):
             why = "detokenize is false" if self.tokenizer else "there is no tokenizer (skip_tokenizer_init)"
-            raise RequestError(f"stop strings are found in the text, but {why}; use stop_token_ids", param="stop",
-                               code="invalid_value")
+            raise RequestError(f"stop strings are found in the text, but {why}; use stop_token_ids", param="stop")
 
     def _bad_sequences(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences that spell a word: at the start of a text, after a space, and within or after another word.
@@ -296,7 +294,7 @@ class Inputs:
         characters = sum(map(len, words))
         if characters > BAD_WORD_CHARACTERS:
             raise RequestError(f"bad_words have {characters:,} characters; at most {BAD_WORD_CHARACTERS:,} are possible",
-                               param="bad_words", code="invalid_value")
+                               param="bad_words")
         newline = tokenizer.encode("\n", add_special_tokens=False)
         bare = [word.lstrip() or word for word in words]
         # Vocabularies that prefix a text with a space show the spelling without a space only after other text.
@@ -320,13 +318,11 @@ def _closed(prompt: str, reasoning: Reasoning | None) -> bool:
 def _checked(params: SamplingParams) -> SamplingParams:
     """A checked copy: every field has its type and a possible value."""
     if not isinstance(params, SamplingParams):
-        raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}", param="sampling_params",
-                           code="invalid_value")
+        raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}", param="sampling_params")
     try:
         copy = msgspec.convert(msgspec.to_builtins(params), SamplingParams)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RequestError(f"the sampling parameters are not of the right types: {error}", param="sampling_params",
-                           code="invalid_value") from None
+        raise RequestError(f"the sampling parameters are not of the right types: {error}", param="sampling_params") from None
     copy.check()
     return copy
 
@@ -340,7 +336,7 @@ def _from_mapping(prompt: Mapping[str, Any], salt: str) -> tuple[str | Sequence[
     # vLLM's objects may carry the text along with the ids that stand for it.
     found = prompt.get("prompt_token_ids", prompt.get("prompt"))
     if found is None:
-        raise RequestError("a prompt object needs prompt (a text) or prompt_token_ids", param="prompt", code="invalid_value")
+        raise RequestError("a prompt object needs prompt (a text) or prompt_token_ids", param="prompt")
     return found, prompt.get("cache_salt") or salt
 
 
@@ -349,9 +345,9 @@ def _plain_ids(prompt: Any) -> list[int]:
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, list | tuple | range) or not {*map(type, ids)} <= {int}:
         raise RequestError(f"a prompt must be a text, a list of token ids, or an object with prompt or prompt_token_ids; got "
-                           f"{_glimpse(prompt)}", param="prompt", code="invalid_value")
+                           f"{_glimpse(prompt)}", param="prompt")
     if not ids:
-        raise RequestError("the prompt has no tokens; send at least one", param="prompt", code="invalid_value")
+        raise RequestError("the prompt has no tokens; send at least one", param="prompt")
     return list(ids)
 
 

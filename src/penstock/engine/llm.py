@@ -191,8 +191,7 @@ class LLM:
         """Hidden states after the last norm as they are, `outputs.data`: of all tokens, or by another pooling (last, mean,
         cls)."""
         if pooling not in ("all", "last", "mean", "cls"):
-            raise RequestError(f"pooling is {pooling!r}; possible are all, last, mean and cls", param="pooling",
-                               code="invalid_value")
+            raise RequestError(f"pooling is {pooling!r}; possible are all, last, mean and cls", param="pooling")
         found = self._pool([Text(prompt) for prompt in _batch(prompts)], Pool(pooling), use_tqdm, truncate_prompt_tokens)
         for one in found:
             one.outputs = pooled.PoolingOutput(one.vector)
@@ -449,10 +448,9 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
         return [value] * count
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise RequestError(f"{name} must be one for all or a list with one for each prompt, got {type(value).__name__}",
-                           param=name, code="invalid_value")
+                           param=name)
     if len(value) != count:
-        raise RequestError(f"there are {count} prompts, but {len(value)} {name}; give one for all, or one for each", param=name,
-                           code="invalid_value")
+        raise RequestError(f"there are {count} prompts, but {len(value)} {name}; give one for all, or one for each", param=name)
     return list(value)
 
 

@@ -51,8 +51,7 @@ def embedding(vector: Floats, normalize: bool, dimensions: int | None = None) ->
     """A pooled vector, or several, as an embedding: its first `dimensions` numbers, scaled to length 1 if wanted."""
     width = vector.shape[-1]
     if dimensions is not None and dimensions > width:
-        raise RequestError(f"dimensions is {dimensions}; this model's embeddings have {width}", param="dimensions",
-                           code="invalid_value")
+        raise RequestError(f"dimensions is {dimensions}; this model's embeddings have {width}", param="dimensions")
     vector = vector[..., :dimensions]
     # As torch.nn.functional.normalize: a vector of zeros stays one.
     return vector / np.maximum(np.linalg.norm(vector, axis=-1, keepdims=True), 1e-12) if normalize else vector
@@ -121,12 +120,12 @@ def paired(one: str | Sequence[str], two: str | Sequence[str], names: tuple[str,
     left, right = ([one] if isinstance(one, str) else list(one)), ([two] if isinstance(two, str) else list(two))
     if not left or not right:
         raise RequestError(f"{names[0] if not left else names[1]} is empty; send at least one text",
-                           param=names[0] if not left else names[1], code="invalid_value")
+                           param=names[0] if not left else names[1])
     if len(left) == 1:
         left = left * len(right)
     if len(left) != len(right):
         raise RequestError(f"{names[0]} has {len(left)} texts and {names[1]} {len(right)}; send one, or as many as there are "
-                           f"{names[1]}", param=names[0], code="invalid_value")
+                           f"{names[1]}", param=names[0])
     return list(zip(left, right, strict=True))
 
 

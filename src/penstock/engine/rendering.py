@@ -91,8 +91,8 @@ class Renderers:
         try:
             job = msgspec.msgpack.encode(conversation)
         except OverflowError:
-            raise RequestError("a number in the conversation does not fit in 64 bits; send a smaller one", param="messages",
-                               code="invalid_value") from None
+            raise RequestError("a number in the conversation does not fit in 64 bits; send a smaller one",
+                               param="messages") from None
         child = self._free.get()
         try:
             if child is None:

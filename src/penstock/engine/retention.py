@@ -54,7 +54,7 @@ def seconds_of(ttl: str, param: str) -> float:
     seconds = float(found[1]) * _UNIT[found[2]] if found else 0.0
     if not 0 < seconds <= MAX_SECONDS:
         raise RequestError(f"{param} is {ttl!r}; possible are times like 5m, 1h, 90s or 2d, at most {MAX_SECONDS / 86400:.0f}d",
-                           param=param, code="invalid_value")
+                           param=param)
     return seconds
 
 
@@ -62,7 +62,7 @@ def read_mark(value: Any, param: str) -> tuple[int, float]:
     """(priority, seconds) of a cache_control object. RequestError naming `param` if it is none."""
     if not isinstance(value, Mapping) or value.get("type") != "ephemeral" or set(value) - {"type", "ttl", "priority"}:
         raise RequestError(f'{param} must be {{"type": "ephemeral"}}, if wanted with a ttl ("5m", "1h") and a priority (0 to '
-                           f"{PINNED}), got {value!r}", param=param, code="invalid_value")
+                           f"{PINNED}), got {value!r}", param=param)
     ttl, priority = value.get("ttl"), value.get("priority")
     priority = MARKED_PRIORITY if priority is None else priority
     _check_priority(priority, f"{param}.priority")
@@ -73,17 +73,16 @@ def check_spans(spans: Sequence[Span]) -> None:
     """RequestError for an invalid span."""
     if len(spans) > MAX_SPANS:
         raise RequestError(f"{len(spans)} spans should be retained; at most {MAX_SPANS} are possible in one request",
-                           param="retention", code="invalid_value")
+                           param="retention")
     for span in spans:
         if not isinstance(span, Span):
-            raise RequestError(f"retention takes Spans, got {type(span).__name__}", param="retention", code="invalid_value")
+            raise RequestError(f"retention takes Spans, got {type(span).__name__}", param="retention")
         if type(span.upto) is not int or not PROMPT <= span.upto <= WHOLE:
             raise RequestError(f"a retained span must reach up to a position, or PROMPT (0) for all of the prompt; got "
-                               f"upto={span.upto!r}", param="retention", code="invalid_value")
+                               f"upto={span.upto!r}", param="retention")
         _check_priority(span.priority, "retention.priority")
         if not span.seconds > 0 or math.isnan(span.seconds):
-            raise RequestError(f"a retained span must live for more than 0 seconds, got {span.seconds!r}", param="retention",
-                               code="invalid_value")
+            raise RequestError(f"a retained span must live for more than 0 seconds, got {span.seconds!r}", param="retention")
 
 
 def resolve_spans(spans: Sequence[Span], count: int, cut: int) -> list[Span]:
@@ -98,8 +97,7 @@ def resolve_spans(spans: Sequence[Span], count: int, cut: int) -> list[Span]:
 
 def _check_priority(priority: Any, param: str) -> None:
     if type(priority) is not int or not 0 <= priority <= PINNED:
-        raise RequestError(f"{param} is {priority!r}; possible are 0 (goes first) to {PINNED} (goes last)", param=param,
-                           code="invalid_value")
+        raise RequestError(f"{param} is {priority!r}; possible are 0 (goes first) to {PINNED} (goes last)", param=param)
 
 
 def spans_of(prompt: Marked, ids: Sequence[int], tokenizer: Tokenizer, add_special_tokens: bool) -> list[Span]:
@@ -152,7 +150,7 @@ def written(render: Callable[[Messages, Tools], str], messages: Messages, tools:
     count = len(places) + sum(tool.get("cache_control") is not None for tool in tools or ())
     if count > MAX_SPANS:
         raise RequestError(f"there are {count} marks (cache_control); at most {MAX_SPANS} are possible in one request",
-                           param="cache_control", code="invalid_value")
+                           param="cache_control")
     plain, wanted = [_without(message) for message in messages], []
     clean_tools = None if tools is None else [_bare(tool) for tool in tools]
     text = render(plain, clean_tools)
@@ -162,7 +160,7 @@ def written(render: Callable[[Messages, Tools], str], messages: Messages, tools:
             end = shown.find(place.word)
             if end < 0:
                 raise RequestError(f"{place.name} marks something that the chat template does not show; move the mark",
-                                   param="cache_control", code="invalid_value")
+                                   param="cache_control")
             before = shown[:end]
             for other in places:
                 before = before.replace(other.word, "")

@@ -5,20 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from penstock.engine.outputs import Delta
 from penstock.engine.work import Workers
-
-
-class Source(Protocol):
-    """The frontend that a stream belongs to."""
-
-    work: Workers
-
-    def drop(self, stream: Stream) -> None:
-        """Forgets the stream's open requests and aborts them."""
-        ...
 
 
 class Stream:
@@ -28,10 +17,10 @@ class Stream:
     was refused or failed, EngineDeadError when the engine died; the other requests of the stream are then aborted.
     """
 
-    def __init__(self, llm: Source) -> None:
-        self._llm = llm
-        self.work = llm.work
-        """Runs the encoding of long answers."""
+    def __init__(self, work: Workers, drop: Callable[[Stream], None]) -> None:
+        """`work` runs the encoding of long answers; `drop` forgets the stream's open requests and aborts them."""
+        self.work = work
+        self._drop = drop
         self.taker: Callable[[list[Delta]], bool] | None = None
         """Takes the deltas of a step on the spot, without waking the reader; False where it cannot, and the reader has to."""
         self._deltas: list[Delta] = []
@@ -108,7 +97,7 @@ class Stream:
     def close(self, error: BaseException | None = None) -> None:
         """Aborts the open requests. A waiting reader gets `error`, or the end of the stream. May be called at any time, and
         repeatedly."""
-        self._llm.drop(self)
+        self._drop(self)
         if self._error is None:
             self._error = error
         self.unconfirmed.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.core.errors import RequestError
@@ -53,19 +53,13 @@ class Traffic:
     def __len__(self) -> int:
         return len(self._tracks)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._tracks
-
-    def __iter__(self) -> Iterator[Track]:
-        return iter(self._tracks.values())
-
     def get(self, name: str) -> Track | None:
         return self._tracks.get(name)
 
     @property
     def streams(self) -> set[Stream]:
         """Every stream with an open request."""
-        return {track.stream for track in self}
+        return {track.stream for track in self._tracks.values()}
 
     def tokens_in_flight(self, tenant: str) -> int:
         """The number of prompt tokens of this tenant's open requests."""
@@ -78,7 +72,7 @@ class Traffic:
         if words > MAX_OPEN_LIST_WORDS:
             raise RequestError(f"bad_words, logit_bias and allowed_token_ids of all n sequences take {4 * words:,} bytes of "
                                f"device memory; at most {4 * MAX_OPEN_LIST_WORDS:,} are possible; send fewer, or a lower n",
-                               param="n", code="invalid_value")
+                               param="n")
         if self._list_words + words > MAX_OPEN_LIST_WORDS:
             self.figures.refused += 1
             raise RequestError("the lists of other requests (bad_words, logit_bias, allowed_token_ids) take "

@@ -80,14 +80,12 @@ class Limits:
         if sequences > self.options.max_request_sequences:
             raise RequestError(f"{prompts} prompts times n = {max(params.n, params.beam_width)} are {sequences} answers; at "
                                f"most {self.options.max_request_sequences} are possible in one request "
-                               "(--max-request-sequences)",
-                               param="n", code="invalid_value")
+                               "(--max-request-sequences)", param="n")
         scores = prompts * (params.n * (1 + (params.logprobs or 0)) + (1 + (params.prompt_logprobs or 0)))
         if scores > self.options.max_request_scores:
             raise RequestError(f"{prompts} prompts times n = {params.n} times log probabilities are {scores} for each token; "
                                f"at most {self.options.max_request_scores} are possible in one request "
-                               "(--max-request-scores)",
-                               param="logprobs", code="invalid_value")
+                               "(--max-request-scores)", param="logprobs")
 
     def check_text(self, characters: int, longest: int, param: str = "prompt") -> None:
         """RequestError for a text that is too long to be tokenized, where the context has `longest` tokens. Tokenizing takes

@@ -74,7 +74,7 @@ class ModelRoutes:
         level, mode = query.get("level", "1"), query.get("mode", "wait")
         if level not in ("0", "1", "2") or mode not in ("abort", "wait"):
             raise RequestError(f"level is {level!r} and mode {mode!r}; possible are level 1 or 2 and mode abort or wait",
-                               param="level", code="invalid_value")
+                               param="level")
         slot = self.state.fleet.current
         if slot.state == "ready":
             await self._leave(slot, "sleeping", mode)

@@ -38,7 +38,7 @@ def promised(classes: Collection[str], asked: str | None, headers: Mapping[str, 
     tier = named(headers.get(CLASS) if asked in (None, "auto") else asked, classes, default)
     waits, deadline = headers.get(WAIT, "false").lower(), headers.get(DEADLINE)
     if waits not in ("true", "false", "1", "0"):
-        raise RequestError(f"{WAIT} is {waits!r}; it is true or false", param=WAIT, code="invalid_value")
+        raise RequestError(f"{WAIT} is {waits!r}; it is true or false", param=WAIT)
     if deadline is None:
         return Promise(tier, 0.0, waits in ("true", "1"))
     try:
@@ -47,5 +47,5 @@ def promised(classes: Collection[str], asked: str | None, headers: Mapping[str, 
         seconds = -1.0
     if not 0 < seconds < 1e9:
         raise RequestError(f"{DEADLINE} is {deadline!r}; it is the number of seconds after which the answer is of no use",
-                           param=DEADLINE, code="invalid_value")
+                           param=DEADLINE)
     return Promise(tier, time.time() + seconds, waits in ("true", "1"))

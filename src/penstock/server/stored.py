@@ -67,9 +67,9 @@ def asked(http: Request, most: int = 100) -> Asked:
     query = http.query_params
     limit, order = query.get("limit", "20"), query.get("order", "desc")
     if not limit.isdigit() or not 1 <= int(limit) <= most:
-        raise RequestError(f"limit is {limit!r}; possible are 1 to {most}", param="limit", code="invalid_value")
+        raise RequestError(f"limit is {limit!r}; possible are 1 to {most}", param="limit")
     if order not in ("asc", "desc"):
-        raise RequestError(f"order is {order!r}; possible are asc and desc", param="order", code="invalid_value")
+        raise RequestError(f"order is {order!r}; possible are asc and desc", param="order")
     return Asked(query.get("after"), int(limit), order == "desc")
 
 

@@ -14,13 +14,6 @@ from penstock.engine.work import INLINE, Workers
 from penstock.server import connections, respond
 
 
-class FakeLLM:
-    work = Workers()
-
-    def drop(self, stream: Stream) -> None:
-        stream.open.clear()
-
-
 class FakeAnswer:
     def events(self, deltas: list[Delta]) -> bytes:
         if any(delta.text == "wrong" for delta in deltas):
@@ -32,7 +25,7 @@ class FakeAnswer:
 
 
 def stream_of(*names: str) -> Stream:
-    stream = Stream(FakeLLM())  # type: ignore[arg-type]
+    stream = Stream(Workers(), lambda stream: stream.open.clear())
     stream.open.update(names)
     stream.unconfirmed.update(names)
     return stream

@@ -55,7 +55,6 @@ def measure_device(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The table for people."""
     return [("device", result["device"]), ("memory, GiB", result["memory_bytes"] / (1 << 30)),
             ("compute capability", result["compute_capability"]),
             ("copy, read and write, GB/s", result["copy_bytes_per_second"] / 1e9),

@@ -274,7 +274,6 @@ def summary(records: list[Record], start: float, duration: float, percentiles: l
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The table for people."""
     names = {"ttft": "time to first token", "tpot": "time per further token", "itl": "time between tokens",
              "e2el": "whole answer"}
     ranks = sorted({float(key[1:-8]) for key in result if key.startswith("p") and key.endswith("_ttft_ms")})

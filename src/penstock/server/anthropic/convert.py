@@ -60,7 +60,7 @@ def _choice(choice: a.ToolChoice) -> dict[str, Any]:
     found: dict[str, Any] = {"tool_choice": {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)}
     if choice.type == "tool":
         if choice.name is None:
-            raise RequestError("tool_choice of the type tool needs a name", param="tool_choice", code="invalid_value")
+            raise RequestError("tool_choice of the type tool needs a name", param="tool_choice")
         found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     if choice.disable_parallel_tool_use:
         found["parallel_tool_calls"] = False

@@ -42,8 +42,6 @@ WIRE = Wire(keep_alive=named_event({"type": "ping"}), done=b"", failed=named_eve
 
 
 class Anthropic:
-    """The dialect over one server's state."""
-
     def __init__(self, state: State) -> None:
         self.state = state
         self.bodies = BodyReader(state, refusing(a.WHY_REFUSED))

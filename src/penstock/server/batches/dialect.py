@@ -59,8 +59,7 @@ class Batches(OpenAIForm):
         """Begins a batch. Its lines are checked before any is asked."""
         body, owner = await self.bodies.read(http, BatchRequest), whose(http)
         if body.endpoint not in ENDPOINTS:
-            raise RequestError(f"endpoint is {body.endpoint!r}; possible are {', '.join(ENDPOINTS)}", param="endpoint",
-                               code="invalid_value")
+            raise RequestError(f"endpoint is {body.endpoint!r}; possible are {', '.join(ENDPOINTS)}", param="endpoint")
         batch = new_batch(f"batch_{uuid.uuid4().hex}", body.endpoint, body.input_file_id,
                           seconds_of(body.completion_window, "completion_window"), body.completion_window, body.metadata)
         made = Ref("batch", batch["id"], owner)

@@ -81,8 +81,6 @@ def delete_file(database: Database, file: Ref) -> None:
 
 
 class Files:
-    """The endpoints."""
-
     def __init__(self, state: State) -> None:
         self.state = state
 
@@ -110,13 +108,11 @@ class Files:
             raise RequestError(f"Missing required parameter: '{missed}'", param=missed, code="missing_required_parameter")
         purpose = fields["purpose"][1].decode("utf-8", "replace")
         if purpose not in PURPOSES:
-            raise RequestError(f"purpose is {purpose[:100]!r}; possible are {', '.join(PURPOSES)}", param="purpose",
-                               code="invalid_value")
+            raise RequestError(f"purpose is {purpose[:100]!r}; possible are {', '.join(PURPOSES)}", param="purpose")
         seconds = fields.get("expires_after[seconds]", (None, b""))[1].decode("latin-1")
         if seconds and not (seconds.isdigit() and 3600 <= int(seconds) <= 2_592_000):
             raise RequestError(f"expires_after.seconds is {seconds[:20]!r}; possible are 3600 to 2592000",
-                               param="expires_after",
-                               code="invalid_value")
+                               param="expires_after")
         expires = int(time.time()) + int(seconds) if seconds else None
         filename, content = fields["file"]
 

@@ -82,7 +82,7 @@ class Runner:
         """Ends a batch: its open lines are aborted, and all without an answer get an error. RequestError if it has ended."""
         batch = await self.state.store.run(named.read)
         if batch["status"] in ENDED:
-            raise RequestError(f"the batch is {batch['status']} already", param="id", code="invalid_value")
+            raise RequestError(f"the batch is {batch['status']} already", param="id")
         await self._change(named, status="cancelling", cancelling_at=int(time.time()))
         task = self._tasks.get(named.name)
         if task is not None:

@@ -44,8 +44,6 @@ MANAGED = {"/api/pull": "POST", "/api/push": "POST", "/api/create": "POST", "/ap
 
 
 class Ollama:
-    """The dialect over one server's state."""
-
     def __init__(self, state: State) -> None:
         self.state = state
         self.bodies = BodyReader(state, refusing(o.WHY_REFUSED), o.IDLE)

@@ -232,16 +232,15 @@ def check(body: ChatRequest) -> None:
     """RequestError for fields that contradict each other."""
     check_stream(body)
     if body.top_logprobs and not body.logprobs:
-        raise RequestError("top_logprobs is only possible when logprobs is true", param="top_logprobs", code="invalid_value")
+        raise RequestError("top_logprobs is only possible when logprobs is true", param="top_logprobs")
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise RequestError("max_tokens and max_completion_tokens are two names of one limit; give one of them",
-                           param="max_tokens", code="invalid_value")
+                           param="max_tokens")
     if body.tool_choice not in (None, "none") and not body.tools:
-        raise RequestError("tool_choice is only possible with tools", param="tool_choice", code="invalid_value")
+        raise RequestError("tool_choice is only possible with tools", param="tool_choice")
     if forced(body) and structure_of(body) is not None:
-        raise RequestError("tool_choice forces a call, so the answer cannot also have another format", param="tool_choice",
-                           code="invalid_value")
+        raise RequestError("tool_choice forces a call, so the answer cannot also have another format", param="tool_choice")
     if body.echo:
         raise RequestError("echo cannot be honoured: it is supported by /v1/completions only", param="echo",
                            code="unsupported_parameter")

@@ -183,8 +183,7 @@ def check(body: CompletionRequest) -> None:
         raise RequestError(f"best_of cannot be honoured: answers are not ranked; leave it out, or make it n ({body.n or 1})",
                            param="best_of", code="unsupported_parameter")
     if body.max_tokens == 0 and not body.echo:
-        raise RequestError("max_tokens must be at least 1; 0 is only possible with echo", param="max_tokens",
-                           code="invalid_value")
+        raise RequestError("max_tokens must be at least 1; 0 is only possible with echo", param="max_tokens")
 
 
 def split_prompts(prompt: str | list[Any], name: str = "prompt") -> list[str | list[int]]:
@@ -197,8 +196,7 @@ def split_prompts(prompt: str | list[Any], name: str = "prompt") -> list[str | l
     if len(kinds) != 1:
         what = "an empty list" if not prompt else "a mixture of texts, ids and lists"
         raise RequestError(f"{name} is {what}; possible are a text, a list of texts, a list of token ids, a list of such lists",
-                           param=name, code="invalid_value")
+                           param=name)
     if len(prompt) > MAX_PROMPTS:
-        raise RequestError(f"{name} is a list of {len(prompt)}; at most {MAX_PROMPTS} are possible in one request",
-                           param=name, code="invalid_value")
+        raise RequestError(f"{name} is a list of {len(prompt)}; at most {MAX_PROMPTS} are possible in one request", param=name)
     return list(prompt)

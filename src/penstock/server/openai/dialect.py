@@ -20,8 +20,6 @@ from penstock.server.state import State
 
 
 class OpenAI(OpenAIForm):
-    """The dialect over one server's state."""
-
     def __init__(self, state: State) -> None:
         super().__init__(state)
         self._models, self._tokens = Models(state), Tokens(state, self.bodies)

@@ -73,4 +73,4 @@ def converted(fields: Mapping[str, Any], kind: type[Body], param: str | None = N
     try:
         return msgspec.convert({name: value for name, value in fields.items() if value is not None}, kind)
     except msgspec.ValidationError as error:
-        raise RequestError(f"the request has no meaning here: {error}", param=param, code="invalid_value") from None
+        raise RequestError(f"the request has no meaning here: {error}", param=param) from None

@@ -66,7 +66,7 @@ def _variables(template: ChatTemplate, body: Templated) -> dict[str, Any]:
     taken = sorted(_TAKEN & variables.keys())
     if taken:
         raise RequestError(f"chat_template_kwargs may not set {', '.join(taken)}; these are fields of the request",
-                           param="chat_template_kwargs", code="invalid_value")
+                           param="chat_template_kwargs")
     # Fields that the template does not read are left out; `ignored` reports them.
     return {**{name: getattr(body, name) for name in STYLE if getattr(body, name) is not None and template.reads(name)},
             **variables}

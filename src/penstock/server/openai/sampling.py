@@ -43,7 +43,7 @@ def _beams(body: GenerationFields) -> dict[str, Any]:
         return {name: value for name, value in said.items() if value is not None}
     for name, neutral in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
         if getattr(body, name) not in (None, neutral):
-            raise RequestError(f"{name} is only possible when use_beam_search is true", param=name, code="invalid_value")
+            raise RequestError(f"{name} is only possible when use_beam_search is true", param=name)
     return {}
 
 
@@ -64,10 +64,9 @@ def check_stream(body: GenerationFields) -> None:
     """RequestError for fields that contradict streaming."""
     options = body.stream_options
     if options is not None and (options.include_usage or options.continuous_usage_stats) and not body.stream:
-        raise RequestError("stream_options is only possible when stream is true", param="stream_options", code="invalid_value")
+        raise RequestError("stream_options is only possible when stream is true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs is only possible when stream is false", param="prompt_logprobs",
-                           code="invalid_value")
+        raise RequestError("prompt_logprobs is only possible when stream is false", param="prompt_logprobs")
 
 
 def check_something_is_left(request: Request) -> None:
@@ -80,4 +79,4 @@ def check_something_is_left(request: Request) -> None:
         left -= {*request.eos_ids, *(params.stop_token_ids or ())}
     if not left:
         raise RequestError("allowed_token_ids has only tokens that bad_words, or min_tokens (no token may end the output "
-                           "before that), forbid; add another", param="allowed_token_ids", code="invalid_value")
+                           "before that), forbid; add another", param="allowed_token_ids")

@@ -17,8 +17,7 @@ def structure_of(body: StructureFields) -> tuple[StructuredOutputsParams, str] |
     """The constraint in `body` and the field that has it, or None. RequestError if two fields do."""
     found = [(params, field) for params, field in _asked(body) if params is not None]
     if len(found) > 1:
-        raise RequestError(f"{found[0][1]} and {found[1][1]} both constrain the answer; send one of them", param=found[1][1],
-                           code="invalid_value")
+        raise RequestError(f"{found[0][1]} and {found[1][1]} both constrain the answer; send one of them", param=found[1][1])
     return found[0] if found else None
 
 

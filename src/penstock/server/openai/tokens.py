@@ -30,8 +30,6 @@ class Detokenized(TypedDict):
 
 
 class Tokens:
-    """The endpoints."""
-
     def __init__(self, state: State, bodies: BodyReader) -> None:
         self.state = state
         self.bodies = bodies
@@ -72,7 +70,7 @@ class Tokens:
             for token in body.tokens:
                 if token >= tokenizer.vocab_size:
                     raise RequestError(f"tokens names token {token}; the vocabulary has ids 0 to {tokenizer.vocab_size - 1}",
-                                       param="tokens", code="invalid_value")
+                                       param="tokens")
             checkpoint()
             return json_response({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
 

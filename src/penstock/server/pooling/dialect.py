@@ -50,8 +50,6 @@ class PooledTexts:
 
 
 class Pooling(OpenAIForm):
-    """The dialect over one server's state."""
-
     def routes(self) -> Sequence[Route]:
         def both(path: str, handler: Any, about: str, body: type[Any], answer: Any,
                  prefixes: Sequence[str] = ("", "/v1")) -> list[Route]:

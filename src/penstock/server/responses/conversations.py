@@ -41,7 +41,7 @@ def listed_items(items: Sequence[r.Item], http: Request) -> Response:
     if after is not None:
         places = [place for place, item in enumerate(ordered) if item["id"] == after]
         if not places:
-            raise RequestError(f"after names the item {after!r}, which is not in the list", param="after", code="invalid_value")
+            raise RequestError(f"after names the item {after!r}, which is not in the list", param="after")
         ordered = ordered[places[0] + 1:]
     return listed(ordered[:limit], len(ordered) > limit)
 
@@ -50,16 +50,13 @@ def extend(database: Database, conversation: Ref, items: Sequence[r.Item]) -> li
     """Appends items to a conversation; the items with their ids."""
     value, new = conversation.read(database), numbered(items)
     if len(value["items"]) + len(new) > MAX_ITEMS:
-        raise RequestError(f"a conversation has at most {MAX_ITEMS} items; begin another", param="conversation",
-                           code="invalid_value")
+        raise RequestError(f"a conversation has at most {MAX_ITEMS} items; begin another", param="conversation")
     value["items"] += new
     database.put(*conversation, value)
     return new
 
 
 class Conversations:
-    """The endpoints."""
-
     def __init__(self, state: State, bodies: BodyReader) -> None:
         self.state = state
         self.bodies = bodies

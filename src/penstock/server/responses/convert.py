@@ -40,7 +40,7 @@ def chat_request(body: r.ResponseRequest, items: Sequence[r.Item]) -> ChatReques
         fields["tools"] = [_tool(tool) for tool in body.tools]
         fields["tool_choice"] = _choice(body.tool_choice)
     elif body.tool_choice not in (None, "auto", "none"):
-        raise RequestError("tool_choice is only possible with tools", param="tool_choice", code="invalid_value")
+        raise RequestError("tool_choice is only possible with tools", param="tool_choice")
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     if body.text is not None:
@@ -74,7 +74,7 @@ def _choice(choice: Any) -> Any:
         tools = [{"type": tool.type, tool.type: {"name": tool.name}} for tool in choice.tools or ()]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
     if not choice.name:
-        raise RequestError(f"tool_choice of the type {choice.type} needs a name", param="tool_choice", code="invalid_value")
+        raise RequestError(f"tool_choice of the type {choice.type} needs a name", param="tool_choice")
     return {"type": choice.type, choice.type: {"name": choice.name}}
 
 

@@ -94,8 +94,6 @@ class Running:
 
 
 class Responses(OpenAIForm):
-    """The dialect over one server's state."""
-
     def __init__(self, state: State) -> None:
         super().__init__(state, refusing(r.WHY_REFUSED, _explain_field))
         self.conversations = Conversations(state, self.bodies)
@@ -123,8 +121,7 @@ class Responses(OpenAIForm):
         state.admit(body.model)
         if body.background and body.store is False:
             raise RequestError("background is only possible with store, since its response is fetched later",
-                               param="background",
-                               code="invalid_value")
+                               param="background")
         owner, conversation = whose(http), _name(body.conversation)
         history = await self._history(body, owner)
         new = numbered(_resolved(items_of(body.input), history))
@@ -148,7 +145,7 @@ class Responses(OpenAIForm):
         previous, conversation = body.previous_response_id, _name(body.conversation)
         if previous is not None and conversation is not None:
             raise RequestError("previous_response_id and conversation both say what came before; send one of them",
-                               param="previous_response_id", code="invalid_value")
+                               param="previous_response_id")
         if conversation is not None:
             found: list[r.Item] = (await self.state.store.run(Ref("conversation", conversation, owner).read))["items"]
             return found
@@ -235,14 +232,14 @@ class Responses(OpenAIForm):
             after = http.query_params.get("starting_after", "-1")
             if not after.removeprefix("-").isdigit():
                 raise RequestError(f"starting_after is {after!r}; possible is an event's sequence_number",
-                                   param="starting_after", code="invalid_value")
+                                   param="starting_after")
             if running is not None:
                 return StreamingResponse(running.follow(int(after)), headers=SSE_HEADERS, media_type="text/event-stream")
             await self._stored(response)
             found = await self.state.store.run(lambda database: database.get(*response._replace(kind="events")))
             if found is None:
                 raise RequestError("this response has no events to read again; only those with background and stream have",
-                                   param="stream", code="invalid_value")
+                                   param="stream")
             events = msgspec.json.decode(found, type=list[str])[int(after) + 1:]
             return Response("".join(events), headers=SSE_HEADERS, media_type="text/event-stream")
         return json_response(running.answer.response if running is not None else (await self._stored(response)).response)
@@ -266,8 +263,7 @@ class Responses(OpenAIForm):
             return json_response(running.answer.response)
         stored = await self._stored(response)
         if not stored.response["background"]:
-            raise RequestError("only a response in the background can be cancelled; hang up on others", param="id",
-                               code="invalid_value")
+            raise RequestError("only a response in the background can be cancelled; hang up on others", param="id")
         return json_response(stored.response)
 
     async def input_items(self, http: Request) -> Response:

@@ -99,8 +99,6 @@ class TokensAnswer(ChoicesAnswer):
 
 
 class VLLM(OpenAIForm):
-    """The dialect over one server's state."""
-
     def routes(self) -> Sequence[Route]:
         return (
             Route("POST", "/inference/v1/generate", self.generate, "Continue token ids by token ids", GenerateRequest, True,
@@ -119,7 +117,7 @@ class VLLM(OpenAIForm):
         try:
             asked = msgspec.convert(msgspec.to_builtins(fields, str_keys=False), CompletionRequest)
         except msgspec.ValidationError as error:
-            raise RequestError(f"sampling_params: {error}", param="sampling_params", code="invalid_value") from None
+            raise RequestError(f"sampling_params: {error}", param="sampling_params") from None
         check_stream(asked)
         params = sampling_params(asked, state.llm.inputs.defaults, asked.max_tokens, asked.logprobs)
         requests = await prepare(state, http, [body.token_ids], params, asked, add_special_tokens=False)
