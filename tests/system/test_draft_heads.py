@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +18,7 @@ from penstock.canary import suite
 from penstock.cli.eval import room
 from penstock.core.errors import PenstockError
 from tests.system.random_models import saved_head
+from tests.system.served import served
 
 ASSETS = Path(__file__).parents[1] / "assets"
 EAGLE, LATENT = ASSETS / "canary-eagle", ASSETS / "canary-mla"
@@ -143,3 +146,17 @@ def test_heads_that_do_not_fit_are_refused_before_loading(tmp_path: Path) -> Non
     ):
         with pytest.raises(PenstockError, match=message):
             LLM(**canary, **options)
+
+
+def test_usage_and_metrics_tell_what_was_drafted() -> None:
+    with served("canary", "--max-model-len", "1024", "--speculative-model", str(EAGLE), "--draft-policy", "fixed",
+                "--num-speculative-tokens", "3") as server:
+        body = {"messages": [{"role": "user", "content": "Repeat after me: red blue 7 green"}], "temperature": 0}
+        usage = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["usage"]
+        metrics = httpx.get(f"{server.url}/metrics").text
+    details = usage["completion_tokens_details"]
+    accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    assert accepted > 2 and 1 < details["acceptance_length"] <= 4
+    found = {name: float(value) for name, value in re.findall(r"^vllm:spec_decode_num_(\w+)_total\{[^}]*\} (\S+)", metrics, re.M)}
+    assert found["accepted_tokens"] == accepted and found["draft_tokens"] == accepted + rejected
+    assert details["acceptance_length"] == round(1 + accepted / found["drafts"], 3)

@@ -143,6 +143,10 @@ class Timings(msgspec.Struct, array_like=True, gc=False):
     preemptions: int = 0
     phases: list[float] = []
     """Seconds by PHASES; together they are the time from `arrival` to `finished`."""
+    drafts: int = 0
+    """Steps that verified drafts, and how many tokens were verified and kept there; 0 if the frontend ended the sequence."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Update(msgspec.Struct, array_like=True, gc=False):

@@ -83,6 +83,10 @@ class Taker:
             sequence.expected = None
         self._stats.drafted_tokens += drafts
         self._stats.count_draft(len(own) - 1)
+        timings = sequence.timings
+        timings.drafts += 1
+        timings.drafted_tokens += drafts
+        timings.accepted_tokens += len(own) - 1
         if self._drafts.policy is not None:
             self._drafts.policy.learn(sequence, drafts, len(own) - 1)
         return len(own)

@@ -27,6 +27,15 @@ class PromptDetails(msgspec.Struct):
     """Penstock's extension: the same by cache tier (device, host, disk, remote)."""
 
 
+class CompletionDetails(msgspec.Struct):
+    """Of answers with speculative decoding."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+    acceptance_length: float = 0.0
+    """Penstock's extension: tokens for each step that verified drafts, its own one included."""
+
+
 class Usage(msgspec.Struct):
     """Tokens of all choices together. A prompt counts once, whatever `n` is."""
 
@@ -34,6 +43,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 def fingerprint(info: EngineInfo | None) -> str | None:
@@ -85,6 +95,8 @@ class ChoicesAnswer(ABC):
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.cached_by_tier: dict[str, int] = {}
+        self.drafted: CompletionDetails | UnsetType = UNSET
+        self._drafts = 0
         self.want_ledger = bool(body.include_ledger)
         self.ledger: dict[str, Any] | UnsetType = UNSET
         """Of the choice that ended last, if it is wanted."""
@@ -128,6 +140,13 @@ class ChoicesAnswer(ABC):
     def count(self, delta: Delta) -> None:
         """Adds a delta's tokens to the usage. Called when they are sent, so that no event counts the tokens of later ones."""
         self.completion_tokens += len(delta.token_ids)
+        timings = delta.timings
+        if timings is not None and timings.drafts:
+            self._drafts += timings.drafts
+            found = self.drafted or CompletionDetails()
+            accepted = found.accepted_prediction_tokens + timings.accepted_tokens
+            rejected = found.rejected_prediction_tokens + timings.drafted_tokens - timings.accepted_tokens
+            self.drafted = CompletionDetails(accepted, rejected, round(1 + accepted / self._drafts, 3))
         if self.want_ledger and delta.ledger is not None:
             self.ledger = rounded(delta.ledger)
 
@@ -144,7 +163,7 @@ class ChoicesAnswer(ABC):
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.completion_tokens, self.prompt_tokens + self.completion_tokens,
-                     PromptDetails(self.cached_tokens, self.cached_by_tier))
+                     PromptDetails(self.cached_tokens, self.cached_by_tier), self.drafted)
 
     def chunk_usage(self) -> Usage | UnsetType | None:
         """The `usage` of an event before the last: the usage so far, null, or absent, as the request wants it."""
