@@ -157,6 +157,7 @@ def test_usage_and_metrics_tell_what_was_drafted() -> None:
     details = usage["completion_tokens_details"]
     accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
     assert accepted > 2 and 1 < details["acceptance_length"] <= 4
-    found = {name: float(value) for name, value in re.findall(r"^vllm:spec_decode_num_(\w+)_total\{[^}]*\} (\S+)", metrics, re.M)}
+    told = re.findall(r"^vllm:spec_decode_num_(\w+)_total\{[^}]*\} (\S+)", metrics, re.MULTILINE)
+    found = {name: float(value) for name, value in told}
     assert found["accepted_tokens"] == accepted and found["draft_tokens"] == accepted + rejected
     assert details["acceptance_length"] == round(1 + accepted / found["drafts"], 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from penstock.core.errors import ModelError
 from penstock.layers.attention import AttentionSpec, QueryKeyNorm
@@ -139,6 +140,11 @@ def draft_layers(config: Config) -> int:
 def pre_norm_block(attention: MixerSpec, mlp: MixerSpec, norm: NormSpec, scale: float = 1.0) -> BlockSpec:
     """Llama's block: each branch normalises its input."""
     return BlockSpec(((BranchSpec(attention, pre=norm, scale=scale),), (BranchSpec(mlp, pre=norm, scale=scale),)))
+
+
+def uniform(config: Config, attention: MixerSpec, mlp: MixerSpec, norm: NormSpec, **more: Any) -> ModelSpec:
+    """A model whose layers are all Llama's block of these."""
+    return decoder(config, [pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm, **more)
 
 
 def decoder(config: Config, blocks: Iterable[BlockSpec], norm: NormSpec, *, embedding: EmbeddingSpec | None = None,

@@ -44,9 +44,10 @@ def registry() -> Registry:
     architectures: dict[str, ModuleType] = {}
     model_types: dict[str, ModuleType] = {}
     for found in pkgutil.iter_modules(families.__path__):
-        family = importlib.import_module(f"{families.__name__}.{found.name}")
-        architectures.update(dict.fromkeys(family.ARCHITECTURES, family))
-        model_types.update(dict.fromkeys(family.MODEL_TYPES, family))
+        module = importlib.import_module(f"{families.__name__}.{found.name}")
+        for family in (module, *getattr(module, "LIKE", ())):
+            architectures.update(dict.fromkeys(family.ARCHITECTURES, family))
+            model_types.update(dict.fromkeys(family.MODEL_TYPES, family))
     return Registry(architectures, model_types)
 
 

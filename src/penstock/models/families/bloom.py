@@ -27,7 +27,6 @@ def spec(config: Config) -> ModelSpec:
     width, heads, size = parts.even_heads(config)
     norm = parts.layer_norm(config, "layer_norm_epsilon")
     attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=True, output_bias=True, slopes=parts.slopes(heads))
-    block = parts.pre_norm_block(attention, MLPSpec(width, 4 * width, "gelu_tanh", gated=False, bias=True), norm)
-    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm, embedding=EmbeddingSpec(norm=norm),
-                         head=HeadSpec(config.flag("tie_word_embeddings", True)),
+    return parts.uniform(config, attention, MLPSpec(width, 4 * width, "gelu_tanh", gated=False, bias=True), norm,
+                         embedding=EmbeddingSpec(norm=norm), head=HeadSpec(config.flag("tie_word_embeddings", True)),
                          max_positions=config.integer("seq_length", LENGTH))

@@ -17,6 +17,6 @@ def spec(config: Config) -> ModelSpec:
     if config.values[named] == "gelu":
         config = config.changed(**{named: "gelu_pytorch_tanh"})
     mlp = parts.gated_mlp(config, activation=named)
-    return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm,
+    return parts.uniform(config, attention, mlp, norm,
                          head=HeadSpec(config.flag("tie_word_embeddings", True)),
                          embedding=EmbeddingSpec(config.integer("hidden_size") ** 0.5, True))

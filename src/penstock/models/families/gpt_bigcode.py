@@ -39,6 +39,6 @@ def spec(config: Config) -> ModelSpec:
     attention = AttentionSpec(width, heads, 1 if config.flag("multi_query", True) else heads, size,
                               size**-0.5 if config.flag("scale_attn_weights", True) else 1.0, bias=True, output_bias=True)
     mlp = parts.plain_mlp(config, activation="activation_function", inner="n_inner", multiple=4, bias=True)
-    return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm,
+    return parts.uniform(config, attention, mlp, norm,
                          embedding=EmbeddingSpec(positions=positions), max_positions=positions,
                          head=HeadSpec(config.flag("tie_word_embeddings", True)))

@@ -14,4 +14,4 @@ def spec(config: Config) -> ModelSpec:
                 theta=500000.0 if config.named("Ernie4_5ForCausalLM", "ernie4_5") else 100000.0)
     attention = parts.attention(config, rope=turn, bias=whole or config.flag("attention_bias", False), output_bias=whole)
     mlp = parts.gated_mlp(config, bias=whole or config.flag("mlp_bias", False))
-    return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm)
+    return parts.uniform(config, attention, mlp, norm)

@@ -19,5 +19,5 @@ def spec(config: Config) -> ModelSpec:
     routing = Routing(parts.expert_count(config), config.integer("num_experts_per_tok"), "sigmoid", normalise=True,
                       corrected=True)
     attention = parts.attention(config, rope=turn, norm=QueryKeyNorm(norm, whole=True))
-    block = parts.pre_norm_block(attention, parts.experts(config, routing, inner="intermediate_size"), norm)
-    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm, beyond=parts.draft_layers(config))
+    return parts.uniform(config, attention, parts.experts(config, routing, inner="intermediate_size"), norm,
+                         beyond=parts.draft_layers(config))

@@ -18,5 +18,4 @@ def spec(config: Config) -> ModelSpec:
     attention = parts.attention(config, rope=turn, window=config.nullable_integer("sliding_window", 0))
     if beta:
         attention = dataclasses.replace(attention, growth=(float(beta), int(original)))
-    block = parts.pre_norm_block(attention, parts.gated_mlp(config), norm)
-    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm)
+    return parts.uniform(config, attention, parts.gated_mlp(config), norm)

@@ -13,5 +13,4 @@ def spec(config: Config) -> ModelSpec:
     norm, turn = parts.rms_norm(config), rope(config, parts.head_size(config), theta=1000000.0)
     routing = Routing(parts.expert_count(config), config.integer("num_experts_per_tok"), normalise=True)
     attention = parts.attention(config, rope=turn, window=config.nullable_integer("sliding_window", 0))
-    block = parts.pre_norm_block(attention, parts.experts(config, routing, inner="intermediate_size"), norm)
-    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm)
+    return parts.uniform(config, attention, parts.experts(config, routing, inner="intermediate_size"), norm)

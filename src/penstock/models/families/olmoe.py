@@ -16,5 +16,4 @@ def spec(config: Config) -> ModelSpec:
                       normalise=config.flag("norm_topk_prob", False))
     turn = rope(config, parts.head_size(config))
     attention = parts.attention(config, rope=turn, norm=QueryKeyNorm(norm, whole=True), bias=bias)
-    block = parts.pre_norm_block(attention, parts.experts(config, routing, inner="intermediate_size"), norm)
-    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm)
+    return parts.uniform(config, attention, parts.experts(config, routing, inner="intermediate_size"), norm)

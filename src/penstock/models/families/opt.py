@@ -43,6 +43,6 @@ def spec(config: Config) -> ModelSpec:
     bias, positions = config.flag("enable_bias", True), config.integer("max_position_embeddings")
     attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias)
     mlp = parts.plain_mlp(config, activation="activation_function", inner="ffn_dim", bias=bias)
-    return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm,
-                         embedding=EmbeddingSpec(positions=positions, first_position=2), max_positions=positions,
+    return parts.uniform(config, attention, mlp, norm, max_positions=positions,
+                         embedding=EmbeddingSpec(positions=positions, first_position=2),
                          head=HeadSpec(config.flag("tie_word_embeddings", True)))

@@ -16,6 +16,5 @@ def spec(config: Config) -> ModelSpec:
     norm, bias = parts.layer_norm(config, "norm_epsilon"), config.flag("use_bias", True)
     attention = parts.attention(config, rope=rope(config, parts.head_size(config)), bias=bias,
                                 window=config.nullable_integer("sliding_window", 0))
-    block = parts.pre_norm_block(attention, parts.plain_mlp(config, bias=bias), norm)
-    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm,
+    return parts.uniform(config, attention, parts.plain_mlp(config, bias=bias), norm,
                          head=HeadSpec(config.flag("tie_word_embeddings", True)))

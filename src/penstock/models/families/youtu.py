@@ -12,6 +12,5 @@ RULES = (*rules.EMBEDDING, *rules.LATENT_ATTENTION, *rules.MLP, *rules.PRE_NORMS
 def spec(config: Config) -> ModelSpec:
     norm = parts.rms_norm(config)
     turn = rope(config, config.integer("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True))
-    block = parts.pre_norm_block(parts.latent_attention(config, turn), parts.gated_mlp(config), norm)
-    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm,
+    return parts.uniform(config, parts.latent_attention(config, turn), parts.gated_mlp(config), norm,
                          head=HeadSpec(config.flag("tie_word_embeddings", True)))
