@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -161,3 +163,55 @@ def test_official_client(server: Served) -> None:
         client.messages.create(**{**how, "model": "other"})
     with pytest.raises(anthropic.AuthenticationError):
         anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0).messages.create(**how)
+
+
+BATCH = [{"custom_id": word, "params": {"model": NAME, "max_tokens": 20, "temperature": 0, "messages": [
+    {"role": "user", "content": f"Repeat: {word} cat"}]}} for word in ("dog", "sun", "sea")]
+
+
+def batch_ended(server: Served, name: str) -> dict[str, Any]:
+    until = time.monotonic() + 60
+    while (found := server.http.get(f"/v1/messages/batches/{name}").json())["processing_status"] != "ended":
+        assert time.monotonic() < until and found["results_url"] is None, found
+        time.sleep(0.05)
+    return dict(found)
+
+
+def test_a_message_batch_has_a_result_for_each_request(server: Served) -> None:
+    wrong = {"custom_id": "wrong", "params": {"model": NAME, "max_tokens": 0, "messages": PLAIN}}
+    made = server.post("/v1/messages/batches", requests=[*BATCH, wrong]).json()
+    assert made["id"].startswith("msgbatch_") and made["type"] == "message_batch" and made["request_counts"]["processing"] == 4
+    found = batch_ended(server, made["id"])
+    assert found["request_counts"] == {"processing": 0, "succeeded": 3, "errored": 1, "canceled": 0, "expired": 0}
+    assert found["ended_at"].endswith("Z") and found["results_url"] == f"{server.url}/v1/messages/batches/{made['id']}/results"
+    lines = server.http.get(found["results_url"]).text.splitlines()
+    results = {one["custom_id"]: one["result"] for one in map(json.loads, lines)}
+    for one in BATCH:
+        alone = ask(server, one["params"]["messages"], max_tokens=20)
+        assert results[one["custom_id"]]["message"]["content"] == alone["content"]
+        assert results[one["custom_id"]]["type"] == "succeeded"
+    assert results["wrong"]["type"] == "errored" and results["wrong"]["error"]["error"]["type"] == "invalid_request_error"
+    listed = server.http.get("/v1/messages/batches?limit=1").json()
+    assert [one["id"] for one in listed["data"]] == [made["id"]] and listed["data"][0]["request_counts"]["succeeded"] == 3
+    deleted = server.http.delete(f"/v1/messages/batches/{made['id']}").json()
+    assert deleted == {"id": made["id"], "type": "message_batch_deleted"}
+    assert refusal(server.http.get(f"/v1/messages/batches/{made['id']}"))["type"] == "not_found_error"
+    assert server.http.get("/v1/files").json()["data"] == []
+
+
+def test_a_message_batch_can_be_cancelled(server: Served) -> None:
+    long = [{"custom_id": f"r{place}", "params": {**BATCH[0]["params"], "max_tokens": 1500, "messages": [
+        {"role": "user", "content": f"Write a long list {place}"}], "stop_sequences": ["\u0007"]}} for place in range(600)]
+    made = server.post("/v1/messages/batches", requests=long).json()
+    assert refusal(server.http.get(f"/v1/messages/batches/{made['id']}/results"))["message"] == "the batch has not ended"
+    assert server.post(f"/v1/messages/batches/{made['id']}/cancel").json()["processing_status"] in ("canceling", "ended")
+    found = batch_ended(server, made["id"])
+    counts = found["request_counts"]
+    assert counts["canceled"] > 0 and counts["canceled"] + counts["succeeded"] == 600 and found["cancel_initiated_at"]
+    kinds = Counter(json.loads(line)["result"]["type"] for line in server.http.get(found["results_url"]).text.splitlines())
+    assert kinds["canceled"] == counts["canceled"]
+    assert "already" in refusal(server.post(f"/v1/messages/batches/{made['id']}/cancel"))["message"]
+    twice = server.post("/v1/messages/batches", requests=[BATCH[0], BATCH[0]])
+    assert twice.status_code == 400 and "requests[1]" in refusal(twice)["message"]
+    unnamed = server.post("/v1/messages/batches", requests=[{"custom_id": "a b", "params": {}}])
+    assert unnamed.status_code == 400

@@ -50,8 +50,9 @@ class Application:
         # The first dialect shapes the errors of unknown paths.
         selecting = Selecting(self.app, self.state.fleet)
         self.batches = Runner(self.state, selecting, lambda: self.shapes)
-        dialects: list[Dialect] = [OpenAI(self.state), Pooling(self.state), Anthropic(self.state), Responses(self.state),
-                                   Ollama(self.state), Batches(self.state, self.batches), VLLM(self.state)]
+        dialects: list[Dialect] = [
+            OpenAI(self.state), Pooling(self.state), Anthropic(self.state, self.batches), Responses(self.state),
+            Ollama(self.state), Batches(self.state, self.batches), VLLM(self.state)]
         admin = Admin(self.state)
         routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes(),
                   *AdapterRoutes(self.state).routes(), *Room(self.state).routes(),

@@ -14,7 +14,9 @@ from penstock.core.request import Request as EngineRequest
 from penstock.engine.outputs import Delta
 from penstock.server.answer import json_response
 from penstock.server.anthropic import protocol as a
+from penstock.server.anthropic.batches import MessageBatches
 from penstock.server.anthropic.convert import chat_request
+from penstock.server.batches.run import Runner
 from penstock.server.blocks import Block, Blocks, BlocksAnswer, Change
 from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
@@ -42,9 +44,10 @@ WIRE = Wire(keep_alive=named_event({"type": "ping"}), done=b"", failed=named_eve
 
 
 class Anthropic:
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, runner: Runner) -> None:
         self.state = state
         self.bodies = BodyReader(state, refusing(a.WHY_REFUSED))
+        self.batches = MessageBatches(state, self.bodies, runner)
 
     def routes(self) -> Sequence[Route]:
         return (
@@ -52,6 +55,7 @@ class Anthropic:
                   answer=a.Answer),
             Route("POST", "/v1/messages/count_tokens", self.count, "Count the tokens of a conversation", a.CountRequest,
                   answer=a.Counted),
+            *self.batches.routes(),
         )
 
     def error_body(self, error: RequestError) -> Any:
