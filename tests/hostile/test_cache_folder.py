@@ -6,7 +6,6 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -88,7 +87,7 @@ def test_bystanders_survive_everything(tmp_path: Path, capsys: pytest.CaptureFix
     size, bound = 3000, 8 * (3000 + HEADER_BYTES)
     for found in (version(computation="other"), version()):
         catalog = Catalog(DiskStore(claim(str(root)), found), [size, size], bound)
-        keeper = Keeper([catalog], 0.01)
+        keeper = Keeper(catalog, 0.01)
         for i in range(24):
             if catalog.reserve(name(i), float(i)):
                 put(catalog.store, found, i)  # type: ignore[arg-type]
@@ -128,18 +127,6 @@ def test_an_engine_over_its_bound_touches_nobody_elses_files(tmp_path: Path) -> 
     assert kept(before, tmp_path)
 
 
-@pytest.fixture
-def old(tmp_path: Path) -> Iterator[Path]:
-    """A folder as it was before the cache had a subfolder."""
-    (tmp_path / "incoming").mkdir()
-    pages = tmp_path / ("c" * 32) / "ab"
-    pages.mkdir(parents=True)
-    (pages.parent / "version.json").write_text("{}")
-    (pages / f"{KEY}-0").write_text("an old page")
-    (tmp_path / "tenants.secret").write_text("s" * 64)
-    yield tmp_path
-
-
 def test_a_folder_with_other_files_is_refused_unless_adopted(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("...")
     with pytest.raises(ConfigError, match=r"other files in it \(thesis.tex\).*cache_disk_adopt"):
@@ -153,20 +140,6 @@ def test_a_folder_with_other_files_is_refused_unless_adopted(tmp_path: Path) -> 
     fresh = tmp_path / "fresh"
     (fresh / "lost+found").mkdir(parents=True)
     assert claim(str(fresh)).path == fresh.resolve() / SUBFOLDER, "a new file system is nobody's"
-
-
-def test_the_previous_layout_is_left_alone_and_named(old: Path, caplog: pytest.LogCaptureFixture,
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    before = snapshot(old)
-    assert main(["cache", "ls", str(old)]) == 1
-    assert "another layout" in capsys.readouterr().err
-    store = DiskStore(claim(str(old)), version())
-    assert f"rm -r {'c' * 32} incoming" in caplog.text
-    assert store.changes() == ([], [])
-    assert main(["cache", "rm", str(old), "--all"]) == 0
-    assert kept(before, old)
-    (old / "more").write_text("")
-    assert claim(str(old)), "the marker decides from then on"
 
 
 def test_a_subfolder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
 
     # The engine's half looks up, a rank's reads and writes.
     monkeypatch.setattr(tiers, "open_stores", opened)
-    monkeypatch.setattr("penstock.stores.behind.open_stores", opened)
+    monkeypatch.setattr("penstock.stores.opening.open_stores", opened)
     yield found
     found.released.set()
 

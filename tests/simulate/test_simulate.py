@@ -15,7 +15,7 @@ import pytest
 from penstock.cache.events import Sink
 from penstock.cache.eviction import POLICIES
 from penstock.cache.manager import Cache
-from penstock.cache.tiers import Tiers
+from penstock.cache.tiers.hierarchy import Hierarchy
 from penstock.core.errors import RequestError
 from penstock.core.layout import lay_out
 from penstock.core.request import WHOLE, Request, Span, Update
@@ -93,7 +93,7 @@ class Run:
         self.rounds = rng.randint(1, 12)
         self.seen: Counter[str] = Counter()
 
-    def assemble(self, tiers: Tiers | None, sink: Sink | None = None) -> None:
+    def assemble(self, tiers: Hierarchy | None, sink: Sink | None = None) -> None:
         """A cache and a scheduler for the worker that there is."""
         self.cache = Cache(self.worker.layout, policy=self.policy, sharing=self.sharing, quota=self.quota, tiers=tiers,
                            sink=sink)

@@ -18,8 +18,8 @@ from penstock.core.plan import StepPlan
 from penstock.core.steptime import StepTime
 from penstock.core.transfer import LoadResult, PageName, WriteResult
 from penstock.stores import Entry, fill
-from penstock.stores.behind import Behind
 from penstock.stores.listing import Listing
+from penstock.stores.opening import Behind
 from penstock.worker import lanes, movers
 from penstock.worker.arena import Arena
 from penstock.worker.movers import Movers

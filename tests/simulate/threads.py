@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,9 +23,9 @@ class World:
         self.pools.append(Pool(self, threads))
         return self.pools[-1]
 
-    def keeper(self, catalogs: Sequence[Catalog], seconds: float) -> QuietKeeper:
+    def keeper(self, catalog: Catalog, seconds: float) -> QuietKeeper:
         """In place of a Keeper."""
-        self.keepers.append(QuietKeeper(catalogs, seconds))
+        self.keepers.append(QuietKeeper(catalog, seconds))
         return self.keepers[-1]
 
     def passes(self) -> None:
@@ -95,23 +95,20 @@ class _Future(Future[Any]):
 class QuietKeeper(Keeper):
     """A Keeper without a thread."""
 
-    def __init__(self, catalogs: Sequence[Catalog], seconds: float) -> None:
-        self._catalogs = list(catalogs)
+    def __init__(self, catalog: Catalog, seconds: float) -> None:
+        self._catalog = catalog
         self._look()
 
     def wake(self) -> None:
         """Its turn will come."""
 
     def turn(self, looks: bool) -> None:
-        for catalog in self._catalogs:
-            catalog.bury()
-            catalog.tell()
+        self._catalog.bury()
+        self._catalog.tell()
         if looks:
             self._look()
-        for catalog in self._catalogs:
-            catalog.shrink()
+        self._catalog.shrink()
 
     def close(self) -> None:
-        for catalog in self._catalogs:
-            catalog.bury(last=True)
-            catalog.tell()
+        self._catalog.bury(last=True)
+        self._catalog.tell()

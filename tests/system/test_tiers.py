@@ -389,7 +389,7 @@ def test_who_waits_for_pages_blocks_nobody(tmp_path: Path, monkeypatch: pytest.M
     engine = start("stories260k", **options)
     want = run(engine, [prefix])
     engine.close()
-    monkeypatch.setattr("penstock.stores.behind.open_stores",
+    monkeypatch.setattr("penstock.stores.opening.open_stores",
                         lambda *arguments, **named: [Slow(store) for store in open_stores(*arguments, **named)])
     engine = start("stories260k", **options)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=0)
@@ -474,7 +474,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Faulty]]:
         return list(stores)
 
     monkeypatch.setattr(tiers, "open_stores", open_faulty)
-    monkeypatch.setattr("penstock.stores.behind.open_stores", open_faulty)
+    monkeypatch.setattr("penstock.stores.opening.open_stores", open_faulty)
     monkeypatch.setattr("penstock.cache.tiers.catalog._PAUSE_SECONDS", 0.05)
     yield opened
 

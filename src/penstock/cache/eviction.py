@@ -283,12 +283,18 @@ class Evictor:
             leaf, end = self._leaves.first(), self._first_end()
             if end is not None and (leaf is None or end[:2] < (self.priority(leaf), leaf.used)):
                 heapq.heappop(self._ends)
-                self._evict_single(*end[3:])
+                place, block, node = end[3:]
+                self._drop(node, place[0], block - node.start // self.index.page)
             elif leaf is not None:
                 self._trim(leaf, enough)
             else:
                 return False
         return True
+
+    def make_room(self, group: int, count: int) -> bool:
+        """Evicts until `count` pages of a group can be allocated; False if that is not possible."""
+        pools = self.index.pools
+        return pools.available(group) >= count or self.evict(lambda: pools.available(group) >= count)
 
     def enforce_quota(self, account: Account) -> None:
         """Evicts pages of a tenant that have no holder until it is within its quota."""
@@ -341,9 +347,6 @@ class Evictor:
             if found is not None:
                 heapq.heappush(self._ends, (self.priority(found), found.used, serial, place, block, found))
         return None
-
-    def _evict_single(self, place: tuple[int, int], block: int, node: Node) -> None:
-        self._drop(node, place[0], block - node.start // self.index.page)
 
     def _find(self, place: tuple[int, int], block: int, node: Node) -> Node | None:
         """The node that has this page in this block; None if the page is gone or has a holder."""

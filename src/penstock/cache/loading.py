@@ -7,7 +7,6 @@ like any others. So a sequence may end while it waits, several may wait for one 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,8 @@ from penstock.cache.lookup import Lookup
 from penstock.cache.pool import Pools
 from penstock.cache.prefix import TOKEN, Node
 from penstock.cache.sequence_state import packed, state_of
-from penstock.cache.tiers import Content, Tiers
+from penstock.cache.tiers import Content
+from penstock.cache.tiers.hierarchy import Hierarchy
 from penstock.core.sequence import Sequence
 from penstock.core.transfer import LoadResult
 
@@ -45,7 +45,7 @@ class _Load(NamedTuple):
 class Loading:
     """Starts loads, tracks them by ticket, and adds their pages to the prefix index."""
 
-    def __init__(self, lookup: Lookup, evictor: Evictor, pools: Pools, tiers: Tiers) -> None:
+    def __init__(self, lookup: Lookup, evictor: Evictor, pools: Pools, tiers: Hierarchy) -> None:
         self.lookup = lookup
         self.index = lookup.index
         self.evictor = evictor
@@ -143,7 +143,7 @@ class Loading:
         contents = []
         for g in range(len(shift)):
             mine = [i for group, i in wanted if group == g]
-            if not self._make_room(g, len(mine)):
+            if not self.evictor.make_room(g, len(mine)):
                 self._let_go(deepest, pages)
                 return None
             for i, target in zip(mine, self.pools.take(g, len(mine)), strict=True):
@@ -161,12 +161,6 @@ class Loading:
         self._loads[ticket] = _Load(namespace, deepest, data[:blocks * page * TOKEN], pages, places, [sequence], gain)
         self._tickets.update(dict.fromkeys(places, ticket))
         return ticket
-
-    def _make_room(self, group: int, count: int) -> bool:
-        return self.evictor.evict(self._enough(group, count))
-
-    def _enough(self, group: int, count: int) -> Callable[[], bool]:
-        return lambda: self.pools.available(group) >= count
 
     def _let_go(self, deepest: Node, pages: list[list[int]]) -> None:
         """Releases all pages of a load. The pages that the index keeps are in `deepest` or its ancestors."""

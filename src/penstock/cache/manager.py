@@ -27,7 +27,7 @@ from penstock.cache.news import News
 from penstock.cache.pool import Pools
 from penstock.cache.prefix import Node, Prefix
 from penstock.cache.sequence_state import SequenceState, packed, state_of
-from penstock.cache.tiers import Tiers
+from penstock.cache.tiers.hierarchy import Hierarchy
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import Move, StepPlan
 from penstock.core.request import TierStats
@@ -56,7 +56,7 @@ class Cache:
     """The pages of every live sequence, and the pages kept for reuse by later requests."""
 
     def __init__(self, layout: CacheLayout, *, policy: str = POLICY, sharing: bool = True, model: str | None = "",
-                 quota: float = 1.0, tiers: Tiers | None = None, sink: Sink | None = None) -> None:
+                 quota: float = 1.0, tiers: Hierarchy | None = None, sink: Sink | None = None) -> None:
         """`sharing` enables the prefix cache. `model` identifies the weights in content keys; None if it is not known yet
         (`name` sets it). `quota` is the fraction of the arena that one tenant's contexts may occupy after their requests have
         ended. `tiers` are the tiers behind device memory. `sink` receives the KV events."""
@@ -201,7 +201,7 @@ class Cache:
         one. Returns False and changes nothing in every other case, or if there is no room."""
         ids, page = sequence.pages[0].ids, self.layout.page
         index = len(ids)
-        if sequence.planned != index * page or upto > (index + 1) * page or not self._make_room(0, 1):
+        if sequence.planned != index * page or upto > (index + 1) * page or not self.evictor.make_room(0, 1):
             return False
         taken = self.pools.take(0, 1)
         ids += taken
@@ -223,16 +223,12 @@ class Cache:
                 # Only the end of the segment has a snapshot, so pages in between hold nothing.
                 count = min(count, 1)
             count = max(count, 0) + copy
-            if count and not self._make_room(g, count):
+            if count and not self.evictor.make_room(g, count):
                 for other, (pages, _) in enumerate(found):
                     self.pools.give(other, pages)
                 return None
             found.append((self.pools.take(g, count) if count else [], copy))
         return found
-
-    def _make_room(self, group: int, count: int) -> bool:
-        pools = self.pools
-        return pools.available(group) >= count or self.evictor.evict(lambda: pools.available(group) >= count)
 
     def has_room(self, sequence: Sequence, upto: int) -> bool:
         """True if the idle slabs suffice to compute positions [planned, upto) at once, while no other sequence grows."""

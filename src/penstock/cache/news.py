@@ -9,13 +9,14 @@ import numpy as np
 
 from penstock.cache.events import Sink
 from penstock.cache.prefix import TOKEN, Node, Prefix
-from penstock.cache.tiers import Content, Tiers
+from penstock.cache.tiers import Content
+from penstock.cache.tiers.hierarchy import Hierarchy
 
 
 class News:
-    """Listens to the prefix index. Tiers get the changes in batches (`flush`), the sink at once."""
+    """Listens to the prefix index. Hierarchy get the changes in batches (`flush`), the sink at once."""
 
-    def __init__(self, index: Prefix, tiers: Tiers | None, sink: Sink | None) -> None:
+    def __init__(self, index: Prefix, tiers: Hierarchy | None, sink: Sink | None) -> None:
         self._index = index
         self._tiers = tiers
         self._sink = sink

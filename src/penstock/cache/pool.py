@@ -126,10 +126,6 @@ class Pools:
         """The number of holders of each page, and 1 where the index keeps it; to look at, not to change."""
         return self._held_view[group], self._kept_view[group]
 
-    def kept(self, group: int, page: int) -> bool:
-        """True if the index keeps a page."""
-        return self._kept[group][page] == 1
-
     def give(self, group: int, pages: Sequence[int]) -> list[int]:
         """Removes one holder from each page. Returns the pages without a holder that the index still keeps; pages that are not
         kept are free at once. That is safe for in-flight plans, because plans execute in order."""

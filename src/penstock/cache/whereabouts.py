@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from penstock.cache.events import Sink
 from penstock.cache.keys import Key
-from penstock.cache.tiers import Tiers
+from penstock.cache.tiers.hierarchy import Hierarchy
 from penstock.core.transfer import PageName
 
 _PATIENCE = 4
@@ -33,7 +33,7 @@ class _Page(NamedTuple):
 class Whereabouts:
     """A `cache/events.py::Sink` between the index and another sink. The engine's thread calls it, including `flush`."""
 
-    def __init__(self, sink: Sink, tiers: Tiers) -> None:
+    def __init__(self, sink: Sink, tiers: Hierarchy) -> None:
         self._sink = sink
         self._pages: dict[PageName, _Page] = {}
         """Facts of pages that were on the device and are still there or in a tier."""

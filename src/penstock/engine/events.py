@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from penstock.cache.events import SCHEMA_VERSION, Event, Group, Journal, Sink
-from penstock.cache.tiers import Tiers
+from penstock.cache.tiers.hierarchy import Hierarchy
 from penstock.cache.whereabouts import Whereabouts
 from penstock.core.errors import ConfigError
 from penstock.core.layout import CacheLayout
@@ -74,7 +74,7 @@ def read_config(given: Mapping[str, Any]) -> EventsConfig:
 class CacheEvents:
     """An engine's KV events and their publisher. Owned by the engine's thread."""
 
-    def __init__(self, layout: CacheLayout, tiers: Tiers | None, config: EventsConfig) -> None:
+    def __init__(self, layout: CacheLayout, tiers: Hierarchy | None, config: EventsConfig) -> None:
         """Events of a cache with this layout and of its tiers. ConfigError if the sockets cannot be opened."""
         self._journal = Journal(layout.page, [_group(group.keep) for group in layout.groups], config.use_int_block_hashes)
         self._whereabouts = Whereabouts(self._journal, tiers) if tiers is not None else None
@@ -104,7 +104,7 @@ class CacheEvents:
         self._publisher.close()
 
 
-def open_events(given: Mapping[str, Any], sharing: bool, layout: CacheLayout, tiers: Tiers | None) -> CacheEvents | None:
+def open_events(given: Mapping[str, Any], sharing: bool, layout: CacheLayout, tiers: Hierarchy | None) -> CacheEvents | None:
     """The events of an engine, or None if its kv_events_config does not enable them. `sharing` is True if prefix caching is on.
     ConfigError for settings that cannot be honoured."""
     config = read_config(given)

@@ -18,7 +18,7 @@ from penstock.core.plan import StepResult
 from penstock.core.rank import Loaded, Prepared, Survey
 from penstock.core.transfer import LoadResult, WriteResult
 from penstock.engine.executor import Launches
-from penstock.stores.behind import Opening
+from penstock.stores.opening import Opening
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) while weights load."""

@@ -39,7 +39,7 @@ from penstock.core.wire import decoder, encode
 from penstock.engine.executor import Begun
 from penstock.engine.ranks import Progress, Rank, RankGroup
 from penstock.parallel.axis import Place
-from penstock.stores.behind import Opening
+from penstock.stores.opening import Opening
 
 _SILENCE = 4.0
 """Seconds without a sign of life after which a rank that is ready is lost."""

@@ -13,8 +13,7 @@ from penstock.checkpoint import Fingerprint, sample
 from penstock.config.tiers import TierPlan
 from penstock.core.layout import CacheLayout
 from penstock.core.steptime import StepTime
-from penstock.stores.behind import Opening
-from penstock.stores.opening import open_stores
+from penstock.stores.opening import Opening, open_stores
 from penstock.stores.version import Version
 
 

@@ -128,9 +128,7 @@ def find(path: Path) -> CacheFolder:
     """The cache's subfolder of a folder, for maintenance (`penstock cache`). ConfigError if there is none."""
     own = path.expanduser().resolve() / SUBFOLDER
     if not _exists(own / MARKER):
-        old = previous_layout(path)
-        more = f"; {_old_text(path, old)}" if old else ""
-        raise ConfigError(f"{path} has no cache of Penstock's (no {SUBFOLDER}/{MARKER}); name what --cache-disk names{more}")
+        raise ConfigError(f"{path} has no cache of Penstock's (no {SUBFOLDER}/{MARKER}); name what --cache-disk names")
     _check_own(own)
     _check_mark(own)
     return CacheFolder(own)
@@ -148,35 +146,17 @@ def page_of(entry: os.DirEntry[str], bucket: str) -> PageName | None:
     return name if name is not None and entry.name.startswith(bucket) and entry.is_file(follow_symlinks=False) else None
 
 
-def previous_layout(path: Path) -> list[str]:
-    """Entries of a folder that Penstock wrote before it had a subfolder of its own: version folders and incoming/."""
-    try:
-        names = [entry.name for entry in path.expanduser().iterdir() if entry.is_dir() and not entry.is_symlink()]
-    except OSError:
-        return []
-    versions = sorted(name for name in names if _VERSION.fullmatch(name) and _exists(path / name / DESCRIPTION))
-    return [*versions, *(["incoming"] if versions and "incoming" in names else [])]
-
-
 def _check_free(outer: Path, own: Path, path: str, adopt: bool) -> None:
     """ConfigError unless the subfolder may be created."""
     if _exists(own) and (own.is_symlink() or not own.is_dir() or not all(name.startswith(MARKER) for name in os.listdir(own))):
         raise ConfigError(f"cache_disk is {path}, but {own} is there already and was not created by Penstock (it has no "
                           f"{MARKER}); name another folder")
-    old = previous_layout(outer)
-    foreign = sorted(name for name in os.listdir(outer) if name != SUBFOLDER and name not in _NEUTRAL and name not in old)
+    foreign = sorted(name for name in os.listdir(outer) if name != SUBFOLDER and name not in _NEUTRAL)
     if foreign and not adopt:
         more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         raise ConfigError(f"cache_disk is {path}, a folder with other files in it ({', '.join(foreign[:3])}{more}). Name a new "
                           f"or an empty folder, or set cache_disk_adopt to let the cache create {SUBFOLDER}/ in this one; it "
                           "never touches files outside of that")
-    if old:
-        LOG.warning("%s", _old_text(outer, old))
-
-
-def _old_text(outer: Path, old: list[str]) -> str:
-    return (f"{outer} has pages that an earlier version of Penstock wrote in another layout ({len(old)} folders). They are not "
-            f"read, counted or deleted any more; to free their room: cd {outer} && rm -r {' '.join(old)}")
 
 
 def _check_own(own: Path) -> None:

@@ -117,7 +117,7 @@ class GuardedStore:
     def _attempt(self) -> Store:
         try:
             self._store = self._connect()
-        except (OSError, ConfigError) as error:
+        except Exception as error:
             self._why = f"it cannot be opened: {getattr(error, 'strerror', None) or error}"
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             if isinstance(error, ConfigError) and not self._told:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 from uuid import uuid4
 
 from penstock.core.errors import ConfigError
@@ -22,16 +23,13 @@ from penstock.stores.version import Version
 _FOLDERS = {"file", "local", "sftp", "ssh", "smb", "hdfs", "nfs"}
 """File systems where a file is visible while it is being written and renaming is cheap. Bucket objects appear atomically."""
 
-Result = TypeVar("Result")
-
-
 class ObjectStore:
     """The pages of one version under a URL, one object a page: URL/VERSION/ab/abcd...-GROUP."""
 
     tier = "remote"
 
     def __init__(self, url: str, version: Version) -> None:
-        """ConfigError if there is no such kind of file system, OSError if it cannot be reached now."""
+        """ConfigError if there is no such kind of file system. Every file system has errors of its own (`guarded.py`)."""
         try:
             fsspec = importlib.import_module("fsspec")
             # Listings must not be cached, because other engines write here too.
@@ -46,45 +44,36 @@ class ObjectStore:
                               "pip install 'penstock[remote]' brings fsspec") from None
         except ValueError as error:
             raise ConfigError(f"cache_remote is {url}, which cannot be used: {error}") from None
-        except Exception as error:  # noqa: BLE001 (every file system has errors of its own)
-            raise OSError(f"{type(error).__name__}: {error}") from None
         self._listing = Listing()
 
     def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
         path = self._path(name)
-
-        def put() -> None:
-            folder = path.rpartition("/")[0]
-            if folder not in self._made:
-                self._files.makedirs(folder, exist_ok=True)
-                self._made.add(folder)
-            if not self._beside:
-                self._files.pipe_file(path, b"".join(parts))
-                return
-            beside = f"{path}.{uuid4().hex}"
-            self._files.pipe_file(beside, b"".join(parts))
-            self._files.mv(beside, path)
-
-        _safely(put)
+        folder = path.rpartition("/")[0]
+        if folder not in self._made:
+            self._files.makedirs(folder, exist_ok=True)
+            self._made.add(folder)
+        if not self._beside:
+            self._files.pipe_file(path, b"".join(parts))
+            return
+        beside = f"{path}.{uuid4().hex}"
+        self._files.pipe_file(beside, b"".join(parts))
+        self._files.mv(beside, path)
 
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
         # Read no more than fits: the object may have any size.
         most = sum(part.nbytes for part in parts)
-        return fill(parts, _safely(lambda: self._files.cat_file(self._path(name), start=0, end=most)))
+        return fill(parts, self._files.cat_file(self._path(name), start=0, end=most))
 
     def touch(self, name: PageName) -> None:
         """Does nothing: buckets do not track the order of use."""
 
     def delete(self, name: PageName | str) -> None:
-        path = name if isinstance(name, str) else self._path(name)
-        try:
-            _safely(lambda: self._files.rm_file(path))
-        except FileNotFoundError:
-            return
+        with suppress(FileNotFoundError):
+            self._files.rm_file(name if isinstance(name, str) else self._path(name))
 
     def changes(self) -> tuple[list[Entry], list[PageName | str]]:
         now = time.time()
-        found: dict[str, dict[str, Any]] = _safely(lambda: self._files.find(self._home, detail=True))
+        found: dict[str, dict[str, Any]] = self._files.find(self._home, detail=True)
         names = ((parse(path.rpartition("/")[2]) or path, facts) for path, facts in found.items())
         return self._listing.compare(Entry(name, int(facts.get("size") or 0), now) for name, facts in names)
 
@@ -94,13 +83,3 @@ class ObjectStore:
     def _path(self, name: PageName) -> str:
         key = name[1].hex()
         return f"{self._home}/{key[:2]}/{key}-{name[0]}"
-
-
-def _safely(operation: Callable[[], Result]) -> Result:
-    """Runs an operation and raises any exception of the client library as OSError."""
-    try:
-        return operation()
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -1,6 +1,11 @@
-"""Opens the stores that the user's options name: the kinds of stores, and the URL schemes of each."""
+"""Opens the stores that the user's options name: the kinds of stores, and the URL schemes of each. The engine's half and the
+ranks open their own; they share only the stored data."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from penstock.core.errors import ConfigError
 from penstock.stores import Store
@@ -18,8 +23,6 @@ _START_SECONDS = 2.0
 def open_stores(disk: str | None, remote: str | None, version: Version, adopt: bool = False, wait: bool = True) -> list[Store]:
     """The stores behind host memory, nearest first. ConfigError if one can never be used. A store that is unavailable now, or
     does not answer soon, is opened later; without `wait` every store is opened later, by the threads that use it.
-
-    The engine's and the worker's half open their own stores; they share only the stored data.
     """
     stores: list[GuardedStore] = []
     if disk is not None:
@@ -36,3 +39,29 @@ def open_stores(disk: str | None, remote: str | None, version: Version, adopt: b
     for store in stores if wait else []:
         store.open(_START_SECONDS)
     return list(stores)
+
+
+class Behind(NamedTuple):
+    """The worker's half of the tiers. The receiver owns the stores and closes them."""
+
+    host_slabs: int
+    stores: Sequence[Store]
+    version: bytes
+    """The version of the pages in the stores (`stores/version.py`)."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The same as data: what to open. It reaches ranks in other processes."""
+
+    host_slabs: int
+    disk: str | None
+    remote: str | None
+    adopt: bool
+    version: Version
+    """Rank 0's."""
+
+    def open(self, rank: int = 0, ranks: int = 1) -> Behind:
+        """For one of so many ranks, whose pages hold its share of every entry. The threads that use stores open them."""
+        version = replace(self.version, rank=rank, ranks=ranks)
+        return Behind(self.host_slabs, open_stores(self.disk, self.remote, version, self.adopt, wait=False), version.id)

@@ -36,7 +36,7 @@ from penstock.parallel.mesh import Mesh, join
 from penstock.platform.allocator import keep_freed_memory
 from penstock.platform.facts import detect, device_name
 from penstock.platform.kept import Kept
-from penstock.stores.behind import Opening
+from penstock.stores.opening import Opening
 from penstock.worker import memory
 from penstock.worker.balancing import Balancing
 from penstock.worker.drafters import loading as drafters

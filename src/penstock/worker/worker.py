@@ -18,7 +18,7 @@ from penstock.core.plan import Logprobs, Masks, StepPlan, StepResult, Want
 from penstock.layers.decoder import Decoder
 from penstock.ops.lora import Slabs
 from penstock.parallel.pipe import Pipe
-from penstock.stores.behind import Behind
+from penstock.stores.opening import Behind
 from penstock.worker.adapters import Adapters
 from penstock.worker.arena import Arena
 from penstock.worker.balancing import Balancing

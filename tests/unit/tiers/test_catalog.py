@@ -30,7 +30,7 @@ def test_what_was_kept_is_known_again(tmp_path: Path) -> None:
     for i in range(5):
         put(one.store, version(), i)  # type: ignore[arg-type]
     other = catalog(tmp_path)
-    Keeper([other], 60).close()
+    Keeper(other, 60).close()
     assert all(name(i) in other for i in range(5)) and other.pages == 5
     assert other.used_bytes >= 5 * (SIZE + HEADER_BYTES)
     other.doom([name(2)])
@@ -88,7 +88,7 @@ def test_what_cannot_be_deleted_is_tried_again(tmp_path: Path, monkeypatch: pyte
 
 def test_what_was_being_written_when_all_ended_is_deleted(tmp_path: Path) -> None:
     one = catalog(tmp_path)
-    keeper = Keeper([one], 60)
+    keeper = Keeper(one, 60)
     assert one.reserve(name(1), 0.0)
     one.doom_all()
     put(one.store, version(), 1)  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def test_pages_of_other_versions_make_room(tmp_path: Path) -> None:
     for path in tmp_path.rglob("*-0"):
         os.utime(path, (1, 1))
     one = catalog(tmp_path, 8 * (SIZE + HEADER_BYTES) + 2000)
-    keeper = Keeper([one], 60)
+    keeper = Keeper(one, 60)
     assert one.reserve(name(1), 0.0)
     keeper.close()
 
@@ -161,7 +161,7 @@ def test_a_store_that_cannot_be_listed_is_told_once(tmp_path: Path, caplog: pyte
 def test_a_keeper_deletes_in_the_background(tmp_path: Path) -> None:
     one = catalog(tmp_path)
     put(one.store, version(), 1)  # type: ignore[arg-type]
-    keeper = Keeper([one], 0.01)
+    keeper = Keeper(one, 0.01)
     one.doom_all()
     one.doom([name(1)])
     keeper.wake()
@@ -178,7 +178,7 @@ def test_what_is_used_is_told_to_the_store(tmp_path: Path) -> None:
     put(one.store, version(), 1)  # type: ignore[arg-type]
     path = one.store.path(name(1))  # type: ignore[attr-defined]
     os.utime(path, (1, 1))
-    keeper = Keeper([one], 60)
+    keeper = Keeper(one, 60)
     one.touch([name(1), name(2)])
     keeper.close()
     assert time.time() - path.stat().st_mtime < 60

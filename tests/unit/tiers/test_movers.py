@@ -19,9 +19,9 @@ from penstock.core.steptime import Load as StepLoad
 from penstock.core.steptime import StepTime
 from penstock.core.transfer import Load, PageName, Piece, Save
 from penstock.stores import Store
-from penstock.stores.behind import Behind
 from penstock.stores.disk import DiskStore
 from penstock.stores.folder import claim
+from penstock.stores.opening import Behind
 from penstock.worker.arena import Arena
 from penstock.worker.lanes import Copy, Fence
 from penstock.worker.movers import Movers

@@ -231,12 +231,13 @@ class Catalog:
 
 
 class Keeper:
-    """A thread that refreshes catalogs and keeps stores within their bounds."""
+    """A thread that refreshes a catalog and keeps its store within the bound. Each has its own, so that a store that hangs does
+    not delay the others."""
 
-    def __init__(self, catalogs: Sequence[Catalog], seconds: float) -> None:
+    def __init__(self, catalog: Catalog, seconds: float) -> None:
         """Refreshes once, waiting up to _FIRST_SECONDS for it, so that a new engine knows the stored pages; then every
         `seconds`, or less often if a refresh takes long."""
-        self._catalogs = list(catalogs)
+        self._catalog = catalog
         self._seconds = seconds
         self._wake = threading.Event()
         self._looked = threading.Event()
@@ -246,7 +247,7 @@ class Keeper:
         self._looked.wait(_FIRST_SECONDS)
 
     def wake(self) -> None:
-        """Makes the thread delete doomed pages and shrink stores soon."""
+        """Makes the thread delete doomed pages and shrink the store soon."""
         self._wake.set()
 
     def close(self) -> None:
@@ -263,9 +264,8 @@ class Keeper:
             self._wake.wait(max(0.0, due - time.monotonic()))
             self._wake.clear()
             last = self._closed
-            for catalog in self._catalogs:
-                catalog.bury(last)
-                catalog.tell()
+            self._catalog.bury(last)
+            self._catalog.tell()
             if last:
                 return
             began = time.monotonic()
@@ -273,10 +273,8 @@ class Keeper:
                 self._look()
                 # Refreshing uses at most 1 % of a core.
                 due = time.monotonic() + max(self._seconds, 100 * (time.monotonic() - began))
-            for catalog in self._catalogs:
-                catalog.shrink()
+            self._catalog.shrink()
 
     def _look(self) -> None:
-        for catalog in self._catalogs:
-            catalog.refresh()
-            catalog.shrink()
+        self._catalog.refresh()
+        self._catalog.shrink()

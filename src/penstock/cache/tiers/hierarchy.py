@@ -63,7 +63,8 @@ class _Loading:
 
 
 class Hierarchy:
-    """Implements `cache/tiers/__init__.py::Tiers` over a host arena of `slabs` slabs and stores, nearest first."""
+    """A host arena of `slabs` slabs, and stores, nearest first. The engine's thread calls it while it plans, so no method may
+    block on a device."""
 
     def __init__(self, layout: CacheLayout, slabs: int, stores: Sequence[tuple[Store, int | None]], policy: TierPolicy,
                  times: StepTime, refresh_seconds: float = 1.0) -> None:
@@ -78,8 +79,7 @@ class Hierarchy:
         self._sizes = [group.page_bytes for group in layout.groups]
         self.catalogs = [Catalog(store, self._sizes, bound) for store, bound in stores]
         self.costs = Costs({tier: Source() for tier in (HOST, *(catalog.tier for catalog in self.catalogs))}, times)
-        # One keeper thread per store, so that a hanging store does not delay the others.
-        self._keepers = [Keeper([catalog], refresh_seconds) for catalog in self.catalogs]
+        self._keepers = [Keeper(catalog, refresh_seconds) for catalog in self.catalogs]
         self._stats = {tier: TierStats(tier) for tier in self.costs.sources}
         self._saves: dict[tuple[int, int], tuple[PageName, Save]] = {}
         """Saves for the next plan, by (group, slot)."""
@@ -93,9 +93,12 @@ class Hierarchy:
         self._loading: dict[int, _Loading] = {}
         self._ids = count(1)
 
-    # -- the interface of the prefix index (`cache/tiers/__init__.py::Tiers`)
+    # -- the interface of the prefix index
 
     def offer(self, pages: Sequence[Content], leaving: bool) -> None:
+        """Offers pages for saving. With `leaving` False they were just committed and stay on the device (write-through); with
+        True they are being evicted, and the plan being made is the last that may read them. Not every evicted page was offered
+        before, and a page may be offered again after it was loaded."""
         names = [PageName(content.group, content.key) for content in pages]
         if leaving:
             if self._roomy:
@@ -117,6 +120,7 @@ class Hierarchy:
             self._write()
 
     def forget(self, pages: Sequence[Content]) -> None:
+        """Removes pages with invalid contents from every tier."""
         names = [PageName(content.group, content.key) for content in pages]
         self.host.forget(names)
         for catalog in self.catalogs:
@@ -124,10 +128,14 @@ class Hierarchy:
         self._tidy()
 
     def find(self, group: int, keys: Sequence[Key]) -> list[bool]:
+        """For each of these pages: True if it can be loaded now."""
         names, catalogs = [PageName(group, key) for key in keys], self._present()
         return [name in self.host or any(name in catalog for catalog in catalogs) for name in names]
 
     def load(self, pages: Sequence[Content], positions: int) -> int | None:
+        """Starts a load into these pages, which nothing else uses, and returns its ticket. None if computing `positions`
+        positions is predicted to be faster, or if a page is no longer in any tier. A LoadResult with the ticket ends the load;
+        until then it owns the pages, even if the request that wanted them has ended."""
         pieces = self._locate(pages)
         if not pieces:
             return None
@@ -150,14 +158,17 @@ class Hierarchy:
         return ticket
 
     def patience(self, positions: int) -> float:
+        """The number of seconds that a request may wait for pages that spare it computing `positions` positions."""
         if self.policy.always:
             return _MOST_PATIENCE
         return _LEAST_PATIENCE + _PATIENCE * self.costs.times.prompt(positions)
 
     def source(self, ticket: int) -> dict[str, int]:
+        """The number of pages of a load by source tier ("host", "disk", "remote")."""
         return self._loading[ticket].pages
 
     def drain(self) -> list[Transfer]:
+        """The transfers since the last call, for the plan being made (its `transfers`)."""
         saves, self._saves = self._saves, {}
         transfers, self._transfers = self._transfers, []
         # If many pages were offered at once, the host may have evicted some since and reused their slots: drop those saves.
@@ -167,6 +178,7 @@ class Hierarchy:
         return [*left, *transfers]
 
     def listen(self, listener: Listener) -> None:
+        """Calls `listener` at once for every page in a tier, and from now on for every page that enters or leaves one."""
         self.host.told = partial(listener, HOST)
         for name in self.host.oldest():
             listener(HOST, name, True)
@@ -174,6 +186,7 @@ class Hierarchy:
             catalog.listen(partial(listener, catalog.tier))
 
     def clear(self) -> None:
+        """Removes everything from every tier."""
         self.host.clear()
         self._wanted.clear()
         for catalog in self.catalogs:
@@ -181,6 +194,7 @@ class Hierarchy:
         self._tidy()
 
     def report(self, load_results: Iterable[LoadResult], write_results: Iterable[WriteResult]) -> None:
+        """Processes the results of transfers."""
         now = time.monotonic()
         for loaded in load_results:
             self._take_result(loaded, now)
@@ -200,13 +214,16 @@ class Hierarchy:
 
     @property
     def pending(self) -> bool:
+        """True if there are transfers for the next plan."""
         return bool(self._saves or self._transfers)
 
     @property
     def writing(self) -> bool:
+        """True if pages are being written to stores or are queued for it."""
         return bool(self._writing or self._wanted)
 
     def stats(self) -> list[TierStats]:
+        """Statistics, nearest tier first."""
         host = self._stats[HOST]
         host.capacity_bytes, host.used_bytes = self.host.layout.nbytes, self.host.used_bytes
         host.cached_pages, host.evicted_pages = len(self.host), self.host.evicted

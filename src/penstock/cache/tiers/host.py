@@ -105,10 +105,6 @@ class HostSlots:
         """Pages in eviction order."""
         return iter(self._slots)
 
-    def busy(self, name: PageName) -> bool:
-        """True if a transfer uses a page's slot."""
-        return name in self._busy
-
     def _make_room(self, group: int, count: int) -> None:
         """Evicts idle pages, least recently used first, until `count` slots of a group are free or none is left to evict."""
         passed: list[PageName] = []
