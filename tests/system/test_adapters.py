@@ -187,6 +187,79 @@ def test_steps_run_while_an_adapter_is_read(monkeypatch: pytest.MonkeyPatch) -> 
         assert not engine.adapters._names and name not in engine.rank.worker.adapters.host  # type: ignore[attr-defined]
 
 
+def finished(engine: Any, until: str = "") -> list[str]:
+    """Runs the engine until a request, or all, have ended: their ids and how they did, in that order."""
+    found = list[str]()
+    while engine.busy and f"{until} length" not in found:
+        found += [f"{update.request_id} {update.error or update.finish_reason}" for update in engine.turn()
+                  if update.finish_reason]
+    return found
+
+
+def test_adapters_leave_host_memory_and_come_back_for_their_requests(tmp_path: Path) -> None:
+    folders = [made(tmp_path / name, seed, config={"lora_alpha": 18}) for seed, name in enumerate("abc")]
+    requests = [LoRARequest(folder.name, 1, str(folder)) for folder in folders]
+    with LLM(**OPTIONS) as llm:
+        expected = answers(llm, [QUESTIONS[4]] * 3, requests)
+    assert len({json.dumps(one) for one in expected}) == 3
+    with LLM(**OPTIONS, max_cpu_loras=2, lora_modules=[f"pirate={PIRATE}"], max_loras=2) as llm:
+        engine, host = llm.engine, llm.engine.rank.worker.adapters.host  # type: ignore[attr-defined]
+        pinned = engine.info.adapters[0].digest
+        for _ in range(2):
+            assert answers(llm, [QUESTIONS[4]] * 6, requests * 2) == expected * 2
+            assert pinned in host and len(host) == 2, "one is pinned, one place is left"
+        names = [engine.add_adapter(str(folder)) for folder in folders]
+        cold = next(place for place, name in enumerate(names) if name not in host)
+        short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+
+        def ask(name: str, place: int) -> None:
+            engine.submit(llm.inputs.request(name, "Hello", short, adapter=names[place]))
+
+        ask("gone", cold)
+        ask("taken back", cold)
+        engine.abort(["taken back"])
+        shutil.move(folders[cold], tmp_path / "away")
+        assert sorted(finished(engine))[1] == "taken back abort"
+        ask("missing", cold)
+        made(folders[cold], 9)
+        other = next(place for place in range(3) if place != cold and names[place] not in host)
+        ask("fine", other)
+        last = finished(engine)
+        assert "fine length" in last and any("missing" in one and "load it again" in one for one in last)
+    with pytest.raises(ConfigError, match="max_cpu_loras is 1"), LLM(
+            **OPTIONS, max_cpu_loras=1, lora_modules=[f"a={PIRATE}", f"b={TELEGRAM}"]):
+        pass
+
+
+def test_a_crowd_without_slots_holds_up_no_others_and_gets_its_turn() -> None:
+    """Requests of the one adapter that has the slot keep coming; those of another, and of the model itself, are served too."""
+    with LLM(**OPTIONS, max_loras=1, max_num_seqs=4) as llm:
+        engine = llm.engine
+        pirate, telegram = (engine.add_adapter(str(folder)) for folder in (PIRATE, TELEGRAM))
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+        def ask(name: str, adapter: str) -> None:
+            engine.submit(llm.inputs.request(name, "Hello", params, adapter=adapter))
+
+        ask("pirate 0", pirate)
+        engine.turn()
+        for i in range(20):
+            ask(f"telegram {i}", telegram)
+        ask("base", "")
+        ask("pirate 1", pirate)
+        early = finished(engine, "base")
+        assert not any("telegram" in one for one in early), "it has entered behind all of them"
+        count, found = 2, list[str]()
+        while "telegram 0 length" not in found:
+            if count < 400 and len(engine.scheduler.waiting) < 24:
+                ask(f"pirate {count}", pirate)
+                count += 1
+            found += [f"{one.request_id} {one.finish_reason}" for one in engine.turn() if one.finish_reason]
+        assert count < 200, "the crowd's turn comes although the other adapter's requests never end"
+        engine.abort([f"pirate {i}" for i in range(count)])
+        assert len(finished(engine)) >= 19
+
+
 def test_over_http_adapters_are_models_that_come_and_go() -> None:
     server = Served("canary", "--enable-lora", "--lora-modules", f"pirate={PIRATE}", "--max-model-len", "512")
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -198,6 +271,8 @@ def test_over_http_adapters_are_models_that_come_and_go() -> None:
                                                              "messages": QUESTIONS[0]})
 
         assert ask("pirate").json()["choices"][0]["message"]["content"].startswith("Arr!")
+        figures = client.get("/metrics").text
+        assert 'max_lora="8"' in figures and "# TYPE penstock:adapter_requests_running gauge" in figures
         assert ask("pirate").json()["model"] == "pirate"
         assert ask("telegram").status_code == 404
         listed = {one["id"]: one["parent"] for one in client.get("/v1/models").json()["data"]}

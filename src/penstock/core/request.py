@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.core.errors import RequestError
 from penstock.core.sampling import SamplingParams
 from penstock.core.service import BUILT_IN
 
@@ -265,6 +266,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     """The model of step time: the weights of `core/steptime.py::TERMS`, in seconds."""
     step_time_error: float = 0.0
     """Its recent error: |predicted - measured| / measured, on average."""
+    adapters: dict[str, list[int]] = {}
+    """Sequences by the digest of their adapter: how many run, how many wait."""
 
     def count_draft(self, accepted: int) -> None:
         """Counts a segment with drafts, of which the first `accepted` were kept."""
@@ -274,6 +277,13 @@ class EngineStats(msgspec.Struct, array_like=True):
         places += [0] * (accepted - len(places))
         for place in range(accepted):
             places[place] += 1
+
+
+def ended(request: Request, reason: str, error: RequestError | None) -> list[Update]:
+    """The final updates of a request that never reached the scheduler."""
+    message, status = (None, 500) if error is None else (error.message, error.status)
+    return [Update(request.id, index, [], finish_reason=reason, error=message, status=status)
+            for index in range(request.params.n)]
 
 
 class Adapter(msgspec.Struct, array_like=True, frozen=True):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.checkpoint import resolve_folder
+from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, ModelError, PenstockError, RequestError
-from penstock.core.request import Adapter, Request
+from penstock.core.request import Adapter, EngineStats, Request, Update, ended
 from penstock.engine.ranks import Rank, RankGroup
 from penstock.scheduler.scheduler import Scheduler
+
+_WAIT_SECONDS = 0.005
+"""The longest that an otherwise idle turn waits for an adapter."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +38,34 @@ def located(name: str, folder: str) -> str:
 
 
 class Adapters:
-    """The engine's own record. Used only from the engine's thread."""
+    """The engine's own record, of all adapters that are served and of those in host memory. Of these the least recently used
+    leave when others come, and are read again for the next request; `lora_modules` stay. Used only from the engine's thread."""
 
-    def __init__(self, rank: Rank, scheduler: Scheduler, enabled: bool, most: int, elsewhere: Callable[[], bool]) -> None:
-        """most: the most adapters in host memory. `elsewhere`: whether requests have been taken in that the scheduler does not
-        know now, because they wait for a grammar or for the next round of a beam search."""
-        self._rank = rank
-        self._scheduler = scheduler
-        self._enabled = enabled
-        self._most = most
-        self._elsewhere = elsewhere
+    def __init__(self, rank: Rank, scheduler: Scheduler, options: EngineOptions, elsewhere: Callable[[], list[Request]],
+                 go_on: Callable[[Request], None]) -> None:
+        """`elsewhere`: requests that were taken in and that the scheduler may not know now, because they wait for a grammar or
+        for the next round of a beam search. `go_on`: takes in a request whose adapter has come."""
+        self._rank, self._scheduler, self._elsewhere, self._go_on = rank, scheduler, elsewhere, go_on
+        self._enabled, self._most = options.enable_lora, options.max_cpu_loras
         self._names: dict[str, int] = {}
         """By digest: how often it was added and not yet removed."""
+        self._folders: dict[str, str] = {}
+        """Where each is read again."""
+        self._resident: dict[str, None] = {}
+        """Those in host memory, least recently used first."""
+        self._pinned: set[str] = set()
         self._pool = ThreadPoolExecutor(1, "penstock-adapters")
-        self._loading: list[Future[str]] = []
-        """Adapters that are being read, on another thread."""
+        self._loading: dict[Future[str], str] = {}
+        """Folders that are being read, on another thread, and not yet served."""
+        self._waiting: dict[str, list[Request]] = {}
+        """Requests by the adapter that they wait for."""
+        self._coming: tuple[str, Future[str]] | None = None
+        """The one of these adapters that is being read."""
+        self._updates: list[Update] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._updates)
 
     def close(self) -> None:
         """Reads no more."""
@@ -56,38 +73,43 @@ class Adapters:
 
     def add(self, folder: str) -> str:
         """Reads an adapter folder. Returns its digest. RequestError 400 if it cannot be used."""
-        self._check_room()
-        return self._note(self._read(folder))
+        self._check()
+        return self._note(self._read(folder), folder)
 
     def load(self, folder: str) -> Future[str]:
         """Begins to read an adapter folder while steps run. `take` must be given the result."""
-        self._check_room()
-        if isinstance(self._rank, RankGroup):
-            # Its ranks hear of it between two steps.
-            found: Future[str] = Future()
-            found.set_result(self._read(folder))
-        else:
-            found = self._pool.submit(self._read, folder)
-        self._loading.append(found)
+        self._check()
+        found = self._begin(folder)
+        self._loading[found] = folder
         return found
 
     def take(self, found: Future[str]) -> str:
         """The digest of an adapter that has been read. RequestError as in `add`."""
-        self._loading.remove(found)
-        return self._note(found.result())
+        folder = self._loading.pop(found)
+        return self._note(found.result(), folder)
 
-    def _note(self, name: str) -> str:
+    def _begin(self, folder: str) -> Future[str]:
+        if not isinstance(self._rank, RankGroup):
+            return self._pool.submit(self._read, folder)
+        # Its ranks hear of it between two steps.
+        found: Future[str] = Future()
+        try:
+            found.set_result(self._read(folder))
+        except RequestError as error:
+            found.set_exception(error)
+        return found
+
+    def _note(self, name: str, folder: str) -> str:
         self._names[name] = self._names.get(name, 0) + 1
+        self._folders[name] = folder
+        self._resident[name] = None
+        self._clear()
         return name
 
-    def _check_room(self) -> None:
+    def _check(self) -> None:
         if not self._enabled:
             raise RequestError("this server takes no adapters; start it with --enable-lora", param="lora_name",
                                code="lora_not_enabled")
-        self._clear()
-        if len(self._names) + len(self._loading) >= self._most:
-            raise RequestError(f"{len(self._names)} adapters are loaded, and no more fit (--max-cpu-loras); unload one first",
-                               param="lora_name", code="too_many_adapters")
 
     def _read(self, folder: str) -> str:
         try:
@@ -107,6 +129,10 @@ class Adapters:
                 found.append(Adapter(name, place, self.add(place)))
             except RequestError as error:
                 raise ConfigError(error.message) from None
+            self._pinned.add(found[-1].digest)
+        if len(self._pinned) > self._most:
+            raise ConfigError(f"lora_modules has {len(self._pinned)} adapters, which stay in host memory, and max_cpu_loras is "
+                              f"{self._most}; raise it, or serve some by lora_dir")
         return found
 
     def remove(self, name: str) -> None:
@@ -115,18 +141,101 @@ class Adapters:
             self._names[name] -= 1
         self._clear()
 
-    def check(self, request: Request) -> None:
-        """RequestError 404 if the request names an adapter that is not there."""
-        if request.adapter and not self._names.get(request.adapter):
+    def hold(self, request: Request) -> bool:
+        """Takes a request whose adapter must be read first, and returns True; `admit` passes it on. False if it need not wait.
+        RequestError 404 if the request names an adapter that is not there."""
+        name = request.adapter
+        if name and not self._names.get(name):
             raise RequestError("the adapter of this request has been unloaded", param="model", code="model_not_found",
                                status=404)
+        if not name or name in self._resident:
+            if name:
+                self._resident[name] = self._resident.pop(name)
+            return False
+        self._scheduler.admission.check(request)
+        waiting, most = sum(map(len, self._waiting.values())), self._scheduler.limits.max_queued
+        if waiting >= most:
+            raise RequestError(f"{waiting} requests are waiting for their adapters and at most {most} may "
+                               "(--max-num-queued-reqs); try again later", code="queue_full", status=503)
+        self._waiting.setdefault(name, []).append(request)
+        return True
 
-    def _clear(self) -> None:
-        """Forgets removed adapters that no request uses any more. Not while one is read, which might be the same."""
-        if self._loading or self._elsewhere():
-            return
-        used = {sequence.request.adapter for sequence in self._scheduler.live}
-        for name in [name for name, count in self._names.items() if count <= 0 and name not in used]:
-            del self._names[name]
-            self._scheduler.queues.adapters.forget(name)
-            self._rank.drop_adapter(name)
+    def abort(self, ids: Iterable[str]) -> None:
+        """Ends requests that wait here; others are ignored."""
+        gone = set(ids)
+        for name, requests in list(self._waiting.items()):
+            for request in [request for request in requests if request.id in gone]:
+                requests.remove(request)
+                self._updates += ended(request, "abort", None)
+            if not requests:
+                del self._waiting[name]
+
+    def admit(self) -> None:
+        """Passes on requests whose adapter has been read, and begins to read the next one. Waits briefly if there is nothing
+        else to do."""
+        if self._coming is not None:
+            name, found = self._coming
+            if not self._scheduler.busy:
+                wait([found], _WAIT_SECONDS)
+            if found.done():
+                self._coming = None
+                self._arrived(name, found)
+        if self._waiting and self._coming is None and self._clear(1):
+            name = next(iter(self._waiting))
+            self._coming = name, self._begin(self._folders[name])
+
+    def _arrived(self, name: str, found: Future[str]) -> None:
+        error = None
+        try:
+            if (digest := found.result()) == name:
+                self._resident[name] = None
+            else:
+                if digest not in self._resident:
+                    self._rank.drop_adapter(digest)
+                error = RequestError(f"the adapter's files in {self._folders[name]} have changed; load it again", status=409,
+                                     code="adapter_changed")
+        except RequestError as refused:
+            error = refused
+        for request in self._waiting.pop(name, []):
+            try:
+                if error is not None:
+                    raise error
+                self._go_on(request)
+            except RequestError as refused:
+                self._updates += ended(request, "error", refused)
+
+    def take_updates(self) -> list[Update]:
+        """The final updates, since the last call, of requests that ended here."""
+        updates, self._updates = self._updates, []
+        return updates
+
+    def count(self, stats: EngineStats) -> None:
+        """Fills in how many sequences of each adapter run and wait."""
+        found: dict[str, list[int]] = {}
+        for sequence in self._scheduler.live if self._enabled else ():
+            if sequence.request.adapter:
+                found.setdefault(sequence.request.adapter, [0, 0])[sequence.row < 0] += 1
+        for name, requests in self._waiting.items():
+            found.setdefault(name, [0, 0])[1] += sum(request.params.n for request in requests)
+        stats.adapters = found
+
+    def _clear(self, more: int = 0) -> bool:
+        """Forgets removed adapters, and takes the least recently used out of host memory until `more` fit beside the others,
+        as far as no request uses them. Returns whether they fit. Not while one is read, which might be the same."""
+        over = len(self._resident) + more - self._most
+        if self._loading:
+            return over <= 0
+        used = {request.adapter for request in (*self._elsewhere(), *(one.request for one in self._scheduler.live))}
+        for name in [*self._resident, *(name for name in self._names if name not in self._resident)]:
+            removed = self._names[name] <= 0 and name not in self._waiting
+            if name in used or not (removed or (over > 0 and name in self._resident and name not in self._pinned)):
+                continue
+            if removed:
+                del self._names[name], self._folders[name]
+                self._pinned.discard(name)
+            if name in self._resident:
+                del self._resident[name]
+                over -= 1
+                self._scheduler.queues.adapters.forget(name)
+                self._rank.drop_adapter(name)
+        return over <= 0 or self._pinned.issuperset(self._resident)

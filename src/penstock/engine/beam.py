@@ -157,6 +157,11 @@ class BeamSearches:
                 self._end(running, "abort")
 
     @property
+    def requests(self) -> list[Request]:
+        """Those of running searches."""
+        return [running.request for running in self._running.values()]
+
+    @property
     def busy(self) -> bool:
         """True if there are running searches, or updates of ended ones."""
         return bool(self._running or self._news)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.core.errors import RequestError
-from penstock.core.request import EngineStats, Request, Update
+from penstock.core.request import EngineStats, Request, Update, ended
 from penstock.grammar.compiling import Compiler
 from penstock.grammar.masker import Masker
 from penstock.scheduler.scheduler import Scheduler
@@ -31,6 +31,11 @@ class Constraints:
     def busy(self) -> bool:
         return bool(len(self._compiler) or self._updates)
 
+    @property
+    def requests(self) -> list[Request]:
+        """Those that wait."""
+        return self._compiler.waiting()
+
     def hold(self, request: Request) -> bool:
         """Takes a request that must wait for its grammar, and returns True; `admit` passes it to the scheduler later. False if
         the request need not wait. RequestError if the scheduler would refuse it."""
@@ -50,7 +55,7 @@ class Constraints:
     def abort(self, ids: Iterable[str]) -> None:
         """Ends requests that wait here; others are ignored."""
         for request in self._compiler.abort(ids):
-            self._end(request, "abort", None)
+            self._updates += ended(request, "abort", None)
 
     def admit(self) -> None:
         """Passes requests whose grammars are ready to the scheduler. Waits briefly for one if there is nothing else to do."""
@@ -63,7 +68,7 @@ class Constraints:
                 except RequestError as refused:
                     error = refused
             if error is not None:
-                self._end(request, "error", error)
+                self._updates += ended(request, "error", error)
 
     def take_updates(self) -> list[Update]:
         """The final updates, since the last call, of requests that never reached the scheduler."""
@@ -80,8 +85,3 @@ class Constraints:
     def close(self) -> None:
         """Stops the threads."""
         self._compiler.close()
-
-    def _end(self, request: Request, reason: str, error: RequestError | None) -> None:
-        message, status = (None, 500) if error is None else (error.message, error.status)
-        self._updates += [Update(request.id, index, [], finish_reason=reason, error=message, status=status)
-                          for index in range(request.params.n)]

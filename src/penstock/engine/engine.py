@@ -116,8 +116,8 @@ class Engine:
         self.view = View(self.scheduler)
         self.executor: Executor = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)
         undo.callback(self._end)
-        self.adapters = Adapters(self.rank, self.scheduler, options.enable_lora, options.max_cpu_loras,
-                                 lambda: self.beams.busy or self.constraints.busy)
+        self.adapters = Adapters(self.rank, self.scheduler, options,
+                                 lambda: [*self.beams.requests, *self.constraints.requests], self._take_in)
         undo.callback(self.adapters.close)
         folder = None if options.skip_tokenizer_init else tokenizer_folder(options, survey.folder)
         self.constraints = Constraints(self.scheduler, survey.vocab_size, folder)
@@ -146,7 +146,11 @@ class Engine:
         request.params.check_vocabulary(self.info.vocab_size)
         if request.params.seed is None:
             raise RequestError("the engine needs a seed; the frontend draws one", param="seed")
-        self.adapters.check(request)
+        if not self.adapters.hold(request):
+            self._take_in(request)
+
+    def _take_in(self, request: Request) -> None:
+        """Goes on with a request whose adapter is there."""
         if request.params.beam_width:
             self.scheduler.admission.check(request)
             self.beams.start(request, self.info.vocab_size)
@@ -162,6 +166,7 @@ class Engine:
         ids = list(ids)
         self.beams.abort(ids)
         self.constraints.abort(ids)
+        self.adapters.abort(ids)
         self._abort(ids)
 
     def _add(self, request: Request) -> None:
@@ -200,7 +205,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or self.beams.busy or self.constraints.busy
+        return self.scheduler.busy or self.beams.busy or self.constraints.busy or self.adapters.busy
 
     @property
     def writing(self) -> bool:
@@ -220,6 +225,7 @@ class Engine:
         if self._naming.pending and (name := self._naming.poll()) is not None:
             self.scheduler.cache.name(name)
             self.info.cache_identity = name
+        self.adapters.admit()
         self.constraints.admit()
         plan = self.scheduler.plan(time.time())
         self.scheduler.stats.plan_seconds += time.perf_counter() - began
@@ -234,6 +240,7 @@ class Engine:
         if self.events is not None:
             self.events.flush()
         updates = self.beams.through(self.scheduler.take_updates()) + self.constraints.take_updates()
+        updates += self.adapters.take_updates()
         if sys.flags.dev_mode and not self.busy:
             # While idle, check that every page is accounted for (python -X dev).
             self.scheduler.check()
@@ -272,6 +279,7 @@ class Engine:
         stats = self.scheduler.snapshot(time.time())
         stats.cache_identity = self.info.cache_identity
         self.constraints.count(stats)
+        self.adapters.count(stats)
         return stats
 
     def close(self) -> None:

@@ -346,7 +346,10 @@ def _summed(given: Sequence[Counts], **others: Any) -> Counts:
 
 
 def _added(values: list[Any]) -> Any:
-    """Their sum; that of lists element by element, where shorter ones end in zeros."""
+    """Their sum; that of lists element by element, where shorter ones end in zeros, and of dicts key by key."""
+    if isinstance(values[0], dict):
+        keys = dict.fromkeys(key for one in values for key in one)
+        return {key: _added([one[key] for one in values if key in one]) for key in keys}
     if not isinstance(values[0], list):
         return sum(values)
     longest = max(map(len, values))

@@ -79,6 +79,9 @@ class Compiler:
         """Returns the number of waiting requests."""
         return len(self._waiting)
 
+    def waiting(self) -> list[Request]:
+        return list(self._waiting.values())
+
     def waits(self, request_id: str) -> bool:
         return request_id in self._waiting
 

@@ -129,7 +129,7 @@ class Admission:
     def admit(self, step: InFlight, budget: int, now: float) -> int:
         """Admits waiting sequences to rows and to the step. Returns what is left of the budget."""
         queues, policy = self._queues, self._queues.policy
-        blocked, load, full = list[Sequence](), step.decode, False
+        blocked, tries, load, full, closed = list[Sequence](), 0, step.decode, False, False
         for sequence in self._in_turn(blocked) if queues.rows and queues.waiting else ():
             if not queues.rows or budget <= 0:
                 break
@@ -142,14 +142,21 @@ class Admission:
                 sequence.enter("cache" if waits else "queued", now)
             if waits:
                 continue
+            adapter = sequence.request.adapter
+            if adapter and (closed or not queues.adapters.has_room(adapter)):
+                # It holds up no others, until it was passed so often that those with adapters must leave it a slot.
+                blocked.append(sequence)
+                closed = closed or sequence.passed >= PASSES
+                continue
             load = Load(load.segments + 1, load.tokens + 1, load.read + sequence.prompt_len)
             full = not policy.bearable(load, step.tightest)
             if full:
                 break
-            count = self._find_room(sequence, budget) if queues.adapters.has_room(sequence.request.adapter) else 0
+            count = self._find_room(sequence, budget)
             if not count:
                 blocked.append(sequence)
-                if len(blocked) >= TRIES or sequence.passed >= PASSES:
+                tries += 1
+                if tries >= TRIES or sequence.passed >= PASSES:
                     break
                 continue
             for passed in blocked:

@@ -104,10 +104,20 @@ class EngineCollector(Collector):
         uneven = [max(picks) * len(picks) / max(1, sum(picks)) for picks in stats.expert_picks]
         yield self._by(GaugeMetricFamily, "penstock:expert_imbalance",
                        "Picks of a layer's most picked expert over the mean: 1 is even.", "layer", enumerate(uneven))
-        lora = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that run and wait.",
+        yield from self._adapters()
+
+    def _adapters(self) -> Iterator[Metric]:
+        stats, names = self.llm.stats, {adapter.digest: name for name, adapter in self.llm.adapters.items()}
+        counts = {names.get(digest, digest[:12]): both for digest, both in stats.adapters.items()}
+        running, waiting = (",".join(sorted(name for name, both in counts.items() if both[i])) for i in (0, 1))
+        lora = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that run and wait; the value is the time.",
                                  labels=("model_name", "max_lora", "waiting_lora_adapters", "running_lora_adapters"))
-        lora.add_metric((self.values[0], "0", "", ""), 0)
+        options = self.llm.options
+        lora.add_metric((self.values[0], str(options.max_loras if options.enable_lora else 0), waiting, running), stats.time)
         yield lora
+        for i, state in enumerate(("running", "waiting")):
+            yield self._by(GaugeMetricFamily, f"penstock:adapter_requests_{state}", f"Sequences of an adapter, {state}.",
+                           "adapter", ((name, both[i]) for name, both in counts.items()))
 
     def _counters(self) -> Iterator[Metric]:
         stats, figures = self.llm.stats, self.llm.figures
