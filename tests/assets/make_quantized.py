@@ -1,6 +1,6 @@
 """Makes tests/assets/quantized: one tiny Llama, quantized by the packages that people use. Not run by tests.
 
-    pip install compressed-tensors bitsandbytes accelerate
+    pip install compressed-tensors bitsandbytes accelerate torchao
     python tests/assets/make_quantized.py OUT
 
 Beside each model, expected.json has the SHA-256 of every matrix as the package itself dequantizes it, and transformers' greedy
@@ -119,6 +119,33 @@ def plain_of(made: Any) -> Any:
     return found.eval()
 
 
+def torchao(out: Path) -> None:
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        IntxWeightOnlyConfig,
+        MappingType,
+        PerGroup,
+    )
+    from transformers import TorchAoConfig
+
+    model().save_pretrained(out / "plain")
+    kinds = {"torchao-int8": Int8DynamicActivationInt8WeightConfig(), "torchao-fp8": Float8WeightOnlyConfig(),
+             "torchao-int4": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
+             "torchao-int3": IntxWeightOnlyConfig(weight_dtype=torch.int3, granularity=PerGroup(64),
+                                                  mapping_type=MappingType.ASYMMETRIC)}
+    for name, kind in kinds.items():
+        config = TorchAoConfig(kind)
+        made = AutoModelForCausalLM.from_pretrained(out / "plain", quantization_config=config, dtype=torch.bfloat16,
+                                                    device_map="cpu")
+        made.save_pretrained(out / name)
+        matrices = {f"{at}.weight": part.weight.dequantize() for at, part in made.named_modules()
+                    if isinstance(part, torch.nn.Linear) and hasattr(part.weight, "dequantize") and at != "lm_head"}
+        plain = model()
+        plain.load_state_dict({**plain.state_dict(), **matrices})
+        expect(out / name, "torchao", matrices, plain)
+
+
 def bitsandbytes(out: Path) -> None:
     from bitsandbytes.functional import dequantize_4bit
 
@@ -143,5 +170,5 @@ def bitsandbytes(out: Path) -> None:
 if __name__ == "__main__":
     OUT = Path(sys.argv[1])
     OUT.mkdir(parents=True, exist_ok=True)
-    for make in (compressed, bitsandbytes):
+    for make in (compressed, bitsandbytes, torchao):
         make(OUT)

@@ -73,9 +73,10 @@ def test_matrices_are_what_the_package_dequantizes(name: str) -> None:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_greedy_tokens_are_transformers(name: str) -> None:
-    """Where activations are quantized too, the first tokens suffice: transformers' model here does not quantize them."""
+    """Where activations are quantized too, the first tokens suffice: transformers' model here does not quantize them. The same
+    goes for matrices that it rounds to bfloat16 while ours are float32."""
     expected = json.loads((ASSETS / name / "expected.json").read_text())
-    count = 4 if name in ("ct-int8", "ct-fp8-channel") else len(expected["greedy"])
+    count = 4 if name in ("ct-int8", "ct-fp8-channel", "torchao-int8", "torchao-int4") else len(expected["greedy"])
     assert greedy(ASSETS / name, expected["prompt"], count) == expected["greedy"][:count]
 
 
@@ -165,6 +166,22 @@ def fp4(suffix: str, block: int) -> Writer:
     return write
 
 
+def torchao_int4(_name: str, shape: tuple[int, int], random: np.random.Generator) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    """Two signed codes a byte; a number is code * scale + zero, exact with these scales."""
+    n, k, group = *shape, 64
+    codes = random.integers(-8, 8, (n, k))
+    scale = 2.0 ** random.integers(-7, -3, (k // group, n))
+    zero = scale * random.integers(-8, 8, scale.shape) / 2
+    packed = (codes[:, ::2] & 15 | codes[:, 1::2] << 4).astype(np.int8)
+    wide = (one.T.repeat(group, 1) for one in (scale, zero))
+    return {"_weight_qdata": torch.from_numpy(packed), "_weight_scale": torch.from_numpy(scale).bfloat16(),
+            "_weight_zero_point": torch.from_numpy(zero).bfloat16()}, (codes * next(wide) + next(wide)).astype(np.float32)
+
+
+def torchao_config(kind: str, **data: Any) -> dict[str, Any]:
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": data}}}
+
+
 QUARK_FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 FORMULAS: dict[str, tuple[dict[str, Any], Writer]] = {
     "gptq-4": ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False}, gptq(4, 64, True, False, False)),
@@ -189,6 +206,8 @@ FORMULAS: dict[str, tuple[dict[str, Any], Writer]] = {
     "modelopt-nvfp4": ({"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}, fp4("weight_scale", 16)),
     "quark-fp8": ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}},
                   fp8("weight_scale", "row")),
+    "torchao-int4": (torchao_config("FqnToConfig", fqn_to_config={
+        "_default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 64}}, "lm_head": None}), torchao_int4),
     "quark-mxfp4": ({"quant_method": "quark", "global_quant_config": {"weight": QUARK_FP4}}, fp4("weight_scale", 32)),
 }
 
@@ -303,6 +322,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format is 'marlin-24'; possible are 'dense'"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type is 'af4'"),
     ({"quant_method": "fp8", "activation_scheme": "sometimes"}, "activation_scheme is 'sometimes'; possible are 'dynamic'"),
+    ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "quant_type is 'int8_weight_only'; possible is a config"),
+    (torchao_config("UIntXWeightOnlyConfig"), "_type is 'UIntXWeightOnlyConfig'; possible are 'Int8WeightOnlyConfig'"),
+    (torchao_config("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d"), "TILE_PACKED_TO_4D"),
+    (torchao_config("Int8WeightOnlyConfig", granularity={"_type": "PerTensor"}), "possible are PerRow, PerAxis"),
 ])
 def test_unknown_settings_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match="quantization_config: ") as caught:

@@ -114,20 +114,18 @@ class Translated(Checkpoint):
         modules: dict[str, _Module] = {}
         others: dict[str, Stored] = {}
         forms: dict[str, tuple[Form, Change | None, int, int] | None] = {}
-        endings = sorted((suffix if suffix.startswith("_") else f".{suffix}" for suffix in reader.suffixes), key=len,
-                         reverse=True)
+        endings = sorted(((suffix if suffix[0] in "._" else f".{suffix}", suffix) for suffix in reader.suffixes),
+                         key=lambda pair: -len(pair[0]))
         for name, stored in self._raw.items():
             if _CACHE_SCALES.fullmatch(name):
                 continue
-            ending = next((ending for ending in endings if name.endswith(ending)), None)
-            stem = name[:-len(ending)] if ending else name
-            if ending is None and reader.bare:
-                ending = ".weight"
-            if ending is not None and stem not in forms:
+            ending, suffix = next((pair for pair in endings if name.endswith(pair[0])), ("", "weight" if reader.bare else ""))
+            stem = name.removesuffix(ending)
+            if suffix and stem not in forms:
                 self._linears += [stem] if len(stored.shape) == 2 and "embed" not in stem else []
                 forms[stem] = _form_of(stem, rules, reader, shapes)
-            found = forms.get(stem) if ending is not None else None
-            if ending is None or found is None:
+            found = forms.get(stem) if suffix else None
+            if found is None:
                 adjust = reader.adjust(name)
                 if adjust is not None:
                     self._adjusted[name] = adjust
@@ -135,7 +133,7 @@ class Translated(Checkpoint):
                 continue
             form, change, n, k = found
             module = modules.setdefault(stem, _Module(form, {}, change, n, k))
-            module.raw[ending.removeprefix(".")] = stored
+            module.raw[suffix] = stored
         return modules, others
 
     def modules(self) -> dict[str, Form]:
