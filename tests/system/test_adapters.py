@@ -73,6 +73,14 @@ def answers(llm: LLM, questions: list[Any], adapters: Any = None) -> list[Any]:
 OPTIONS: dict[str, Any] = {"model": "canary", "dtype": "float32", "max_model_len": 512, "threads": 1, "enable_lora": True}
 
 
+def test_room_is_made_for_the_largest_rank_of_those_given(tmp_path: Path) -> None:
+    given = made(tmp_path / "wide", 1, 20, {"rank_pattern": {"nothing": 24}})
+    with LLM(**OPTIONS, lora_modules=[f"wide={given}"]) as llm:
+        assert llm.engine.config.adapters == (8, 24) and llm.engine.info.adapters[0].name == "wide"
+        with pytest.raises(RequestError, match="at most 24"):
+            answers(llm, QUESTIONS[:1], LoRARequest("wider", 1, str(made(tmp_path / "wider", 1, 25))))
+
+
 def test_each_adapter_answers_as_the_model_it_was_merged_into(tmp_path: Path) -> None:
     """Both of canary's, and random ones of another rank and scaling, all of them and the base mixed in one batch."""
     stable = made(tmp_path / "stable", 3, 4, {"lora_alpha": 4, "use_rslora": True})

@@ -92,7 +92,11 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         kernels=options.kernels, batch_invariant=gpu and options.batch_invariant,
         graph_tokens=min(budget, graph_tokens(parameters)) if gpu and not options.enforce_eager else 0,
         speculation=drafting, stages=stages,
-        adapters=(options.max_loras, options.max_lora_rank) if options.enable_lora else None)
+        adapters=(options.max_loras, options.max_lora_rank or LORA_RANK) if options.enable_lora else None)
+
+
+LORA_RANK = 16
+"""Of adapters, unless larger ones are served from the start."""
 
 
 def graph_tokens(parameters: int) -> int:

@@ -140,7 +140,8 @@ class EngineOptions:
     lora_modules: list[str] = option([], "an adapter to serve from the start, as NAME=FOLDER", group=ADAPTERS)
     max_loras: int = option(8, "maximum adapters in the device's memory; requests for others wait", group=ADAPTERS, least=1)
     max_cpu_loras: int = option(1024, "maximum adapters in host memory", group=ADAPTERS, least=1)
-    max_lora_rank: int = option(16, "maximum rank of an adapter", group=ADAPTERS, least=1)
+    max_lora_rank: int | None = option(None, "maximum rank of an adapter (default: that of lora_modules, or 16)",
+                                       group=ADAPTERS, least=1)
     device: str = option("auto", "auto, cpu, cuda or cuda:N; with several ranks N is the first one's", group=EXECUTION)
     tensor_parallel_size: int = option(1, "devices (on a CPU: processes) that divide every layer among them",
                                        group=PARALLEL, least=1)

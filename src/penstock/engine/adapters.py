@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.checkpoint import resolve_folder
+from penstock.checkpoint.adapter import read_adapter
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, ModelError, PenstockError, RequestError
 from penstock.core.request import Adapter, EngineStats, Request, Update, ended
@@ -37,6 +39,16 @@ def located(name: str, folder: str) -> str:
         raise RequestError(f"the adapter {name!r}: {error}", param="lora_path", code="invalid_adapter", status=404) from None
 
 
+def largest_rank(modules: Sequence[str]) -> int:
+    """The largest rank that adapters, each as NAME=FOLDER, may have; 0 of those that cannot be read, which `start` refuses."""
+    found = [0]
+    for text in modules:
+        with suppress(PenstockError):
+            config = read_adapter(Path(located(text, text.partition("=")[2])))
+            found += [config.rank, *map(int, config.rank_pattern.values())]
+    return max(found)
+
+
 class Adapters:
     """The engine's own record, of all adapters that are served and of those in host memory. Of these the least recently used
     leave when others come, and are read again for the next request; `lora_modules` stay. Used only from the engine's thread."""
@@ -52,7 +64,7 @@ class Adapters:
         self._folders: dict[str, str] = {}
         """Where each is read again."""
         self._resident: dict[str, None] = {}
-        """Those in host memory, least recently used first."""
+        """Adapters in host memory, least recently used first."""
         self._pinned: set[str] = set()
         self._pool = ThreadPoolExecutor(1, "penstock-adapters")
         self._loading: dict[Future[str], str] = {}

@@ -158,7 +158,7 @@ class BeamSearches:
 
     @property
     def requests(self) -> list[Request]:
-        """Those of running searches."""
+        """The requests of running searches."""
         return [running.request for running in self._running.values()]
 
     @property

@@ -33,7 +33,7 @@ class Constraints:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that wait."""
+        """The requests that wait."""
         return self._compiler.waiting()
 
     def hold(self, request: Request) -> bool:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -19,7 +20,7 @@ import numpy as np
 
 from penstock.cache.manager import Cache
 from penstock.config.options import place
-from penstock.config.resolve import memory_limits, plan_memory, resolve
+from penstock.config.resolve import LORA_RANK, memory_limits, plan_memory, resolve
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import names_leave, plan_tiers
 from penstock.core import service
@@ -27,7 +28,7 @@ from penstock.core.errors import ConfigError, RequestError
 from penstock.core.plan import Masks, StepPlan
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.core.steptime import StepTime
-from penstock.engine.adapters import Adapters
+from penstock.engine.adapters import Adapters, largest_rank
 from penstock.engine.beam import BeamSearches
 from penstock.engine.constraints import Constraints
 from penstock.engine.events import CacheEvents, open_events
@@ -84,6 +85,8 @@ class Engine:
     def _start(self, progress: Progress | None, undo: ExitStack) -> None:
         """Starts everything but the rank itself. `undo` collects the clean-up of all that was started."""
         options, survey = self.options, self.rank.survey()
+        if options.max_lora_rank is None:
+            options = replace(options, max_lora_rank=max(LORA_RANK, largest_rank(options.lora_modules)))
         self.config = config = resolve(options, survey.max_positions, survey.dtype, survey.device, survey.parameters)
         self.rank.check(config)
         weights = Weights(options.model, survey.folder, options.load_format, options.seed)

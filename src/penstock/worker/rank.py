@@ -265,7 +265,7 @@ class Rank:
         path, model = Path(folder), self._model
         assert model is not None
         found = adapters.read(path, self._whole, self._place, models.family_of(self._checkpoint)[1].RULES, model.dtype,
-                              self._options.max_lora_rank, model.rows)
+                              self._config.adapters[1] if self._config.adapters is not None else 0, model.rows)
         name = adapter.digest(path)
         self.worker.adapters.host[name] = found
         return name
