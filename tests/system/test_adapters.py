@@ -141,9 +141,13 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
                "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.full((3, 192), float("nan"))},
               alien / "adapter_model.safetensors")
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    resized = made(tmp_path / "resized", 1)
+    frozen = {"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(7, 192)}
+    save_file(load_file(resized / "adapter_model.safetensors") | frozen, resized / "adapter_model.safetensors")
     (empty / "adapter_config.json").unlink()
     with LLM(**OPTIONS) as llm:
         for folder, message in ((cut, "whole safetensors"), (alien, "not finite"), (pickled, "pickle"),
+                                (resized, "vocabulary was resized"),
                                 (empty, "adapter_config"), (tmp_path / "gone", "gone")):
             with pytest.raises(RequestError, match=message):
                 answers(llm, QUESTIONS[:1], LoRARequest("x", 1, str(folder)))

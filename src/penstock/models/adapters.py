@@ -103,6 +103,11 @@ class _Reader:
             module, _, last = name.removesuffix(".weight").rpartition(".")
             if not tensor.dtype.is_floating_point or not bool(tensor.isfinite().all()):
                 self._wrong.append(f"{name} is {tensor.dtype} {list(tensor.shape)}, or has numbers that are not finite")
+            elif last == "base_layer":
+                # PEFT adds the frozen matrix of an adapted embedding or head, for it may have been resized.
+                if tensor.shape != (self._spec.vocab_size, self._spec.width):
+                    self._wrong.append(f"{name} is {list(tensor.shape)}: the vocabulary was resized; this model's matrix is "
+                                       f"{[self._spec.vocab_size, self._spec.width]}")
             elif last in _KINDS:
                 modules.setdefault(module.removeprefix(_PREFIX), {})[_KINDS[last]] = tensor
             else:
