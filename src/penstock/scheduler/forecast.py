@@ -7,7 +7,7 @@ of step time.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 
 from penstock.core.errors import RequestError
 from penstock.core.request import Request
@@ -69,39 +69,42 @@ class Forecast:
             self._tokens = keep * self._tokens + tokens
             self._entered = keep * self._entered + entered
 
-    def seconds(self, request: Request, reading: int, taken: bool) -> float:
+    def seconds(self, request: Request, reading: int, taken: bool, credit: float) -> float:
         """Predicted seconds to the first token of a new request; `reading`: prompt tokens left of the running sequences;
-        `taken`: all rows are, and none would be given up."""
+        `taken`: all rows are, and none would be given up; `credit`: tokens that its class may have before others are owed
+        some."""
         own, service = len(request.prompt_ids), self._classes[request.tier]
-        tokens, entries = _Ahead(), _Ahead()
-        later = []
+        tokens, entries, later = Counter[str](), Counter[str](), list[tuple[float, str, int, int]]()
         for group, count in self.waiting.items():
             tier, _, tenant = group.partition("\n")
             other = self._classes[tier]
             if other.ttft > service.ttft:
                 later.append((other.weight / service.weight, tenant, self.unread[group], count))
                 continue
-            tokens.add(tenant, self.unread[group], request.tenant)
-            entries.add(tenant, count, request.tenant)
+            tokens[tenant] += self.unread[group]
+            entries[tenant] += count
+        # Classes that are due later get their share once this one has used its credit.
+        beyond = max(0.0, 1 - credit / max(1, own + tokens.total()))
         for ratio, tenant, unread, count in later:
-            # Classes that are due later have their share meanwhile, at most.
-            tokens.add(tenant, min(unread, ratio * tokens.tenants[tenant]), request.tenant)
-            entries.add(tenant, min(count, ratio * entries.tenants[tenant]), request.tenant)
+            tokens[tenant] += int(min(unread, beyond * ratio * tokens[tenant]))
+            entries[tenant] += int(min(count, beyond * ratio * entries[tenant]))
         alone = self._times.prompt(own) + taken * self._span / max(1.0, self.ended)
-        if not entries.all:
+        if not entries:
             return alone + self._times.prompt(reading)
-        ahead, before = tokens.fair(), entries.fair()
+        ahead = _fair(tokens, request.tenant)
         # Where none has entered for so long, another will not for as long again.
-        rows = before * self._seconds / max(1.0, self._entered)
+        rows = _fair(entries, request.tenant) * self._seconds / max(1.0, self._entered)
         if self._seconds < _LEAST or not self._tokens:
-            return alone + max(rows, self._times.prompt(int(ahead) + reading))
+            return alone + max(rows, self._times.prompt(ahead + reading))
         return alone + max((ahead + reading) * self._seconds / self._tokens, rows)
 
-    def check(self, sequence: Sequence, group: str, now: float, reading: int, free: bool, taken: bool) -> None:
+    def check(self, sequence: Sequence, group: str, now: float, reading: int, free: bool, taken: bool,
+              credit: float) -> None:
         """RequestError 429 if the queue of the request's class or tenant is full, or if its promise cannot be kept; with the
-        seconds after which it probably could. `free`: nobody waits and there are rows; `taken`: as for `seconds`."""
+        seconds after which it probably could. `free`: nobody waits and there are rows; `taken`, `credit`: as for
+        `seconds`."""
         request, service = sequence.request, self._classes[sequence.request.tier]
-        late = 0.0 if free else now + self.seconds(request, reading, taken) - request.arrival
+        late = 0.0 if free else now + self.seconds(request, reading, taken, credit) - request.arrival
         mine = self.waiting[group]
         many = sum(count for other, count in self.waiting.items() if other.startswith(f"{request.tier}\n"))
         most = service.queue if not request.tenant else service.tenant_queue or max(1, service.queue // 2)
@@ -118,19 +121,6 @@ class Forecast:
                            code="overloaded", status=429, retry=max(1.0, late - _MARGIN * promised))
 
 
-class _Ahead:
-    """Work ahead of a request: of all, and of its own tenant."""
-
-    def __init__(self) -> None:
-        self.all = self.own = 0.0
-        self.tenants: defaultdict[str, float] = defaultdict(float)
-
-    def add(self, tenant: str, amount: float, mine: str) -> None:
-        self.all += amount
-        self.tenants[tenant] += amount
-        if tenant == mine:
-            self.own += amount
-
-    def fair(self) -> float:
-        """Tenants are served by turns: nobody waits for more of another tenant's work than of its own."""
-        return min(self.all, self.own * len(self.tenants))
+def _fair(ahead: Counter[str], mine: str) -> int:
+    """The work ahead of a tenant. Tenants are served by turns: nobody waits for more of another's work than of its own."""
+    return min(ahead.total(), ahead[mine] * len(ahead))

@@ -56,7 +56,7 @@ class Promises(Policy):
         """`tolerance`: tokens by which one may be ahead of the least served without losing its turn."""
         self.classes = classes
         self._times = times
-        self._tolerance = tolerance
+        self._tolerance, self._lenient = tolerance, _LENIENT * tolerance
         self._tenants: dict[str, _Account] = {}
         self._shares: dict[str, dict[str, _Account]] = {}
         """By tenant, then class."""
@@ -101,7 +101,7 @@ class Promises(Policy):
         if not free:
             reading = sum(s.goal - s.planned for s in running if s.goal > s.planned + 1 and s.promise <= sequence.promise)
             taken = taken and not any(self.expendable(s, sequence) for s in running)
-        self._forecast.check(sequence, self.group(sequence), now, reading, free, taken)
+        self._forecast.check(sequence, self.group(sequence), now, reading, free, taken, self._credit(sequence))
 
     def waits(self, sequence: Sequence, change: int) -> None:
         self._forecast.waits(sequence, self.group(sequence), change)
@@ -134,11 +134,17 @@ class Promises(Policy):
 
     def standing(self, group: str) -> Standing:
         tier, _, name = group.partition("\n")
-        shares = self._shares[name]
-        ahead, tolerance = self._tenants[name].had - self._floor, self._tolerance
-        within = 0.0 if len(shares) == 1 else shares[tier].had - _least(shares.values(), shares[tier].had)
-        lenient = _LENIENT * tolerance / self.classes[tier].weight
-        return ahead if ahead > tolerance else 0.0, within if within > lenient else 0.0
+        ahead, within = self._tenants[name].had - self._floor, self._within(tier, name)
+        return ahead if ahead > self._tolerance else 0.0, within if within * self.classes[tier].weight > self._lenient else 0.0
+
+    def _within(self, tier: str, tenant: str) -> float:
+        """The weighted service by which a class is ahead of the least served of its tenant."""
+        shares = self._shares[tenant]
+        return 0.0 if len(shares) == 1 else shares[tier].had - _least(shares.values(), shares[tier].had)
+
+    def _credit(self, sequence: Sequence) -> float:
+        tier = sequence.request.tier
+        return max(0.0, self._lenient - self._within(tier, sequence.request.tenant) * self.classes[tier].weight)
 
     def key(self, sequence: Sequence) -> Key:
         return sequence.request.priority, sequence.promise, sequence.request.arrival, sequence.index
