@@ -36,8 +36,9 @@ _STARTLED = 0.2
 _RESCALED = 1e6
 _SURPRISE = 0.3
 """A step shorter than this part of its prediction weighs no more than one of this length."""
-_SOLVE = 8
-"""Steps that are learned from together, once there have been some."""
+_SOLVE, _SOLVE_MOST, _SOLVE_SECONDS = 8, 64, 0.05
+"""Steps that are learned from together, once there have been some: as many as take 50 ms, so that fitting costs short steps
+little."""
 
 
 class Load(NamedTuple):
@@ -70,6 +71,7 @@ class StepTime:
         self._sums: dict[tuple[int, bool], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
         self._weight, self._recent = 1.0, 0.0
         self._unread: list[tuple[Load, float]] = []
+        self._unread_seconds = 0.0
         self._matrix, self._vector = np.zeros((size, size)), np.zeros(size)
 
     @property
@@ -112,9 +114,12 @@ class StepTime:
         self.steps += 1
         self.longest = max(self.longest, load.tokens)
         self._unread.append((load, seconds))
-        if self.steps < 4 * _SOLVE or len(self._unread) == _SOLVE:
+        self._unread_seconds += seconds
+        unread = len(self._unread)
+        if self.steps < 4 * _SOLVE or unread == _SOLVE_MOST or (unread >= _SOLVE and self._unread_seconds >= _SOLVE_SECONDS):
             loads, measured = zip(*self._unread, strict=True)
             self._unread.clear()
+            self._unread_seconds = 0.0
             self._fit(loads, np.array(measured))
 
     def _fit(self, loads: Sequence[Load], seconds: npt.NDArray[np.float64]) -> None:
