@@ -21,6 +21,7 @@ from tests.system.random_models import saved_head
 from tests.system.served import served
 
 ASSETS = Path(__file__).parents[1] / "assets"
+CANARY = ASSETS.parents[1] / "src/penstock/canary/model"
 EAGLE, LATENT = ASSETS / "canary-eagle", ASSETS / "canary-mla"
 FIXED = {"draft_policy": "fixed", "threads": 1, "max_model_len": 2048}
 ITEMS = [item for skill in suite.SKILLS if "4k" not in skill for item in suite.prompts(skill, 4)
@@ -120,9 +121,36 @@ def test_layouts_of_multi_token_prediction(kind: str, layer: str, extra: dict[st
 
 
 def test_a_random_head_of_the_first_version_changes_nothing(tmp_path: Path) -> None:
-    head = saved_head(ASSETS.parents[1] / "src/penstock/canary/model", tmp_path, 1)
+    head = saved_head(CANARY, tmp_path, 1)
     drafted, tokens, drafts = asked(model="canary", speculative_model=str(head), num_speculative_tokens=3)
     assert drafted == asked(model="canary")[0] and drafts > 200 and tokens < 1.5
+
+
+@pytest.mark.parametrize("names", [("{0}.0.linear.weight", "{0}.0.linear.bias", "{0}.1.weight"),
+                                   ("blocks.{0}.layers.0.weight", "blocks.{0}.layers.0.bias", "lm_heads.{0}.weight")],
+                         ids=["medusa", "vllm"])
+def test_medusa_heads_change_nothing_and_read_the_state_of_the_last_token(names: tuple[str, str, str], tmp_path: Path) -> None:
+    """Layers that add nothing, and logits in which "7" and the space have changed places in the first head alone."""
+    embedding = load_file(CANARY / "model.safetensors")["model.embed_tokens.weight"].float()
+    width = embedding.shape[1]
+    tensors = {name.format(head): torch.zeros(shape) for head in range(2) for name, shape in zip(
+        names, ((width, width), (width,), (0,)), strict=True)}
+    changed = embedding.clone()
+    changed[[25, 223]] = embedding[[223, 25]]
+    tensors |= {names[2].format(0): changed, names[2].format(1): embedding}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2}))
+    prompt = [{"role": "user", "content": "Repeat after me: 7 7 7 7 7 7 7 7 7 7 7 7"}]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    said, accepted = [], 0
+    for options in ({}, {"speculative_model": str(tmp_path), "num_speculative_tokens": 2}):
+        llm = LLM("canary", dtype="float32", **FIXED, **options)
+        said.append(list(llm.chat(prompt, params, use_tqdm=False)[0].outputs[0].token_ids))
+        accepted = llm.engine.stats().accepted_tokens
+        llm.close()
+    assert said[0] == said[1] and said[0][:6] == [25, 223] * 3 and accepted >= 10
+    with pytest.raises(PenstockError, match="has 2 Medusa heads"):
+        LLM("canary", speculative_model=str(tmp_path), num_speculative_tokens=3, **FIXED)
 
 
 def _changed(out: Path, **config: Any) -> str:

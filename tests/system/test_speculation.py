@@ -123,7 +123,8 @@ def test_options_in_vllms_spelling() -> None:
     assert asked(model="[ngram]", prompt_lookup_min=6) == Speculation("ngram", longest=6, shortest=6)
     assert speculation(EngineOptions(speculate="auto")) == Speculation("auto")
     assert speculation(EngineOptions(speculative_model="x", draft_policy="fixed")) == Speculation("auto", "x", adaptive=False)
-    for config, message in (({"method": "medusa"}, "possible are"), ({"method": "ngram", "model": "x"}, "takes no draft model"),
+    for config, message in (({"method": "lookahead"}, "possible are"),
+                            ({"method": "ngram", "model": "x"}, "takes no draft model"),
                             ({"method": "draft_model"}, "needs the draft model"), ({"modell": "x"}, "similar is model"),
                             ({"method": "ngram", "num_speculative_tokens": 0}, "1 to 64"),
                             ({"method": "ngram", "prompt_lookup_min": 9, "prompt_lookup_max": 3}, "at most the second"),

@@ -125,9 +125,10 @@ class EngineOptions:
     depth: int | None = option(None, "steps in flight: 1 waits for each step, 2 (the default) plans the next one meanwhile",
                                group=SCHEDULING, least=1)
     speculate: str = option("off", "draft several tokens and verify them in one step: ngram finds them in the text so far, "
-                            "suffix in earlier answers too, draft_model asks a small model, eagle and eagle3 a head, mtp the "
-                            "checkpoint's own layer; auto takes speculative_model, else the own layer, else suffix",
-                            ("off", "auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"), group=SPECULATION)
+                            "suffix in earlier answers too, draft_model asks a small model, eagle, eagle3 and medusa heads, "
+                            "mtp the checkpoint's own layer; auto takes speculative_model, else the own layer, else suffix",
+                            ("off", "auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp"),
+                            group=SPECULATION)
     speculative_model: str | None = option(None, "folder or hub id of a draft model (of the same tokenizer) or draft head",
                                            group=SPECULATION)
     num_speculative_tokens: int | None = option(None, "maximum tokens drafted at once (default: 5)", group=SPECULATION,

@@ -15,7 +15,7 @@ from penstock.core.errors import ConfigError
 
 _TOKENS = 5
 """Default of the most tokens drafted at once."""
-METHODS = ("auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
+METHODS = ("auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
 _NAMES = {**{name: name for name in METHODS}, "[ngram]": "ngram",
           **{f"{family}_mtp": "mtp" for family in ("deepseek", "ernie", "glm4_moe", "mimo")}}
 """Methods, by their names in vLLM's configuration and in ours."""
@@ -31,7 +31,7 @@ class Speculation:
     """The drafter and its parameters."""
 
     method: str
-    """ngram, suffix, draft_model, eagle, eagle3 or mtp; auto: what there is (`worker/drafters/loading.py::survey`)."""
+    """ngram, suffix, draft_model, eagle, eagle3, medusa or mtp; auto: what there is (`worker/drafters/loading.py::survey`)."""
     model: str | None = None
     """Folder or hub id of the draft model or head."""
     tokens: int = _TOKENS
@@ -93,7 +93,7 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
 def _checked(found: Speculation) -> Speculation:
     """Refuses what contradicts itself."""
     method = found.method
-    if method in ("draft_model", "eagle", "eagle3") and found.model is None:
+    if method in ("draft_model", "eagle", "eagle3", "medusa") and found.model is None:
         raise ConfigError(f"speculate {method} needs the draft model: --speculative-model FOLDER or a hub id")
     if method in ("ngram", "suffix", "mtp") and found.model is not None:
         raise ConfigError(f"speculate {method} takes no draft model, but speculative_model is {found.model!r}; leave one out")

@@ -103,7 +103,7 @@ def method_of(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> str:
     if named and named not in ("eagle", "eagle3"):
         raise ModelError(f"config.json has speculators_model_type {named!r}; possible are eagle and eagle3")
     architecture = str((config.get("architectures") or [""])[0])
-    if "medusa_num_heads" in config or "medusa" in architecture.lower():
+    if "medusa_num_heads" in config or config.get("model_type") == "medusa" or "medusa" in architecture.lower():
         return "medusa"
     if named == "eagle3" or "eagle3" in architecture.lower() or any(name in ("d2t", "t2d") for name in tensors):
         return "eagle3"

@@ -124,10 +124,18 @@ class Drafter(Protocol):
         """Called before rows are given up, while their tokens are there."""
         return
 
-    def follow(self, plan: StepPlan, lines: LogitsRows, verified: Verified | None) -> None:  # noqa: ARG002
-        """Enqueues a drafter's own part of a step whose tokens are chosen. Called if `LoadedDrafter.follows`, when the target
-        has left its hidden states (`Decoder.tap`). `verified`: None if each logits row's token is certain."""
+    def follow(self, plan: StepPlan, ends: torch.Tensor, lines: LogitsRows, verified: Verified | None) -> None:  # noqa: ARG002
+        """Enqueues a drafter's own part of a step whose tokens are chosen, if `LoadedDrafter.follows`. `ends`: the target's
+        hidden states of the logits rows, perhaps padded; those of all tokens are where `Decoder.tap` said. `verified`: None if
+        each logits row's token is certain."""
         return
+
+
+def last_of(ends: torch.Tensor, lines: LogitsRows, verified: Verified | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, states) of the hidden states `ends` [logits rows] after which each row's last known token was chosen."""
+    if verified is None:
+        return lines.row.long(), ends[:len(lines.rows)]
+    return verified.row.long(), ends[(verified.first + verified.count - 1).long()]
 
 
 def part_of(plan: StepPlan, picked: npt.NDArray[np.int64], starts: Ints, counts: Ints, want: Want) -> StepPlan:

@@ -84,8 +84,8 @@ class Graphs:
         self.model = model
         self._adapters = adapters if adapters is not None and adapters.slabs is not None else None
         self._sampler = sampler
-        # A pipeline stage is part of a step, between two messages.
-        self._alone = model.spec.begins and model.spec.ends and model.lockstep is None
+        # A pipeline stage is part of a step, between two messages, and a draft head's tokens may have numbers of their own.
+        self._alone = model.spec.begins and model.spec.ends and model.lockstep is None and not model.spec.drafts
         self.builder = StepBuilder(model, rows, page, captured=True)
         self._columns = rows.tables[0].shape[1]
         self._longest = rows.tokens.shape[1]

@@ -364,7 +364,7 @@ class Worker:
             chosen = torch.cat([sampled.chosen for sampled in found.sampled])
             found.verified = self.verifier.verify(plan, lines, drafts, chosen)
         if self.drafter is not None and self._follows:
-            self.drafter.follow(plan, lines, found.verified)
+            self.drafter.follow(plan, forward.ends, lines, found.verified)
         if wants & _SCORE:
             found.scores = prompts(self.model, partial(self._head, plan), forward.hidden, plan, self.rows,
                                    self.runner.builder.size)

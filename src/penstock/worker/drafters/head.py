@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from penstock.core.plan import StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.draft_head import Join
-from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, part_of
+from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, last_of, part_of
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows
+from penstock.worker.staging import upload
 from penstock.worker.verify import Verified
 
 
@@ -68,7 +69,7 @@ class Head(Drafter):
         for place in range(1, int(count.max())):
             still = count > place
             if not still.all():
-                states = states[torch.from_numpy(np.flatnonzero(still)).to(states.device)]
+                states = states[upload(np.flatnonzero(still).astype(np.int32), states.device).long()]
                 picked, count = picked[still], count[still]
             states = self._draft(plan, picked, place, states)
 
@@ -102,13 +103,11 @@ class Head(Drafter):
             end = at + len(some)
             self._host.sampler.choose(logits[:, :target.spec.vocab_size].contiguous(), row[at:end], position[at:end])
 
-    def follow(self, plan: StepPlan, lines: LogitsRows, verified: Verified | None) -> None:
+    def follow(self, plan: StepPlan, ends: torch.Tensor, lines: LogitsRows, verified: Verified | None) -> None:
         model, tokens = self._runner.model, int(plan.counts.sum())
         size = self._runner.builder.size(tokens)
         assert isinstance(model.embedding, Join)
         model.entry(size).copy_(model.embedding.reduce(self._host.model.tapped[:size]))
         _, ends, _ = self._runner.forward(plan)
-        if verified is not None:
-            self._last[verified.row.long()] = ends[(verified.first + verified.count - 1).long()]
-        elif len(lines.rows):
-            self._last[lines.row.long()] = ends[:len(lines.rows)]
+        row, states = last_of(ends, lines, verified)
+        self._last[row] = states

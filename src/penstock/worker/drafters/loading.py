@@ -21,6 +21,7 @@ from penstock.models.draft_heads import DraftHead
 from penstock.ops.registry import Kernels
 from penstock.parallel.axis import Place
 from penstock.parallel.group import Group
+from penstock.worker.drafters import medusa
 from penstock.worker.drafters.head import LoadedHead
 from penstock.worker.drafters.model import LoadedDraftModel, lag
 from penstock.worker.drafters.ngram import LoadedNGram
@@ -60,8 +61,9 @@ def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: 
         raise ConfigError(f"speculate is {asked.method}, but {asked.model} is for {method}; use --speculate {method} or auto")
     if method in ("eagle", "eagle3"):
         return _of_head(asked, draft_heads.eagle(own, described, method, target))
-    if method != "draft_model":
-        raise ConfigError(f"{asked.model} has {method} heads, which Penstock does not run; possible are EAGLE heads and models")
+    if method == "medusa":
+        medusa.check(own, described, asked.tokens)
+        return Found(replace(asked, method=method), own)
     return _of_model(asked, own, described, target, max_model_len)
 
 
@@ -95,6 +97,9 @@ def load(found: Found, target: Decoder, room: int, *, dtype: torch.dtype, max_mo
         head = found.head
         model = head.load(**how, place=Place(place.tensor, place.tensors), group=group)
         return LoadedHead(model, target, head.taps, head.targets(), head.normed, room)
+    if found.asked.method == "medusa":
+        assert found.folder is not None
+        return medusa.LoadedMedusa(found.folder, target.spec, dtype, device)
     if found.config is None:
         lookup = LoadedSuffix if found.asked.method == "suffix" else LoadedNGram
         return lookup(found.asked.shortest, found.asked.longest)

@@ -1,0 +1,96 @@
+"""Drafts by Medusa heads (Cai et al. 2024): small networks that each predict one of the next tokens from one hidden state.
+
+Head i reads the hidden state after the target's last norm where a token was chosen, and predicts the i-th token behind that
+token: x + silu(W x + b), once or several times, then a matrix of logits of its own. There is no cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from penstock.core.errors import ConfigError, ModelError
+from penstock.core.plan import StepPlan
+from penstock.layers.spec import ModelSpec
+from penstock.models.mapped import Checkpoint
+from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, last_of
+from penstock.worker.sampler import LogitsRows
+from penstock.worker.staging import upload
+from penstock.worker.verify import Verified
+
+_NAMES = (re.compile(r"(?:medusa_head\.)?(?P<head>[0-9]+)\.(?P<layer>[0-9]+)\.(?:linear\.)?(?P<part>weight|bias)"),
+          re.compile(r"blocks\.(?P<head>[0-9]+)\.layers\.(?P<layer>[0-9]+)\.(?P<part>weight|bias)"),
+          re.compile(r"lm_heads\.(?P<head>[0-9]+)\.(?P<part>weight)"))
+"""Tensors as the Medusa repository writes them, the last layer of a head being its logits; and as vLLM does."""
+
+
+class LoadedMedusa(LoadedDrafter):
+    """The heads of a folder, whole on every rank."""
+
+    follows = True
+
+    def __init__(self, folder: Path, target: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.heads: list[list[tuple[torch.Tensor, torch.Tensor | None]]] = []
+        """Of each head (matrix, bias) of its layers, the last of them that of the logits."""
+        checkpoint = Checkpoint(folder)
+        with checkpoint.mapped():
+            found: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+            for name in checkpoint.tensors:
+                match = next(filter(None, (pattern.fullmatch(name) for pattern in _NAMES)), None)
+                if match is None:
+                    raise ModelError(f"{folder}: {name} is no tensor of Medusa heads")
+                layer = int(match["layer"]) if "layer" in match.groupdict() else 1 << 20
+                part = found.setdefault(int(match["head"]), {}).setdefault(layer, {})
+                part[match["part"]] = checkpoint.read(name).to(device, dtype, copy=True)
+        for number in sorted(found):
+            layers = [found[number][layer] for layer in sorted(found[number])]
+            shapes = [(target.width, target.width)] * (len(layers) - 1) + [(target.vocab_size, target.width)]
+            given = [tuple(layer["weight"].shape) for layer in layers if "weight" in layer]
+            if given != shapes:
+                raise ModelError(f"{folder}: head {number} has matrices of the shapes {given}; this model needs {shapes}")
+            self.heads.append([(layer["weight"], layer.get("bias")) for layer in layers])
+
+    def start(self, host: Host) -> Drafter:
+        return Medusa(self, host)
+
+
+def check(folder: Path, config: Mapping[str, Any], tokens: int) -> None:
+    """ConfigError if the heads are fewer than the tokens to draft."""
+    heads = int(config.get("medusa_num_heads") or config.get("num_heads") or tokens)
+    if tokens > heads:
+        raise ConfigError(f"{folder} has {heads} Medusa heads, which draft one token each; set num_speculative_tokens to "
+                          f"{heads} or less")
+
+
+class Medusa(Drafter):
+    """The heads on the rows of one worker."""
+
+    def __init__(self, loaded: LoadedMedusa, host: Host) -> None:
+        self._heads = loaded.heads
+        self._host = host
+        model = host.model
+        self._last = torch.zeros(len(host.rows.tokens), model.spec.width, dtype=model.dtype, device=model.device)
+        """[row] the hidden state from which the row's last known token was chosen."""
+
+    def propose(self, drafting: Drafting) -> None:
+        if not len(drafting.segments):
+            return
+        row, length = drafting.row, drafting.length
+        states = self._last[row.long()]
+        for place, (*layers, (logits, _)) in enumerate(self._heads[:int(drafting.count.max())]):
+            still = upload(np.flatnonzero(drafting.count > place).astype(np.int32), states.device).long()
+            x = states[still]
+            for weight, bias in layers:
+                x = x + F.silu(F.linear(x, weight, bias))
+            self._host.sampler.choose(F.linear(x, logits).float(), row[still], length[still] + place)
+
+    def follow(self, plan: StepPlan, ends: torch.Tensor, lines: LogitsRows, verified: Verified | None) -> None:  # noqa: ARG002
+        row, states = last_of(ends, lines, verified)
+        self._last[row] = states
