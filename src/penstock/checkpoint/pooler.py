@@ -24,13 +24,16 @@ class Pooler(msgspec.Struct, array_like=True, frozen=True):
     """Whether vectors are scaled to length 1."""
     refused: str = ""
     """Why texts cannot be embedded as the folder says; empty if they can."""
+    stated: bool = True
+    """The folder or the options say so; else it is the default of decoders."""
 
 
 def read_pooler(folder: Path) -> Pooler:
-    """The pooling of a model folder. Without modules.json: the last token's hidden state, normalised."""
+    """The pooling of a model folder. Without modules.json: the last token's hidden state, normalised, and of an encoder the
+    mean."""
     path = Path(folder) / "modules.json"
     if not path.exists():
-        return Pooler()
+        return Pooler(stated=False)
     try:
         modules = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
     except msgspec.MsgspecError as error:

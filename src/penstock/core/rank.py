@@ -26,6 +26,10 @@ class Survey:
     """generate, embed or classify."""
     labels: tuple[str, ...] = ()
     """Names of a classifier's labels."""
+    whole: bool = False
+    """A prompt has to be in one step."""
+    pairs: str = "joined"
+    """layers/spec.py::ModelSpec.pairs"""
 
 
 @dataclass(frozen=True)

@@ -341,6 +341,10 @@ class EngineInfo(msgspec.Struct):
     """generate, or, for a checkpoint without a language model's head: embed or classify."""
     labels: list[str] = []
     """Names of a classifier's labels."""
+    encoder: bool = False
+    """Tokens see those behind them."""
+    pairs: str = "joined"
+    """layers/spec.py::ModelSpec.pairs"""
     adapters: list[Adapter] = []
     """The adapters that are served from the start."""
     classes: list[str] = msgspec.field(default_factory=lambda: list(BUILT_IN))

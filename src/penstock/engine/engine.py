@@ -104,13 +104,16 @@ class Engine:
         prepared = self.rank.prepare(plan.layout, plan.max_model_len, self.tiers.behind)
         self.events = open_events(options.kv_events_config, options.enable_prefix_caching, plan.layout,
                                   self.tiers.hierarchy)
-        cache = Cache(plan.layout, policy=options.cache_policy, sharing=options.enable_prefix_caching,
+        # Where tokens see those behind them, a beginning is not the same in another prompt.
+        sharing = options.enable_prefix_caching and not survey.whole
+        cache = Cache(plan.layout, policy=options.cache_policy, sharing=sharing,
                       model=self._naming.start(loaded.computation), quota=options.cache_tenant_share,
                       tiers=self.tiers.hierarchy, sink=self.events.sink if self.events is not None else None)
+        longest = min(plan.max_model_len, config.max_num_batched_tokens) if survey.whole else plan.max_model_len
         classes = service.read(options.classes)
         times.buckets = list(prepared.buckets)
         self.scheduler = Scheduler(cache, Limits(
-            max_model_len=plan.max_model_len, max_num_seqs=config.max_num_seqs,
+            max_model_len=longest, whole=survey.whole, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
             vocab_size=survey.vocab_size, step_target=config.step_target,
             max_adapters=options.max_loras if options.enable_lora else 0, stages=config.stages),
@@ -139,7 +142,7 @@ class Engine:
             prefix_caching=cache.sharing, cache_identity=cache.model or "",
             tenant_share=options.cache_tenant_share,
             kv_events=self.events.describe() if self.events is not None else None, kernels=loaded.kernels,
-            task=survey.task, labels=list(survey.labels),
+            task=survey.task, labels=list(survey.labels), encoder=survey.whole, pairs=survey.pairs,
             adapters=self.adapters.start(options.lora_modules), buckets=list(prepared.buckets), classes=list(classes),
             step_target=config.step_target, notes=notes)
 

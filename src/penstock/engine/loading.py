@@ -70,5 +70,7 @@ def inputs_of(found: ModelFiles, tokenizer: Tokenizer | None, template: ChatTemp
     """Makes requests for an engine of these files."""
     most = MOST_LOGPROBS if options.max_logprobs == -1 else min(options.max_logprobs, MOST_LOGPROBS)
     dialect = choose(template.sources if template is not None else (), options.tool_call_parser, options.reasoning_parser)
+    # As sentence-transformers does.
+    pooler = Pooler("mean") if info.encoder and not found.pooler.stated else found.pooler
     return Inputs(tokenizer, template, info, found.generation_config, found.eos_ids, options.seed, most, dialect,
-                  options.constrain_tools == "auto", found.pooler, found.reranker)
+                  options.constrain_tools == "auto", pooler, found.reranker)

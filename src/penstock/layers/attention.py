@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 
 from penstock.core.errors import ModelError
 from penstock.core.state import Everything, Field, StateSpec, Window
@@ -56,7 +58,8 @@ class Divided:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal attention with grouped queries. `window` 0 sees all, `softcap` 0 caps nothing, `rope` None turns nothing."""
+    """Attention with grouped queries, causal unless said otherwise. `window` 0 sees all, `softcap` 0 caps nothing, `rope` None
+    turns nothing."""
 
     width: int
     heads: int
@@ -84,8 +87,15 @@ class AttentionSpec:
     """The way in which keys and values are stored; None: as they are, in the model's dtype."""
     stripes: int = 1
     """Ranks that each hold a run of every page's positions."""
+    causal: bool = True
+    """False: every token sees all of its segment, which has to be the whole prompt; nothing is read from the cache."""
 
     name = "attention"
+
+    @property
+    def eager(self) -> bool:
+        """Whether it needs the segments' borders on the host, so that it cannot be in a CUDA graph."""
+        return not self.causal
 
     @property
     def qkv(self) -> LinearSpec:
@@ -216,7 +226,9 @@ class Attention:
         if spec.growth is not None:
             steepness, length = spec.growth
             q = q * (1.0 + steepness * torch.log1p((step.positions // length).float())).to(q.dtype)[:, None, None]
-        if self._context is not None:
+        if not spec.causal:
+            out = self._seeing_all(q, k, v, step)
+        elif self._context is not None:
             out = self._joined(q, step, self._context)
         else:
             out = kernels.attention.apply(q, self.k, self.v, group.table, step.query_start, step.context, spec.scale,
@@ -226,6 +238,16 @@ class Attention:
             out = out * torch.sigmoid(qkv[:, heads + 2 * kv_heads:])
         out = out.view(tokens, -1)
         return self.o(*step.narrow(out, ends))
+
+    def _seeing_all(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention of every token to all of its segment. A rotation of keys would be in the cache alone, so there is none."""
+        out, starts = torch.zeros_like(q), step.query_start.tolist()
+        for start, end in pairwise(starts):
+            if end > start:
+                queries, keys, values = (x[start:end].transpose(0, 1) for x in (q, k, v))
+                seen = F.scaled_dot_product_attention(queries, keys, values, scale=self.spec.scale)
+                out[start:end] = seen.transpose(0, 1)
+        return out
 
     def _joined(self, q: torch.Tensor, step: Step, ranks: Group) -> torch.Tensor:
         """Attention where each rank has some of the keys: the ranks' results, joined by the logarithms of their sums."""

@@ -19,11 +19,13 @@ from penstock.layers.step import Step
 
 @dataclass(frozen=True)
 class BranchSpec:
-    """scale * post(body(pre(x))): what one sublayer adds to the stream."""
+    """scale * post(body(pre(x))): what one sublayer adds to the stream, which `after` norms then."""
 
     body: MixerSpec
     pre: NormSpec | None = None
     post: NormSpec | None = None
+    after: NormSpec | None = None
+    """Of the stream with the result added, in whose place it is. The branch is the only one of its stage."""
     scale: float = 1.0
     same: bool = False
     """It reads the normed input of its stage's first branch."""
@@ -31,7 +33,7 @@ class BranchSpec:
     """Its result takes the stream's place instead of being added to it. It is the only branch of its stage."""
 
     def parameters(self, path: str) -> Iterator[Parameter]:
-        for name, norm in (("pre", self.pre), ("post", self.post)):
+        for name, norm in (("pre", self.pre), ("post", self.post), ("after", self.after)):
             if norm is not None:
                 yield from norm.parameters(f"{path}.{self.body.name}.{name}", self.body.width)
         yield from self.body.parameters(f"{path}.{self.body.name}")
@@ -65,6 +67,7 @@ class Branch:
         self.body: Mixer = spec.body.build(path, build)
         self.pre = build_norm(spec.pre, f"{path}.pre", build) if spec.pre is not None else None
         self.post = build_norm(spec.post, f"{path}.post", build) if spec.post is not None else None
+        self.after = build_norm(spec.after, f"{path}.after", build) if spec.after is not None else None
         self.scale = spec.scale
         self.same = spec.same
         self.replaces = spec.replaces
@@ -109,7 +112,9 @@ class Block:
                 delta = delta + branch.leave(x, step, at)
             if at is not None:
                 residual, step = step.narrow(residual, at)
-            if first.replaces:
+            if first.after is not None:
+                delta = first.after.add(delta, residual)[0]
+            if first.replaces or first.after is not None:
                 residual = torch.zeros_like(residual)
         assert delta is not None
         return delta, residual

@@ -11,7 +11,7 @@ from penstock.layers.build import Build
 from penstock.layers.linear import Linear, LinearSpec
 from penstock.layers.norm import NormSpec, build_norm
 from penstock.layers.parameter import Parameter, Piece, Split
-from penstock.layers.step import Adapted, Step
+from penstock.layers.step import BASE, Adapted, Step
 from penstock.parallel.group import Group
 from penstock.quant.scheme import PLAIN
 
@@ -29,11 +29,15 @@ class EmbeddingSpec:
     positions: int = 0
     first_position: int = 0
     norm: NormSpec | None = None
+    types: int = 0
+    """Rows of a table of token types, of which the first is added to every token; 0: there is none."""
 
     def parameters(self, vocab: Piece, width: int) -> Iterator[Parameter]:
         yield Parameter("embedding.weight", (vocab.rows, width), PLAIN, split=Split.ROWS, unit=vocab.unit)
         if self.positions:
             yield Parameter("positions.weight", (self.first_position + self.positions, width), PLAIN)
+        if self.types:
+            yield Parameter("types.weight", (self.types, width))
         if self.norm is not None:
             yield from self.norm.parameters("embedding.norm", width)
 
@@ -47,6 +51,7 @@ class Embedding:
     def __init__(self, spec: EmbeddingSpec, build: Build, dtype: torch.dtype) -> None:
         self.weight = build.values.matrix("embedding.weight")
         self.positions = build.values.matrix("positions.weight") if spec.positions else None
+        self.type = build.values.tensor("types.weight")[0] if spec.types else None
         self.norm = build_norm(spec.norm, "embedding.norm", build) if spec.norm is not None else None
         self._first = spec.first_position
         self._scale = torch.tensor(spec.scale, dtype=dtype).item() if spec.round_scale else spec.scale
@@ -62,6 +67,8 @@ class Embedding:
         if self.positions is not None:
             at = step.positions + self._first if self._first else step.positions
             out = out + self.positions.ops.gather(at, self.positions)
+        if self.type is not None:
+            out = out + self.type
         return out if self.norm is None else self.norm(out)
 
     def _shared(self, tokens: torch.Tensor, group: Group) -> torch.Tensor:
@@ -83,12 +90,15 @@ class HeadSpec:
     softcap: float = 0.0
     borrowed: bool = False
     """It is another model's."""
+    dense: bool = False
+    """x goes through a layer of its own width and tanh first."""
 
     def parameters(self, vocab: Piece, width: int) -> Iterator[Parameter]:
         if self.borrowed:
             return iter(())
         found = LinearSpec(width, (Piece("head", vocab.rows, vocab.unit),), self.bias, Split.ROWS).parameters("head")
-        return (parameter for parameter in found if not (self.tied and parameter.name == "head.weight"))
+        first = LinearSpec(width, (Piece("dense", width),), True).parameters("head.dense") if self.dense else ()
+        return (parameter for parameter in (*first, *found) if not (self.tied and parameter.name == "head.weight"))
 
 
 class Head(Linear):
@@ -100,11 +110,15 @@ class Head(Linear):
         self.spec = spec
         self.weight = build.values.matrix("embedding.weight" if spec.tied else "head.weight")
         self.bias = build.values.tensor("head.bias") if spec.bias else None
+        self.dense = Linear(LinearSpec(self.weight.k, (Piece("dense", self.weight.k),), True), "head.dense", build) \
+            if spec.dense else None
         rank = 0 if build.group is None else build.group.rank
         self._real = min(self.weight.n, max(0, vocab_size - rank * self.weight.n))
         """Columns that are tokens; those behind are padding."""
 
     def __call__(self, x: torch.Tensor, step: Adapted) -> torch.Tensor:
+        if self.dense is not None:
+            x = self.dense(x, BASE).tanh()
         logits = self.weight.ops.apply(x, self.weight, self.bias, torch.float32)
         if step.delta is not None:
             logits = step.delta.head(x, logits, self.bias)

@@ -184,6 +184,20 @@ class ModelSpec:
         return [mixer for block in self.blocks for mixer in block.mixers if isinstance(mixer, AttentionSpec)]
 
     @property
+    def whole(self) -> bool:
+        """Whether a prompt has to be in one step, because its tokens see those behind them. Its labels are then those of the
+        first one."""
+        return any(not mixer.causal for mixer in self.attentions)
+
+    @property
+    def pairs(self) -> str:
+        """The way in which a classifier reads two texts: one behind the other (`joined`), by the tokenizer's `template`, or,
+        where it tells them apart by token types, not at all (`none`)."""
+        if not self.whole:
+            return "joined"
+        return "none" if isinstance(self.embedding, EmbeddingSpec) and self.embedding.types > 1 else "template"
+
+    @property
     def eager(self) -> bool:
         """Whether a mixer cannot be in a CUDA graph."""
         return any(getattr(mixer, "eager", False) for block in self.staged.blocks for mixer in block.mixers)

@@ -6,7 +6,7 @@ from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.latent import LatentAttentionSpec
 from penstock.layers.mixer import MixerSpec
 from penstock.layers.mlp import MLPSpec
-from penstock.layers.norm import LayerNormSpec, RMSNormSpec
+from penstock.layers.norm import LayerNormSpec, NoNormSpec, RMSNormSpec
 from penstock.layers.rope import NoScaling, RopeSpec
 from penstock.layers.sparse import SparseLatentAttentionSpec
 from penstock.layers.spec import ModelSpec
@@ -18,7 +18,7 @@ from penstock.ops.routing import Routing
 
 __all__ = [
     "ACTIVATIONS", "AttentionSpec", "BlockSpec", "BranchSpec", "Config", "EmbeddingSpec", "Glu", "HeadSpec",
-    "LatentAttentionSpec", "LayerNormSpec", "MLPSpec", "MixerSpec", "ModelSpec", "NoScaling", "QueryKeyNorm", "RMSNormSpec",
-    "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "by_group", "flat", "interleaved", "parts", "rope", "rules",
-    "transposed",
+    "LatentAttentionSpec", "LayerNormSpec", "MLPSpec", "MixerSpec", "ModelSpec", "NoNormSpec", "NoScaling", "QueryKeyNorm",
+    "RMSNormSpec", "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "by_group", "flat", "interleaved", "parts",
+    "rope", "rules", "transposed",
 ]

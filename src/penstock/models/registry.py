@@ -94,7 +94,8 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
         # There is no head; the embedding's matrix stands in, and no token is chosen with it.
         return dataclasses.replace(spec, task=task, head=HeadSpec(tied=True))
     if task == "classify":
-        return dataclasses.replace(spec, task=task, head=HeadSpec(tied=False), labels=_labels(config))
+        head = spec.head if spec.head.dense else HeadSpec(tied=False)
+        return dataclasses.replace(spec, task=task, head=head, labels=_labels(config))
     return spec
 
 
@@ -106,8 +107,10 @@ def stored_as(spec: ModelSpec, rules: Sequence[Rule], config: Mapping[str, Any])
 def _task(architecture: str) -> tuple[str, str]:
     """(the architecture with a language model's head, the task): a backbone alone embeds, one with a head of labels
     classifies."""
-    if architecture in registry().architectures:
-        return architecture, "generate"
+    if (family := registry().architectures.get(architecture)) is not None:
+        return architecture, getattr(family, "TASK", "generate")
+    if (base := architecture.replace("ForSequenceClassification", "Model")) in registry().architectures:
+        return base, "classify"
     for suffix, task in (("ForSequenceClassification", "classify"), ("TextModel", "embed"), ("Model", "embed")):
         if architecture.endswith(suffix) and architecture not in registry().architectures:
             return architecture.removesuffix(suffix) + "ForCausalLM", task

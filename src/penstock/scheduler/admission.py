@@ -42,6 +42,8 @@ class Limits:
     """Adapters that the device holds at once."""
     step_target: float | None = None
     """Target step time in seconds while sequences decode; None: prompts are not cut into chunks for it."""
+    whole: bool = False
+    """A prompt enters a step as a whole."""
     stages: int = 1
     """Pipeline stages, each of which computes another step."""
 
@@ -194,6 +196,9 @@ class Admission:
         sequence.planned = sequence.computed = cache.match(sequence, reuse)
         sequence.row = queues.rows[-1]
         count = cache.chunk(sequence, min(sequence.goal - sequence.planned, budget))
+        if self.limits.whole and count < sequence.goal - sequence.planned:
+            sequence.row = -1
+            return 0
         room = not queues.running or cache.has_room(sequence, sequence.goal)
         if room and cache.grow(sequence, sequence.planned + count):
             return count

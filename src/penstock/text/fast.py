@@ -59,6 +59,10 @@ class FastVocabulary:
         # The batch call is the one that has a variant without offsets.
         return self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_pair(self, one: str, two: str) -> list[int]:
+        """Two texts with the special tokens that the file puts around and between them."""
+        return self._core.encode(one, two).ids
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return [found.ids for found in self._core.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
@@ -125,12 +129,20 @@ def _spelling(path: Path, core: tokenizers.Tokenizer) -> _Spelling:
     steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps if step["type"] != "Fuse"] == ["ByteLevel"]:
         return _Spelling(_bytes, b"", ByteLevel)
+    if [step["type"] for step in steps] == ["WordPiece"]:
+        # Words have a space before them; the library takes it from before punctuation, which an encoder never writes.
+        mark = steps[0]["prefix"]
+        return _Spelling(lambda name: name.removeprefix(mark) if name.startswith(mark) else f" {name}", "",
+                         functools.partial(_whole_runs, 1))
     replacements: list[tuple[str, str]] = []
     fallback, leading, fused = False, 0, False
     for step in steps:
         kind = step["type"]
         if kind == "Replace" and "String" in step["pattern"] and not fallback and not fused:
             replacements.append((step["pattern"]["String"], step["content"]))
+        elif kind == "Metaspace" and len(steps) == 1:
+            replacements.append((step["replacement"], " "))
+            leading = int(step["prepend_scheme"] != "never")
         elif kind == "ByteFallback" and not fallback and not fused:
             fallback = True
         elif kind == "Fuse":

@@ -28,6 +28,7 @@ class Vocabulary(Protocol):
     special_ids: frozenset[int]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def encode_pair(self, one: str, two: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
     def id_of(self, token: str) -> int | None: ...
     def name_of(self, token: int) -> str | None: ...
@@ -88,6 +89,12 @@ class Tokenizer:
         wants around a text (often bos). RequestError if the text is not valid Unicode."""
         _check(text)
         return self._vocabulary.encode(text, add_special_tokens)
+
+    def encode_pair(self, one: str, two: str) -> list[int]:
+        """Two texts with the special tokens that the model wants around and between them."""
+        _check(one)
+        _check(two)
+        return self._vocabulary.encode_pair(one, two)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of each, on several threads where the library can."""

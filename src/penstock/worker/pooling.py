@@ -52,7 +52,7 @@ class Reports:
         asked = np.flatnonzero(plan.wants & int(Want.LABELS))
         for start in range(0, len(asked), MAX_LOGITS_ROWS):
             some = asked[start:start + MAX_LOGITS_ROWS]
-            logits = model.whole(model.head(at(firsts[some] + plan.counts[some] - 1)))
+            logits = model.whole(model.head(at(firsts[some] + (0 if model.spec.whole else plan.counts[some] - 1))))
             for segment, line in zip(some.tolist(), logits, strict=True):
                 wanted = rows.labels[int(plan.rows[segment])]
                 self._labels.append((segment, to_host(line[wanted] if wanted else line)))

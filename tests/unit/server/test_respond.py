@@ -111,7 +111,8 @@ def test_deltas_are_written_as_they_arrive_and_in_order() -> None:
         large = "x" * (8 * INLINE + 8)
         for text, possible, at_once in (("one", True, False), ("two", True, True), ("three", False, False),
                                         ("four", True, True), (large, True, False), ("six", True, True)):
-            await asyncio.sleep(0.02)
+            while stream._waiter is None:
+                await asyncio.sleep(0)
             direct.possible, before = possible, len(sent)
             stream.put([Delta("a", 0, text, [1])])
             assert (len(sent) > before) == at_once, text[:9]

@@ -1,0 +1,150 @@
+"""Encoders with random weights against transformers in float32: hidden states, embeddings, labels and scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from penstock import LLM
+from penstock.core.errors import RequestError
+from tests.system.served import served
+
+SHAPE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "bert": (transformers.BertConfig, {"max_position_embeddings": 80}),
+    "roberta": (transformers.RobertaConfig, {"max_position_embeddings": 82, "pad_token_id": 1, "type_vocab_size": 1}),
+    "xlmr": (transformers.XLMRobertaConfig, {"max_position_embeddings": 82, "pad_token_id": 1, "type_vocab_size": 1}),
+}
+PROMPTS = [[2, *range(10, 10 + length), 3] for length in (1, 5, 70, 17, 40, 2)]
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 96, "skip_tokenizer_init": True,
+                           "enable_prefix_caching": True}
+
+
+def saved(kind: str, make: Any, folder: Path, **more: Any) -> transformers.PreTrainedModel:
+    torch.manual_seed(3)
+    config, own = KINDS[kind]
+    model = make.from_config(config(**SHAPE, **own, **more)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_are_transformers(kind: str, tmp_path: Path) -> None:
+    """Prompts of several lengths in a step, longer together than one; the second round would find beginnings in a cache."""
+    model = saved(kind, transformers.AutoModel, tmp_path)
+    with torch.inference_mode():
+        wanted = [model(torch.tensor([prompt])).last_hidden_state[0].numpy() for prompt in PROMPTS]
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        for _ in range(2):
+            for found, states in zip(llm.encode(PROMPTS, False), wanted, strict=True):
+                np.testing.assert_allclose(found.outputs.data, states, atol=2e-5)
+        for pooling, reduce in (("mean", lambda one: one.mean(0)), ("cls", lambda one: one[0]), ("last", lambda one: one[-1])):
+            for found, states in zip(llm.encode(PROMPTS, False, pooling=pooling), wanted, strict=True):
+                np.testing.assert_allclose(found.outputs.data, reduce(states), atol=2e-5)
+        assert llm.stats().cached_tokens == 0
+        with pytest.raises(RequestError, match="cannot generate"):
+            llm.generate([PROMPTS[0]], use_tqdm=False)
+        longest = list(range(100, 180))
+        with torch.inference_mode():
+            states = model(torch.tensor([longest])).last_hidden_state[0].numpy()
+        np.testing.assert_allclose(llm.encode([longest], False)[0].outputs.data, states, atol=2e-5)
+        with pytest.raises(RequestError, match="at most 80"):
+            llm.encode([list(range(81))], False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_are_transformers(kind: str, tmp_path: Path) -> None:
+    model = saved(kind, transformers.AutoModelForSequenceClassification, tmp_path, num_labels=3)
+    with torch.inference_mode():
+        wanted = [model(torch.tensor([prompt])).logits[0].softmax(-1).numpy() for prompt in PROMPTS]
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        for found, probabilities in zip(llm.classify(PROMPTS, False), wanted, strict=True):
+            np.testing.assert_allclose(found.outputs.probs, probabilities, atol=2e-5)
+        assert llm.info.labels == ["LABEL_0", "LABEL_1", "LABEL_2"]
+
+
+def test_a_masked_language_model_embeds_by_its_encoder(tmp_path: Path) -> None:
+    model = saved("bert", transformers.AutoModelForMaskedLM, tmp_path)
+    with torch.inference_mode():
+        wanted = model.bert(torch.tensor([PROMPTS[2]])).last_hidden_state[0].numpy()
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        np.testing.assert_allclose(llm.encode([PROMPTS[2]], False)[0].outputs.data, wanted, atol=2e-5)
+
+
+WORDS = ["the", "sea", "is", "deep", "and", "cold", "dog", "cat", "ran", "home", "sun", "red", "a", "small", "river", "water"]
+TEXTS = ["the sea is deep and cold", "a small dog ran home", "red sun", "the cat"]
+
+
+def tokenizer(folder: Path, kind: str) -> transformers.PreTrainedTokenizerFast:
+    """A small one of the model's kind, with its special tokens and its template of pairs."""
+    if kind == "bert":
+        cls, sep, pad, unk = "[CLS]", "[SEP]", "[PAD]", "[UNK]"
+        names = [pad, unk, cls, sep, *WORDS, *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]
+        core = tokenizers.Tokenizer(tokenizers.models.WordPiece({name: i for i, name in enumerate(names)}, unk_token=unk))
+        core.normalizer, core.decoder = tokenizers.normalizers.BertNormalizer(), tokenizers.decoders.WordPiece()
+        core.pre_tokenizer, pair = tokenizers.pre_tokenizers.BertPreTokenizer(), f"{cls} $A {sep} $B:1 {sep}:1"
+    else:
+        cls, sep, pad, unk = "<s>", "</s>", "<pad>", "<unk>"
+        names = [cls, pad, sep, unk, *(f"▁{word}" for word in WORDS), *"abcdefghijklmnopqrstuvwxyz▁"]
+        core = tokenizers.Tokenizer(tokenizers.models.Unigram([(name, -float(i)) for i, name in enumerate(names)], unk_id=3))
+        core.pre_tokenizer, core.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+        pair = f"{cls} $A {sep} {sep} $B {sep}"
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{cls} $A {sep}", pair=pair, special_tokens=[(name, core.token_to_id(name)) for name in (cls, sep)])
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=core, cls_token=cls, sep_token=sep, pad_token=pad,
+                                                unk_token=unk)
+    made.save_pretrained(folder)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlmr"])
+def test_embeddings_over_http_are_of_the_mean(kind: str, tmp_path: Path) -> None:
+    """As sentence-transformers has it for a folder that does not say."""
+    model, words = saved(kind, transformers.AutoModel, tmp_path), tokenizer(tmp_path, kind)
+    with torch.inference_mode():
+        states = [model(torch.tensor([words(text)["input_ids"]])).last_hidden_state[0].mean(0).numpy() for text in TEXTS]
+    with served(str(tmp_path), "--max-num-seqs", "4", "--dtype", "float32") as server:
+        found = server.post("/v1/embeddings", input=TEXTS).json()
+        for one, state in zip(found["data"], states, strict=True):
+            np.testing.assert_allclose(one["embedding"], state / np.linalg.norm(state), atol=1e-5)
+        assert found["usage"]["prompt_tokens"] == sum(len(words(text)["input_ids"]) for text in TEXTS)
+        asked = server.post("/v1/completions", prompt="the sea")
+        assert asked.status_code == 400 and "cannot generate" in asked.text
+
+
+def test_reranking_and_labels_over_http(tmp_path: Path) -> None:
+    """XLM-R's template of pairs has two separators between the texts."""
+    model = saved("xlmr", transformers.AutoModelForSequenceClassification, tmp_path, num_labels=1)
+    words = tokenizer(tmp_path, "xlmr")
+
+    def label(*texts: str) -> float:
+        with torch.inference_mode():
+            return torch.sigmoid(model(torch.tensor([words(*texts)["input_ids"]])).logits[0, 0]).item()
+
+    scores, alone = [label(TEXTS[0], text) for text in TEXTS], label(TEXTS[1])
+    with served(str(tmp_path), "--max-num-seqs", "4", "--dtype", "float32") as server:
+        ranked = server.post("/rerank", query=TEXTS[0], documents=TEXTS).json()["results"]
+        assert [one["index"] for one in ranked] == sorted(range(4), key=lambda place: -scores[place])
+        for one in ranked:
+            assert one["relevance_score"] == pytest.approx(scores[one["index"]], abs=1e-5)
+        found = server.post("/score", text_1=TEXTS[0], text_2=TEXTS[2]).json()["data"]
+        assert found[0]["score"] == pytest.approx(scores[2], abs=1e-5)
+        assert server.post("/classify", input=TEXTS[1]).json()["data"][0]["probs"] == [pytest.approx(alone, abs=1e-5)]
+
+
+def test_pairs_told_apart_by_types_are_refused(tmp_path: Path) -> None:
+    saved("bert", transformers.AutoModelForSequenceClassification, tmp_path, num_labels=1)
+    tokenizer(tmp_path, "bert")
+    with LLM(str(tmp_path), **{**OPTIONS, "skip_tokenizer_init": False}) as llm:
+        assert len(llm.classify(["the sea"], False)[0].outputs.probs) == 1
+        with pytest.raises(RequestError, match="by token types"):
+            llm.score("the sea", "the sun", False)
