@@ -93,6 +93,12 @@ class FakeDirect:
         self.sent.append(("direct", piece))
 
 
+async def read(stream: Stream) -> None:
+    """Waits until the reader waits for more."""
+    while stream._waiter is None or stream._waiter.done():
+        await asyncio.sleep(0.001)
+
+
 def test_deltas_are_written_as_they_arrive_and_in_order() -> None:
     """The first piece goes the long way, as do large ones and those of a client that does not keep up."""
     sent: list[tuple[str, bytes]] = []
@@ -111,8 +117,7 @@ def test_deltas_are_written_as_they_arrive_and_in_order() -> None:
         large = "x" * (8 * INLINE + 8)
         for text, possible, at_once in (("one", True, False), ("two", True, True), ("three", False, False),
                                         ("four", True, True), (large, True, False), ("six", True, True)):
-            while stream._waiter is None:
-                await asyncio.sleep(0)
+            await read(stream)
             direct.possible, before = possible, len(sent)
             stream.put([Delta("a", 0, text, [1])])
             assert (len(sent) > before) == at_once, text[:9]
@@ -146,7 +151,7 @@ def test_an_answer_that_cannot_be_written_fails_alone() -> None:
         scope = {"type": "http", "extensions": {connections.DIRECT: FakeDirect(sent)}}
         answering = asyncio.create_task(respond.EventStream(stream, FakeAnswer(), watch)(scope, None, send))  # type: ignore[arg-type]
         for text in ("one", "wrong"):
-            await asyncio.sleep(0.02)
+            await read(stream)
             stream.put([Delta("a", 0, text, [1])])
         with pytest.raises(ZeroDivisionError):
             await answering
