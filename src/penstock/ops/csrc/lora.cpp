@@ -1,6 +1,6 @@
 // Adapters' deltas (ops/lora.py): for each row of a step that has an adapter, its x A^T, and that times B^T added to its result.
 //
-// A row is computed by one thread, so that its bits depend on nothing else.
+// A row is computed by one thread, and beside others as alone, so that its bits depend on nothing else.
 
 #include <algorithm>
 #include <vector>
@@ -32,55 +32,67 @@ void narrow(const float* from, float* to) {
     for (int64_t i = 0; i < 4; i++) to[i] = found[i];
 }
 
-// inner [rank] = x A^T rounded to T, for A [rank, k]; rank is a multiple of 4.
-template <class T>
-void shrink(const T* x, const T* a, float* inner, int64_t rank, int64_t k) {
+// inner [R][rank] = x A^T rounded to T, for A [rank, k] and R rows of x; rank is a multiple of 4. `room` lies between rows of inner.
+template <class T, int R>
+void shrink(const T* const* x, const T* a, float* inner, int64_t room, int64_t rank, int64_t k) {
     for (int64_t j = 0; j < rank; j += 4) {
-        vf sums[4] = {};
+        vf sums[R][4] = {};
         const T* line = a + j * k;
         for (int64_t i = 0; i < k; i += VW) {
-            const vf v = load_upto(x + i, k - i);
-            for (int64_t r = 0; r < 4; r++) sums[r] = fma(v, load_upto(line + r * k + i, k - i), sums[r]);
+            vf w[4];
+            for (int64_t c = 0; c < 4; c++) w[c] = load_upto(line + c * k + i, k - i);
+            for (int r = 0; r < R; r++) {
+                const vf v = load_upto(x[r] + i, k - i);
+                for (int64_t c = 0; c < 4; c++) sums[r][c] = fma(v, w[c], sums[r][c]);
+            }
         }
-        float found[4];
-        for (int64_t r = 0; r < 4; r++) found[r] = hsum(sums[r]);
-        narrow<T>(found, inner + j);
+        for (int r = 0; r < R; r++) {
+            float found[4];
+            for (int64_t c = 0; c < 4; c++) found[c] = hsum(sums[r][c]);
+            narrow<T>(found, inner + r * room + j);
+        }
     }
 }
 
-template <class T, class O>
-void row(const Arguments& a, int64_t r, int64_t slot, float* inner) {
+// R rows of one slot: the matrices are loaded once for all of them. A row's sums do not depend on R.
+template <class T, class O, int R>
+void several(const Arguments& a, const int32_t* rows, int64_t slot, float* inner) {
     const int32_t* told = a.facts + slot * a.told;
-    const T *data = (const T*)a.data + slot * a.line, *x = (const T*)a.x + r * a.ldx;
+    const T* data = (const T*)a.data + slot * a.line;
     const int64_t width = told[0];
     int64_t n = 0, begin = 0;
     for (int64_t p = 0; p < a.pieces; p++) n += a.sizes[p];
     const T* gains = told[a.fact + PIECES] ? (const T*)a.gains + slot * a.spread + a.gain : nullptr;
-    const T* bias = (const T*)a.bias;
+    const T *bias = (const T*)a.bias, *up = data + a.up * width, *x[R];
+    O* out[R];
+    for (int r = 0; r < R; r++) x[r] = (const T*)a.x + rows[r] * a.ldx, out[r] = (O*)a.out + rows[r] * a.ldo;
     for (int64_t p = 0; p < a.pieces; begin += a.sizes[p++]) {
         const int64_t rank = told[a.fact + p], end = begin + a.sizes[p];
         if (!rank && !gains) continue;
-        if (a.known)
-            for (int64_t j = 0; j < rank; j += 4) narrow<T>((const float*)a.x + r * a.ldx + j, inner + j);
+        if (!a.known)
+            shrink<T, R>(x, data + (a.down + p * a.inputs) * width, inner, width, rank, a.inputs);
         else
-            shrink(x, data + (a.down + p * a.inputs) * width, inner, rank, a.inputs);
-        const T* up = data + a.up * width;
-        O* out = (O*)a.out + r * a.ldo;
+            for (int r = 0; r < R; r++)
+                for (int64_t j = 0; j < rank; j += 4)
+                    narrow<T>((const float*)a.x + rows[r] * a.ldx + j, inner + r * width + j);
         for (int64_t c = begin; c < end; c += WIDE * VW) {
-            vf sums[WIDE] = {};
+            vf sums[R][WIDE] = {};
             const int64_t vectors = std::min(WIDE, (end - c + VW - 1) / VW);
             for (int64_t j = 0; j < rank; j++)
-                for (int64_t v = 0; v < vectors; v++)
-                    sums[v] = fma(load_upto(up + j * n + c + v * VW, end - c - v * VW), set1(inner[j]), sums[v]);
-            for (int64_t v = 0; v < vectors; v++) {
-                const int64_t at = c + v * VW, left = end - at;
-                vf total = load_upto(out + at, left);
-                if (gains) {
-                    const vf base = bias ? total - load_upto(bias + at, left) : total;
-                    total = fma(base, load_upto(gains + at, left), total);
+                for (int64_t v = 0; v < vectors; v++) {
+                    const vf w = load_upto(up + j * n + c + v * VW, end - c - v * VW);
+                    for (int r = 0; r < R; r++) sums[r][v] = fma(w, set1(inner[r * width + j]), sums[r][v]);
                 }
-                store_upto(out + at, total + sums[v], left);
-            }
+            for (int r = 0; r < R; r++)
+                for (int64_t v = 0; v < vectors; v++) {
+                    const int64_t at = c + v * VW, left = end - at;
+                    vf total = load_upto(out[r] + at, left);
+                    if (gains) {
+                        const vf base = bias ? total - load_upto(bias + at, left) : total;
+                        total = fma(base, load_upto(gains + at, left), total);
+                    }
+                    store_upto(out[r] + at, total + sums[r][v], left);
+                }
         }
     }
 }
@@ -89,22 +101,42 @@ void row(const Arguments& a, int64_t r, int64_t slot, float* inner) {
 
 EXPORT void penstock_lora(const char* packed, int64_t dtype, int64_t out_f32) {
     const Arguments a = *(const Arguments*)packed;
-    std::vector<std::pair<int64_t, int64_t>> rows;
-    int64_t width = 0, n = 0;
+    struct Run {
+        const int32_t* rows;
+        int64_t count, slot;
+    };
+    std::vector<Run> runs;
+    int64_t width = 0, n = 0, total = 0;
+    for (int64_t t = 0; t < a.count[0]; t++) total += a.tiles[2 * a.most + t] - a.tiles[a.most + t];
+    // As many rows together as fit the registers, but no fewer runs than threads.
+    const int64_t most = std::min<int64_t>(VW >= 16 ? 4 : 2, std::max<int64_t>(1, total / pool::threads()));
     for (int64_t t = 0; t < a.count[0]; t++) {
-        const int64_t slot = a.tiles[t];
-        width = std::max<int64_t>(width, a.facts[slot * a.told]);
-        for (int64_t place = a.tiles[a.most + t]; place < a.tiles[2 * a.most + t]; place++) rows.emplace_back(a.order[place], slot);
+        width = std::max<int64_t>(width, a.facts[a.tiles[t] * a.told]);
+        const int64_t end = a.tiles[2 * a.most + t];
+        for (int64_t place = a.tiles[a.most + t]; place < end;) {
+            const int64_t left = std::min(most, end - place), count = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            runs.push_back({a.order + place, count, a.tiles[t]});
+            place += count;
+        }
     }
     for (int64_t p = 0; p < a.pieces; p++) n += a.sizes[p];
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
-        pool::parallel_if((int64_t)rows.size() * width * (n + a.pieces * a.inputs) > WORTH, rows.size(), [&](int64_t i) {
-            float* inner = (float*)pool::scratch(8, (width + 4) * sizeof(float));
-            if (out_f32)
-                row<T, float>(a, rows[i].first, rows[i].second, inner);
+        auto serve = [&](const Run& one, auto out) {
+            using O = decltype(out);
+            float* inner = (float*)pool::scratch(8, 4 * (width + 4) * sizeof(float));
+            if (one.count == 4)
+                several<T, O, 4>(a, one.rows, one.slot, inner);
+            else if (one.count == 2)
+                several<T, O, 2>(a, one.rows, one.slot, inner);
             else
-                row<T, T>(a, rows[i].first, rows[i].second, inner);
+                several<T, O, 1>(a, one.rows, one.slot, inner);
+        };
+        pool::parallel_if(total * width * (n + a.pieces * a.inputs) > WORTH, runs.size(), [&](int64_t i) {
+            if (out_f32)
+                serve(runs[i], float{});
+            else
+                serve(runs[i], T{});
         });
     });
 }
