@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -18,23 +18,18 @@ from penstock.core.plan import Masks, StepPlan, StepResult
 from penstock.engine.executor import Begun
 from penstock.engine.ranks import RankGroup
 from penstock.parallel.axis import Place, places
-from penstock.parallel.group import added
+from penstock.parallel.group import Group
 from penstock.parallel.mesh import Mesh
+from penstock.parallel.pipe import Pipe
 from penstock.worker.rank import Rank
 
 
-class Threads:
+class Threads(Group):
     """Ranks in threads of one process (`parallel/group.py::Group`)."""
 
     def __init__(self, rank: int, shared: Shared) -> None:
         self.rank, self.size = rank, shared.size
         self._shared = shared
-
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return added(self.gather(x).unbind())
-
-    def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
-        return added(self.gather(x)[:, self.rank].unbind())
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         shared = self._shared
@@ -55,7 +50,7 @@ class Shared:
         self.barrier = threading.Barrier(size, timeout=120)
 
 
-class ThreadPipe:
+class ThreadPipe(Pipe):
     """Stages in threads of one process (`parallel/pipe.py::Pipe`)."""
 
     def __init__(self, place: Place, queues: dict[tuple[int, int], SimpleQueue[torch.Tensor]]) -> None:
@@ -109,6 +104,19 @@ class Several(RankGroup):
 
     def all(self, calls: list[Callable[[], Any]]) -> list[Any]:
         return [call() for call in calls]
+
+    def _each(self, call: str, *arguments: Any) -> list[Any]:
+        pool = ThreadPoolExecutor(len(self.ranks))
+        try:
+            calls = [pool.submit(getattr(rank, call), *(arguments if call != "load" or not i else ()))
+                     for i, rank in enumerate(self.ranks)]
+            wait(calls, return_when=ALL_COMPLETED if "adapter" in call else FIRST_EXCEPTION)
+            for one in calls:
+                if one.done():
+                    one.result()
+            return [one.result() for one in calls]
+        finally:
+            pool.shutdown(wait=False)
 
     def launch(self, plan: StepPlan) -> Begun:
         return _Step(self, self.all([partial(rank.launch, plan) for rank in self.ranks]))

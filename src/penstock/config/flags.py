@@ -244,15 +244,8 @@ def _shape(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
                 "metavar": "TEXT[,TEXT]" if commas else "TEXT"}
     if origin is dict:
         return {"action": Collect, "type": pairs, "metavar": "KEY=VALUE"}
-    return {"type": _reader(kind), "choices": choices, **({} if choices else {"metavar": _metavar(kind)})}
-
-
-def _reader(kind: Any) -> Callable[[str], Any]:
-    return {int: integer, float: number, str: str}[kind]  # type: ignore[return-value]
-
-
-def _metavar(kind: Any) -> str:
-    return {int: "N", float: "X", str: "TEXT"}[kind]
+    read, metavar = {int: (integer, "N"), float: (number, "X"), str: (str, "TEXT")}[kind]
+    return {"type": read, "choices": choices, **({} if choices else {"metavar": metavar})}
 
 
 def _help(field: dataclasses.Field[Any]) -> str:

@@ -32,7 +32,7 @@ from penstock.engine.adapters import Adapters, largest_rank
 from penstock.engine.beam import BeamSearches
 from penstock.engine.constraints import Constraints
 from penstock.engine.events import CacheEvents, open_events
-from penstock.engine.executor import Direct, Executor, Pending, Threaded
+from penstock.engine.executor import Direct, Pending, Threaded
 from penstock.engine.loading import tokenizer_folder
 from penstock.engine.ranks import Progress, Rank
 from penstock.engine.remote import RemoteGroup
@@ -120,7 +120,7 @@ class Engine:
             policy_of(options.scheduling_policy, classes, times, config.max_num_batched_tokens),
             drafting=draft_policy(config.speculation, times) if config.speculation is not None else None, times=times)
         self.view = View(self.scheduler)
-        self.executor: Executor = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)
+        self.executor: Direct | Threaded = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)
         undo.callback(self._end)
         self.adapters = Adapters(self.rank, self.scheduler, options,
                                  lambda: [*self.beams.requests, *self.constraints.requests], self._take_in)

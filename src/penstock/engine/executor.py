@@ -1,4 +1,8 @@
-"""Executors hand plans to a worker in order, and return a pending result for each."""
+"""Executors hand plans to a worker in order, and return a pending result for each.
+
+`submit` returns without waiting where the device allows it; results arrive in submission order. `mask` provides the masks of
+the last submitted plan, once for each plan with masked segments, and for no other plan.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import queue
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Protocol
@@ -39,19 +43,6 @@ class Launches(Protocol):
         ...
 
 
-class Executor(Protocol):
-    """Runs plans in order. `submit` returns without waiting where the device allows it; results arrive in submission order."""
-
-    def submit(self, plan: StepPlan) -> Pending: ...
-
-    def mask(self, plan_id: int, masks: Masks) -> None:
-        """Provides the masks of the last submitted plan. Must be called once for each plan with masked segments, and for no
-        other plan."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Threaded:
     """For CPU devices: runs plans on a thread of this process, so that the next plan is made meanwhile.
 
@@ -60,29 +51,42 @@ class Threaded:
 
     def __init__(self, worker: Launches) -> None:
         self._worker = worker
+        self._queue: queue.SimpleQueue[tuple[StepPlan, Future[StepResult]] | None] = queue.SimpleQueue()
         self._masks: queue.SimpleQueue[tuple[int, Masks] | None] = queue.SimpleQueue()
-        self._thread = ThreadPoolExecutor(1, "penstock-worker")
+        self._thread = threading.Thread(target=self._serve, name="penstock-worker", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            plan, future = item
+            try:
+                launched = self._worker.launch(plan)
+                if len(plan.masked):
+                    launched.choose(self._await_masks(plan.id))
+                future.set_result(launched.result())
+            except BaseException as error:  # noqa: BLE001 (whoever waits for the step gets it)
+                future.set_exception(error)
+
+    def _await_masks(self, plan_id: int) -> Masks:
+        found = self._masks.get()
+        if found is None:
+            raise RuntimeError(f"the executor was closed while plan {plan_id} waited for its masks")
+        assert found[0] == plan_id, (found[0], plan_id)
+        return found[1]
 
     def submit(self, plan: StepPlan) -> Pending:
-        return self._thread.submit(self._run, plan)
-
-    def _run(self, plan: StepPlan) -> StepResult:
-        launched = self._worker.launch(plan)
-        if len(plan.masked):
-            found = self._masks.get()
-            if found is None:
-                raise RuntimeError(f"the executor was closed while plan {plan.id} waited for its masks")
-            assert found[0] == plan.id, (found[0], plan.id)
-            launched.choose(found[1])
-        return launched.result()
+        future: Future[StepResult] = Future()
+        self._queue.put((plan, future))
+        return future
 
     def mask(self, plan_id: int, masks: Masks) -> None:
         self._masks.put((plan_id, masks))
 
     def close(self) -> None:
         """Finishes the submitted plans, then stops the thread. A plan that still waits for masks fails."""
+        self._queue.put(None)
         self._masks.put(None)
-        self._thread.shutdown()
+        self._thread.join()
 
 
 class Direct:

@@ -37,24 +37,18 @@ def find(options: EngineOptions) -> ModelFiles:
     defaults = read_generation_config(folder)
     defaults = {**(defaults if options.generation_config == "auto" else {}),
                 **generation_defaults(options.override_generation_config)}
-    return ModelFiles(str(folder), str(tokenizer_folder(options, folder)), defaults,
-                 eos_ids(folder, read_config(folder)), _pooler(folder, options), _reranker(options))
+    pooler, reranker = read_pooler(folder), options.reranker
+    if options.pooling != "auto":
+        pooler = Pooler(options.pooling, pooler.normalize)
+    if reranker == "auto":
+        reranker = "qwen3" if "qwen3-reranker" in options.model.lower() else "none"
+    return ModelFiles(str(folder), str(tokenizer_folder(options, folder)), defaults, eos_ids(folder, read_config(folder)),
+                      pooler, reranker)
 
 
 def tokenizer_folder(options: EngineOptions, model: Path) -> Path:
     """The folder of the tokenizer; `model` is the model's."""
     return resolve_folder(options.tokenizer) if options.tokenizer else model
-
-
-def _pooler(folder: Path, options: EngineOptions) -> Pooler:
-    found = read_pooler(folder)
-    return found if options.pooling == "auto" else Pooler(options.pooling, found.normalize)
-
-
-def _reranker(options: EngineOptions) -> str:
-    if options.reranker != "auto":
-        return options.reranker
-    return "qwen3" if "qwen3-reranker" in options.model.lower() else "none"
 
 
 def load_text(found: ModelFiles, options: EngineOptions) -> tuple[Tokenizer | None, ChatTemplate | None]:

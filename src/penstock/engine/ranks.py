@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.config.resolve import EngineConfig
-from penstock.core.errors import ModelError
 from penstock.core.layout import CacheLayout
 from penstock.core.plan import StepResult
 from penstock.core.rank import Loaded, Prepared, Survey
@@ -62,9 +59,9 @@ class RankGroup:
     Memory is planned for the smallest rank. If one rank fails, the group fails.
     """
 
-    def __init__(self, ranks: Sequence[Rank], last: int = 0) -> None:
+    def __init__(self, ranks: list[Any], last: int = 0) -> None:
         """`last`: the number of the last pipeline stage; the ranks come stage by stage."""
-        self.ranks = list(ranks)
+        self.ranks = ranks
         self._stages = last + 1
         self._picks: dict[int, npt.NDArray[np.int64]] = {}
         """By pipeline stage, what its experts were asked for."""
@@ -72,17 +69,17 @@ class RankGroup:
         self._writes: dict[int, list[WriteResult]] = {}
 
     def survey(self) -> Survey:
-        first, *others = self._each(lambda rank: rank.survey())
+        first, *others = self._each("survey")
         for other in others:
             assert replace(other, device=first.device) == first, "ranks of one engine have the same model"
-        return first
+        return cast(Survey, first)
 
     def check(self, config: EngineConfig) -> None:
-        self._each(lambda rank: rank.check(config))
+        self._each("check", config)
 
     def load(self, progress: Progress | None = None) -> Loaded:
         """Loads every rank. Returns the smallest room, and the largest memory use of weights and steps, of all ranks."""
-        found = self._each(lambda rank: rank.load(progress if rank is self.ranks[0] else None))
+        found: list[Loaded] = self._each("load", progress)
         first = found[0]
         assert all(other.states == first.states and other.computation == first.computation for other in found)
         return replace(first, room=min(one.room for one in found), weight_bytes=max(one.weight_bytes for one in found),
@@ -90,33 +87,20 @@ class RankGroup:
                        notes=list(dict.fromkeys(note for one in found for note in one.notes)))
 
     def prepare(self, layout: CacheLayout, max_model_len: int, opening: Opening | None) -> Prepared:
-        first, *_ = self._each(lambda rank: rank.prepare(layout, max_model_len, opening))
-        return first
+        first, *_ = self._each("prepare", layout, max_model_len, opening)
+        return cast(Prepared, first)
 
-    def _each(self, call: Callable[[Rank], Found]) -> list[Found]:
-        """The results of a call, by rank. Ranks wait for each other, so all are called at once; the first error is raised
-        without waiting for the others."""
-        pool = ThreadPoolExecutor(len(self.ranks), "penstock-ranks")
-        try:
-            calls = [pool.submit(call, rank) for rank in self.ranks]
-            wait(calls, return_when=FIRST_EXCEPTION)
-            for one in calls:
-                if one.done():
-                    one.result()
-            return [one.result() for one in calls]
-        finally:
-            pool.shutdown(wait=False)
+    def _each(self, call: str, *arguments: Any) -> list[Any]:
+        """The results of a method of `Rank`, by rank, called at all of them at once, as they wait for each other. The first
+        error is raised: that of an adapter once all have answered, any other at once."""
+        raise NotImplementedError
 
     def add_adapter(self, folder: str) -> str:
-        first, *_ = found = self._each(partial(_added, folder))
-        for error in (one for one in found if isinstance(one, ModelError)):
-            raise error
-        assert isinstance(first, str)
-        return first
+        name, *_ = self._each("add_adapter", folder)
+        return str(name)
 
     def drop_adapter(self, name: str) -> None:
-        for rank in self.ranks:
-            rank.drop_adapter(name)
+        self._each("drop_adapter", name)
 
     def agree(self, results: Sequence[StepResult]) -> StepResult:
         """The result of a step, given the results of all ranks. A transfer has ended once it has on all ranks."""
@@ -148,11 +132,3 @@ def _loaded(parts: Sequence[LoadResult]) -> LoadResult:
     return LoadResult(parts[0].ticket, all(part.ok for part in parts), max(part.seconds for part in parts),
                       tuple(dict.fromkeys(name for part in parts for name in part.lost)),
                       tuple(dict.fromkeys(name for part in parts for name in part.missed)))
-
-
-def _added(folder: str, rank: Rank) -> str | ModelError:
-    """The result or the error of `Rank.add_adapter`: every rank has to be heard."""
-    try:
-        return rank.add_adapter(folder)
-    except ModelError as error:
-        return error

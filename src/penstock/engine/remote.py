@@ -32,14 +32,11 @@ from penstock.core.control import (
     Told,
 )
 from penstock.core.errors import EngineDeadError
-from penstock.core.layout import CacheLayout
 from penstock.core.plan import Masks, StepPlan, StepResult
-from penstock.core.rank import Loaded, Prepared, Survey
 from penstock.core.wire import decoder, encode
 from penstock.engine.executor import Begun
 from penstock.engine.ranks import Progress, Rank, RankGroup
 from penstock.parallel.axis import Place
-from penstock.stores.opening import Opening
 
 _SILENCE = 4.0
 """Seconds without a sign of life after which a rank that is ready is lost."""
@@ -53,7 +50,7 @@ _CLOSE_SECONDS = 10.0
 
 
 class RemoteRank:
-    """The engine's handle of one rank. Calls wait for their answer; steps are answered in order."""
+    """The engine's handle of one rank. Calls and steps are each answered in order."""
 
     def __init__(self, options: bytes, place: Place, name: str, address: str, context: zmq.Context[Any], here: bool) -> None:
         """`here`: the process is started; else another machine does that."""
@@ -61,45 +58,14 @@ class RemoteRank:
         self._outbox, self._inbox = child.bound(context, address)
         self._decode: Callable[[bytes], Said] = decoder(Said)
         self._results: deque[StepResult] = deque()
-        self._answers: deque[msgspec.Raw] = deque()
-        self._progress: Progress | None = None
-        self._ready = False
+        self.answers: deque[msgspec.Raw | Failed] = deque()
+        """What calls returned, or why they failed."""
+        self.progress: Progress | None = None
+        self.ready = False
         self.lost: str | None = None
         """Why the rank is gone."""
         self.process = started(options, place, address) if here else None
         self._heard = time.monotonic()
-
-    # -- calls
-
-    def survey(self) -> Survey:
-        found: Survey = self._ask("survey")
-        return found
-
-    def check(self, config: Any) -> None:
-        self._ask("check", config)
-
-    def load(self, progress: Progress | None = None) -> Loaded:
-        self._progress = progress
-        found: Loaded = self._ask("load")
-        return found
-
-    def prepare(self, layout: CacheLayout, max_model_len: int, opening: Opening | None) -> Prepared:
-        found: Prepared = self._ask("prepare", layout, max_model_len, opening)
-        self._ready = True
-        return found
-
-    def add_adapter(self, folder: str) -> str:
-        return str(self._ask("add_adapter", folder))
-
-    def drop_adapter(self, name: str) -> None:
-        self._ask("drop_adapter", name)
-
-    def _ask(self, call: str, *arguments: Any) -> Any:
-        self.tell(call, encode(arguments))
-        while not self._answers:
-            self.listen(_POLL_MS)
-            self.look()
-        return _RESULTS[call](self._answers.popleft())
 
     def tell(self, call: str, body: bytes) -> None:
         """Sends a call or a launch, whose argument is encoded."""
@@ -135,20 +101,17 @@ class RemoteRank:
             if isinstance(message, Stepped):
                 self._results.append(message.result)
             elif isinstance(message, Answer):
-                self._answers.append(message.body)
+                self.answers.append(message.body)
             elif isinstance(message, Loading):
-                if self._progress is not None:
-                    self._progress(message.done, message.total)
+                if self.progress is not None:
+                    self.progress(message.done, message.total)
+            elif isinstance(message, Failed) and message.kind != "other":
+                self.answers.append(message)
             elif isinstance(message, Failed):
-                self._fail(message)
+                self.lost = f"{self.name} failed: {message.reason}"
+                self._raise()
             else:
                 assert isinstance(message, Beat)
-
-    def _fail(self, failed: Failed) -> None:
-        if failed.kind != "other":
-            raise failed.error()
-        self.lost = f"{self.name} failed: {failed.reason}"
-        self._raise()
 
     def look(self) -> None:
         """Raises EngineDeadError if the rank is lost. Call `listen` before."""
@@ -158,7 +121,7 @@ class RemoteRank:
             self.lost = f"{self.name} {child.ended(status)}"
         else:
             silent = time.monotonic() - self._heard
-            if silent > (_SILENCE if self._ready else _STARTING):
+            if silent > (_SILENCE if self.ready else _STARTING):
                 self.lost = f"{self.name} has been silent for {silent:.1f} s"
             elif silent > _STOPPED and self.process is not None and _stopped(self.process.pid):
                 self.lost = f"{self.name} is stopped (SIGSTOP)"
@@ -189,7 +152,7 @@ class RemoteRank:
         if self.process is not None:
             finish(self.process, timeout)
         until = time.monotonic() + timeout
-        while self.process is None and self.well and not self._answers and time.monotonic() < until:
+        while self.process is None and self.well and not self.answers and time.monotonic() < until:
             # Its answer to `end`: a message that waits to be sent would not outlive this process.
             self.listen(_POLL_MS)
         self._outbox.close()
@@ -229,7 +192,7 @@ def finish(process: subprocess.Popen[bytes], timeout: float) -> None:
 class RemoteGroup(RankGroup):
     """Ranks in processes. A plan is encoded once."""
 
-    ranks: list[RemoteRank]  # type: ignore[assignment]
+    ranks: list[RemoteRank]
 
     overlaps = True
 
@@ -254,12 +217,28 @@ class RemoteGroup(RankGroup):
             self.close()
             raise
 
+    def _each(self, call: str, *arguments: Any) -> list[Any]:
+        if call == "load":
+            (self.ranks[0].progress,), arguments = arguments, ()
+        self.tell(call, arguments)
+        found: dict[RemoteRank, Any] = {}
+        while len(found) < len(self.ranks):
+            waiting = [rank for rank in self.ranks if rank not in found]
+            self.look(waiting[0])
+            found.update((rank, rank.answers.popleft()) for rank in waiting if rank.answers)
+            failed = next((answer for answer in found.values() if isinstance(answer, Failed)), None)
+            if failed is not None and (len(found) == len(self.ranks) or "adapter" not in call):
+                raise failed.error()
+        for rank in self.ranks:
+            rank.ready = rank.ready or call == "prepare"
+        return [_RESULTS[call](found[rank]) for rank in self.ranks]
+
     def launch(self, plan: StepPlan) -> Begun:
         self.tell("launch", plan)
         return _RemoteStep(self)
 
     def tell(self, call: str, argument: Any) -> None:
-        """Sends a launch to every rank."""
+        """Sends a call or a launch to every rank."""
         self._raise()
         body = encode(argument)
         for rank in self.ranks:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,28 +19,6 @@ from penstock.parallel.peer import Peers, shared
 from penstock.platform.facts import detect
 
 
-class Group(Protocol):
-    """The ranks of one axis, as one of them sees it. All ranks make the same calls in the same order."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' x, which may be overwritten, in x's dtype."""
-        ...
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, *x.shape]: the x of all ranks."""
-        ...
-
-    def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, ...] -> [...]: the sum of the ranks' parts x[rank]."""
-        ...
-
-
 def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum in order, rounded once."""
     if len(parts) == 2:
@@ -49,6 +27,25 @@ def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total = total + part
     return total.to(parts[0].dtype)
+
+
+class Group:
+    """The ranks of one axis, as one of them sees it. All ranks make the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, *x.shape]: the x of all ranks."""
+        raise NotImplementedError
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' x, which may be overwritten, in x's dtype."""
+        return added(self.gather(x).unbind())
+
+    def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, ...] -> [...]: the sum of the ranks' parts x[rank]."""
+        return added(self.gather(x)[:, self.rank].unbind())
 
 
 _JOIN_SECONDS = 120.0
@@ -84,7 +81,7 @@ def subgroup(members: Sequence[Sequence[int]], rank: int) -> Any:
     return found
 
 
-class Processes:
+class Processes(Group):
     """Ranks in processes."""
 
     def __init__(self, rank: int, size: int, group: Any, device: torch.device, peers: bool = True) -> None:
@@ -112,7 +109,7 @@ class Processes:
             # Of two addends there is only one order.
             self._reduce(x, group=self._group)
             return x
-        return added(self.gather(x).unbind())
+        return super().reduce(x)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         if self._peers is not None and self._peers.takes(x):

@@ -6,7 +6,7 @@ Both sides know from the plan how much comes, and in which order.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,26 +14,9 @@ from penstock.parallel.axis import Place
 from penstock.parallel.group import subgroup
 
 
-class Pipe(Protocol):
-    """The links of one stage. Sending does not wait for the receiver; what was sent must not be overwritten."""
-
-    def send(self, x: torch.Tensor) -> None:
-        """To the next stage."""
-        ...
-
-    def receive(self, out: torch.Tensor) -> None:
-        """From the previous stage, in its order of sending."""
-        ...
-
-    def send_back(self, tokens: torch.Tensor) -> None:
-        """From the last stage to the first."""
-        ...
-
-    def receive_back(self, out: torch.Tensor) -> None: ...
-
-
-class ProcessPipe:
-    """Stages in processes. Each link is a group of its own, so that none waits for what another carries."""
+class Pipe:
+    """The links of one stage, whose ranks are processes. Sending does not wait for the receiver; what was sent must not be
+    overwritten. Each link is a group of its own, so that none waits for what another carries."""
 
     def __init__(self, place: Place) -> None:
         import torch.distributed as dist
@@ -59,12 +42,15 @@ class ProcessPipe:
         self._first, self._last = place.within, (stages - 1) * width + place.within
 
     def send(self, x: torch.Tensor) -> None:
+        """To the next stage."""
         self._post(x, self._after, self._next)
 
     def receive(self, out: torch.Tensor) -> None:
+        """From the previous stage, in its order of sending."""
         self._irecv(_bytes(out), self._before, group=self._previous).wait()
 
     def send_back(self, tokens: torch.Tensor) -> None:
+        """From the last stage to the first."""
         self._post(tokens, self._first, self._back)
 
     def receive_back(self, out: torch.Tensor) -> None:
