@@ -172,10 +172,11 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any], skip: Iterable[st
     leave_out = set(skip)
     hints = get_type_hints(cls)
     groups = {group.title: group for group in parser._action_groups}  # noqa: SLF001 (argparse has no public name for them)
+    title = "Options"
     for field in dataclasses.fields(cls):
+        title = field.metadata["group"] or title
         if field.name in leave_out:
             continue
-        title = field.metadata["group"] or "Options"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         groups[title].add_argument(flag_name(field.name), default=argparse.SUPPRESS, dest=field.name, help=_help(field),

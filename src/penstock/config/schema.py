@@ -20,8 +20,9 @@ def option(default: Any, doc: str, choices: tuple[str, ...] = (), *, group: str 
            fraction: bool = False, commas: bool = True) -> Any:
     """A documented dataclass field; flags, help and checks are generated from what is kept here.
 
-    choices: the possible values, if they are few. least: the smallest possible number. fraction: above 0 and at most 1.
-    commas: whether one value of a list's flag may hold several, with commas between.
+    choices: the possible values, if they are few. group: the heading of this option and those after it. least: the smallest
+    possible number. fraction: above 0 and at most 1. commas: whether one value of a list's flag may hold several, with commas
+    between.
     """
     metadata = {"doc": doc, "choices": choices, "group": group, "least": least, "fraction": fraction, "commas": commas}
     if isinstance(default, dict | list):
@@ -35,157 +36,131 @@ class EngineOptions:
 
     model: str = option("canary", "a Hugging Face folder or a hub id; canary is the small model that comes with Penstock",
                         group=MODEL)
-    tokenizer: str | None = option(None, "folder or hub id of the tokenizer, if not the model's", group=MODEL)
-    revision: str | None = option(None, "branch, tag or commit of the hub id", group=MODEL)
-    skip_tokenizer_init: bool = option(False, "run on token ids only; no text in or out", group=MODEL)
-    chat_template: str | None = option(None, "a chat template's file, its text, or the name of one of the model's own",
-                                       group=MODEL)
+    tokenizer: str | None = option(None, "folder or hub id of the tokenizer, if not the model's")
+    revision: str | None = option(None, "branch, tag or commit of the hub id")
+    skip_tokenizer_init: bool = option(False, "run on token ids only; no text in or out")
+    chat_template: str | None = option(None, "a chat template's file, its text, or the name of one of the model's own")
     tool_call_parser: str = option("auto", "how the model writes tool calls: a dialect's name or vLLM's name for it, none, or "
-                                           "auto: found from the chat template", group=MODEL)
-    reasoning_parser: str = option("auto", "how the model writes reasoning; the same values", group=MODEL)
+                                   "auto: found from the chat template")
+    reasoning_parser: str = option("auto", "how the model writes reasoning; the same values")
     constrain_tools: str = option("off", "auto: tool calls that the model makes by itself are held to their schemas once they "
-                                         "have begun; off: only those of strict tools and forced ones", ("off", "auto"),
-                                  group=MODEL)
-    generation_config: str = option("auto", "auto: default sampling parameters from generation_config.json; none, or "
-                                    "vLLM's name vllm: OpenAI's", ("auto", "none", "vllm"), group=MODEL)
+                                  "have begun; off: only those of strict tools and forced ones", ("off", "auto"))
+    generation_config: str = option("auto", "auto: default sampling parameters from generation_config.json; none, or vLLM's "
+                                    "name vllm: OpenAI's", ("auto", "none", "vllm"))
     override_generation_config: dict[str, Any] = option({}, "default sampling parameters that win over generation_config.json: "
-                                                        "temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens",
-                                                        group=MODEL)
+                                                        "temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens")
     pooling: str = option("auto", "how embeddings are made from hidden states: the last token's, their mean, the first token's "
-                                  "(cls), or auto: as the folder's 1_Pooling says, else last",
-                          ("auto", "last", "mean", "cls"), group=MODEL)
+                          "(cls), or auto: as the folder's 1_Pooling says, else last", ("auto", "last", "mean", "cls"))
     reranker: str = option("auto", "how pairs of texts are scored by a language model: by the prompt and the answers yes and "
-                                   "no of qwen3's rerankers; auto: so if the model is named like one; none: by embeddings",
-                           ("auto", "none", "qwen3"), group=MODEL)
+                           "no of qwen3's rerankers; auto: so if the model is named like one; none: by embeddings",
+                           ("auto", "none", "qwen3"))
     max_logprobs: int = option(20, "maximum number of alternatives that logprobs may ask for; -1: no limit of the server's",
-                               group=MODEL, least=-1)
+                               least=-1)
     trust_remote_code: bool = option(False, "accepted for scripts made for vLLM; changes nothing, because code that comes with "
-                                            "a model is never run", group=MODEL)
-    load_format: str = option("auto", "auto: safetensors; dummy: random weights, for benchmarks", ("auto", "dummy"),
-                              group=MODEL)
+                                     "a model is never run")
+    load_format: str = option("auto", "auto: safetensors; dummy: random weights, for benchmarks", ("auto", "dummy"))
     quantization: str | None = option(None, "quantize a plain checkpoint while it is loaded: fp8, int8, int4, mxfp4, nvfp4, "
-                                      "nf4, q8_0, q4_0 ...; a quantized one's own method is found without this", group=MODEL)
+                                      "nf4, q8_0, q4_0 ...; a quantized one's own method is found without this")
     quantization_rules: dict[str, str] = option({}, "exceptions, as PATTERN=SCHEME: modules (with * or re:...), first or last "
-                                                "layer, and a scheme or plain; the first that fits decides", group=MODEL)
+                                                "layer, and a scheme or plain; the first that fits decides")
     dtype: str = option("auto", "type of weights, activations and cache; auto: the checkpoint's",
-                        ("auto", "float32", "float16", "bfloat16"), group=MODEL)
-    seed: int = option(0, "seed of dummy weights, and of the seeds drawn for requests without one", group=MODEL)
+                        ("auto", "float32", "float16", "bfloat16"))
+    seed: int = option(0, "seed of dummy weights, and of the seeds drawn for requests without one")
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens; by default the model's own, or what "
-                                             "memory allows", group=MEMORY, least=2)
-    gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that this engine may fill", group=MEMORY,
-                                           fraction=True)
-    kv_cache_memory_bytes: int | None = option(None, "size of the KV cache; by default what memory allows", group=MEMORY,
-                                               least=1)
+                                       "memory allows", group=MEMORY, least=2)
+    gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that this engine may fill", fraction=True)
+    kv_cache_memory_bytes: int | None = option(None, "size of the KV cache; by default what memory allows", least=1)
     experts_on_device: str | None = option(None, "how many experts of each layer the GPU's memory holds, the others being read "
-                                                 "from host memory: a number, or auto for as many as fit; by default all",
-                                           group=MEMORY)
-    block_size: int | None = option(None, "tokens in a page of the KV cache (default: 16)", group=MEMORY, least=1)
+                                           "from host memory: a number, or auto for as many as fit; by default all")
+    block_size: int | None = option(None, "tokens in a page of the KV cache (default: 16)", least=1)
     kv_cache_dtype: str = option("auto", "how keys and values are stored: as the checkpoint says or plain (auto), bfloat16, "
                                  "fp8, fp8_e5m2, fp8_per_token_head, int8, int4, nvfp4, turbo4, turbo3, q8_0, q4_0",
                                  group=CACHE)
     kv_cache_plain_layers: list[str] = option([], "layers whose keys and values stay plain: numbers, first, last or "
-                                                  "sliding_window", group=CACHE)
+                                              "sliding_window")
     kv_cache_scales: dict[str, str] = option({}, "scales of keys and values for fp8 and fp8_e5m2, as k=0.02,v=0.05; by default "
-                                                 "the checkpoint's, or 1", group=CACHE)
-    enable_prefix_caching: bool = option(True, "reuse the KV cache of earlier requests with the same prefix", group=CACHE)
-    cache_policy: str = option("adaptive", "pages of equal priority that are evicted first: the least recently "
-                               "used (lru), those cheapest to recompute (cost), the last tokens of conversations (tail), or "
-                               "by an adaptive balance of recency and reuse, as ARC (adaptive)",
-                               ("adaptive", "cost", "lru", "tail"), group=CACHE)
-    cache_tenant_share: float = option(1.0, "maximum fraction of the device's cache for one tenant's pages",
-                                       group=CACHE, fraction=True)
+                                             "the checkpoint's, or 1")
+    enable_prefix_caching: bool = option(True, "reuse the KV cache of earlier requests with the same prefix")
+    cache_policy: str = option("adaptive", "pages of equal priority that are evicted first: the least recently used (lru), "
+                               "those cheapest to recompute (cost), the last tokens of conversations (tail), or by an adaptive "
+                               "balance of recency and reuse, as ARC (adaptive)", ("adaptive", "cost", "lru", "tail"))
+    cache_tenant_share: float = option(1.0, "maximum fraction of the device's cache for one tenant's pages", fraction=True)
     cache_host_bytes: int | None = option(None, "host memory for pages evicted from the device, pinned on a GPU; by default "
-                                                "none, or 1G with a disk or a remote store", group=CACHE, least=0)
+                                          "none, or 1G with a disk or a remote store", least=0)
     cache_disk: str | None = option(None, "folder where pages outlive the engine; several engines may share it. The cache "
-                                          "keeps to a subfolder penstock-cache that it creates", group=CACHE)
-    cache_disk_adopt: bool = option(False, "allow the cache to create its subfolder in a folder that has other files in it",
-                                    group=CACHE)
-    cache_disk_bytes: int = option(64 << 30, "maximum size of this folder", group=CACHE, least=1)
+                                    "keeps to a subfolder penstock-cache that it creates")
+    cache_disk_adopt: bool = option(False, "allow the cache to create its subfolder in a folder that has other files in it")
+    cache_disk_bytes: int = option(64 << 30, "maximum size of this folder", least=1)
     cache_remote: str | None = option(None, "store that machines share: redis://HOST:PORT, or any URL of fsspec such as "
-                                            "s3://BUCKET/FOLDER (pip install 'penstock[remote]')", group=CACHE)
+                                      "s3://BUCKET/FOLDER (pip install 'penstock[remote]')")
     cache_write: str = option("through", "write pages to host, disk and remote store as soon as they are computed (through), "
-                                         "or when they are evicted (evict)", ("through", "evict"), group=CACHE)
+                              "or when they are evicted (evict)", ("through", "evict"))
     cache_load: str = option("auto", "auto: load pages where that is predicted to be faster than recomputing them; always: "
-                                     "whenever they are found", ("auto", "always"), group=CACHE)
+                             "whenever they are found", ("auto", "always"))
     max_num_seqs: int | None = option(None, "maximum number of sequences that run at once (default: 128, on a GPU 1,024)",
                                       group=SCHEDULING, least=1)
-    max_num_batched_tokens: int | None = option(None, "maximum tokens of a step; longer prompts are chunked",
-                                                group=SCHEDULING, least=1)
-    max_num_queued_reqs: int = option(1024, "requests that may wait; more are refused with status 503", group=SCHEDULING,
-                                      least=1)
+    max_num_batched_tokens: int | None = option(None, "maximum tokens of a step; longer prompts are chunked", least=1)
+    max_num_queued_reqs: int = option(1024, "requests that may wait; more are refused with status 503", least=1)
     scheduling_policy: str = option("promises", "order of service, and reverse order of preemption: by fair shares and "
                                     "deadlines of classes (promises), by priority, then arrival (priority), or by arrival "
-                                    "alone (fcfs)",
-                                    ("promises", "fcfs", "priority"), group=SCHEDULING)
+                                    "alone (fcfs)", ("promises", "fcfs", "priority"))
     classes: str | None = option(None, "JSON file with classes of service beside interactive, standard and batch: an object of "
-                                       "objects with ttft, tpot (seconds), weight, queue, tenant_queue and preemptible",
-                                 group=SCHEDULING)
+                                 "objects with ttft, tpot (seconds), weight, queue, tenant_queue and preemptible")
     step_target_ms: float | None = option(None, "milliseconds that a step may take while requests decode: prompts are cut into "
-                                          "smaller chunks (default: serve 50; offline no limit)", group=SCHEDULING)
+                                          "smaller chunks (default: serve 50; offline no limit)")
     depth: int | None = option(None, "steps in flight: 1 waits for each step, 2 (the default) plans the next one meanwhile",
-                               group=SCHEDULING, least=1)
-    speculate: str = option("off", "draft several tokens and verify them in one step: ngram finds them in the text so far, "
-                            "suffix in earlier answers too, draft_model asks a small model, eagle, eagle3 and medusa heads, "
-                            "mtp the checkpoint's own layer; auto takes speculative_model, else the own layer, else suffix",
-                            ("off", "auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp"),
-                            group=SPECULATION)
-    speculative_model: str | None = option(None, "folder or hub id of a draft model (of the same tokenizer) or draft head",
-                                           group=SPECULATION)
-    num_speculative_tokens: int | None = option(None, "maximum tokens drafted at once (default: 5)", group=SPECULATION,
-                                                least=1)
+                               least=1)
+    speculate: str = option(
+        "off", "draft several tokens and verify them in one step: ngram finds them in the text so far, suffix in earlier "
+        "answers too, draft_model asks a small model, eagle, eagle3 and medusa heads, mtp the checkpoint's own layer; auto "
+        "takes speculative_model, else the own layer, else suffix",
+        ("off", "auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp"), group=SPECULATION)
+    speculative_model: str | None = option(None, "folder or hub id of a draft model (of the same tokenizer) or draft head")
+    num_speculative_tokens: int | None = option(None, "maximum tokens drafted at once (default: 5)", least=1)
     draft_policy: str = option("adaptive", "adaptive: fewer drafts, or none, where they would cost more time than they save; "
-                               "fixed: always as many", ("adaptive", "fixed"), group=SPECULATION)
+                               "fixed: always as many", ("adaptive", "fixed"))
     speculative_config: dict[str, Any] = option({}, "all of this as vLLM writes it: method, model, num_speculative_tokens, "
-                                                "prompt_lookup_max, prompt_lookup_min", group=SPECULATION)
+                                                "prompt_lookup_max, prompt_lookup_min")
     enable_lora: bool = option(False, "serve LoRA adapters beside the model", group=ADAPTERS)
-    lora_modules: list[str] = option([], "an adapter to serve from the start, as NAME=FOLDER", group=ADAPTERS)
-    max_loras: int = option(8, "maximum adapters in the device's memory; requests for others wait", group=ADAPTERS, least=1)
-    max_cpu_loras: int = option(1024, "maximum adapters in host memory", group=ADAPTERS, least=1)
-    max_lora_rank: int | None = option(None, "maximum rank of an adapter (default: that of lora_modules, or 16)",
-                                       group=ADAPTERS, least=1)
+    lora_modules: list[str] = option([], "an adapter to serve from the start, as NAME=FOLDER")
+    max_loras: int = option(8, "maximum adapters in the device's memory; requests for others wait", least=1)
+    max_cpu_loras: int = option(1024, "maximum adapters in host memory", least=1)
+    max_lora_rank: int | None = option(None, "maximum rank of an adapter (default: that of lora_modules, or 16)", least=1)
     device: str = option("auto", "auto, cpu, cuda or cuda:N; with several ranks N is the first one's", group=EXECUTION)
+    threads: int | None = option(None, "CPU threads for kernels; by default all cores", least=1)
+    kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch")
+    batch_invariant: bool = option(False, "results do not depend on other requests, chunking or cache hits, bit for bit; "
+                                   "always so on CPUs, on a GPU at the price of slower kernels")
+    enforce_eager: bool = option(False, "capture no CUDA graphs: starts sooner, decodes slower")
     tensor_parallel_size: int = option(1, "devices (on a CPU: processes) that divide every layer among them",
                                        group=PARALLEL, least=1)
     pipeline_parallel_size: int = option(1, "stages, each with some of the layers and on devices of its own, that work on "
-                                            "several steps at once", group=PARALLEL, least=1)
-    context_parallel_size: int = option(1, "ranks with equal weights that divide the positions of every context among "
-                                           "them: the cache holds so many times as much", group=PARALLEL, least=1)
-    pipeline_layers: str = option("", "layers of each stage, as 10,12,10; by default such that stages take equal time",
-                                  group=PARALLEL)
-    enable_expert_parallel: bool = option(False, "of a mixture, each rank has some of the experts instead of a part of each",
-                                          group=PARALLEL)
+                                         "several steps at once", least=1)
+    context_parallel_size: int = option(1, "ranks with equal weights that divide the positions of every context among them: "
+                                        "the cache holds so many times as much", least=1)
+    pipeline_layers: str = option("", "layers of each stage, as 10,12,10; by default such that stages take equal time")
+    enable_expert_parallel: bool = option(False, "of a mixture, each rank has some of the experts instead of a part of each")
     expert_placement_strategy: str = option("linear", "which rank has which experts at first: neighbours together (linear), or "
-                                            "dealt one by one (round_robin)", ("linear", "round_robin"), group=PARALLEL)
-    enable_eplb: bool = option(False, "move experts between ranks while serving, so that each rank has equal work",
-                               group=PARALLEL)
-    eplb_config: dict[str, Any] = option({}, "num_redundant_experts: room for replicas of experts on all ranks together "
-                                         "(0); step_interval: steps between two looks at the load (3000)",
-                                         group=PARALLEL)
-    data_parallel_size: int = option(1, "engines with the whole model behind one server, which sends a request where "
-                                        "least is left to compute and its prompt may be cached", group=PARALLEL, least=1)
-    data_parallel_rank: int = option(0, "which of them this engine is; the server says so to each", group=PARALLEL, least=0)
-    data_parallel_rendezvous: str = option("", "folder in which engines that step together meet; the server says so to each",
-                                           group=PARALLEL)
+                                            "dealt one by one (round_robin)", ("linear", "round_robin"))
+    enable_eplb: bool = option(False, "move experts between ranks while serving, so that each rank has equal work")
+    eplb_config: dict[str, Any] = option({}, "num_redundant_experts: room for replicas of experts on all ranks together (0); "
+                                         "step_interval: steps between two looks at the load (3000)")
+    data_parallel_size: int = option(1, "engines with the whole model behind one server, which sends a request where least is "
+                                     "left to compute and its prompt may be cached", least=1)
+    data_parallel_rank: int = option(0, "which of them this engine is; the server says so to each", least=0)
+    data_parallel_rendezvous: str = option("", "folder in which engines that step together meet; the server says so to each")
     nnodes: int = option(1, "machines that together have the ranks of one engine; each runs this command with its own "
-                            "node_rank", group=PARALLEL, least=1)
-    node_rank: int = option(0, "number of this machine; 0 has the server", group=PARALLEL, least=0)
-    master_addr: str = option("127.0.0.1", "address of machine 0, on which it listens for the others", group=PARALLEL)
-    master_port: int = option(29501, "port of machine 0 at which ranks meet; two more for each rank follow it", group=PARALLEL,
-                              least=1)
-    distributed_executor_backend: str = option("mp", "mp: ranks are processes; vLLM's ray is not there: start penstock "
-                                                     "serve on each machine with nnodes instead", ("mp",), group=PARALLEL)
+                         "node_rank", least=1)
+    node_rank: int = option(0, "number of this machine; 0 has the server", least=0)
+    master_addr: str = option("127.0.0.1", "address of machine 0, on which it listens for the others")
+    master_port: int = option(29501, "port of machine 0 at which ranks meet; two more for each rank follow it", least=1)
+    distributed_executor_backend: str = option("mp", "mp: ranks are processes; vLLM's ray is not there: start penstock serve "
+                                               "on each machine with nnodes instead", ("mp",))
     restart: str = option("none", "ranks: an engine that is lost is started again, once its requests have got their errors; "
-                                  "none: the server ends when no engine is left", ("none", "ranks"), group=PARALLEL)
-    disable_custom_all_reduce: bool = option(False, "leave short messages between GPUs to NCCL, too", group=PARALLEL)
-    threads: int | None = option(None, "CPU threads for kernels; by default all cores", group=EXECUTION, least=1)
-    kernels: dict[str, str] = option({}, "implementation to use for an operation, as op=name; *=reference for plain PyTorch",
-                                     group=EXECUTION)
-    batch_invariant: bool = option(False, "results do not depend on other requests, chunking or cache hits, bit for bit; "
-                                   "always so on CPUs, on a GPU at the price of slower kernels",
-                                   group=EXECUTION)
-    enforce_eager: bool = option(False, "capture no CUDA graphs: starts sooner, decodes slower", group=EXECUTION)
+                          "none: the server ends when no engine is left", ("none", "ranks"))
+    disable_custom_all_reduce: bool = option(False, "leave short messages between GPUs to NCCL, too")
     kv_events_config: dict[str, Any] = option({}, "publish KV cache events, as in vLLM: enable_kv_cache_events, publisher, "
-                                                  "endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic",
+                                              "endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic",
                                               group=OBSERVABILITY)
 
     @property
@@ -213,84 +188,71 @@ class ServerOptions:
     """Options of the HTTP server in front of an engine."""
 
     host: str = option("127.0.0.1", "address to listen on", group=SERVER)
-    port: int = option(8000, "port to listen on; 0 picks a free one", group=SERVER, least=0)
-    lora_dir: str | None = option(None, "folder whose subfolders are adapters by their names; it is watched",
-                                  group=ADAPTERS)
-    served_model_name: list[str] = option([], "name by which requests may call the model; by default its folder or id",
-                                          group=SERVER)
-    api_key: list[str] = option([], "key that requests must carry; also read from PENSTOCK_API_KEY", group=SERVER)
-    keys_file: str | None = option(None, "file of hashed keys with tenants, limits and expiries, made by penstock keys; it "
-                                        "is read "
-                                         "again when it changes", group=SERVER)
-    admin_api_key: list[str] = option([], "key for requests that affect all tenants, such as /reset_prefix_cache", group=SERVER)
-    cache_isolation: str = option("auto", "scope of shared prompts; key: requests with the same API key, none: all, "
-                                          "auto: key if the server has API keys", ("auto", "key", "none"), group=SERVER)
+    port: int = option(8000, "port to listen on; 0 picks a free one", least=0)
+    served_model_name: list[str] = option([], "name by which requests may call the model; by default its folder or id")
+    api_key: list[str] = option([], "key that requests must carry; also read from PENSTOCK_API_KEY")
+    keys_file: str | None = option(None, "file of hashed keys with tenants, limits and expiries, made by penstock keys; it is "
+                                   "read again when it changes")
+    admin_api_key: list[str] = option([], "key for requests that affect all tenants, such as /reset_prefix_cache")
+    cache_isolation: str = option("auto", "scope of shared prompts; key: requests with the same API key, none: all, auto: key "
+                                  "if the server has API keys", ("auto", "key", "none"))
     cache_secret_file: str | None = option(None, "file with the secret that tenants' cache namespaces are derived from, "
-                                                 "created if missing; without it they are new at each start", group=SERVER)
-    store: str | None = option(None, "folder where responses, conversations, files and batches outlive the server; "
-                                           "without one they are kept in memory", group=SERVER)
-    store_bytes: int = option(1 << 30, "maximum bytes of stored responses and conversations, and again of files; the oldest "
-                                       "responses go first, files are refused", group=LIMITS, least=1)
-    store_days: float = option(30.0, "days after which stored responses and conversations are deleted", group=LIMITS, least=0)
-    shutdown_timeout: float = option(30.0, "seconds for running requests to finish after SIGTERM", group=SERVER, least=0)
-    max_loaded_models: int | None = option(None, "maximum models loaded at once, of several; another is unloaded for one "
-                                                 "that is asked for; by default as many as fit", group=SERVER, least=1)
+                                           "created if missing; without it they are new at each start")
+    store: str | None = option(None, "folder where responses, conversations, files and batches outlive the server; without one "
+                               "they are kept in memory")
+    shutdown_timeout: float = option(30.0, "seconds for running requests to finish after SIGTERM", least=0)
+    max_loaded_models: int | None = option(None, "maximum models loaded at once, of several; another is unloaded for one that "
+                                           "is asked for; by default as many as fit", least=1)
     keep_alive: float = option(300.0, "seconds after which one of several models is unloaded if nobody uses it; 0: never",
-                               group=SERVER, least=0)
-    pin: list[str] = option([], "name of a model, of several, that is loaded at the start and stays", group=SERVER)
-    allowed_origins: list[str] = option([], "origin from which browsers may call (CORS)", group=SERVER)
-    max_body_bytes: int = option(16 << 20, "maximum size of a request body", group=LIMITS, least=1)
-    max_json_depth: int = option(64, "maximum nesting depth of a body", group=LIMITS, least=4)
-    max_json_values: int = option(1_000_000, "maximum values (list entries, fields) of a body", group=LIMITS, least=1000)
-    max_text_characters: int | None = option(None, "maximum characters of a text to tokenize; by default 16 for each token "
-                                                   "of the context, at least a million", group=LIMITS, least=1)
-    max_receiving_bytes: int = option(256 << 20, "maximum bytes of all bodies that are being received", group=LIMITS, least=1)
-    max_request_sequences: int = option(4096, "maximum prompts times n of a request", group=LIMITS, least=1)
-    max_request_scores: int = option(16384, "maximum prompts times n times log probabilities of a request", group=LIMITS,
-                                     least=1)
-    max_tenant_tokens: int = option(16 << 20, "maximum prompt tokens in flight of one API key", group=LIMITS, least=1)
-    max_connections: int | None = option(None, "maximum connections; beyond it the oldest idle one is closed; by default "
-                                               "4096, or what ulimit -n allows", group=LIMITS, least=1)
-    max_connections_per_address: int | None = option(None, "maximum connections of one address; by default three quarters",
-                                                     group=LIMITS, least=1)
-    max_header_bytes: int = option(32 << 10, "maximum bytes of a request's headers", group=LIMITS, least=256)
-    max_header_count: int = option(100, "maximum headers of a request", group=LIMITS, least=1)
-    header_timeout: float = option(10.0, "seconds for a request's headers to arrive", group=LIMITS, least=1e-3)
-    body_timeout: float = option(60.0, "seconds for its body to arrive after that", group=LIMITS, least=1e-3)
-    idle_timeout: float = option(30.0, "seconds until a connection without a request is closed", group=LIMITS, least=1e-3)
-    write_timeout: float = option(60.0, "seconds until a connection is closed whose client does not read its answer",
-                                  group=LIMITS, least=1e-3)
-    root_path: str = option("", "the path under which a proxy shows this server; requests may come with it or without",
-                            group=SERVER)
+                               least=0)
+    pin: list[str] = option([], "name of a model, of several, that is loaded at the start and stays")
+    allowed_origins: list[str] = option([], "origin from which browsers may call (CORS)")
+    root_path: str = option("", "the path under which a proxy shows this server; requests may come with it or without")
     reuse_port: bool = option(False, "share the port with another server of this option, and listen only once the model is "
-                                     "loaded: start the new server, then stop the old one", group=SERVER)
-    uds: str | None = option(None, "listen on a Unix socket of this path instead of host and port", group=SERVER)
-    ssl_keyfile: str | None = option(None, "private key for HTTPS, as PEM", group=SERVER)
-    ssl_certfile: str | None = option(None, "certificate for HTTPS, as PEM", group=SERVER)
-    ssl_ca_certs: str | None = option(None, "certificates of the authorities that issue clients' certificates", group=SERVER)
-    ssl_cert_reqs: int = option(0, "whether clients need a certificate: 0 no, 1 if they have one it is checked, 2 yes",
-                                group=SERVER, least=0)
-    ssl_ciphers: str = option("", "OpenSSL's cipher list for HTTPS; by default Python's", group=SERVER)
-    return_tokens_as_token_ids: bool = option(False, "name tokens in logprobs as token_id:N, if the request does not say",
-                                              group=SERVER)
-    unknown_fields: str = option("refuse", "treatment of unknown fields of a request; refuse them, or warn: ignore "
-                                           "them, with a warning in the log and their names in a header of the answer",
-                                 ("refuse", "warn"), group=SERVER)
-    stall_timeout: float = option(60.0, "seconds without progress after which a busy engine counts as stuck", group=SERVER,
+                              "loaded: start the new server, then stop the old one")
+    uds: str | None = option(None, "listen on a Unix socket of this path instead of host and port")
+    ssl_keyfile: str | None = option(None, "private key for HTTPS, as PEM")
+    ssl_certfile: str | None = option(None, "certificate for HTTPS, as PEM")
+    ssl_ca_certs: str | None = option(None, "certificates of the authorities that issue clients' certificates")
+    ssl_cert_reqs: int = option(0, "whether clients need a certificate: 0 no, 1 if they have one it is checked, 2 yes", least=0)
+    ssl_ciphers: str = option("", "OpenSSL's cipher list for HTTPS; by default Python's")
+    return_tokens_as_token_ids: bool = option(False, "name tokens in logprobs as token_id:N, if the request does not say")
+    unknown_fields: str = option("refuse", "treatment of unknown fields of a request; refuse them, or warn: ignore them, with "
+                                 "a warning in the log and their names in a header of the answer", ("refuse", "warn"))
+    stall_timeout: float = option(60.0, "seconds without progress after which a busy engine counts as stuck", least=1e-3)
+    allow_priority: str = option("admin", "requests that may have a priority below 0, to be served before others; admin: those "
+                                 "with an admin key, all: every request", ("admin", "all"))
+    trust_request_chat_template: bool = option(False, "run chat templates that requests bring; a template is a program")
+    lora_dir: str | None = option(None, "folder whose subfolders are adapters by their names; it is watched", group=ADAPTERS)
+    store_bytes: int = option(1 << 30, "maximum bytes of stored responses and conversations, and again of files; the oldest "
+                              "responses go first, files are refused", group=LIMITS, least=1)
+    store_days: float = option(30.0, "days after which stored responses and conversations are deleted", least=0)
+    max_body_bytes: int = option(16 << 20, "maximum size of a request body", least=1)
+    max_json_depth: int = option(64, "maximum nesting depth of a body", least=4)
+    max_json_values: int = option(1_000_000, "maximum values (list entries, fields) of a body", least=1000)
+    max_text_characters: int | None = option(None, "maximum characters of a text to tokenize; by default 16 for each token of "
+                                             "the context, at least a million", least=1)
+    max_receiving_bytes: int = option(256 << 20, "maximum bytes of all bodies that are being received", least=1)
+    max_request_sequences: int = option(4096, "maximum prompts times n of a request", least=1)
+    max_request_scores: int = option(16384, "maximum prompts times n times log probabilities of a request", least=1)
+    max_tenant_tokens: int = option(16 << 20, "maximum prompt tokens in flight of one API key", least=1)
+    max_connections: int | None = option(None, "maximum connections; beyond it the oldest idle one is closed; by default 4096, "
+                                         "or what ulimit -n allows", least=1)
+    max_connections_per_address: int | None = option(None, "maximum connections of one address; by default three quarters",
+                                                     least=1)
+    max_header_bytes: int = option(32 << 10, "maximum bytes of a request's headers", least=256)
+    max_header_count: int = option(100, "maximum headers of a request", least=1)
+    header_timeout: float = option(10.0, "seconds for a request's headers to arrive", least=1e-3)
+    body_timeout: float = option(60.0, "seconds for its body to arrive after that", least=1e-3)
+    idle_timeout: float = option(30.0, "seconds until a connection without a request is closed", least=1e-3)
+    write_timeout: float = option(60.0, "seconds until a connection is closed whose client does not read its answer",
                                   least=1e-3)
-    template_timeout: float = option(10.0, "seconds that a chat template may take for one conversation", group=LIMITS,
-                                     least=1e-3)
-    allow_priority: str = option("admin", "requests that may have a priority below 0, to be served before others; admin: "
-                                          "those with an admin key, all: every request", ("admin", "all"), group=SERVER)
-    trust_request_chat_template: bool = option(False, "run chat templates that requests bring; a template is a program",
-                                               group=SERVER)
+    template_timeout: float = option(10.0, "seconds that a chat template may take for one conversation", least=1e-3)
     otlp_traces_endpoint: str | None = option(None, "send an OpenTelemetry span for each request there, as OTLP over HTTP "
-                                                    "(http://collector:4318/v1/traces); needs the extra otel",
-                                              group=OBSERVABILITY)
-    log_level: str = option("info", "level of the server's own log", ("debug", "info", "warning", "error"), group=OBSERVABILITY)
-    log_format: str = option("text", "format of the server's own log: lines of text, or a JSON object a line", ("text", "json"),
-                             group=OBSERVABILITY)
-    log_requests: bool = option(True, "log one line for each request that has ended", group=OBSERVABILITY)
+                                              "(http://collector:4318/v1/traces); needs the extra otel", group=OBSERVABILITY)
+    log_level: str = option("info", "level of the server's own log", ("debug", "info", "warning", "error"))
+    log_format: str = option("text", "format of the server's own log: lines of text, or a JSON object a line", ("text", "json"))
+    log_requests: bool = option(True, "log one line for each request that has ended")
 
 
 OPTIONS: tuple[type, ...] = (EngineOptions, ServerOptions)
