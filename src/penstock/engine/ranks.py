@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast
@@ -53,7 +54,7 @@ class Rank(Launches, Protocol):
 Found = TypeVar("Found")
 
 
-class RankGroup:
+class RankGroup(ABC):
     """Several ranks as one: each runs every plan, and the results of the last pipeline stage's first rank are used.
 
     Memory is planned for the smallest rank. If one rank fails, the group fails.
@@ -90,10 +91,10 @@ class RankGroup:
         first, *_ = self._each("prepare", layout, max_model_len, opening)
         return cast(Prepared, first)
 
+    @abstractmethod
     def _each(self, call: str, *arguments: Any) -> list[Any]:
         """The results of a method of `Rank`, by rank, called at all of them at once, as they wait for each other. The first
         error is raised: that of an adapter once all have answered, any other at once."""
-        raise NotImplementedError
 
     def add_adapter(self, folder: str) -> str:
         name, *_ = self._each("add_adapter", folder)

@@ -6,6 +6,7 @@ Sums are made in the order of the ranks and rounded once, so that every rank has
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,15 +30,15 @@ def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-class Group:
+class Group(ABC):
     """The ranks of one axis, as one of them sees it. All ranks make the same calls in the same order."""
 
     rank: int
     size: int
 
+    @abstractmethod
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[size, *x.shape]: the x of all ranks."""
-        raise NotImplementedError
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' x, which may be overwritten, in x's dtype."""
