@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint import dtype_of, resolve_folder
 from penstock.cli import experts
+from penstock.cli.layout import add_layout, laid_out
 from penstock.cli.model import add_model, model_or_canary
 from penstock.cli.serve import size
 from penstock.config.flags import add_flags, from_args
@@ -37,13 +38,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", action="store_true", help="start the engine, and report its own figures for memory")
     parser.add_argument("--experts", action="store_true",
                         help="run some hundred prompts, and show how often each layer's experts were picked")
+    add_layout(parser)
     add_flags(parser, EngineOptions, skip=("model",))
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises ModelError or ConfigError if the model could not be served as asked."""
-    options = from_args(args, EngineOptions, model=model_or_canary(args))
-    found = survey(options, args.load)
+    options, why = laid_out(args, from_args(args, EngineOptions, model=model_or_canary(args)))
+    found = survey(options, args.load) | ({"layout": why} if why else {})
     if args.experts:
         found["experts"] = experts.picked(options, found["model"])
     print(json.dumps(found, indent=2) if args.json else as_text(found))
@@ -194,7 +196,8 @@ def as_text(found: dict[str, Any]) -> str:
               f"  reasoning    {found['dialect']['reasoning']}: {found['dialect']['why_reasoning']}", "",
               f"{device['name']}, {device['cores']} cores, {size(device['memory_bytes'])}", "",
               f"Memory, {'measured' if memory['measured'] else 'planned'} for {memory['dtype']}"
-              + (f", of each of {memory['ranks']} ranks" if memory["ranks"] > 1 else ""),
+              + (f", of each of {memory['ranks']} ranks" if memory["ranks"] > 1 else "")
+              + (f" (layout: {found['layout']})" if "layout" in found else ""),
               f"  weights      {size(memory['weight_bytes'])}",
               f"  largest step {size(memory['step_bytes'])} ({memory['max_num_batched_tokens']:,} tokens, "
               f"{memory['max_num_seqs']} sequences)",

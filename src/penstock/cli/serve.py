@@ -16,10 +16,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock import __version__
+from penstock.cli.layout import add_layout, laid_out
 from penstock.cli.model import add_models, model_or_canary, models_of
 from penstock.config.flags import add_flags, from_args, integer
 from penstock.config.options import place
 from penstock.config.schema import EngineOptions, ServerOptions, Wanted
+from penstock.core.errors import ConfigError
 from penstock.core.request import EngineInfo
 from penstock.parallel.axis import places
 
@@ -32,6 +34,7 @@ STEP_TARGET_MS = 50.0
 def add(parser: ArgumentParser) -> None:
     add_models(parser)
     parser.add_argument("--config", metavar="FILE.yaml", help="read flags from a YAML file (port: 8001); those given here win")
+    add_layout(parser)
     add_flags(parser, EngineOptions, skip=("model",))
     add_flags(parser, ServerOptions)
 
@@ -54,8 +57,15 @@ def run(args: Namespace) -> int:
         return machine.run(msgspec.json.encode(engine_options), own, engine_options.restart == "ranks")
     if engine_options.step_target_ms is None:
         engine_options = replace(engine_options, step_target_ms=STEP_TARGET_MS)
+    wanted = models_of(args)
+    if len(wanted) == 1:
+        engine_options, why = laid_out(args, replace(engine_options, model=wanted[0][1]))
+        if why:
+            print(f"layout: {why}", flush=True)
+    elif args.layout is not None:
+        raise ConfigError("layout auto is for one model; name the ranks of several by their flags")
     return run_server([Wanted(names or options.served_model_name or [model], replace(engine_options, model=model), share)
-                       for names, model, share in models_of(args)], options)
+                       for names, model, share in wanted], options)
 
 
 def run_server(models: Sequence[Wanted], options: ServerOptions, engine: str | None = None) -> int:

@@ -59,7 +59,7 @@ class RemoteRank:
         self._decode: Callable[[bytes], Said] = decoder(Said)
         self._results: deque[StepResult] = deque()
         self.answers: deque[msgspec.Raw | Failed] = deque()
-        """What calls returned, or why they failed."""
+        """Results of calls, or why they failed."""
         self.progress: Progress | None = None
         self.ready = False
         self.lost: str | None = None
