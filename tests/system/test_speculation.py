@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from penstock.config.speculation import Speculation, speculation
 from penstock.core.errors import ConfigError
 from penstock.core.request import EngineStats, Request
 from penstock.core.sequence import Sequence
+from penstock.layers.decoder import Decoder
 from penstock.scheduler.drafting import Adaptive
 from penstock.worker.drafters.suffix import Suffix
+from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DRAFT, EAGLE, LATENT = (str(ASSETS / f"canary-{name}") for name in ("draft", "eagle", "mla"))
@@ -140,6 +143,32 @@ def test_options_in_vllms_spelling() -> None:
 def test_drafters_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         LLM(**{"model": "canary", "threads": 1, **options})
+
+
+class Constant(Drafter):
+    """Drafts one token, whatever came before."""
+
+    def propose(self, drafting: Drafting) -> None:
+        for row, length, count in zip(drafting.row.tolist(), drafting.length.tolist(), drafting.count.tolist(), strict=True):
+            drafting.rows.tokens[row, length:length + count] = 2
+
+
+class LoadedConstant(LoadedDrafter):
+    def __init__(self, asked: Speculation, target: Decoder) -> None:
+        super().__init__()
+        assert asked.tokens == 2 and target.spec.vocab_size == 4096
+
+    def start(self, host: Host) -> Drafter:
+        return Constant()
+
+
+def test_a_drafter_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = EntryPoints([EntryPoint("always-end", f"{__name__}:LoadedConstant", "penstock.drafters")])
+    monkeypatch.setattr("penstock.config.speculation.entry_points", lambda group: own.select(group=group))
+    config = {"method": "always-end", "num_speculative_tokens": 2, "draft_policy": "fixed"}
+    with opened() as plain, opened(speculative_config=config) as drafting:
+        expected, (found, stats) = answers(plain)[0], answers(drafting)
+    assert found == expected and stats.drafts > len(ITEMS)
 
 
 def _sequence(acceptance: float | None = None) -> Sequence:

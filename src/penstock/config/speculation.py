@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
 import msgspec
@@ -44,6 +45,12 @@ class Speculation:
     """Whether fewer tokens are drafted, or none, where that is predicted to be faster."""
 
 
+def own_drafters() -> EntryPoints:
+    """Drafters of users, by the names that installed packages give them: functions of (`Speculation`, the target's `Decoder`)
+    that return a `worker/drafting.py::LoadedDrafter`."""
+    return entry_points(group="penstock.drafters")
+
+
 def speculation(options: EngineOptions) -> Speculation | None:
     """The settings that the options give; None if nothing is drafted. ConfigError for impossible ones."""
     given = options.speculative_config
@@ -72,8 +79,9 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
     model = given.get("model")
     if model in ("ngram", "[ngram]"):
         method, model = "ngram", None
-    if method not in _NAMES:
-        raise ConfigError(f"speculative_config: method is {method!r}; possible are {', '.join(dict.fromkeys(_NAMES.values()))}")
+    if method not in _NAMES and method not in own_drafters().names:
+        raise ConfigError(f"speculative_config: method is {method!r}; possible are "
+                          f"{', '.join([*METHODS, *sorted(own_drafters().names)])}")
     numbers = {ours: given[theirs] for theirs, ours in (("num_speculative_tokens", "tokens"), ("prompt_lookup_max", "longest"),
                                                         ("prompt_lookup_min", "shortest")) if given.get(theirs) is not None}
     if "longest" in numbers:
@@ -87,7 +95,8 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
     policy = given.get("draft_policy", options.draft_policy)
     if policy not in ("adaptive", "fixed"):
         raise ConfigError(f"speculative_config: draft_policy is {policy!r}; possible are adaptive and fixed")
-    return _checked(dataclasses.replace(Speculation(_NAMES[method], model, adaptive=policy == "adaptive"), **numbers))
+    found = Speculation(_NAMES.get(method, method), model, adaptive=policy == "adaptive")
+    return _checked(dataclasses.replace(found, **numbers))
 
 
 def _checked(found: Speculation) -> Speculation:

@@ -12,7 +12,7 @@ import torch
 from penstock import models
 from penstock.checkpoint import read_config, resolve_folder
 from penstock.checkpoint.tensors import read_headers
-from penstock.config.speculation import Speculation
+from penstock.config.speculation import METHODS, Speculation, own_drafters
 from penstock.core.errors import ConfigError
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
@@ -46,6 +46,8 @@ def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: 
            dummy: bool = False) -> Found:
     """Decides how to draft for the whole model `target` of a folder and a config. ConfigError or ModelError if what is asked
     for cannot draft for it. `dummy`: the folder has no weights."""
+    if asked.method not in METHODS:
+        return Found(asked)
     if asked.model is None:
         head = draft_heads.mtp(folder, config, target) if asked.method in ("auto", "mtp") and not dummy else None
         if head is None and asked.method == "mtp":
@@ -93,6 +95,9 @@ def load(found: Found, target: Decoder, room: int, *, dtype: torch.dtype, max_mo
     """Loads the drafter. `room`: the most tokens of a padded step. ModelError if its files are wrong."""
     how: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "load_format": load_format,
                            "max_model_len": max_model_len, "seed": seed}
+    if found.asked.method not in METHODS:
+        drafter: LoadedDrafter = own_drafters()[found.asked.method].load()(found.asked, target)
+        return drafter
     if found.head is not None:
         head = found.head
         model = head.load(**how, place=Place(place.tensor, place.tensors), group=group)
