@@ -215,3 +215,17 @@ def test_a_message_batch_can_be_cancelled(server: Served) -> None:
     assert twice.status_code == 400 and "requests[1]" in refusal(twice)["message"]
     unnamed = server.post("/v1/messages/batches", requests=[{"custom_id": "a b", "params": {}}])
     assert unnamed.status_code == 400
+
+
+def test_the_document_describes_errors_as_they_are(server: Served) -> None:
+    """Each dialect's own: Anthropic's have no param, Ollama's are a text."""
+    paths = server.http.get("/openapi.json").json()["paths"]
+    for path, kind in (("/v1/messages", dict), ("/v1/messages/batches", dict), ("/api/embed", str), ("/v1/completions", dict)):
+        schema = paths[path]["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]
+        if "$ref" in schema:
+            schema = server.http.get("/openapi.json").json()["components"]["schemas"]["Error"]
+        error = server.http.post(path, content=b"{", headers={"Content-Type": "application/json"}).json()
+        assert list(schema["properties"]) == schema["required"] == list(error) and isinstance(error["error"], kind)
+        inner = schema["properties"]["error"]
+        assert inner["type"] == (["string", "null"] if kind is str else "object")
+        assert kind is str or inner["required"] == list(error["error"])

@@ -69,7 +69,7 @@ class Application:
         keys_file = KeyFile(options.keys_file) if options.keys_file else None
         keyed = options.api_key or options.admin_api_key or keys_file is not None
         open_routes = None if keyed else frozenset(route.path for route in routes)
-        document = openapi(routes, OPEN_ROUTES if open_routes is None else open_routes, options.root_path)
+        document = openapi(routes, OPEN_ROUTES if open_routes is None else open_routes, self.shapes, options.root_path)
         page = docs_page(document)
         self.app.openapi = lambda: document  # type: ignore[method-assign]
         self.app.router.routes.extend(page_routes())

@@ -10,29 +10,28 @@ from typing import Any
 import msgspec
 
 import penstock
-from penstock.server.dialect import Route
+from penstock.core.errors import RequestError
+from penstock.server.dialect import ErrorShape, ErrorShapes, Route
 
 _REF = "#/components/schemas/"
-
-_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
-    "type": "object", "required": ["message", "type", "param", "code"],
-    "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]},
-                   "code": {"type": ["string", "null"]}}}}}
 
 TEXT_ROUTES = frozenset({"/metrics"})
 """Routes whose answer is plain text."""
 
 
-def openapi(routes: Sequence[Route], open_routes: Container[str], root_path: str = "") -> dict[str, Any]:
-    """The OpenAPI 3.1 document. `open_routes` are paths that need no key; `root_path` is where a proxy shows the server."""
+def openapi(routes: Sequence[Route], open_routes: Container[str], shapes: ErrorShapes, root_path: str = "") -> dict[str, Any]:
+    """The OpenAPI 3.1 document. `open_routes` are paths that need no key, `shapes` those of errors by path; `root_path` is
+    where a proxy shows the server."""
     kinds = [kind for route in routes for kind in (route.body, *route.parts, route.answer, route.event) if kind is not None]
     schemas, components = _short_names(*msgspec.json.schema_components(kinds, ref_template=_REF + "{name}"))
     schema_of = {str(kind): schema for kind, schema in zip(kinds, schemas, strict=True)}
-    components["Error"] = _ERROR
+    components["Error"] = _error(shapes.default)
     paths: dict[str, Any] = {}
     secured = False
     for route in routes:
         described = paths.setdefault(_path(route), {})[route.method.lower()] = _describe(route, schema_of)
+        error = _error(shapes.of(route.path))
+        described["responses"] |= _failures({"$ref": _REF + "Error"} if error == components["Error"] else error)
         if route.path not in open_routes:
             described["security"], secured = [{"key": []}], True
     schemes = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if secured else {}
@@ -70,7 +69,7 @@ def _describe(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
         content["text/event-stream"] = {"schema": schema_of[str(route.event)]}
     described: dict[str, Any] = {
         "summary": route.about, "operationId": _name(route),
-        "responses": {"200": {"description": "The answer" if route.body else route.about, "content": content}, **_failures()}}
+        "responses": {"200": {"description": "The answer" if route.body else route.about, "content": content}}}
     if route.body is not None:
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[str(route.body)]}}}
     if "{" in route.path:
@@ -84,7 +83,17 @@ def _name(route: Route) -> str:
     return route.method.lower() + _path(route).replace("/", "_").replace("{", "").replace("}", "")
 
 
-def _failures() -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": _REF + "Error"}}}
+def _error(shape: ErrorShape) -> dict[str, Any]:
+    """The schema of a dialect's errors, as one of them looks."""
+    def schema(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {"type": ["string", "null"]}
+        return {"type": "object", "required": list(value), "properties": {name: schema(one) for name, one in value.items()}}
+
+    return schema(shape(RequestError("an example")))
+
+
+def _failures(schema: dict[str, Any]) -> dict[str, Any]:
+    error = {"application/json": {"schema": schema}}
     return {"4XX": {"description": "The request was refused", "content": error},
             "5XX": {"description": "The request failed, or the server takes none now", "content": error}}
