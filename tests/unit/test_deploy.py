@@ -15,7 +15,7 @@ from penstock.core.request import EngineInfo, TierStats
 from penstock.engine.async_llm import AsyncLLM
 from penstock.server.connections import Counts
 from penstock.server.fleet import Fleet, Slot
-from penstock.server.metrics import MetricsPage
+from penstock.server.metrics import metrics_page
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -93,7 +93,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     llm = AsyncLLM("canary")
     llm.info = EngineInfo("canary", "Qwen3ForCausalLM", 4096, 4096, 8, 512, 16, 4096, 256, "bfloat16", "cpu", 1, 1, 1)
     llm.stats.tiers = [TierStats("device", 1, 1, 1, 1, 1, 1, 1, 1)]
-    page = MetricsPage(Fleet([Slot(["canary"], llm, state="ready")]), Counts).render().decode()
+    page = metrics_page(Fleet([Slot(["canary"], llm, state="ready")]), Counts)().decode()
     samples = set(re.findall(r"^([a-z0-9_:]+)[ {]", page, re.MULTILINE))
     board = json.loads((DEPLOY / "grafana/penstock.json").read_text())
     asked = {name for panel in board["panels"] for target in panel["targets"]

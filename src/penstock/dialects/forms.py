@@ -1,36 +1,23 @@
 """Parses one call in each form. The markers are in the descriptions. A form parses from the start of a call to its end and
-reports the parts to a `Sink`."""
+reports the parts to the parser."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Generator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from penstock.dialects.description import Form, Json, Named, Python, Tags
 from penstock.dialects.reader import MalformedError, Reader, Wait, escaped
 from penstock.dialects.schemas import Tools, as_json, read_value
 
+if TYPE_CHECKING:
+    from penstock.dialects.parser import Parser
+
 LISTED = (Json, Python)
 """Forms whose calls may be written as a list."""
 
 _AFTER_NAME = " \t\r\n<[{("
-
-
-class Sink(Protocol):
-    """Receives the parts of a call during parsing."""
-
-    def begin(self, name: str, call_id: str = "") -> None:
-        """A call of this function begins. Raises MalformedError if there cannot be such a call."""
-        ...
-
-    def arguments(self, text: str) -> None:
-        """Receives more of its arguments, as JSON text."""
-        ...
-
-    def end(self) -> None:
-        """The call is complete."""
-        ...
 
 
 def starts(form: Form, reader: Reader) -> Generator[None, None, bool]:
@@ -46,7 +33,7 @@ def starts(form: Form, reader: Reader) -> Generator[None, None, bool]:
     return char.isalpha() or char == "_"
 
 
-def read(form: Form, reader: Reader, sink: Sink, tools: Tools, ends: tuple[str, ...]) -> Wait:
+def read(form: Form, reader: Reader, sink: Parser, tools: Tools, ends: tuple[str, ...]) -> Wait:
     """Parses one call. `ends` are the markers that may follow it. Raises MalformedError if the text is not a call."""
     match form:
         case Json():
@@ -62,7 +49,7 @@ def read(form: Form, reader: Reader, sink: Sink, tools: Tools, ends: tuple[str, 
 class _Object:
     """A call written as a JSON object, with name and arguments in either order."""
 
-    def __init__(self, form: Json, reader: Reader, sink: Sink) -> None:
+    def __init__(self, form: Json, reader: Reader, sink: Parser) -> None:
         self.form, self.reader, self.sink = form, reader, sink
         self.name = self.id = ""
         self.begun = False
@@ -151,7 +138,7 @@ class _Object:
         self.early = found
 
 
-def _named(form: Named, reader: Reader, sink: Sink, ends: tuple[str, ...]) -> Wait:
+def _named(form: Named, reader: Reader, sink: Parser, ends: tuple[str, ...]) -> Wait:
     if form.before:
         yield from reader.take(form.before)
     stops = (*form.between, *((form.id_between,) if form.id_between else ()), "{", *ends)
@@ -178,7 +165,7 @@ def _named(form: Named, reader: Reader, sink: Sink, ends: tuple[str, ...]) -> Wa
     reader.cut()
 
 
-def _tags(form: Tags, reader: Reader, sink: Sink, tools: Tools, ends: tuple[str, ...]) -> Wait:
+def _tags(form: Tags, reader: Reader, sink: Parser, tools: Tools, ends: tuple[str, ...]) -> Wait:
     before, after = form.name
     if before:
         yield from reader.take((before,))
@@ -209,7 +196,7 @@ def _tags(form: Tags, reader: Reader, sink: Sink, tools: Tools, ends: tuple[str,
     reader.cut()
 
 
-def _parameter(form: Tags, reader: Reader, sink: Sink, tools: Tools, tool: str, closing: tuple[str, ...]) -> Wait:
+def _parameter(form: Tags, reader: Reader, sink: Parser, tools: Tools, tool: str, closing: tuple[str, ...]) -> Wait:
     """Parses one tagged parameter; the opening of its key is already consumed."""
     types = None
     key, stop = yield from reader.until((form.typed or form.key[1],))
@@ -243,7 +230,7 @@ def _parameter(form: Tags, reader: Reader, sink: Sink, tools: Tools, tool: str, 
     sink.arguments('"' if text else as_json(value, types))
 
 
-def _python(reader: Reader, sink: Sink, tools: Tools) -> Wait:
+def _python(reader: Reader, sink: Parser, tools: Tools) -> Wait:
     name, stop = yield from reader.word(_AFTER_NAME)
     if stop != "(" or not name or not all(part.isidentifier() for part in name.replace("-", "_").split(".")):
         raise MalformedError("no call")

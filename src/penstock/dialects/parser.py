@@ -95,9 +95,10 @@ class Parser:
         self._all += events
         return events
 
-    # -- Sink: the parts of a call
+    # -- the parts of a call, which forms report
 
     def begin(self, name: str, call_id: str = "") -> None:
+        """A call of this function begins. Raises MalformedError if there cannot be such a call."""
         if not name or (self._bare and not self.tools.knows(name)):
             raise MalformedError("no such tool")
         self._call = self._count
@@ -105,10 +106,12 @@ class Parser:
         self._events.append(CallBegins(self._call, call_id or self._new_id(self.dialect.ids), name))
 
     def arguments(self, text: str) -> None:
+        """More of its arguments, as JSON text."""
         if text and self._call is not None:
             self._events.append(Arguments(self._call, text))
 
     def end(self) -> None:
+        """The call is complete."""
         if self._call is not None:
             self._events.append(CallEnds(self._call))
         self._call = None

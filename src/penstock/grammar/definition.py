@@ -108,20 +108,15 @@ def node_grammar(node: Node, special: dict[str, int]) -> str:
     return grammar
 
 
-def options(params: StructuredOutputsParams) -> dict[str, Any]:
-    """Returns llguidance's options for JSON."""
-    found: dict[str, Any] = dict(OPTIONS)
-    if params.whitespace_pattern is not None:
-        found["whitespace_pattern"] = params.whitespace_pattern
-    if params.disable_any_whitespace:
-        found |= {"whitespace_flexible": False, "whitespace_pattern": None}
-    return found
-
-
 def _json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast("JsonCompileOptions", options(params)))
+    options: dict[str, Any] = dict(OPTIONS)
+    if params.whitespace_pattern is not None:
+        options["whitespace_pattern"] = params.whitespace_pattern
+    if params.disable_any_whitespace:
+        options |= {"whitespace_flexible": False, "whitespace_pattern": None}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast("JsonCompileOptions", options))
 
 
 def _closed(schema: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.engine.ledger import rounded
 from penstock.engine.stream import Stream
@@ -23,28 +23,19 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
-        status, complete = 0, False
-
-        async def watched(message: Message) -> None:
-            nonlocal status, complete
-            await send(message)
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            elif not message.get("more_body"):
-                complete = True
-
         try:
-            await self.app(scope, receive, watched)
+            await self.app(scope, receive, send)
         finally:
+            seconds = time.monotonic() - began
             write = LOG.debug if scope["path"] in PROBES else LOG.info
             # The raw path is still percent-encoded, so that no request can write lines of its own into the log.
             path = (scope.get("raw_path") or scope["path"].encode())[:_LONGEST_PATH].decode("ascii", "backslashreplace")
-            write("%s %s %s in %.3f s%s%s [%s]", scope["method"], path, status or "no answer", time.monotonic() - began,
-                  _tokens(scope.get("stream")), "" if complete else ", the client left", scope.get("request_id", "-"),
-                  extra={"fields": _fields(scope, path, status, time.monotonic() - began, complete)})
+            write("%s %s %s in %.3f s%s%s [%s]", scope["method"], path, scope["status"] or "no answer", seconds,
+                  _tokens(scope.get("stream")), "" if scope["complete"] else ", the client left", scope.get("request_id", "-"),
+                  extra={"fields": _fields(scope, path, seconds)})
 
 
-def _fields(scope: Scope, path: str, status: int, seconds: float, complete: bool) -> dict[str, Any]:
+def _fields(scope: Scope, path: str, seconds: float) -> dict[str, Any]:
     """The same for a log of JSON objects."""
     stream: Stream | None = scope.get("stream")
     counts: dict[str, Any] = {} if stream is None else {
@@ -55,8 +46,8 @@ def _fields(scope: Scope, path: str, status: int, seconds: float, complete: bool
         sent = max(0.0, time.time() - stream.ledger_at)
         parts = {**stream.ledger, "sent": sent, "total": stream.ledger["total"] + sent}
         counts["ledger"] = rounded({**parts, "received": max(0.0, seconds - parts["total"])})
-    return {"request_id": scope.get("request_id"), "method": scope["method"], "path": path, "status": status,
-            "seconds": round(seconds, 6), "complete": complete, **counts}
+    return {"request_id": scope.get("request_id"), "method": scope["method"], "path": path, "status": scope["status"],
+            "seconds": round(seconds, 6), "complete": scope["complete"], **counts}
 
 
 def _tokens(stream: Stream | None) -> str:

@@ -14,7 +14,7 @@ from penstock.core.steptime import TERMS
 from penstock.server.answer import json_response
 from penstock.server.dialect import Route
 from penstock.server.errors import UnavailableError
-from penstock.server.metrics import CONTENT_TYPE, MetricsPage
+from penstock.server.metrics import CONTENT_TYPE, metrics_page
 from penstock.server.state import State
 
 
@@ -59,7 +59,7 @@ class Admin:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.page = MetricsPage(state.fleet, lambda: state.connections)
+        self.page = metrics_page(state.fleet, lambda: state.connections)
 
     def routes(self) -> Sequence[Route]:
         """The routes, which belong to no dialect."""
@@ -94,7 +94,7 @@ class Admin:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
-        return Response(self.page.render(), media_type=CONTENT_TYPE)
+        return Response(self.page(), media_type=CONTENT_TYPE)
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": penstock.__version__})

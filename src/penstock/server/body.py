@@ -41,7 +41,7 @@ class BodyReader:
         self._fleet = state.fleet
         self._explain_field = explain_field
         self._harmless = harmless
-        self._lenient = state.lenient
+        self._lenient = state.options.unknown_fields == "warn"
         """Whether all unknown fields are ignored, nested ones too."""
         self._warned: set[str] = set()
         self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
@@ -119,7 +119,7 @@ class BodyReader:
 
     async def _bytes(self, request: Request, count: Callable[[int], None]) -> bytes:
         declared = request.headers.get("content-length", "")
-        most = self._limits.max_body_bytes
+        most = self._limits.options.max_body_bytes
         if declared.isdigit() and int(declared) > most:
             raise too_large(f"{int(declared):,} bytes", most)
         chunks: list[bytes] = []

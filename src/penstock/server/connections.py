@@ -223,7 +223,7 @@ class Connection(HttpToolsProtocol):
             pass
         except httptools.HttpParserError as error:
             if not self.transport.is_closing():
-                self.send_400_response(_said(error))
+                self.send_400_response(str(error) or "Invalid HTTP request received.")
 
     @property
     def _answering(self) -> bool:
@@ -350,10 +350,6 @@ class DirectWrites:
 
 
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests", 431: b"Request Header Fields Too Large"}
-
-
-def _said(error: httptools.HttpParserError) -> str:
-    return str(error) or "Invalid HTTP request received."
 
 
 def quiet(app: ASGIApp) -> ASGIApp:

@@ -68,16 +68,11 @@ class Gate:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         scope["request_id"] = request_id.decode()
         scope["error_shape"] = shape = self.shapes.of(scope["path"])
-        started = finished = False
 
         async def send_named(message: Message) -> None:
-            nonlocal started, finished
             if message["type"] == "http.response.start":
-                started = True
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id), *ignored_header(scope),
                                       *self._rates(scope)]
-            elif not message.get("more_body"):
-                finished = True
             await send(message)
 
         scope["api_key"] = key = _key(headers)
@@ -94,9 +89,9 @@ class Gate:
             await self.app(scope, receive, send_named)
         except Exception as error:
             self.on_error(error)
-            if not started:
+            if not scope["status"]:
                 await error_response(as_request_error(error), shape)(scope, receive, send_named)
-            elif not finished:
+            elif not scope["complete"]:
                 # The status has been sent already, so only breaking the connection can show the failure.
                 raise
         finally:

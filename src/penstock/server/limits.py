@@ -35,7 +35,6 @@ class Limits:
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self.max_body_bytes = options.max_body_bytes
         self.body_bytes = 0
         """Bytes of all bodies that are being received."""
 

@@ -246,13 +246,9 @@ class FleetCollector(Collector):
         yield sleep
 
 
-class MetricsPage:
-    """One app's registry and its rendering."""
-
-    def __init__(self, fleet: Fleet, connections: Callable[[], Counts]) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(FleetCollector(fleet, connections))
-        ProcessCollector(registry=self.registry)
-
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+def metrics_page(fleet: Fleet, connections: Callable[[], Counts]) -> Callable[[], bytes]:
+    """Returns what renders the metrics of one app."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(FleetCollector(fleet, connections))
+    ProcessCollector(registry=registry)
+    return lambda: generate_latest(registry)

@@ -1,12 +1,14 @@
-"""The paths of requests as the routes know them: without a proxy's prefix (--root-path) and without slashes at the end."""
+"""The outermost layer: paths as the routes know them, without a proxy's prefix (--root-path) and without slashes at the end,
+and the fate of each answer."""
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class Paths:
-    """Pure ASGI around everything else, so that keys are checked for the path that is served."""
+    """Pure ASGI around everything else, so that keys are checked for the path that is served. The scope has the `status` of the
+    answer once it has begun (0 before), and whether it is `complete`."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         """`root` is the prefix under which a proxy shows this server. Requests may come with it or without."""
@@ -21,4 +23,13 @@ class Paths:
         if self.root and (path == self.root or path.startswith(self.root + "/")):
             path = path[len(self.root):]
         scope["path"] = path.rstrip("/") or "/"
-        await self.app(scope, receive, send)
+        scope["status"], scope["complete"] = 0, False
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                scope["status"] = message["status"]
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                scope["complete"] = True
+
+        await self.app(scope, receive, watched)

@@ -24,17 +24,12 @@ class State:
         """A single model's names are `served_model_name`, or what it was given as."""
         self.fleet = models if isinstance(models, Fleet) else Fleet(
             [Slot(options.served_model_name or [models.model], models, state="loading")])
+        self.options = options
         llm = self.llm
         self.created = int(time.time())
         self.tenants = Tenants(options, *llm.disk)
         self.limits = Limits(options)
         self.store = Store(options.store, options.store_bytes, options.store_days)
-        self.lenient = options.unknown_fields == "warn"
-        """Unknown fields of a body are named in the answer's headers instead of refused."""
-        self.trusts_templates = options.trust_request_chat_template
-        self.token_ids = options.return_tokens_as_token_ids
-        """Log probabilities name tokens by their ids, unless a request says otherwise."""
-        self._anybody_hurries = options.allow_priority == "all"
         self.draining = False
         self.connections = Counts()
         """Counts of connections for /metrics; all 0 where the application runs without a server."""
@@ -43,11 +38,6 @@ class State:
     def llm(self) -> AsyncLLM:
         """The engine's frontend for the request that this task serves, else that of the default model."""
         return self.fleet.current.llm
-
-    @property
-    def model(self) -> str:
-        """The model's folder or id, as it was given."""
-        return self.llm.model
 
     @property
     def name(self) -> str:
@@ -84,7 +74,7 @@ class State:
             raise UnavailableError(stuck, "engine_stuck")
         if not model:
             return self.name
-        self.check_name(model)
+        self.fleet.named(model)
         return model
 
     def admit_bare(self, model: str | None) -> str:
@@ -100,12 +90,8 @@ class State:
         unless the server allows that to this client."""
         if key is not None and key.kind == "background":
             return LOWEST
-        if wanted is None or wanted >= 0 or admin or self._anybody_hurries:
+        if wanted is None or wanted >= 0 or admin or self.options.allow_priority == "all":
             return wanted or 0
         raise RequestError(f"priority is {wanted}, which would be served before others; that is for holders of an "
                            "--admin-api-key, or for everybody with --allow-priority all", param="priority",
                            code="priority_not_allowed", status=403)
-
-    def check_name(self, model: str) -> None:
-        """RequestError 404 unless `model` is a served name."""
-        self.fleet.named(model)

@@ -8,7 +8,6 @@ cache_salt divides its tenant's namespace further.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 from hashlib import blake2b
@@ -16,9 +15,8 @@ from pathlib import Path
 
 from penstock.config.schema import ServerOptions
 from penstock.core.errors import ConfigError
+from penstock.observe.log import LOG
 from penstock.stores.folder import claim
-
-LOG = logging.getLogger("penstock")
 
 SECRET_BYTES = 32
 

@@ -58,9 +58,7 @@ class Traces:
 
         async def watched(message: Message) -> None:
             nonlocal first
-            if message["type"] == "http.response.start":
-                span.set_attribute("http.response.status_code", message["status"])
-            elif first and message.get("body"):
+            if first and message.get("body"):
                 first = False
                 span.add_event("first bytes")
             await send(message)
@@ -68,7 +66,8 @@ class Traces:
         try:
             await self.app(scope, receive, watched)
         finally:
-            span.set_attribute("penstock.request_id", scope.get("request_id", ""))
+            span.set_attributes({"http.response.status_code": scope["status"],
+                                 "penstock.request_id": scope.get("request_id", "")})
             if operation is not None:
                 span.set_attributes({"gen_ai.operation.name": operation, "gen_ai.provider.name": "penstock",
                                      "gen_ai.response.model": scope.get("model", ""), **_usage(scope.get("stream"))})

@@ -78,22 +78,9 @@ class ByteLevel:
         return self._decode(b"", True)
 
 
-class ByteRun(Protocol):
-    """Decodes a run of neighbouring byte tokens. The two rules differ only on runs that are not valid UTF-8."""
-
-    def add(self, byte: int) -> str: ...
-
-    def held(self) -> str:
-        """The run's complete characters that were not returned yet."""
-        ...
-
-    def end(self) -> str:
-        """Ends the run: a token with text follows, or the end."""
-        ...
-
-
 class WholeRun:
-    """The rule of the tokenizers library: a run that is not valid UTF-8 as a whole is one U+FFFD for each of its bytes.
+    """Decodes a run of neighbouring byte tokens by the rule of the tokenizers library: one that is not valid UTF-8 as a whole
+    is one U+FFFD for each of its bytes. `EachCharacter` differs only on such runs.
 
     So characters are final only when the run ends. Two rules bound the delay: a run that is known to be invalid is passed on at
     once, and after LONGEST_RUN bytes the complete characters so far count as a run of their own.
@@ -128,10 +115,12 @@ class WholeRun:
         return text
 
     def held(self) -> str:
+        """The run's complete characters that were not returned yet."""
         # The held bytes are a valid prefix: only the last character can be incomplete.
         return self._held.decode("utf-8", "ignore")
 
     def end(self) -> str:
+        """Ends the run: a token with text follows, or the end."""
         self._broken = False
         held = self._held
         if not held:
@@ -188,7 +177,7 @@ class ByteFallback:
 
     __slots__ = ("_cut_bytes", "_leading", "_left", "_pieces", "_run")
 
-    def __init__(self, pieces: Pieces[str | int], run: ByteRun, leading: int, cut_bytes: bool,
+    def __init__(self, pieces: Pieces[str | int], run: WholeRun | EachCharacter, leading: int, cut_bytes: bool,
                  after: Sequence[int] = ()) -> None:
         self._pieces = pieces
         self._run = run

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.core.errors import ModelError, RequestError
 from penstock.text.detokenize import Detokenizer
@@ -21,19 +21,8 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 """The special tokens that have a name of their own, as in tokenizer_config.json."""
 
 
-class Vocabulary(Protocol):
-    """The interface of a vocabulary. Unknown ids are no error: they have no name and no text."""
-
-    size: int
-    special_ids: frozenset[int]
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def encode_pair(self, one: str, two: str) -> list[int]: ...
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
-    def id_of(self, token: str) -> int | None: ...
-    def name_of(self, token: int) -> str | None: ...
-    def bytes_of(self, token: int) -> bytes: ...
-    def detokenizer(self, hidden: frozenset[int], after: Sequence[int]) -> Detokenizer: ...
+Vocabulary = FastVocabulary | SentencePieceVocabulary
+"""Both have the same methods. Unknown ids are no error: they have no name and no text."""
 
 
 class Tokenizer:

@@ -52,7 +52,7 @@ class Namer:
 def namer(state: State, body: GenerationFields) -> Namer:
     """The Namer of an answer: as the request asks, by default as the server option return_tokens_as_token_ids says."""
     wanted = body.return_tokens_as_token_ids
-    return Namer(state.llm.tokenizer, state.token_ids if wanted is None else wanted)
+    return Namer(state.llm.tokenizer, state.options.return_tokens_as_token_ids if wanted is None else wanted)
 
 
 def chat_content(lines: list[TokenLogprobs], namer: Namer) -> list[Raw]:

@@ -47,7 +47,7 @@ class Models:
 
     async def one(self, http: Request) -> Response:
         name = http.path_params["model"]
-        self.state.check_name(name)
+        self.state.fleet.named(name)
         return json_response(self._describe(name))
 
     def _describe(self, name: str) -> Model:
