@@ -33,7 +33,7 @@ from penstock.engine.replicas import Replicas
 from penstock.engine.retention import Marked
 from penstock.engine.stream import Stream
 from penstock.engine.traffic import Traffic
-from penstock.engine.work import Workers
+from penstock.engine.work import Workers, give_back_memory
 from penstock.observe.figures import Figures
 from penstock.observe.log import LOG
 from penstock.text import ChatTemplate, Tokenizer
@@ -171,10 +171,10 @@ class AsyncLLM:
         return None
 
     async def _watch_progress(self) -> None:
-        """Fails all open requests once the engine is stuck, so that no client waits forever."""
+        """Fails all open requests once the engine is stuck, so that no client waits forever. At rest, gives memory back."""
         interval = min(1.0, self.stall_timeout / 4)
         seen = told = time.monotonic()
-        limits = list[float]()
+        limits, worked = list[float](), True
         while True:
             await asyncio.sleep(interval)
             now = time.monotonic()
@@ -187,6 +187,12 @@ class AsyncLLM:
                     LOG.info("%s (%d run, %d wait)", bound(limits, self.stats.limits, now - told), self.stats.running,
                              self.stats.waiting)
                 limits, told = self.stats.limits, now
+            if self.live or self.work.waiting_size:
+                worked = True
+            elif worked:
+                # The first look at rest since the last work.
+                await asyncio.to_thread(give_back_memory)
+                worked = False
             reason = self.unhealthy()
             if reason is not None and self.live and self.dead is None:
                 LOG.error("%s; its %d requests fail", reason, self.live)
