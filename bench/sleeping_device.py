@@ -20,7 +20,7 @@ from msgspec import structs
 from fixed import SHAPES, write
 from host import NoEngine, Times
 from penstock.cli.serve import STEP_TARGET_MS, run_server
-from penstock.config.schema import EngineOptions, ServerOptions
+from penstock.config.schema import EngineOptions, ServerOptions, Wanted
 from penstock.core.plan import StepPlan, StepResult
 from penstock.engine.executor import Direct, Pending
 from penstock.worker.worker import Worker
@@ -68,8 +68,8 @@ def main() -> None:
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     with tempfile.TemporaryDirectory() as folder:
         model = write(SHAPES[options.shape], Path(folder) / options.shape)
-        run_server(EngineOptions(model=str(model), skip_tokenizer_init=True), ServerOptions(port=options.port),
-                   engine="sleeping_device:SleepingEngine")
+        wanted = Wanted([options.shape], EngineOptions(model=str(model), skip_tokenizer_init=True))
+        run_server([wanted], ServerOptions(port=options.port), engine="sleeping_device:SleepingEngine")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.cli.serve import run_server
 from penstock.cli.simulation.fleet import read_cost
-from penstock.config.schema import EngineOptions, ServerOptions
+from penstock.config.schema import EngineOptions, ServerOptions, Wanted
 from penstock.core.plan import Masks, StepPlan, StepResult
 from penstock.engine.engine import Engine
 from penstock.engine.executor import Pending
@@ -64,5 +64,5 @@ if __name__ == "__main__":
     parser.add_argument("--max-num-seqs", type=int, default=8)
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    sys.exit(run_server(EngineOptions(max_num_seqs=options.max_num_seqs, max_model_len=2048, threads=1, step_target_ms=250.0),
-                        ServerOptions(port=options.port), "slow_engine:SlowEngine"))
+    engine = EngineOptions(max_num_seqs=options.max_num_seqs, max_model_len=2048, threads=1, step_target_ms=250.0)
+    sys.exit(run_server([Wanted(["canary"], engine)], ServerOptions(port=options.port), "slow_engine:SlowEngine"))

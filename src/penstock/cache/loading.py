@@ -185,8 +185,8 @@ class Loading:
         blocks = len(held[0])
         if result.lost:
             blocks = min(load.blocks[name.group, name.key] for name in result.lost)
-            if not self._of_use(load, blocks):
-                kept = False
+            # Without a loaded page before the first lost one there is nothing new.
+            kept = kept and any(block < blocks for block in load.blocks.values())
         if kept:
             pages = [ids[:blocks] for ids in load.pages]
             tokens = load.tokens[:blocks * self.lookup.page * TOKEN]
@@ -203,10 +203,6 @@ class Loading:
                 state.loaded = {tier: count * blocks // len(held[0]) for tier, count in load.gain.items()}
         groups = self.pools.layout.groups
         return sum(groups[g].page_bytes for g, _ in load.blocks) if result.ok else 0
-
-    def _of_use(self, load: _Load, blocks: int) -> bool:
-        """True if the first `blocks` blocks of a load include a loaded page."""
-        return any(block < blocks for block in load.blocks.values())
 
     def reset(self) -> None:
         """Marks in-flight loads as stale, so that their pages do not enter the index."""

@@ -38,6 +38,11 @@ MAX_OPEN_LIST_WORDS = 1 << 21
 
 MAX_TOP_K = 2**31 - 1
 
+_RANGES = {"n": (1, MAX_N), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100),
+           "temperature": (0, MAX_TEMPERATURE), "min_p": (0, 1), "logprobs": (0, MOST_LOGPROBS),
+           "prompt_logprobs": (0, MOST_LOGPROBS), "beam_width": (0, MAX_BEAM_WIDTH), "length_penalty": (-10, 10)}
+"""The least and the most of numbers."""
+
 NOT_FOR_BEAMS = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_p": 1.0, "min_p": 0.0,
                  "stop": None, "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "bad_words_token_ids": None,
                  "prompt_logprobs": None, "structured_outputs": None, "grammar": None, "max_thinking_tokens": None}
@@ -171,25 +176,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         def finite(x: float) -> bool:
             return not isinstance(x, bool) and math.isfinite(x)
 
-        need(1 <= self.n <= MAX_N, "n", f"between 1 and {MAX_N}", self.n)
-        for name in ("presence_penalty", "frequency_penalty"):
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            need(finite(value) and -2 <= value <= 2, name, "between -2 and 2", value)
-        need(finite(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100, "repetition_penalty",
-             "between 0.01 and 100", self.repetition_penalty)
-        need(finite(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE, "temperature",
-             f"between 0 and {MAX_TEMPERATURE:g}", self.temperature)
+            need(value is None or (finite(value) and least <= value <= most), name, f"between {least:g} and {most:g}", value)
         need(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
         need(-1 <= self.top_k <= MAX_TOP_K, "top_k", f"-1, 0 (all tokens) or a positive number up to {MAX_TOP_K}", self.top_k)
-        need(finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
         need(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer", self.seed)
         need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
         need(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
         need(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens",
              f"at most max_tokens ({self.max_tokens})", self.min_tokens)
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            need(value is None or 0 <= value <= MOST_LOGPROBS, name, f"between 0 and {MOST_LOGPROBS}", value)
         need(all(self.stops), "stop", "non-empty strings", self.stop)
         need(self.spaces_between_special_tokens, "spaces_between_special_tokens", "true (false is not supported)", False)
         for token, bias in (self.logit_bias or {}).items():
@@ -197,9 +193,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         need(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "a non-empty list",
              self.allowed_token_ids)
         need(all(self.bad_words or ["x"]), "bad_words", "non-empty strings", self.bad_words)
-        need(0 <= self.beam_width <= MAX_BEAM_WIDTH, "beam_width", f"between 0 and {MAX_BEAM_WIDTH}", self.beam_width)
-        need(finite(self.length_penalty) and -10 <= self.length_penalty <= 10, "length_penalty", "between -10 and 10",
-             self.length_penalty)
         need(self.early_stopping in (True, False, "never"), "early_stopping", 'true, false or "never"', self.early_stopping)
         need(self.max_thinking_tokens is None or self.max_thinking_tokens >= 0, "max_thinking_tokens", "0 or more",
              self.max_thinking_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.core.plan import Hidden, StepResult, Want
+from penstock.core.plan import StepResult, Want
 from penstock.core.request import Pool
 from penstock.core.sequence import Floats, Sequence
 
@@ -22,15 +22,13 @@ def want(pool: Pool, start: int, end: int, prompt_len: int) -> int:
 
 def lines(result: StepResult) -> dict[int, Floats]:
     """The reported vectors of each segment, [lines, width]."""
-    found = _by_segment(result.hidden) if result.hidden is not None else {}
-    return {**found, **{segment: logits[None] for segment, logits in result.labels}}
-
-
-def _by_segment(hidden: Hidden) -> dict[int, Floats]:
-    segments, firsts = np.unique(hidden.segments, return_index=True)
-    order = np.argsort(firsts)
-    parts = np.split(hidden.values, np.sort(firsts)[1:])
-    return {int(segments[place]): part for place, part in zip(order, parts, strict=True)}
+    found = {segment: logits[None] for segment, logits in result.labels}
+    if result.hidden is not None:
+        segments, firsts = np.unique(result.hidden.segments, return_index=True)
+        order = np.argsort(firsts)
+        parts = np.split(result.hidden.values, firsts[order][1:])
+        found.update(zip(segments[order].tolist(), parts, strict=True))
+    return found
 
 
 def pooled(sequence: Sequence) -> Floats | None:

@@ -39,10 +39,6 @@ class DiskStore:
         self._buckets: dict[Path, _Bucket] = {}
         self._put((PAGES, self._version), DESCRIPTION, [memoryview(json.dumps(version.facts, indent=1).encode())])
 
-    def path(self, name: PageName) -> Path:
-        """The path of a page, which need not exist."""
-        return Path(self.place(name))
-
     def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
         self._put(self._bucket(name), _file(name), parts)
 
@@ -54,9 +50,13 @@ class DiskStore:
         finally:
             os.close(file)
 
+    def path(self, name: PageName) -> Path:
+        """The path of a page, which need not exist."""
+        return Path(self.files([name])[0])
+
     def files(self, names: Sequence[PageName]) -> list[str]:
         """The paths of several pages, as text."""
-        return [self.place(name) for name in names]
+        return [f"{self._home}/{key[:2]}/{key}-{group}" for group, key in ((name[0], name[1].hex()) for name in names)]
 
     def touch(self, name: PageName) -> None:
         with suppress(FileNotFoundError), self.folder.directory(*self._bucket(name)) as bucket:
@@ -84,11 +84,6 @@ class DiskStore:
 
     def close(self) -> None:
         """Does nothing: no file is held open."""
-
-    def place(self, name: PageName) -> str:
-        """The path of a page as text."""
-        key = name[1].hex()
-        return f"{self._home}/{key[:2]}/{key}-{name[0]}"
 
     def _bucket(self, name: PageName) -> tuple[str, str, str]:
         return PAGES, self._version, name[1][:1].hex()

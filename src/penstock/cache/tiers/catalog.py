@@ -59,7 +59,8 @@ class Catalog:
         """No loads or writes before this time."""
         self._misses = 0
         """The number of consecutive loads that missed their deadline."""
-        self._failing = False
+        self.failing = False
+        """True from a failed operation of the keeper thread until the next successful listing."""
         self._lock = threading.Lock()
 
     def __contains__(self, name: PageName) -> bool:
@@ -68,11 +69,6 @@ class Catalog:
     def away(self, now: float) -> bool:
         """True if the store is paused at this time (`time.monotonic()`) after missed deadlines."""
         return now < self._away_until
-
-    @property
-    def failing(self) -> bool:
-        """True from a failed operation of the keeper thread until the next successful listing."""
-        return self._failing
 
     def missed(self, now: float) -> None:
         """Called when the store missed a load's deadline: pauses it for a while."""
@@ -165,7 +161,7 @@ class Catalog:
         except OSError as error:
             self._complain("cannot be listed", error)
             return
-        self._failing = False
+        self.failing = False
         for entry in sorted(came, key=lambda entry: entry.used):
             self._add(entry)
         with self._lock:
@@ -225,9 +221,9 @@ class Catalog:
 
     def _complain(self, what: str, error: OSError) -> None:
         """Logs a failure; repeated failures are logged again only after a listing has succeeded."""
-        if not self._failing:
+        if not self.failing:
             LOG.warning("the %s tier of the cache %s: %s", self.tier, what, error)
-        self._failing = True
+        self.failing = True
 
 
 class Keeper:
