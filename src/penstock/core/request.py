@@ -347,6 +347,8 @@ class EngineInfo(msgspec.Struct):
     """layers/spec.py::ModelSpec.pairs"""
     adapters: list[Adapter] = []
     """The adapters that are served from the start."""
+    max_loras: int = 0
+    """Adapters that the device holds at once; 0: none are served."""
     classes: list[str] = msgspec.field(default_factory=lambda: list(BUILT_IN))
     """Names of the classes of service."""
     step_target: float | None = None

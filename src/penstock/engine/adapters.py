@@ -10,7 +10,6 @@ from pathlib import Path
 
 from penstock.checkpoint import resolve_folder
 from penstock.checkpoint.adapter import read_adapter
-from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, ModelError, PenstockError, RequestError
 from penstock.core.request import Adapter, EngineStats, Request, Update, ended
 from penstock.engine.ranks import Rank, RankGroup
@@ -53,12 +52,12 @@ class Adapters:
     """The engine's own record, of all adapters that are served and of those in host memory. Of these the least recently used
     leave when others come, and are read again for the next request; `lora_modules` stay. Used only from the engine's thread."""
 
-    def __init__(self, rank: Rank, scheduler: Scheduler, options: EngineOptions, elsewhere: Callable[[], list[Request]],
+    def __init__(self, rank: Rank, scheduler: Scheduler, enabled: bool, most: int, elsewhere: Callable[[], list[Request]],
                  go_on: Callable[[Request], None]) -> None:
-        """`elsewhere`: requests that were taken in and that the scheduler may not know now, because they wait for a grammar or
-        for the next round of a beam search. `go_on`: takes in a request whose adapter has come."""
+        """`most`: in host memory. `elsewhere`: requests that were taken in and that the scheduler may not know now, as they
+        wait for a grammar or for the next round of a beam search. `go_on`: takes in a request whose adapter has come."""
         self._rank, self._scheduler, self._elsewhere, self._go_on = rank, scheduler, elsewhere, go_on
-        self._enabled, self._most = options.enable_lora, options.max_cpu_loras
+        self._enabled, self._most = enabled, most
         self._names: dict[str, int] = {}
         """By digest: how often it was added and not yet removed."""
         self._folders: dict[str, str] = {}

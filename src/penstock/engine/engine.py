@@ -122,7 +122,7 @@ class Engine:
         self.view = View(self.scheduler)
         self.executor: Direct | Threaded = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)
         undo.callback(self._end)
-        self.adapters = Adapters(self.rank, self.scheduler, options,
+        self.adapters = Adapters(self.rank, self.scheduler, options.enable_lora, options.max_cpu_loras,
                                  lambda: [*self.beams.requests, *self.constraints.requests], self._take_in)
         undo.callback(self.adapters.close)
         folder = None if options.skip_tokenizer_init else tokenizer_folder(options, survey.folder)
@@ -143,7 +143,8 @@ class Engine:
             tenant_share=options.cache_tenant_share,
             kv_events=self.events.describe() if self.events is not None else None, kernels=loaded.kernels,
             task=survey.task, labels=list(survey.labels), encoder=survey.whole, pairs=survey.pairs,
-            adapters=self.adapters.start(options.lora_modules), buckets=list(prepared.buckets), classes=list(classes),
+            adapters=self.adapters.start(options.lora_modules), max_loras=options.max_loras if options.enable_lora else 0,
+            buckets=list(prepared.buckets), classes=list(classes),
             step_target=config.step_target, notes=notes)
 
     def submit(self, request: Request) -> None:

@@ -112,8 +112,7 @@ class EngineCollector(Collector):
         running, waiting = (",".join(sorted(name for name, both in counts.items() if both[i])) for i in (0, 1))
         lora = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that run and wait; the value is the time.",
                                  labels=("model_name", "max_lora", "waiting_lora_adapters", "running_lora_adapters"))
-        options = self.llm.options
-        lora.add_metric((self.values[0], str(options.max_loras if options.enable_lora else 0), waiting, running), stats.time)
+        lora.add_metric((self.values[0], str(self.llm.info.max_loras if self.llm.info else 0), waiting, running), stats.time)
         yield lora
         for i, state in enumerate(("running", "waiting")):
             yield self._by(GaugeMetricFamily, f"penstock:adapter_requests_{state}", f"Sequences of an adapter, {state}.",
