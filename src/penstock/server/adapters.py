@@ -13,10 +13,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from penstock.checkpoint.adapter import CONFIG, WEIGHTS
 from penstock.core.errors import ConfigError, RequestError
-from penstock.engine.async_llm import AsyncLLM
 from penstock.observe.log import LOG
 from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
+from penstock.server.fleet import Slot
 from penstock.server.state import State
 
 _SECONDS = 2.0
@@ -24,14 +24,15 @@ _SECONDS = 2.0
 
 
 class Folder:
-    """A folder whose subfolders are served as adapters, by their names, as they come, change and go."""
+    """A folder whose subfolders are served as adapters of a model, by their names, as they come, change and go."""
 
-    def __init__(self, path: str, llm: AsyncLLM) -> None:
+    def __init__(self, path: str, slot: Slot) -> None:
         """ConfigError if it cannot be served."""
-        if not llm.options.enable_lora or not Path(path).is_dir():
+        if not slot.llm.options.enable_lora or not Path(path).is_dir():
             raise ConfigError(f"lora_dir is {path!r}; it must be a folder, and needs enable_lora")
         self._path = Path(path)
-        self._llm = llm
+        self._slot = slot
+        self._llm = slot.llm
         self._seen: dict[str, list[int]] = {}
         """The state of the files of each subfolder when it was looked at last."""
 
@@ -42,6 +43,11 @@ class Folder:
             await asyncio.sleep(_SECONDS)
 
     async def _look(self) -> None:
+        if self._slot.llm is not self._llm:
+            # The model was loaded again: its new engine has no adapters.
+            self._llm, self._seen = self._slot.llm, {}
+        if self._llm.info is None or self._llm.dead is not None:
+            return
         found = await asyncio.to_thread(self._stamps)
         for name in self._seen.keys() - found.keys():
             del self._seen[name]

@@ -69,7 +69,7 @@ class ServerRun:
                       one.share, bool({*one.names} & {*options.pin}), "unloaded" if several else "loading") for one in models]
         self.fleet = Fleet(slots, keep_alive=options.keep_alive, most=options.max_loaded_models)
         self.application = Application(self.fleet, options)
-        self.adapters = Folder(options.lora_dir, slots[0].llm) if options.lora_dir is not None else None
+        self.adapters = Folder(options.lora_dir, slots[0]) if options.lora_dir is not None else None
         self.connections = Connections(options, self.application.shapes.default, raise_descriptor_limit())
         self.application.state.connections = self.connections.counts
         self._stop = asyncio.Event()
