@@ -18,6 +18,7 @@ from penstock.config.speculation import Speculation, speculation
 from penstock.core.errors import ConfigError
 from penstock.core.request import EngineStats, Request
 from penstock.core.sequence import Sequence
+from penstock.core.steptime import StepTime
 from penstock.layers.decoder import Decoder
 from penstock.scheduler.drafting import Adaptive
 from penstock.worker.drafters.suffix import Suffix
@@ -177,8 +178,15 @@ def _sequence(acceptance: float | None = None) -> Sequence:
     return sequence
 
 
+def _times(slope: float) -> StepTime:
+    """A model of step time in which each position costs so many seconds."""
+    times = StepTime()
+    times.slope = lambda _tokens: slope  # type: ignore[method-assign]
+    return times
+
+
 def test_the_policy_drafts_where_a_step_costs_the_same_and_not_where_each_position_costs_time() -> None:
-    cheap, dear = Adaptive(5), Adaptive(5)
+    cheap, dear = Adaptive(5, _times(1e-7)), Adaptive(5, _times(1e-3))
     for turn in range(200):
         tokens = 8 + turn % 5 * 8
         kept = 8 + turn % 5 * 4
@@ -190,7 +198,7 @@ def test_the_policy_drafts_where_a_step_costs_the_same_and_not_where_each_positi
 
 def test_a_draft_that_is_nearly_certain_pays_where_others_do_not() -> None:
     """Positions cost half of their share of a step, and all drafts are kept: those that are likely enough are worth it."""
-    policy = Adaptive(5)
+    policy = Adaptive(5, _times(0.5e-3))
     for turn in range(200):
         tokens = 8 + turn % 5 * 8
         policy.stepped(8, tokens, tokens, 0.008 + 1e-3 * tokens * 0.5)
@@ -201,7 +209,7 @@ def test_a_draft_that_is_nearly_certain_pays_where_others_do_not() -> None:
 def test_the_policy_tries_a_step_without_drafts_and_drops_them_if_that_is_faster() -> None:
     """All steps with drafts are of one size, so that only trials show what they cost. 128 rows as measured on a GPU with a wide
     draft head: 28 ms for 430 tokens with drafts, 7 ms for 128 without."""
-    policy, sequence = Adaptive(4), _sequence(0.8)
+    policy, sequence = Adaptive(4, _times(0.005 / 128)), _sequence(0.8)
     drafted = 0
     for turn in range(1000):
         count = policy.count(sequence)
@@ -212,7 +220,7 @@ def test_the_policy_tries_a_step_without_drafts_and_drops_them_if_that_is_faster
 
 
 def test_the_policy_learns_acceptance_and_probes_after_it_gave_up() -> None:
-    policy, sequence = Adaptive(5), _sequence()
+    policy, sequence = Adaptive(5, _times(1e-3)), _sequence()
     for turn in range(100):
         policy.stepped(8, 8 + turn % 5, 8, 0.001 * (8 + turn % 5))
     for _ in range(40):

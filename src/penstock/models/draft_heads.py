@@ -173,7 +173,7 @@ class _Layout:
     """A family's names for the first of its layers for multi-token prediction. # is the number of the target's layers."""
 
     sign: str
-    """A tensor that tells that it is there."""
+    """The beginning of the names of tensors that tell that it is there."""
     layer: str
     entry: tuple[tuple[str, str], ...]
     """Names and parameters, besides those of the layer."""
@@ -184,17 +184,17 @@ class _Layout:
 
 
 _LAYOUTS = (
-    _Layout("model.layers.#.eh_proj.weight", "model.layers.#",
+    _Layout("model.layers.#.eh_proj.", "model.layers.#",
             (("model.layers.#.enorm.weight", "entry.embeds.weight"), ("model.layers.#.hnorm.weight", "entry.hidden.weight"),
              ("model.layers.#.eh_proj.*", "entry.join.*"), ("model.layers.#.shared_head.norm.weight", "norm.weight")),
             ("model.layers.#.embed_tokens.weight", "model.layers.#.shared_head.head.weight")),
-    _Layout("model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0",
+    _Layout("model.mtp_layers.0.input_proj.", "model.mtp_layers.0",
             (("model.mtp_layers.0.token_layernorm.weight", "entry.embeds.weight"),
              ("model.mtp_layers.0.hidden_layernorm.weight", "entry.hidden.weight"),
              ("model.mtp_layers.0.input_proj.*", "entry.join.*"),
              ("model.mtp_layers.0.final_layernorm.weight", "norm.weight")), hidden_first=True, normed=True),
     # The target's last norm is this layer's too.
-    _Layout("model.mtp_linear_proj.0.weight", "model.mtp_block.0",
+    _Layout("model.mtp_linear_proj.0.", "model.mtp_block.0",
             (("model.mtp_emb_norm.0.weight", "entry.embeds.weight"), ("model.mtp_hidden_norm.0.weight", "entry.hidden.weight"),
              ("model.mtp_linear_proj.0.*", "entry.join.*"), ("model.norm.weight", "norm.weight"))),
 )
@@ -203,10 +203,9 @@ _LAYOUTS = (
 
 def mtp(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> DraftHead | None:
     """The layer for multi-token prediction inside a target's checkpoint; None if it has none."""
-    if folder is None or not (tensors := read_headers(folder)):
-        return None
-    number = str(len(target.blocks))
-    layout = next((one for one in _LAYOUTS if one.sign.replace("#", number) in tensors), None)
+    tensors, number = read_headers(folder), str(len(target.blocks))
+    layout = next((one for one in _LAYOUTS for sign in (one.sign.replace("#", number),)
+                   if any(name.startswith(sign) for name in tensors)), None)
     if layout is None:
         return None
     stem, family = layout.layer.replace("#", number), family_of(config)[1]
