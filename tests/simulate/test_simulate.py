@@ -67,6 +67,9 @@ class RandomDrafts:
 class Run:
     """One workload from its seed."""
 
+    CHOICES = (1, 1, 1, 2, 4)
+    """Of which the number of each request's sequences is drawn."""
+
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
         states = _states(rng)
@@ -114,7 +117,7 @@ class Run:
 
     def submit(self, number: int) -> None:
         rng = self.rng
-        params = SamplingParams(n=rng.choice([1, 1, 1, 2, 4]), max_tokens=rng.choice([None, 1, 2, 12, 30]),
+        params = SamplingParams(n=rng.choice(self.CHOICES), max_tokens=rng.choice([None, 1, 2, 12, 30]),
                                 seed=rng.randrange(1000),
                                 stop_token_ids=[3] if rng.random() < 0.3 else None,
                                 prompt_logprobs=0 if rng.random() < 0.1 else None)
