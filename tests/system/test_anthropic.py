@@ -177,6 +177,24 @@ def batch_ended(server: Served, name: str) -> dict[str, Any]:
     return dict(found)
 
 
+def test_message_batches_are_listed_in_pages_and_apart_from_openais(server: Served) -> None:
+    made = [server.post("/v1/messages/batches", requests=BATCH[:1]).json()["id"] for _ in range(3)]
+    for name in made:
+        batch_ended(server, name)
+
+    def page(query: str) -> list[str]:
+        return [one["id"] for one in server.http.get(f"/v1/messages/batches?{query}").json()["data"]]
+
+    newest = made[::-1]
+    assert page("limit=3") == newest
+    assert page(f"limit=1&after_id={newest[0]}") == newest[1:2] and page(f"limit=5&after_id={newest[1]}")[:1] == newest[2:]
+    assert page(f"limit=1&before_id={newest[2]}") == newest[1:2] and page(f"limit=5&before_id={newest[2]}") == newest[:2]
+    assert "both given" in refusal(server.http.get("/v1/messages/batches?after_id=a&before_id=b"))["message"]
+    assert not [one for one in server.http.get("/v1/batches").json()["data"] if one["id"] in made]
+    for name in made:
+        server.http.delete(f"/v1/messages/batches/{name}")
+
+
 def test_a_message_batch_has_a_result_for_each_request(server: Served) -> None:
     wrong = {"custom_id": "wrong", "params": {"model": NAME, "max_tokens": 0, "messages": PLAIN}}
     made = server.post("/v1/messages/batches", requests=[*BATCH, wrong]).json()

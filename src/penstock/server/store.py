@@ -129,10 +129,10 @@ class Database:
         """Whether there was one."""
         return self.sql("delete from objects where kind=? and id=? and owner=?", kind, name, owner).rowcount > 0
 
-    def page(self, kind: str, owner: str, after: str | None, limit: int, newest_first: bool = True) -> Page:
-        """A page of a list by age, behind the object `after`."""
+    def page(self, kind: str, owner: str, after: str | None, limit: int, newest_first: bool = True, stem: str = "") -> Page:
+        """A page of a list by age, behind the object `after`, of objects whose id begins with `stem`."""
         sign, order = ("<", "desc") if newest_first else (">", "asc")
-        where, values = "kind=? and owner=?", [kind, owner]
+        where, values = "kind=? and owner=? and substr(id, 1, ?)=?", [kind, owner, len(stem), stem]
         if after is not None:
             where += f" and (created, id) {sign} (select created, id from objects where kind=? and id=?)"
             values += [kind, after]

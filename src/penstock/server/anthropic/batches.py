@@ -85,12 +85,15 @@ class MessageBatches:
         return json_response(_shown(http, batch, ()))
 
     async def list(self, http: Request) -> Response:
-        owner, (_, limit, newest) = whose(http), asked(http, 1000)
-        after = http.query_params.get("after_id")
+        owner, limit = whose(http), asked(http, 1000).limit
+        after, before = (http.query_params.get(name) for name in ("after_id", "before_id"))
+        if after is not None and before is not None:
+            raise RequestError("after_id and before_id are both given; a page lies behind one or before the other",
+                               param="before_id")
 
         def work(database: Database) -> tuple[list[dict[str, Any]], bool]:
-            page = database.page("batch", owner, after, limit, newest)
-            batches = [batch for batch in map(msgspec.json.decode, page.bodies) if batch["id"].startswith("msgbatch_")]
+            page = database.page("batch", owner, before or after, limit, before is None, "msgbatch_")
+            batches = list(map(msgspec.json.decode, page.bodies))[::1 if before is None else -1]
             return [_shown(http, batch, _results(database, batch, owner)) for batch in batches], page.more
 
         return listed(*await self.state.store.run(work))

@@ -74,7 +74,7 @@ class Batches(OpenAIForm):
 
     async def list(self, http: Request) -> Response:
         owner, (after, limit, newest) = whose(http), asked(http)
-        page = await self.state.store.run(lambda database: database.page("batch", owner, after, limit, newest))
+        page = await self.state.store.run(lambda database: database.page("batch", owner, after, limit, newest, "batch_"))
         return listed([*map(msgspec.json.decode, page.bodies)], page.more)
 
     async def get(self, http: Request) -> Response:
