@@ -204,7 +204,7 @@ def test_contexts_beside_tensors_and_stages() -> None:
 
 def test_contexts_that_cannot_be_divided_are_refused() -> None:
     asked = options("canary", context_parallel_size=2, speculative_model="canary")
-    with pytest.raises(PenstockError, match="a draft model is not possible with context_parallel_size"):
+    with pytest.raises(PenstockError, match="a draft model or head is not possible with context_parallel_size"):
         Engine(asked, rank=Threaded(asked))
 
 

@@ -244,7 +244,7 @@ def test_skip_tokenizer_init_is_refused(tmp_path: Path) -> None:
 
 
 ROUTES: list[dict[str, Any]] = [{"depth": 1}, {"depth": 2, "max_num_batched_tokens": 16, "max_num_seqs": 4},
-                                {"depth": 2, "block_size": 8, "kv_cache_memory_bytes": 700_000}]
+                                {"depth": 2, "block_size": 8, "kv_cache_memory_bytes": 530_000}]
 
 
 def test_answers_are_the_same_whatever_the_route() -> None:
