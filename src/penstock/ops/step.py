@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from penstock.ops.registry import register
+from penstock.platform.facts import DeviceFacts
 
 
 @dataclass(slots=True)
@@ -41,3 +43,26 @@ def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tenso
     index, offset = place // page, place % page
     slots = [(table[mine, index].long() * page + offset).masked_fill_(~inside, -1) for table in tables]
     return StepTensors(ids, position, [table[row.long(), :columns] for table in tables], slots)
+
+
+def _on_cpu(facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
+    return None if facts.kind == "cpu" else "it reads the host's memory"
+
+
+@register("build_step", "numpy", rank=5, supports=_on_cpu, capturable=False)
+def build_on_host(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tensor, start: torch.Tensor,
+                  query_start: torch.Tensor, page: int, tokens: int, columns: int) -> StepTensors:
+    """As the reference. Steps are a few integers, for which NumPy takes a fifth of PyTorch's time and keeps the GIL, so that it
+    need not wait for the thread that plans."""
+    rows, begins = row.numpy(), query_start.numpy()
+    end = int(begins[-1])
+    segment = np.repeat(np.arange(len(rows)), np.diff(begins))
+    position = start.numpy()[segment] + np.arange(end, dtype=np.int32) - begins[segment]
+    mine, index, offset = rows[segment], position // page, position % page
+    ids, positions = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
+    ids[:end], positions[:end] = known.numpy()[mine, position], position
+    slots = np.full((len(tables), tokens), -1, np.int64)
+    for out, table in zip(slots, tables, strict=True):
+        out[:end] = table.numpy()[mine, index].astype(np.int64) * page + offset
+    return StepTensors(torch.from_numpy(ids), torch.from_numpy(positions),
+                       [torch.from_numpy(table.numpy()[rows, :columns]) for table in tables], list(torch.from_numpy(slots)))
