@@ -168,6 +168,7 @@ def test_disk_and_restart(tmp_path: Path, write: str, depth: int) -> None:
     last.close()
 
 
+@pytest.mark.serial
 def test_predicted_costs_decide() -> None:
     """Without being told to, an engine loads where that pays."""
     engine = start("stories260k", host_slabs=200)

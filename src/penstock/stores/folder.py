@@ -148,7 +148,9 @@ def page_of(entry: os.DirEntry[str], bucket: str) -> PageName | None:
 
 def _check_free(outer: Path, own: Path, path: str, adopt: bool) -> None:
     """ConfigError unless the subfolder may be created."""
-    if _exists(own) and (own.is_symlink() or not own.is_dir() or not all(name.startswith(MARKER) for name in os.listdir(own))):
+    # The marker is looked for after the listing: another engine that starts now writes it before anything else.
+    if _exists(own) and (own.is_symlink() or not own.is_dir() or not (
+            all(name.startswith(MARKER) for name in os.listdir(own)) or _exists(own / MARKER))):
         raise ConfigError(f"cache_disk is {path}, but {own} is there already and was not created by Penstock (it has no "
                           f"{MARKER}); name another folder")
     foreign = sorted(name for name in os.listdir(outer) if name != SUBFOLDER and name not in _NEUTRAL)
