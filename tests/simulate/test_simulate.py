@@ -68,7 +68,7 @@ class Run:
     """One workload from its seed."""
 
     CHOICES = (1, 1, 1, 2, 4)
-    """Of which the number of each request's sequences is drawn."""
+    """The number of each request's sequences is drawn from these."""
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)

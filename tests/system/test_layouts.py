@@ -6,6 +6,7 @@ Ranks are threads of this process (`ranks.py`); those in processes are in test_p
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,13 @@ def runs(name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("name", "ranks"), [
-    (name, ranks) if i % 3 == at else pytest.param(name, ranks, marks=pytest.mark.exhaustive)
-    for i, name in enumerate(MEMBERS) for at, ranks in enumerate(RANKS)])
+def members(counts: Sequence[int], each: int) -> list[Any]:
+    """Pairs of a trained model and a number of ranks; all but one of `each` are exhaustive."""
+    return [pytest.param(name, ranks, marks=[] if i % each == at else [pytest.mark.exhaustive])
+            for i, name in enumerate(MEMBERS) for at, ranks in enumerate(counts)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), members(RANKS, 3))
 def test_every_trained_model(name: str, ranks: int) -> None:
     if not runs(name):
         pytest.skip("no family runs it yet")
@@ -180,9 +185,7 @@ def test_every_shape_of_every_family_by_contexts(case: Case, ranks: int, tmp_pat
     over_contexts(tmp_path, ranks, max_num_batched_tokens=16)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [
-    (name, ranks) if i % 4 == at else pytest.param(name, ranks, marks=pytest.mark.exhaustive)
-    for i, name in enumerate(MEMBERS) for at, ranks in enumerate(CONTEXTS)])
+@pytest.mark.parametrize(("name", "ranks"), members(CONTEXTS, 4))
 def test_every_trained_model_by_contexts(name: str, ranks: int) -> None:
     if not runs(name):
         pytest.skip("no family runs it yet")

@@ -218,9 +218,9 @@ class Wire:
         self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
-        key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
-        key += "x-penstock-wait: true\r\n" if waits else ""
-        self._common = f"host: {parts.netloc.rpartition('@')[2]}\r\nuser-agent: penstock/{__version__}\r\n{key}".encode()
+        own = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        own += "x-penstock-wait: true\r\n" if waits else ""
+        self._common = f"host: {parts.netloc.rpartition('@')[2]}\r\nuser-agent: penstock/{__version__}\r\n{own}".encode()
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
 

@@ -17,6 +17,7 @@ from penstock.layers.decoder import Decoder
 from penstock.layers.embedding import EmbeddingSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import weights
+from penstock.models.mapped import Checkpoint
 from penstock.models.registry import checkpoint_of, configured, describe, family_of, registry
 from penstock.models.weights import Progress
 from penstock.ops.registry import Kernels
@@ -45,14 +46,12 @@ def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, dev
     if learned and max_model_len > learned:
         raise ModelError(f"max_model_len {max_model_len} is beyond the {learned} positions that this model has learned; "
                          f"lower it to at most {learned}")
-    if load_format == "dummy":
-        values = weights.dummy(spec, dtype=dtype, device=device, kernels=kernels, seed=seed, progress=progress,
-                               place=place)
-    else:
+
+    def checkpoint() -> Checkpoint:
         assert folder is not None, "only dummy weights need no folder"
-        _, family = family_of(config)
-        checkpoint = checkpoint_of(Path(folder), config, spec, str(dtype).removeprefix("torch."), device)
-        values = weights.stream(spec, family.RULES, checkpoint, dtype=dtype, device=device,
-                                kernels=kernels, progress=progress, place=place)
+        return checkpoint_of(Path(folder), config, spec, str(dtype).removeprefix("torch."), device)
+
+    values = weights.load(spec, family_of(config)[1].RULES, checkpoint, load_format, seed=seed, dtype=dtype, device=device,
+                          kernels=kernels, progress=progress, place=place)
     return Decoder(spec.at(place), values, kernels, dtype=dtype, device=device, max_model_len=max_model_len,
                    group=group, data=data, context=context)

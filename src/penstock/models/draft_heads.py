@@ -58,13 +58,8 @@ class DraftHead:
     def load(self, *, dtype: torch.dtype, device: torch.device, kernels: Kernels, load_format: str, max_model_len: int,
              seed: int, place: Place, group: Group | None) -> Decoder:
         """The head, or a rank's share of it. ModelError if its tensors do not fit."""
-        if load_format == "dummy":
-            values = weights.dummy(self.spec, dtype=dtype, device=device, kernels=kernels, seed=seed, progress=None,
-                                   place=place)
-        else:
-            checkpoint = self.checkpoint(str(dtype).removeprefix("torch."), device)
-            values = weights.stream(self.spec, self.rules, checkpoint, dtype=dtype, device=device, kernels=kernels,
-                                    progress=None, place=place)
+        values = weights.load(self.spec, self.rules, lambda: self.checkpoint(str(dtype).removeprefix("torch."), device),
+                              load_format, seed=seed, dtype=dtype, device=device, kernels=kernels, progress=None, place=place)
         return Decoder(self.spec.at(place), values, kernels, dtype=dtype, device=device, max_model_len=max_model_len,
                        group=group)
 

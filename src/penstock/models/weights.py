@@ -368,6 +368,14 @@ _RANDOM = 1_000_003
 """Random numbers for dummy weights; a prime count, so that no row of a matrix repeats another."""
 
 
+def load(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Callable[[], Checkpoint], load_format: str, *, seed: int,
+         dtype: torch.dtype, device: torch.device, kernels: Kernels, progress: Progress | None, place: Place) -> Values:
+    """The parameters as `load_format` says: random ones for "dummy", which needs no checkpoint, else the checkpoint's."""
+    if load_format == "dummy":
+        return dummy(spec, dtype=dtype, device=device, kernels=kernels, seed=seed, progress=progress, place=place)
+    return stream(spec, rules, checkpoint(), dtype=dtype, device=device, kernels=kernels, progress=progress, place=place)
+
+
 def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels: Kernels, seed: int,
           progress: Progress | None, place: Place = ALONE) -> Values:
     """Random parameters of the same shapes, for benchmarks; a function of the seed alone. Ranks have shares of the same ones.

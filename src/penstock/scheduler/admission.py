@@ -112,8 +112,10 @@ class Admission:
     def taken(self) -> bool:
         """Whether no row is free, and no request would give one to another that came now."""
         queues = self._queues
+        if queues.rows:
+            return False
         shares = Shares(queues, 1)
-        return not queues.rows and all(shares.left(sequence) >= 0 for sequence in queues.running)
+        return all(shares.left(sequence) >= 0 for sequence in queues.running)
 
     def _in_turn(self, blocked: list[Sequence]) -> Iterator[Sequence]:
         """Waiting sequences in order, but those whose request has its share of the rows after others that are as important, and

@@ -89,7 +89,10 @@ class Queues:
             self.running.remove(sequence)
             self.rows.append(sequence.row)
             self._left.append(sequence.row)
-            self.held -= Counter([sequence.request.owner])
+            owner = sequence.request.owner
+            self.held[owner] -= 1
+            if not self.held[owner]:
+                del self.held[owner]
             self.adapters.give(sequence.request.adapter)
             sequence.row = -1
         elif sequence in self.waiting:

@@ -29,6 +29,8 @@ ENDPOINT = "/v1/messages"
 SECONDS = 86400
 """For which a batch may run, as Anthropic's."""
 
+_STEM = "msgbatch_"
+"""The beginning of a message batch's id, which parts it from OpenAI's batches."""
 _UNASKED = {"batch_cancelled": "canceled", "batch_expired": "expired"}
 
 
@@ -65,7 +67,7 @@ class MessageBatches:
 
     async def create(self, http: Request) -> Response:
         """Begins a batch."""
-        body, made = await self.bodies.read(http, BatchRequest), Ref("batch", f"msgbatch_{uuid.uuid4().hex}", whose(http))
+        body, made = await self.bodies.read(http, BatchRequest), Ref("batch", _STEM + uuid.uuid4().hex, whose(http))
         content = b"\n".join(msgspec.json.encode({"custom_id": one.custom_id, "method": "POST", "url": ENDPOINT,
                                                   "body": one.params}) for one in body.requests)
         _, errors = await asyncio.to_thread(parse, content, ENDPOINT)
@@ -92,7 +94,7 @@ class MessageBatches:
                                param="before_id")
 
         def work(database: Database) -> tuple[list[dict[str, Any]], bool]:
-            page = database.page("batch", owner, before or after, limit, before is None, "msgbatch_")
+            page = database.page("batch", owner, before or after, limit, before is None, _STEM)
             batches = list(map(msgspec.json.decode, page.bodies))[::1 if before is None else -1]
             return [_shown(http, batch, _results(database, batch, owner)) for batch in batches], page.more
 

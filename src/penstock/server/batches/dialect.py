@@ -25,6 +25,9 @@ from penstock.server.state import State
 from penstock.server.store import Database
 from penstock.server.stored import Ref, asked, listed, ref, whose
 
+_STEM = "batch_"
+"""The beginning of a batch's id; Anthropic's batches lie beside these in the store."""
+
 
 class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/batches."""
@@ -60,7 +63,7 @@ class Batches(OpenAIForm):
         body, owner = await self.bodies.read(http, BatchRequest), whose(http)
         if body.endpoint not in ENDPOINTS:
             raise RequestError(f"endpoint is {body.endpoint!r}; possible are {', '.join(ENDPOINTS)}", param="endpoint")
-        batch = new_batch(f"batch_{uuid.uuid4().hex}", body.endpoint, body.input_file_id,
+        batch = new_batch(_STEM + uuid.uuid4().hex, body.endpoint, body.input_file_id,
                           seconds_of(body.completion_window, "completion_window"), body.completion_window, body.metadata)
         made = Ref("batch", batch["id"], owner)
 
@@ -74,7 +77,7 @@ class Batches(OpenAIForm):
 
     async def list(self, http: Request) -> Response:
         owner, (after, limit, newest) = whose(http), asked(http)
-        page = await self.state.store.run(lambda database: database.page("batch", owner, after, limit, newest, "batch_"))
+        page = await self.state.store.run(lambda database: database.page("batch", owner, after, limit, newest, _STEM))
         return listed([*map(msgspec.json.decode, page.bodies)], page.more)
 
     async def get(self, http: Request) -> Response:
