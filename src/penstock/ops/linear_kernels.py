@@ -234,6 +234,8 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
         if joined and (start + deep) % share == 0:
             whole += total
             total = tl.zeros((height, width), tl.float32)
+    if linked and ahead == 0:  # the next kernel starts while this one stores
+        gdc_launch_dependents()
     if joined:
         total = whole + total
     last = True

@@ -21,8 +21,8 @@ UNIT = 16
 """Ranks are padded to multiples of this."""
 MOST_PIECES = 4
 """Matrices that one projection may be joined from."""
-WIDE = 64
-"""Columns of a piece that a program of a GPU kernel writes."""
+WIDE = 256
+"""The most columns of a piece that a program of a GPU kernel writes."""
 
 
 def padded(rank: int) -> int:

@@ -1,7 +1,8 @@
 """The Triton kernels of adapters' deltas. `ops/lora_triton.py` launches them.
 
 Programs walk over the tiles of ops/lora.py::Groups, whose number only the device knows, so that a launch is the same for any
-mix of adapters.
+mix of adapters. Adapters and groups are copied to the device before a step's first kernel, so programs read them before they
+wait for the previous kernel: behind the wait there is one round of loads, one dot product and the stores.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit(do_not_specialize=("rows", "most", "stride", "told", "fact"))
 def shrink(x, data, facts, count, tiles, order, low, stride, line, told, k, down, fact, rows, most, pieces: tl.constexpr,
            rank: tl.constexpr, ranks: tl.constexpr, deep: tl.constexpr, span: tl.constexpr, parts: tl.constexpr,
-           joined: tl.constexpr, tall: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
+           joined: tl.constexpr, tall: tl.constexpr, align: tl.constexpr, ahead: tl.constexpr, linked: tl.constexpr):
     """low [parts, rows, pieces, rank] float32: x A^T over each `span` columns of x; joined, their sum is low's only part.
 
     Grid: (parts * pieces * blocks of `ranks` ranks, walkers over tiles). `line` and `told` are strides of data and facts,
-    `down` and `fact` the target's places in them. x's rows are `stride * align` apart.
+    `down` and `fact` the target's places in them. x's rows are `stride * align` apart. The first `ahead` blocks of `deep`
+    columns are loaded at once, those of A before the wait.
     """
     if linked:
-        gdc_wait()
         gdc_launch_dependents()
     blocks: tl.constexpr = (rank + ranks - 1) // ranks
     program = tl.program_id(0)
@@ -39,12 +40,24 @@ def shrink(x, data, facts, count, tiles, order, low, stride, line, told, k, down
             row = tl.load(order + places, mask=within, other=0).to(tl.int64)
             v = x + row[:, None] * (tl.cast(stride, tl.int64) * align) + rk[None, :]
             a = data + slot * line + tl.cast(down + piece * k, tl.int64) * width + rr[:, None].to(tl.int64) * k + rk[None, :]
+            early = ()
+            for i in tl.static_range(ahead):
+                at = part * span + i * deep
+                early = early + (tl.load(a + at, mask=(rr < own)[:, None] & (at + rk < k)[None, :], other=0.0),)  # noqa: RUF005
+            if linked:
+                gdc_wait()
+            near = ()
+            for i in tl.static_range(ahead):
+                at = part * span + i * deep
+                near = near + (tl.load(v + at, mask=within[:, None] & (at + rk < k)[None, :], other=0.0),)  # noqa: RUF005
             total = tl.zeros((tall, ranks), tl.float32)
             repeats: tl.constexpr = parts if joined else 1
             for again in range(repeats):
                 begin = (again if joined else part) * span
                 sums = tl.zeros((tall, ranks), tl.float32)
-                for start in range(begin, min(begin + span, k), deep):
+                for i in tl.static_range(ahead):
+                    sums = tl.dot(near[i], early[i].T, sums, input_precision="ieee")
+                for start in range(begin + ahead * deep, min(begin + span, k), deep):
                     mask = (start + rk < k)[None, :]
                     xs = tl.load(v + start, mask=within[:, None] & mask, other=0.0)
                     w = tl.load(a + start, mask=(rr < own)[:, None] & mask, other=0.0)
@@ -53,28 +66,30 @@ def shrink(x, data, facts, count, tiles, order, low, stride, line, told, k, down
             kept: tl.constexpr = 1 if joined else parts
             to = low + (((tl.cast(part % kept, tl.int64) * rows + row) * pieces + piece) * rank)[:, None] + rr[None, :]
             tl.store(to, total, mask=within[:, None] & (rr < own)[None, :])
+    if linked:
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=("rows", "most", "told", "fact"))
 def expand(low, data, gains, facts, blocks, count, tiles, order, out, bias, stride, line, spread, told, n, up, gain, fact, rows,
-           most, pieces: tl.constexpr, rank: tl.constexpr, ranks: tl.constexpr, parts: tl.constexpr,
-           scaled: tl.constexpr, even: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr, linked: tl.constexpr):
-    """out = (out - bias) * (1 + gain) + bias + low B^T, for the rows in tiles. Grid: (blocks of columns, walkers over tiles).
+           most, pieces: tl.constexpr, rank: tl.constexpr, ranks: tl.constexpr, parts: tl.constexpr, scaled: tl.constexpr,
+           even: tl.constexpr, tall: tl.constexpr, block: tl.constexpr, wide: tl.constexpr, linked: tl.constexpr):
+    """out = (out - bias) * (1 + gain) + bias + low B^T, for the rows in tiles. Grid: (columns by `wide`, walkers over tiles).
 
     low [parts, rows, pieces, rank] is summed over its parts and rounded to data's type; out's rows are `stride` apart; blocks
-    [blocks, 3] has a block's piece, first column and the piece's end; even: these are multiples of 16.
+    [blocks, 3] has the piece, the first column and the piece's end for each `block` columns; even: multiples of 16.
     """
     if linked:
-        gdc_wait()
         gdc_launch_dependents()
-    block = blocks + tl.program_id(0) * 3
-    piece, begin, end = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    each: tl.constexpr = block // wide
+    told_of = blocks + tl.program_id(0) // each * 3
+    piece, begin, end = tl.load(told_of), tl.load(told_of + 1) + tl.program_id(0) % each * wide, tl.load(told_of + 2)
     if even:
         begin, end = tl.multiple_of(begin, 16), tl.multiple_of(end, 16)
     column = begin + tl.arange(0, wide)
     inside = column < end
     rk = tl.arange(0, ranks)
-    for tile in range(tl.program_id(1), tl.load(count), tl.num_programs(1)):
+    for tile in range(tl.program_id(1), tl.where(begin < end, tl.load(count), 0), tl.num_programs(1)):
         slot = tl.load(tiles + tile).to(tl.int64)
         own = tl.multiple_of(tl.load(facts + slot * told + fact + piece), 16)
         factor = tl.load(facts + slot * told + fact + scaled)
@@ -84,23 +99,35 @@ def expand(low, data, gains, facts, blocks, count, tiles, order, out, bias, stri
             within = places < tl.load(tiles + 2 * most + tile)
             row = tl.load(order + places, mask=within, other=0).to(tl.int64)
             both = within[:, None] & inside[None, :]
+            b = data + slot * line + tl.cast(up, tl.int64) * width + column[None, :]
+            w = tl.load(b + rk[:, None].to(tl.int64) * n, mask=(rk < own)[:, None] & inside[None, :], other=0.0)
+            if linked:
+                gdc_wait()
             to = out + row[:, None] * stride + column[None, :]
             total = tl.load(to, mask=both, other=0.0).to(tl.float32)
+            at = low + ((row * pieces + piece) * rank)[:, None] + rk[None, :]
+            h = _added(at, rows * pieces * rank, within[:, None] & (rk < own)[None, :], tall, ranks, parts)
+            sums = tl.dot(h.to(data.dtype.element_ty), w, tl.zeros((tall, wide), tl.float32), input_precision="ieee")
+            for first in tl.range(ranks, own, ranks, num_stages=1):
+                there = first + rk < own
+                h = _added(at + first, rows * pieces * rank, within[:, None] & there[None, :], tall, ranks, parts)
+                w = tl.load(b + (first + rk)[:, None].to(tl.int64) * n, mask=there[:, None] & inside[None, :], other=0.0)
+                sums = tl.dot(h.to(data.dtype.element_ty), w, sums, input_precision="ieee")
             if factor > 0:
                 g = tl.load(gains + slot * spread + gain + column, mask=inside, other=0.0).to(tl.float32)
                 base = total
                 if bias is not None:
                     base -= tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
                 total += base * g[None, :]
-            b = data + slot * line + tl.cast(up, tl.int64) * width + column[None, :]
-            sums = tl.zeros((tall, wide), tl.float32)
-            for first in tl.range(0, own, ranks, num_stages=1):
-                there = first + rk < own
-                h = tl.zeros((tall, ranks), tl.float32)
-                at = low + ((row * pieces + piece) * rank + first)[:, None] + rk[None, :]
-                for part in tl.static_range(parts):
-                    h += tl.load(at + tl.cast(part, tl.int64) * rows * pieces * rank, mask=within[:, None] & there[None, :],
-                                 other=0.0)
-                w = tl.load(b + (first + rk)[:, None].to(tl.int64) * n, mask=there[:, None] & inside[None, :], other=0.0)
-                sums = tl.dot(h.to(data.dtype.element_ty), w, sums, input_precision="ieee")
             tl.store(to, (total + sums).to(out.dtype.element_ty), mask=both)
+    if linked:
+        gdc_wait()
+
+
+@triton.jit
+def _added(at, apart, mask, tall: tl.constexpr, ranks: tl.constexpr, parts: tl.constexpr):
+    """The sum of the parts of low, which are `apart` elements apart."""
+    h = tl.zeros((tall, ranks), tl.float32)
+    for part in tl.static_range(parts):
+        h += tl.load(at + tl.cast(part, tl.int64) * apart, mask=mask, other=0.0)
+    return h
