@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import tokenizers
 import torch
+import torch.nn.functional as F
 import transformers
 
 from penstock import LLM
-from penstock.core.errors import RequestError
+from penstock.core.errors import ModelError, RequestError
+from penstock.layers import attention
 from tests.system.served import served
 
 SHAPE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -20,6 +24,11 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "bert": (transformers.BertConfig, {"max_position_embeddings": 80}),
     "roberta": (transformers.RobertaConfig, {"max_position_embeddings": 82, "pad_token_id": 1, "type_vocab_size": 1}),
     "xlmr": (transformers.XLMRobertaConfig, {"max_position_embeddings": 82, "pad_token_id": 1, "type_vocab_size": 1}),
+    # Layers 1 and 2 see four tokens on either side.
+    "modernbert": (transformers.ModernBertConfig, {"max_position_embeddings": 80, "local_attention": 8, "pad_token_id": 0,
+                                                   "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}),
+    "nomic": (transformers.NomicBertConfig, {"max_position_embeddings": 80}),
+    "jina3": (transformers.JinaEmbeddingsV3Config, {"max_position_embeddings": 80, "pad_token_id": 1}),
 }
 PROMPTS = [[2, *range(10, 10 + length), 3] for length in (1, 5, 70, 17, 40, 2)]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 96, "skip_tokenizer_init": True,
@@ -61,9 +70,10 @@ def test_hidden_states_are_transformers(kind: str, tmp_path: Path) -> None:
             llm.encode([list(range(81))], False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_labels_are_transformers(kind: str, tmp_path: Path) -> None:
-    model = saved(kind, transformers.AutoModelForSequenceClassification, tmp_path, num_labels=3)
+@pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in KINDS), ("modernbert", {
+    "classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True, "mlp_bias": True, "attention_bias": True})])
+def test_labels_are_transformers(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+    model = saved(kind, transformers.AutoModelForSequenceClassification, tmp_path, num_labels=3, **more)
     with torch.inference_mode():
         wanted = [model(torch.tensor([prompt])).logits[0].softmax(-1).numpy() for prompt in PROMPTS]
     with LLM(str(tmp_path), **OPTIONS) as llm:
@@ -141,10 +151,102 @@ def test_reranking_and_labels_over_http(tmp_path: Path) -> None:
         assert server.post("/classify", input=TEXTS[1]).json()["data"][0]["probs"] == [pytest.approx(alone, abs=1e-5)]
 
 
-def test_pairs_told_apart_by_types_are_refused(tmp_path: Path) -> None:
-    saved("bert", transformers.AutoModelForSequenceClassification, tmp_path, num_labels=1)
-    tokenizer(tmp_path, "bert")
+@pytest.mark.parametrize("kind", ["bert", "nomic"])
+def test_pairs_are_told_apart_by_types(kind: str, tmp_path: Path) -> None:
+    """Cross-encoders: the second text's tokens have the second type."""
+    model = saved(kind, transformers.AutoModelForSequenceClassification, tmp_path, num_labels=1)
+    words = tokenizer(tmp_path, "bert")
+
+    def label(one: str, two: str) -> float:
+        given = words(one, two, return_tensors="pt", return_token_type_ids=True)
+        assert given["token_type_ids"].sum() > 1
+        with torch.inference_mode():
+            return torch.sigmoid(model(**given).logits[0, 0]).item()
+
     with LLM(str(tmp_path), **{**OPTIONS, "skip_tokenizer_init": False}) as llm:
+        found = llm.score(TEXTS[0], TEXTS, False)
+        assert [one.outputs.score for one in found] == pytest.approx([label(TEXTS[0], text) for text in TEXTS], abs=1e-5)
         assert len(llm.classify(["the sea"], False)[0].outputs.probs) == 1
-        with pytest.raises(RequestError, match="by token types"):
-            llm.score("the sea", "the sun", False)
+        with pytest.raises(RequestError, match="ids 0 to 599"):
+            llm.encode([[600]], False)
+
+
+def test_jina_2_is_its_formula(tmp_path: Path) -> None:
+    """transformers has no such class: BERT whose scores fall with the distance, and whose feed-forward part is gated."""
+    torch.manual_seed(5)
+    width, inner, heads, layers = 32, 64, 4, 2
+    shapes = {"embeddings.word_embeddings.weight": (300, width), "embeddings.token_type_embeddings.weight": (2, width),
+              "embeddings.LayerNorm.weight": (width,), "embeddings.LayerNorm.bias": (width,)}
+    for layer in range(layers):
+        at = f"encoder.layer.{layer}."
+        for name in ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"):
+            shapes |= {f"{at}{name}.weight": (width, width), f"{at}{name}.bias": (width,)}
+        shapes |= {f"{at}mlp.gated_layers.weight": (2 * inner, width), f"{at}mlp.wo.weight": (width, inner),
+                   f"{at}mlp.wo.bias": (width,)}
+        for name in ("attention.output.LayerNorm", "mlp.layernorm"):
+            shapes |= {f"{at}{name}.weight": (width,), f"{at}{name}.bias": (width,)}
+    w = {name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+    safetensors.torch.save_file(w, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["JinaBertForMaskedLM"], "model_type": "bert", "position_embedding_type": "alibi", "vocab_size": 300,
+        "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "max_position_embeddings": 80, "feed_forward_type": "geglu", "auto_map": {"AutoModel": "other--code"}}))
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.layer_norm(x, (width,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-12)
+
+    def wanted(ids: list[int]) -> torch.Tensor:
+        x = norm(w["embeddings.word_embeddings.weight"][ids] + w["embeddings.token_type_embeddings.weight"][0],
+                 "embeddings.LayerNorm")
+        at = torch.arange(len(ids))
+        falls = torch.tensor([2.0 ** -(8 * (i + 1) / heads) for i in range(heads)])[:, None, None] * (at[:, None] - at).abs()
+        for layer in range(layers):
+            here = f"encoder.layer.{layer}."
+            q, k, v = (F.linear(x, w[f"{here}attention.self.{name}.weight"], w[f"{here}attention.self.{name}.bias"])
+                       .view(len(ids), heads, -1).transpose(0, 1) for name in ("query", "key", "value"))
+            seen = ((q @ k.mT / (width // heads) ** 0.5 - falls).softmax(-1) @ v).transpose(0, 1).flatten(1)
+            seen = F.linear(seen, w[f"{here}attention.output.dense.weight"], w[f"{here}attention.output.dense.bias"])
+            x = norm(x + seen, f"{here}attention.output.LayerNorm")
+            gate, up = F.linear(x, w[f"{here}mlp.gated_layers.weight"]).chunk(2, -1)
+            down = F.linear(F.gelu(gate) * up, w[f"{here}mlp.wo.weight"], w[f"{here}mlp.wo.bias"])
+            x = norm(x + down, f"{here}mlp.layernorm")
+        return x
+
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        for prompt, found in zip(PROMPTS, llm.encode(PROMPTS, False), strict=True):
+            np.testing.assert_allclose(found.outputs.data, wanted(prompt).numpy(), atol=2e-5)
+
+
+def test_distances_are_masked_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A long text's scores have addends for some queries at a time."""
+    saved("modernbert", transformers.AutoModel, tmp_path)
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        whole = [one.outputs.data for one in llm.encode(PROMPTS, False)]
+        monkeypatch.setattr(attention, "_MASKED", 16)
+        for one, wanted in zip(llm.encode(PROMPTS, False), whole, strict=True):
+            np.testing.assert_allclose(one.outputs.data, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["own", "transformers"])
+def test_nomic_in_both_forms(form: str, tmp_path: Path) -> None:
+    """The folders on the hub have the keys and names of the models' own code, and need none of it."""
+    model = saved("nomic", transformers.AutoModel, tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    if form == "own":
+        assert any("attn.Wqkv" in name for name in tensors)
+        config = {"architectures": ["NomicBertModel"], "model_type": "nomic_bert", "vocab_size": 300, "n_embd": 32, "n_head": 4,
+                  "n_layer": 3, "n_inner": 64, "n_positions": 320, "max_trained_positions": 80, "type_vocab_size": 2,
+                  "activation_function": "swiglu", "layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000,
+                  "rotary_emb_fraction": 1.0, "prenorm": False, "causal": False, "auto_map": {"AutoModel": "other--code"}}
+    else:
+        tensors = model.state_dict()
+    safetensors.torch.save_file({name: one.contiguous() for name, one in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.inference_mode():
+        wanted = model(torch.tensor([PROMPTS[2]])).last_hidden_state[0].numpy()
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        np.testing.assert_allclose(llm.encode([PROMPTS[2]], False)[0].outputs.data, wanted, atol=2e-5)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "moe_every_n_layers": 2}))
+    with pytest.raises(ModelError, match="moe_every_n_layers"):
+        LLM(str(tmp_path), **OPTIONS)

@@ -30,6 +30,8 @@ class Survey:
     """A prompt has to be in one step."""
     pairs: str = "joined"
     """layers/spec.py::ModelSpec.pairs"""
+    second: int = 0
+    """layers/embedding.py::EmbeddingSpec.second"""
 
 
 @dataclass(frozen=True)

@@ -345,6 +345,8 @@ class EngineInfo(msgspec.Struct):
     """Tokens see those behind them."""
     pairs: str = "joined"
     """layers/spec.py::ModelSpec.pairs"""
+    second: int = 0
+    """Ids from this one on name the tokens of a pair's second text (layers/embedding.py::EmbeddingSpec.second); 0: none do."""
     adapters: list[Adapter] = []
     """The adapters that are served from the start."""
     max_loras: int = 0

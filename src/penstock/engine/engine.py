@@ -115,7 +115,7 @@ class Engine:
         self.scheduler = Scheduler(cache, Limits(
             max_model_len=longest, whole=survey.whole, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
-            vocab_size=survey.vocab_size, step_target=config.step_target,
+            vocab_size=survey.vocab_size + survey.second, step_target=config.step_target,
             max_adapters=options.max_loras if options.enable_lora else 0, stages=config.stages),
             policy_of(options.scheduling_policy, classes, times, config.max_num_batched_tokens),
             drafting=draft_policy(config.speculation, times) if config.speculation is not None else None, times=times)
@@ -142,7 +142,7 @@ class Engine:
             prefix_caching=cache.sharing, cache_identity=cache.model or "",
             tenant_share=options.cache_tenant_share,
             kv_events=self.events.describe() if self.events is not None else None, kernels=loaded.kernels,
-            task=survey.task, labels=list(survey.labels), encoder=survey.whole, pairs=survey.pairs,
+            task=survey.task, labels=list(survey.labels), encoder=survey.whole, pairs=survey.pairs, second=survey.second,
             adapters=self.adapters.start(options.lora_modules), max_loras=options.max_loras if options.enable_lora else 0,
             buckets=list(prepared.buckets), classes=list(classes),
             step_target=config.step_target, notes=notes)

@@ -197,10 +197,10 @@ class Inputs:
                                    "character", param="prompt")
         else:
             ids = _plain_ids(prompt)
-        if min(ids) < 0 or max(ids) >= self.info.vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < self.info.vocab_size)
-            raise RequestError(f"the prompt has token {wrong}; the model's vocabulary has ids 0 to {self.info.vocab_size - 1}",
-                               param="prompt")
+        known = self.info.vocab_size + self.info.second
+        if min(ids) < 0 or max(ids) >= known:
+            wrong = next(token for token in ids if not 0 <= token < known)
+            raise RequestError(f"the prompt has token {wrong}; the model's vocabulary has ids 0 to {known - 1}", param="prompt")
         return ids
 
     def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, whole: bool) -> list[int]:

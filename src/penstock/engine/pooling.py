@@ -76,9 +76,6 @@ class Scorer:
         if info.task == "classify" and len(info.labels) != 1:
             raise RequestError(f"this model cannot score pairs: it has {len(info.labels)} labels, and scores need one",
                                code="unsupported_parameter")
-        if info.task == "classify" and info.pairs == "none":
-            raise RequestError("this model cannot score pairs: it tells their texts apart by token types, which this server "
-                               "does not give", code="unsupported_parameter")
         self.reranks = info.task == "classify" or inputs.reranker == "qwen3"
         """One prompt for each pair; else one for each text."""
         self.pool = embedding_pool(inputs) if not self.reranks else Pool("labels")
@@ -108,7 +105,8 @@ class Scorer:
             raise RequestError("instruction is only possible with a reranker whose prompt has a place for it (--reranker)",
                                param="instruction", code="unsupported_parameter")
         if self._inputs.info.pairs == "template":
-            return [Text(tokenizer.encode_pair(query, document)) for query, document in pairs]
+            second = self._inputs.info.second
+            return [Text(tokenizer.encode_pair(query, document, second)) for query, document in pairs]
         return [Text([*tokenizer.encode(query), *tokenizer.encode(document, False)]) for query, document in pairs]
 
     def scores(self, pairs: Sequence[tuple[str, str]], vectors: Sequence[Floats]) -> list[float]:

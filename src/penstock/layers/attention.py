@@ -23,6 +23,9 @@ from penstock.ops.linear import Weight
 from penstock.parallel.group import Group
 from penstock.quant.scheme import PLAIN, pack
 
+_MASKED = 256
+"""Queries at a time whose scores have addends: bounds the memory of those."""
+
 
 @dataclass(frozen=True)
 class QueryKeyNorm:
@@ -136,7 +139,8 @@ class AttentionSpec:
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
         shape = (self.kv_heads, self.head_size)
-        keep = Window(self.window) if self.window else Everything()
+        # Where nothing is read from the cache, all layers may share one group.
+        keep = Window(self.window) if self.window and self.causal else Everything()
         plain = Field("k", shape, dtype), Field("v", shape, dtype)
         fields = plain if self.codec is None else self.codec.fields(*shape)
         return (StateSpec(tuple(replace(field, stripes=self.stripes) for field in fields), keep),)
@@ -222,13 +226,14 @@ class Attention:
                                         k[:, :0, None], None, cos, sin, interleaved=self.interleaved)
                 q, k, cos, sin = qk[:, :heads], qk[:, heads:], None, None
             q, k = self._norms[0](q), self._norms[1](k)
+        if not spec.causal:
+            out = self._seeing_all(*self._turned(q, k, step, cos, sin), v, step)
+            return self.o(*step.narrow(out.view(tokens, -1), ends))
         q = self._enter(q, k, v, step, cos, sin)
         if spec.growth is not None:
             steepness, length = spec.growth
             q = q * (1.0 + steepness * torch.log1p((step.positions // length).float())).to(q.dtype)[:, None, None]
-        if not spec.causal:
-            out = self._seeing_all(q, k, v, step)
-        elif self._context is not None:
+        if self._context is not None:
             out = self._joined(q, step, self._context)
         else:
             out = kernels.attention.apply(q, self.k, self.v, group.table, step.query_start, step.context, spec.scale,
@@ -240,14 +245,28 @@ class Attention:
         return self.o(*step.narrow(out, ends))
 
     def _seeing_all(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
-        """Attention of every token to all of its segment. A rotation of keys would be in the cache alone, so there is none."""
-        out, starts = torch.zeros_like(q), step.query_start.tolist()
-        for start, end in pairwise(starts):
-            if end > start:
-                queries, keys, values = (x[start:end].transpose(0, 1) for x in (q, k, v))
-                seen = F.scaled_dot_product_attention(queries, keys, values, scale=self.spec.scale)
-                out[start:end] = seen.transpose(0, 1)
+        """Attention of every token to all of its segment, or to those nearer than the window on either side."""
+        out, spec = torch.zeros_like(q), self.spec
+        for start, end in pairwise(step.query_start.tolist()):
+            keys, values = (x[start:end].transpose(0, 1) for x in (k, v))
+            near = not spec.slopes and not 0 < spec.window < end - start
+            for at in range(start, end, max(1, end - start) if near else _MASKED):
+                queries = q[at:min(at + _MASKED, end) if not near else end].transpose(0, 1)
+                mask = None if near else self._distances(at - start, queries.shape[1], end - start, q)
+                seen = F.scaled_dot_product_attention(queries, keys, values, mask, scale=spec.scale)
+                out[at:at + queries.shape[1]] = seen.transpose(0, 1)
         return out
+
+    def _distances(self, first: int, queries: int, keys: int, like: torch.Tensor) -> torch.Tensor:
+        """Addends of scores by the distance of query and key, for queries from position `first` on."""
+        at = torch.arange(keys, device=like.device)
+        far = (at[first:first + queries, None] - at).abs()
+        found = torch.zeros(far.shape, dtype=torch.float32, device=like.device)
+        if self.slopes is not None:
+            found = -self.slopes[:, None, None] * far
+        if self.spec.window:
+            found = found.masked_fill(far >= self.spec.window, -torch.inf)
+        return found.to(like.dtype)
 
     def _joined(self, q: torch.Tensor, step: Step, ranks: Group) -> torch.Tensor:
         """Attention where each rank has some of the keys: the ranks' results, joined by the logarithms of their sums."""
@@ -263,16 +282,23 @@ class Attention:
         slots, kernels = step.groups[self.group].slots, self._kernels
         if self._context is not None:
             slots = Stripe(self._context.rank, self._context.size).slots(slots, self.k.shape[2])
-        rest = cos, sin, self.q_norm, self.k_norm, self.eps, self.offset, self.interleaved
         if self.scales is None:
-            return kernels.rope_write(q, k, v, step.positions, slots, self.k, self.v, *rest)
-        keys = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-        q = kernels.rope_write(q, k, None, step.positions, None, keys[:, :, None], None, *rest)
+            return kernels.rope_write(q, k, v, step.positions, slots, self.k, self.v, cos, sin, self.q_norm, self.k_norm,
+                                      self.eps, self.offset, self.interleaved)
+        q, keys = self._turned(q, k, step, cos, sin)
         if self._rotations:
             q, keys = (one.ops.apply(x.flatten(0, 1), one).view(x.shape) for x, one in
                        zip((q, keys), self._rotations, strict=True))
         kernels.cache_write(keys, v, slots, self.k, self.v, self.scales)
         return q
+
+    def _turned(self, q: torch.Tensor, k: torch.Tensor, step: Step, cos: torch.Tensor | None,
+                sin: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys, normed and rotated."""
+        keys = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        q = self._kernels.rope_write(q, k, None, step.positions, None, keys[:, :, None], None, cos, sin, self.q_norm,
+                                     self.k_norm, self.eps, self.offset, self.interleaved)
+        return q, keys
 
 
 class HeadNorm:

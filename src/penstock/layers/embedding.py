@@ -12,6 +12,7 @@ from penstock.layers.linear import Linear, LinearSpec
 from penstock.layers.norm import NormSpec, build_norm
 from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.step import BASE, Adapted, Step
+from penstock.ops.activation import ACTIVATIONS
 from penstock.parallel.group import Group
 from penstock.quant.scheme import PLAIN
 
@@ -31,6 +32,8 @@ class EmbeddingSpec:
     norm: NormSpec | None = None
     types: int = 0
     """Rows of a table of token types, of which the first is added to every token; 0: there is none."""
+    second: int = 0
+    """Ids from this one on are the vocabulary's again, for tokens of a pair's second text, to which the second row is added."""
 
     def parameters(self, vocab: Piece, width: int) -> Iterator[Parameter]:
         yield Parameter("embedding.weight", (vocab.rows, width), PLAIN, split=Split.ROWS, unit=vocab.unit)
@@ -51,14 +54,18 @@ class Embedding:
     def __init__(self, spec: EmbeddingSpec, build: Build, dtype: torch.dtype) -> None:
         self.weight = build.values.matrix("embedding.weight")
         self.positions = build.values.matrix("positions.weight") if spec.positions else None
-        self.type = build.values.tensor("types.weight")[0] if spec.types else None
+        self.types = build.values.tensor("types.weight") if spec.types else None
+        self._second = spec.second
         self.norm = build_norm(spec.norm, "embedding.norm", build) if spec.norm is not None else None
         self._first = spec.first_position
         self._scale = torch.tensor(spec.scale, dtype=dtype).item() if spec.round_scale else spec.scale
         self._group = build.group
 
     def __call__(self, step: Step) -> torch.Tensor:
-        tokens, group = step.tokens, self._group
+        tokens, group, later = step.tokens, self._group, None
+        if self._second:
+            later = tokens >= self._second
+            tokens = torch.where(later, tokens - self._second, tokens)
         out = self.weight.ops.gather(tokens, self.weight) if group is None else self._shared(tokens, group)
         if step.delta is not None:
             out = step.delta.embed(tokens, out)
@@ -67,8 +74,8 @@ class Embedding:
         if self.positions is not None:
             at = step.positions + self._first if self._first else step.positions
             out = out + self.positions.ops.gather(at, self.positions)
-        if self.type is not None:
-            out = out + self.type
+        if self.types is not None:
+            out = out + (self.types[0] if later is None else self.types[later.long()])
         return out if self.norm is None else self.norm(out)
 
     def _shared(self, tokens: torch.Tensor, group: Group) -> torch.Tensor:
@@ -81,6 +88,23 @@ class Embedding:
 
 
 @dataclass(frozen=True)
+class DenseSpec:
+    """A layer of the model's own width before a head: norm(activation(x * matrix))."""
+
+    activation: str = "tanh"
+    bias: bool = True
+    norm: NormSpec | None = None
+
+    def parameters(self, width: int) -> Iterator[Parameter]:
+        yield from self.linear(width).parameters("head.dense")
+        if self.norm is not None:
+            yield from self.norm.parameters("head.norm", width)
+
+    def linear(self, width: int) -> LinearSpec:
+        return LinearSpec(width, (Piece("dense", width),), self.bias)
+
+
+@dataclass(frozen=True)
 class HeadSpec:
     """Logits: x times a matrix (the embedding's, if `tied`) divided by `divisor`, then softcap * tanh(x / softcap)."""
 
@@ -90,15 +114,28 @@ class HeadSpec:
     softcap: float = 0.0
     borrowed: bool = False
     """It is another model's."""
-    dense: bool = False
-    """x goes through a layer of its own width and tanh first."""
+    dense: DenseSpec | None = None
+    """A layer that x goes through first."""
+    mean: bool = False
+    """A classifier's x is the mean over all tokens, not one token's."""
 
     def parameters(self, vocab: Piece, width: int) -> Iterator[Parameter]:
         if self.borrowed:
             return iter(())
         found = LinearSpec(width, (Piece("head", vocab.rows, vocab.unit),), self.bias, Split.ROWS).parameters("head")
-        first = LinearSpec(width, (Piece("dense", width),), True).parameters("head.dense") if self.dense else ()
+        first = self.dense.parameters(width) if self.dense is not None else ()
         return (parameter for parameter in (*first, *found) if not (self.tied and parameter.name == "head.weight"))
+
+
+class Dense:
+    def __init__(self, spec: DenseSpec, width: int, build: Build) -> None:
+        self._linear = Linear(spec.linear(width), "head.dense", build)
+        self._norm = build_norm(spec.norm, "head.norm", build) if spec.norm is not None else None
+        self._activation = {**ACTIVATIONS, "tanh": torch.tanh}[spec.activation]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = self._activation(self._linear(x, BASE))
+        return x if self._norm is None else self._norm(x)
 
 
 class Head(Linear):
@@ -110,15 +147,14 @@ class Head(Linear):
         self.spec = spec
         self.weight = build.values.matrix("embedding.weight" if spec.tied else "head.weight")
         self.bias = build.values.tensor("head.bias") if spec.bias else None
-        self.dense = Linear(LinearSpec(self.weight.k, (Piece("dense", self.weight.k),), True), "head.dense", build) \
-            if spec.dense else None
+        self.dense = Dense(spec.dense, self.weight.k, build) if spec.dense is not None else None
         rank = 0 if build.group is None else build.group.rank
         self._real = min(self.weight.n, max(0, vocab_size - rank * self.weight.n))
         """Columns that are tokens; those behind are padding."""
 
     def __call__(self, x: torch.Tensor, step: Adapted) -> torch.Tensor:
         if self.dense is not None:
-            x = self.dense(x, BASE).tanh()
+            x = self.dense(x)
         logits = self.weight.ops.apply(x, self.weight, self.bias, torch.float32)
         if step.delta is not None:
             logits = step.delta.head(x, logits, self.bias)

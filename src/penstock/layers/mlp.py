@@ -24,6 +24,8 @@ class MLPSpec:
     activation: str
     gated: bool = True
     bias: bool = False
+    output_bias: bool | None = None
+    """None: as the rest."""
 
     name = "mlp"
 
@@ -35,7 +37,8 @@ class MLPSpec:
 
     @property
     def output(self) -> LinearSpec:
-        return LinearSpec(self.inner, (Piece("down", self.width),), self.bias, Split.COLUMNS, self._unit)
+        bias = self.bias if self.output_bias is None else self.output_bias
+        return LinearSpec(self.inner, (Piece("down", self.width),), bias, Split.COLUMNS, self._unit)
 
     @property
     def _unit(self) -> int:

@@ -186,16 +186,23 @@ class ModelSpec:
     @property
     def whole(self) -> bool:
         """Whether a prompt has to be in one step, because its tokens see those behind them. Its labels are then those of the
-        first one."""
+        first one, or of the mean (`HeadSpec.mean`)."""
         return any(not mixer.causal for mixer in self.attentions)
 
     @property
     def pairs(self) -> str:
-        """The way in which a classifier reads two texts: one behind the other (`joined`), by the tokenizer's `template`, or,
-        where it tells them apart by token types, not at all (`none`)."""
-        if not self.whole:
-            return "joined"
-        return "none" if isinstance(self.embedding, EmbeddingSpec) and self.embedding.types > 1 else "template"
+        """The way in which a classifier reads two texts: one behind the other (`joined`), or by the tokenizer's `template`."""
+        return "template" if self.whole else "joined"
+
+    @property
+    def second(self) -> int:
+        """`EmbeddingSpec.second`; 0 where texts of a pair are not told apart."""
+        return self.embedding.second if isinstance(self.embedding, EmbeddingSpec) else 0
+
+    @property
+    def longest(self) -> int:
+        """The largest max_model_len, which counts a token of output. An encoder has none."""
+        return self.max_positions + self.whole
 
     @property
     def eager(self) -> bool:

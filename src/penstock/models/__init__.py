@@ -40,12 +40,9 @@ def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, dev
     """
     spec = replace(describe(config), resident=resident)
     learned = spec.embedding.positions if isinstance(spec.embedding, EmbeddingSpec) else 0
-    if learned and spec.whole:
-        # The context counts a token of output, which an encoder has not.
-        learned += 1
-    if learned and max_model_len > learned:
+    if learned and max_model_len > spec.longest:
         raise ModelError(f"max_model_len {max_model_len} is beyond the {learned} positions that this model has learned; "
-                         f"lower it to at most {learned}")
+                         f"lower it to at most {spec.longest}")
 
     def checkpoint() -> Checkpoint:
         assert folder is not None, "only dummy weights need no folder"

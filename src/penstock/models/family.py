@@ -2,7 +2,7 @@
 
 from penstock.layers.attention import AttentionSpec, QueryKeyNorm
 from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.embedding import EmbeddingSpec, HeadSpec
+from penstock.layers.embedding import DenseSpec, EmbeddingSpec, HeadSpec
 from penstock.layers.latent import LatentAttentionSpec
 from penstock.layers.mixer import MixerSpec
 from penstock.layers.mlp import MLPSpec
@@ -17,7 +17,7 @@ from penstock.ops.experts import Glu
 from penstock.ops.routing import Routing
 
 __all__ = [
-    "ACTIVATIONS", "AttentionSpec", "BlockSpec", "BranchSpec", "Config", "EmbeddingSpec", "Glu", "HeadSpec",
+    "ACTIVATIONS", "AttentionSpec", "BlockSpec", "BranchSpec", "Config", "DenseSpec", "EmbeddingSpec", "Glu", "HeadSpec",
     "LatentAttentionSpec", "LayerNormSpec", "MLPSpec", "MixerSpec", "ModelSpec", "NoNormSpec", "NoScaling", "QueryKeyNorm",
     "RMSNormSpec", "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "by_group", "flat", "interleaved", "parts",
     "rope", "rules", "transposed",

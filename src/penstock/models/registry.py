@@ -94,7 +94,7 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
         # There is no head; the embedding's matrix stands in, and no token is chosen with it.
         return dataclasses.replace(spec, task=task, head=HeadSpec(tied=True))
     if task == "classify":
-        head = spec.head if spec.head.dense else HeadSpec(tied=False)
+        head = spec.head if spec.head.dense is not None else HeadSpec(tied=False)
         return dataclasses.replace(spec, task=task, head=head, labels=_labels(config))
     return spec
 

@@ -59,9 +59,10 @@ class FastVocabulary:
         # The batch call is the one that has a variant without offsets.
         return self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def encode_pair(self, one: str, two: str) -> list[int]:
+    def encode_pair(self, one: str, two: str, second: int) -> list[int]:
         """Two texts with the special tokens that the file puts around and between them."""
-        return self._core.encode(one, two).ids
+        found = self._core.encode(one, two)
+        return [token + second * kind for token, kind in zip(found.ids, found.type_ids, strict=True)] if second else found.ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return [found.ids for found in self._core.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]

@@ -60,8 +60,8 @@ class SentencePieceVocabulary:
             ids += self._back
         return ids
 
-    def encode_pair(self, one: str, two: str) -> list[int]:
-        return [*self.encode(one, True), *self.encode(two, False)]
+    def encode_pair(self, one: str, two: str, second: int) -> list[int]:
+        return [*self.encode(one, True), *(token + second for token in self.encode(two, False))]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return [self.encode(text, add_special_tokens) for text in texts]

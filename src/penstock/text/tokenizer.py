@@ -79,11 +79,12 @@ class Tokenizer:
         _check(text)
         return self._vocabulary.encode(text, add_special_tokens)
 
-    def encode_pair(self, one: str, two: str) -> list[int]:
-        """Two texts with the special tokens that the model wants around and between them."""
+    def encode_pair(self, one: str, two: str, second: int = 0) -> list[int]:
+        """Two texts with the special tokens that the model wants around and between them. `second` is added to the ids of the
+        second one."""
         _check(one)
         _check(two)
-        return self._vocabulary.encode_pair(one, two)
+        return self._vocabulary.encode_pair(one, two, second)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of each, on several threads where the library can."""

@@ -35,6 +35,11 @@ class Reports:
         def at(places: Places) -> torch.Tensor:
             return hidden.index_select(0, torch.from_numpy(places.astype(np.int64)).to(hidden.device))
 
+        def sums(of: Places) -> torch.Tensor:
+            # One sum for each segment: its order does not depend on the other segments.
+            return torch.stack([hidden[first:first + count].sum(0, dtype=torch.float32) for first, count in zip(
+                firsts[of].tolist(), plan.counts[of].tolist(), strict=True)])
+
         if (each := states & ~last & ~total).any():
             of = np.repeat(np.arange(len(plan.rows)), plan.counts)
             places = np.flatnonzero(each[of])
@@ -43,16 +48,19 @@ class Reports:
             of = np.flatnonzero(states & last)
             report(of, at(firsts[of] + plan.counts[of] - 1))
         if (states & total).any():
-            # One sum for each segment: its order does not depend on the other segments.
             of = np.flatnonzero(states & total)
-            report(of, torch.stack([hidden[first:first + count].sum(0, dtype=torch.float32) for first, count in zip(
-                firsts[of].tolist(), plan.counts[of].tolist(), strict=True)]))
+            report(of, sums(of))
         self._segments, self._parts = segments, parts
         self._labels: list[tuple[int, torch.Tensor]] = []
         asked = np.flatnonzero(plan.wants & int(Want.LABELS))
         for start in range(0, len(asked), MAX_LOGITS_ROWS):
             some = asked[start:start + MAX_LOGITS_ROWS]
-            logits = model.whole(model.head(at(firsts[some] + (0 if model.spec.whole else plan.counts[some] - 1))))
+            if model.spec.head.mean:
+                x = sums(some) / torch.from_numpy(plan.counts[some]).to(hidden.device)[:, None]
+                x = x.to(hidden.dtype)
+            else:
+                x = at(firsts[some] + (0 if model.spec.whole else plan.counts[some] - 1))
+            logits = model.whole(model.head(x))
             for segment, line in zip(some.tolist(), logits, strict=True):
                 wanted = rows.labels[int(plan.rows[segment])]
                 self._labels.append((segment, to_host(line[wanted] if wanted else line)))

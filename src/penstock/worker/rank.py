@@ -101,9 +101,9 @@ class Rank:
                                              cache_asked(options))
         self._whole = whole = models.describe(self._checkpoint)
         self._spec, spec = whole.at(self._place), whole.dealt(self._place).share(self._place.tensors)
-        return Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.max_positions, spec.size,
+        return Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.longest, spec.size,
                       dtype_of(self._folder, self._checkpoint), spec.task, spec.labels, spec.whole,
-                      spec.pairs)
+                      spec.pairs, spec.second)
 
     def check(self, config: EngineConfig) -> None:
         """Binds kernels and checks memory before anything is loaded. ConfigError if it does not suffice."""

@@ -1,16 +1,24 @@
-"""BERT, RoBERTa and XLM-R: encoders with learned positions, a norm after each sum, and labels of the first token."""
+"""BERT, RoBERTa and XLM-R: encoders with learned positions, a norm after each sum, and labels of the first token. In `LIKE`
+those of this shape that rotate (NomicBERT, Jina 3) or slope (Jina 2) instead.
+"""
 
+from dataclasses import dataclass, replace
+from functools import partial
+
+from penstock.models.families.llama import Like
 from penstock.models.family import (
     AttentionSpec,
     BlockSpec,
     BranchSpec,
     Config,
+    DenseSpec,
     EmbeddingSpec,
     HeadSpec,
     ModelSpec,
     NoNormSpec,
     Rule,
     parts,
+    rope,
 )
 
 ARCHITECTURES = tuple(f"{name}{kind}" for name in ("Bert", "Roberta", "XLMRoberta", "Camembert")
@@ -18,13 +26,16 @@ ARCHITECTURES = tuple(f"{name}{kind}" for name in ("Bert", "Roberta", "XLMRobert
 MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert")
 TASK = "embed"
 DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "max_position_embeddings": 512}
-_LAYER = "[bert.][roberta.]encoder.layer.#."
-_TABLES = "[bert.][roberta.]embeddings."
+_MODEL = "[bert.][roberta.][nomic_bert.]"
+_TABLES = _MODEL + "embeddings."
+_LAYER = _MODEL + "encoder.layer.#."
+_TURNED = _MODEL + "[encoder.]layers.#."
 RULES = (
     Rule(_TABLES + "word_embeddings.weight", "embedding.weight"),
     Rule(_TABLES + "position_embeddings.weight", "positions.weight"),
     Rule(_TABLES + "token_type_embeddings.weight", "types.weight"),
     Rule(_TABLES + "LayerNorm.*", "embedding.norm.*"),
+    Rule(_MODEL + "emb_ln.*", "embedding.norm.*"),
     Rule(_TABLES + "position_ids", None),
     Rule(_TABLES + "token_type_ids", None),
     Rule(_LAYER + "attention.self.query.*", "blocks.#.attention.q.*"),
@@ -35,29 +46,78 @@ RULES = (
     Rule(_LAYER + "intermediate.dense.*", "blocks.#.mlp.up.*"),
     Rule(_LAYER + "output.dense.*", "blocks.#.mlp.down.*"),
     Rule(_LAYER + "output.LayerNorm.*", "blocks.#.mlp.after.*"),
-    Rule("[bert.][roberta.]pooler.dense.*", "head.dense.*"),
+    Rule(_LAYER + "mlp.gated_layers.*", "blocks.#.mlp.gate_up.*"),
+    Rule(_LAYER + "mlp.wo.*", "blocks.#.mlp.down.*"),
+    Rule(_LAYER + "mlp.layernorm.*", "blocks.#.mlp.after.*"),
+    *(Rule(f"{_TURNED}{name}.*", f"blocks.#.{target}.*") for name, target in (
+        ("self_attn.q_proj", "attention.q"), ("self_attn.k_proj", "attention.k"), ("self_attn.v_proj", "attention.v"),
+        ("self_attn.o_proj", "attention.o"), ("post_attention_layernorm", "attention.after"),
+        ("mlp.gate_proj", "mlp.gate"), ("mlp.up_proj", "mlp.up"), ("mlp.down_proj", "mlp.down"),
+        ("post_mlp_layernorm", "mlp.after"),
+        # The same in the models' own folders.
+        ("attn.Wqkv", "attention.qkv"), ("attn.out_proj", "attention.o"), ("mixer.Wqkv", "attention.qkv"),
+        ("mixer.out_proj", "attention.o"), ("norm1", "attention.after"), ("norm2", "mlp.after"), ("mlp.fc12", "mlp.gate"),
+        ("mlp.fc11", "mlp.up"), ("mlp.fc1", "mlp.up"), ("mlp.fc2", "mlp.down"))),
+    Rule(_MODEL + "pooler.dense.*", "head.dense.*"),
     Rule("classifier.dense.*", "head.dense.*"),
     Rule("classifier.out_proj.*", "head.*"),
     Rule("classifier.*", "head.*"),
     Rule("cls.**", None),
     Rule("lm_head.**", None),
 )
+_NOMIC = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+          "n_inner": "intermediate_size", "layer_norm_epsilon": "layer_norm_eps", "rotary_emb_base": "rope_theta",
+          "max_trained_positions": "max_position_embeddings"}
+"""Keys of the models' own configs, and transformers' for the same. Scalings beyond the trained positions are not offered."""
 
 
-def spec(config: Config) -> ModelSpec:
+def spec(config: Config, *, theta: float = 0.0, sloped: bool = False, gated: bool = False, bias: bool = True) -> ModelSpec:
+    """Positions are learned, unless they are `sloped`, or rotated by `theta`. `bias`: that of all matrices."""
     config.absent("is_decoder")
-    if config.values.get("position_embedding_type", "absolute") != "absolute":
-        raise config.wrong("position_embedding_type", "absolute")
+    kind = "rotary" if theta else "alibi" if sloped else "absolute"
+    if config.values.get("position_embedding_type", kind) != kind:
+        raise config.wrong("position_embedding_type", kind)
     width, heads, size = parts.even_heads(config)
-    norm = parts.layer_norm(config)
-    # RoBERTa's positions begin behind that of padding.
-    first = 0 if config.values.get("model_type", "bert") == "bert" else config.integer("pad_token_id", 1, least=0) + 1
-    positions = config.integer("max_position_embeddings") - first
-    attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=True, output_bias=True, causal=False)
-    mlp = parts.plain_mlp(config, bias=True)
+    norm, types = parts.layer_norm(config), config.integer("type_vocab_size", least=0)
+    positions = config.integer("max_position_embeddings")
+    attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias, causal=False)
+    embedding = EmbeddingSpec(norm=norm, types=types, second=config.integer("vocab_size") if types > 1 else 0)
+    if theta:
+        attention = replace(attention, rope=rope(config, size, theta=theta))
+    elif sloped:
+        attention = replace(attention, slopes=parts.slopes(heads))
+    else:
+        # RoBERTa's positions begin behind that of padding.
+        first = 0 if config.values.get("model_type", "bert") == "bert" else config.integer("pad_token_id", 1, least=0) + 1
+        positions -= first
+        embedding = replace(embedding, positions=positions, first_position=first)
+    mlp = parts.gated_mlp(config) if gated else parts.plain_mlp(config, bias=bias)
+    mlp = replace(mlp, output_bias=bias)
     block = BlockSpec(((BranchSpec(attention, after=norm),), (BranchSpec(mlp, after=norm),)))
-    # The context counts a token of output, which an encoder has not.
-    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), NoNormSpec(), max_positions=positions + 1,
-                         embedding=EmbeddingSpec(positions=positions, first_position=first, norm=norm,
-                                                 types=config.integer("type_vocab_size")),
-                         head=HeadSpec(tied=False, bias=True, dense=True))
+    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), NoNormSpec(), max_positions=positions,
+                         embedding=embedding, head=HeadSpec(tied=False, bias=True, dense=DenseSpec()))
+
+
+def nomic(config: Config) -> ModelSpec:
+    config.absent("prenorm", "parallel_block", "use_rms_norm", "causal", "rotary_emb_interleaved", "qkv_proj_bias",
+                  "mlp_fc1_bias", "mlp_fc2_bias", "moe_every_n_layers")
+    if config.values.get("activation_function", "swiglu") != "swiglu":
+        raise config.wrong("activation_function", "swiglu")
+    given = {ours: config.values[theirs] for theirs, ours in _NOMIC.items() if theirs in config.values}
+    return spec(config.changed(**given), theta=1000.0, gated=True, bias=False)
+
+
+@dataclass(frozen=True, eq=False)
+class LikeBert(Like):
+    TASK: str = "embed"
+
+
+LIKE = (
+    LikeBert(("NomicBertModel", "NomicBertForMaskedLM"), ("nomic_bert",),
+             {**DEFAULTS, "hidden_act": "silu", "max_position_embeddings": 2048}, nomic, RULES),
+    LikeBert(("JinaEmbeddingsV3Model", "JinaEmbeddingsV3ForMaskedLM"), ("jina_embeddings_v3",),
+             {**DEFAULTS, "layer_norm_eps": 1e-5, "type_vocab_size": 1, "max_position_embeddings": 8194},
+             partial(spec, theta=20000.0), RULES),
+    LikeBert(("JinaBertModel", "JinaBertForMaskedLM"), ("jina_bert",), {**DEFAULTS, "position_embedding_type": "alibi"},
+             partial(spec, sloped=True, gated=True), RULES),
+)

@@ -1,0 +1,60 @@
+"""ModernBERT: an encoder that rotates, gates and norms first. Two layers of three see only what is near on either side."""
+
+from dataclasses import replace
+
+from penstock.models.family import (
+    ACTIVATIONS,
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    Config,
+    DenseSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    ModelSpec,
+    Rule,
+    parts,
+    rope,
+)
+
+ARCHITECTURES = ("ModernBertModel", "ModernBertForMaskedLM")
+MODEL_TYPES = ("modernbert",)
+TASK = "embed"
+DEFAULTS = {"hidden_activation": "gelu", "classifier_activation": "gelu", "classifier_pooling": "cls",
+            "max_position_embeddings": 8192}
+_LAYER = "[model.]layers.#."
+RULES = (
+    Rule("[model.]embeddings.tok_embeddings.weight", "embedding.weight"),
+    Rule("[model.]embeddings.norm.*", "embedding.norm.*"),
+    Rule(_LAYER + "attn_norm.*", "blocks.#.attention.pre.*"),
+    Rule(_LAYER + "attn.Wqkv.*", "blocks.#.attention.qkv.*"),
+    Rule(_LAYER + "attn.Wo.*", "blocks.#.attention.o.*"),
+    Rule(_LAYER + "mlp_norm.*", "blocks.#.mlp.pre.*"),
+    Rule(_LAYER + "mlp.Wi.*", "blocks.#.mlp.gate_up.*"),
+    Rule(_LAYER + "mlp.Wo.*", "blocks.#.mlp.down.*"),
+    Rule("[model.]final_norm.*", "norm.*"),
+    Rule("head.dense.*", "head.dense.*"),
+    Rule("head.norm.*", "head.norm.*"),
+    Rule("classifier.*", "head.*"),
+    Rule("decoder.*", None),
+)
+
+
+def spec(config: Config) -> ModelSpec:
+    width, heads, size = parts.even_heads(config)
+    norm = parts.layer_norm(config, "norm_eps", bias=config.flag("norm_bias", False))
+    bias, every = config.flag("attention_bias", False), config.integer("global_attn_every_n_layers", 3)
+    mlp = parts.gated_mlp(config, activation="hidden_activation", bias=config.flag("mlp_bias", False))
+    attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias, causal=False)
+    near, far = (replace(attention, rope=rope(config, size, layer_type=f"{kind}_attention", theta=config.number(name, theta)))
+                 for kind, name, theta in (("sliding", "local_rope_theta", 10000.0), ("full", "global_rope_theta", 160000.0)))
+    blocks = []
+    # Half of `local_attention` is seen on each side, and a window counts the token itself.
+    for window in config.windows(config.integer("num_hidden_layers"), lambda layer: layer % every != 0,
+                                 config.integer("local_attention", 128) // 2 + 1):
+        mixer = replace(near, window=window) if window else far
+        blocks.append(BlockSpec(((BranchSpec(mixer, pre=norm if blocks else None),), (BranchSpec(mlp, pre=norm),))))
+    dense = DenseSpec(config.choice("classifier_activation", ACTIVATIONS), config.flag("classifier_bias", False), norm)
+    mean = config.choice("classifier_pooling", {"cls": "cls", "mean": "mean"}) == "mean"
+    return parts.decoder(config, blocks, norm, embedding=EmbeddingSpec(norm=norm),
+                         head=HeadSpec(tied=False, bias=True, dense=dense, mean=mean))
