@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, EntryPoints
@@ -13,6 +15,7 @@ import torch
 
 from penstock import LLM, SamplingParams
 from penstock.canary import suite
+from penstock.cli.main import main
 from penstock.config.schema import EngineOptions
 from penstock.config.speculation import Speculation, speculation
 from penstock.core.errors import ConfigError
@@ -54,8 +57,8 @@ ASKED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", [
     {"speculate": "ngram", **FIXED}, {"speculate": "suffix", **FIXED}, {"speculative_model": DRAFT, **FIXED},
-    {"speculative_model": DRAFT}, {"speculative_model": EAGLE, **FIXED}],
-                         ids=["ngram", "suffix", "model", "adaptive", "eagle3"])
+    {"speculative_model": DRAFT}, {"speculative_model": EAGLE, **FIXED}, {"speculate": "lookahead", **FIXED}],
+                         ids=["ngram", "suffix", "model", "adaptive", "eagle3", "lookahead"])
 def test_answers_are_equal_and_steps_are_fewer(options: dict[str, Any]) -> None:
     with opened() as plain, opened(**options) as drafting:
         for asked in ASKED:
@@ -66,6 +69,41 @@ def test_answers_are_equal_and_steps_are_fewer(options: dict[str, Any]) -> None:
         assert after.accepted_tokens > 20 and sum(after.accepted_by_place) == after.accepted_tokens
         assert after.accepted_by_place == sorted(after.accepted_by_place, reverse=True)
         assert after.drafts * 5 >= after.drafted_tokens > after.accepted_tokens and after.steps < steps
+
+
+def test_the_first_layers_draft_without_entries_of_their_own() -> None:
+    """All layers but the last are right often enough that their cache entries must be right."""
+    config = {"method": "layer_skip", "draft_layers": 7, **FIXED}
+    with opened() as plain, opened(speculative_config=config) as drafting:
+        for asked in ({}, {"temperature": 0.8, "n": 2}):
+            expected, found = answers(plain, **asked)[0], answers(drafting, **asked)
+            assert found[0] == expected
+        stats = found[1]
+    assert stats.accepted_tokens > 0.4 * stats.drafts
+    with pytest.raises(ConfigError, match="has 8 layers; possible are 1 to 7"), opened(
+            speculative_config={"method": "layer_skip", "draft_layers": 8}):
+        pass
+
+
+def _masked(folder: str, out: Path) -> str:
+    """A draft model or head that says of itself that it drafts all tokens in one pass."""
+    shutil.copytree(folder, out)
+    (out / "config.json").write_text(json.dumps({**json.loads((out / "config.json").read_text()), "pard_token": 4}))
+    return str(out)
+
+
+@pytest.mark.parametrize("draft", [DRAFT, EAGLE], ids=["pard", "p-eagle"])
+def test_all_tokens_in_one_pass(draft: str, tmp_path: Path) -> None:
+    """Neither was trained for it, so that only the first token of a draft is right: as often as without."""
+    first = []
+    with opened() as plain:
+        expected = [answers(plain, **asked)[0] for asked in ({}, {"temperature": 0.9})]
+    for folder in (draft, _masked(draft, tmp_path / "masked")):
+        with opened(speculative_model=folder, **FIXED) as llm:
+            assert [answers(llm, **asked)[0] for asked in ({}, {"temperature": 0.9})] == expected
+            stats = llm.engine.stats()
+            first.append((stats.accepted_by_place[0] / stats.drafts, stats.steps))
+    assert first[1][0] > 0.8 * first[0][0] and first[1][1] > first[0][1]
 
 
 def test_the_draft_model_of_canary_is_right_as_often_as_its_card_says() -> None:
@@ -127,7 +165,7 @@ def test_options_in_vllms_spelling() -> None:
     assert asked(model="[ngram]", prompt_lookup_min=6) == Speculation("ngram", longest=6, shortest=6)
     assert speculation(EngineOptions(speculate="auto")) == Speculation("auto")
     assert speculation(EngineOptions(speculative_model="x", draft_policy="fixed")) == Speculation("auto", "x", adaptive=False)
-    for config, message in (({"method": "lookahead"}, "possible are"),
+    for config, message in (({"method": "look"}, "possible are"),
                             ({"method": "ngram", "model": "x"}, "takes no draft model"),
                             ({"method": "draft_model"}, "needs the draft model"), ({"modell": "x"}, "similar is model"),
                             ({"method": "ngram", "num_speculative_tokens": 0}, "1 to 64"),
@@ -144,6 +182,59 @@ def test_options_in_vllms_spelling() -> None:
 def test_drafters_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         LLM(**{"model": "canary", "threads": 1, **options})
+
+
+def test_imposed_acceptance_keeps_as_many_drafts_as_it_says() -> None:
+    config = {"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_rate": 0.6,
+              "num_speculative_tokens": 3, "draft_policy": "fixed"}
+    with opened(speculative_config=config) as llm:
+        answers(llm, ignore_eos=True, n=4, temperature=1.0)
+        stats = llm.engine.stats()
+    # 0.6 + 0.6 ** 2 + 0.6 ** 3 of each three, but for the ends of answers.
+    assert stats.drafts > 300 and 1.0 < stats.accepted_tokens / stats.drafts < 1.3
+    assert 0.5 < stats.accepted_by_place[0] / stats.drafts < 0.7
+
+
+def test_relaxed_acceptance_is_for_thinking_alone() -> None:
+    """Samples at a high temperature: the draft model's are seldom the target's, but among its best tokens."""
+    messages = [item.messages for item in suite.prompts("recall", 4)]
+    end = 5
+
+    def drafted(llm: LLM, **params: Any) -> tuple[Any, float]:
+        before = llm.engine.stats()
+        drafts, accepted = before.drafts, before.accepted_tokens
+        asked = SamplingParams(temperature=2.0, seed=3, max_tokens=40, ignore_eos=True, **params)
+        found = [one.outputs[0].token_ids for one in llm.chat(messages, asked, use_tqdm=False)]
+        after = llm.engine.stats()
+        return found, (after.accepted_tokens - accepted) / (after.drafts - drafts)
+
+    relaxed = {"method": "draft_model", "model": DRAFT, "use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 50,
+               "relaxed_delta": 20.0, **FIXED}
+    with opened(speculative_model=DRAFT, **FIXED) as strict, opened(speculative_config=relaxed) as loose:
+        plain, kept = drafted(strict)
+        thinking = {"reasoning_end_ids": [end]}
+        assert drafted(strict, **thinking)[0] == plain == drafted(loose)[0]
+        other, more = drafted(loose, **thinking)
+        assert other != plain and more > 1.3 * kept
+        # The answer's first token ends the thinking: all that follows is verified strictly.
+        ended = {"reasoning_end_ids": [end], "logit_bias": {end: 100.0}}
+        assert drafted(loose, **ended)[0] == drafted(strict, **ended)[0]
+    with pytest.raises(ConfigError, match="changes answers"):
+        speculation(EngineOptions(speculative_config={"method": "ngram", "relaxed_topk": 4}))
+
+
+def test_the_bench_reports_the_gain_against_no_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "latency", "canary", "--batch-size", "2", "--input-len", "8", "--output-len", "12", "--num-iters", "1",
+             "--num-iters-warmup", "0", "--threads", "1", "--max-model-len", "256", "--json"]
+    config = {"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_rate": 1.0,
+              "num_speculative_tokens": 3, "draft_policy": "fixed"}
+    assert main([*words, "--speculative-config", json.dumps(config)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    told = found["speculation"]
+    # Two requests of 12 tokens, the first of the prompt's step, then 4 a step: 2 * 3 verifications, of which the last is short.
+    assert told["drafts"] == 6 and told["acceptance_rate"] == 1 and 3 < told["acceptance_length"] <= 4
+    assert told["speedup"] == pytest.approx(told["seconds_off"] / found["avg_latency"])
+    assert main(words) == 0 and "speculation" not in json.loads(capsys.readouterr().out)
 
 
 class Constant(Drafter):

@@ -83,7 +83,12 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     if contexts > 1 and drafting is not None:
         if drafting.model is not None or drafting.method == "mtp":
             raise ConfigError("a draft model or head is not possible with context_parallel_size; use speculate ngram")
+        if drafting.method == "layer_skip":
+            raise ConfigError("speculate layer_skip is not possible with context_parallel_size; use speculate ngram")
         drafting = replace(drafting, method="suffix" if drafting.method == "auto" else drafting.method)
+    if drafting is not None and drafting.relaxed and options.tensor_parallel_size > 1:
+        raise ConfigError("use_relaxed_acceptance_for_thinking compares all logits of a token, which ranks divide; use "
+                          "tensor_parallel_size 1, or leave it out")
     return EngineConfig(
         dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
         page=(options.block_size or 16) * contexts, depth=depth,

@@ -112,9 +112,11 @@ class EngineOptions:
                                least=1)
     speculate: str = option(
         "off", "draft several tokens and verify them in one step: ngram finds them in the text so far, suffix in earlier "
-        "answers too, draft_model asks a small model, eagle, eagle3 and medusa heads, mtp the checkpoint's own layer; auto "
-        "takes speculative_model, else the own layer, else suffix",
-        ("off", "auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp"), group=SPECULATION)
+        "answers too, lookahead in the model's own guesses, layer_skip asks the model's first layers, draft_model a small "
+        "model, eagle, eagle3 and medusa heads, mtp the checkpoint's own layer; auto takes speculative_model, else the own "
+        "layer, else suffix",
+        ("off", "auto", "ngram", "suffix", "lookahead", "layer_skip", "draft_model", "eagle", "eagle3", "medusa", "mtp"),
+        group=SPECULATION)
     speculative_model: str | None = option(None, "folder or hub id of a draft model (of the same tokenizer) or draft head")
     num_speculative_tokens: int | None = option(None, "maximum tokens drafted at once (default: 5)", least=1)
     draft_policy: str = option("adaptive", "adaptive: fewer drafts, or none, where they would cost more time than they save; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoints, entry_points
@@ -16,14 +17,21 @@ from penstock.core.errors import ConfigError
 
 _TOKENS = 5
 """Default of the most tokens drafted at once."""
-METHODS = ("auto", "ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
+METHODS = ("auto", "ngram", "suffix", "lookahead", "layer_skip", "draft_model", "eagle", "eagle3", "medusa", "mtp")
 _NAMES = {**{name: name for name in METHODS}, "[ngram]": "ngram",
           **{f"{family}_mtp": "mtp" for family in ("deepseek", "ernie", "glm4_moe", "mimo")}}
 """Methods, by their names in vLLM's configuration and in ours."""
-_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_policy")
-"""Keys of vLLM's configuration that are supported."""
+_NUMBERS = {"num_speculative_tokens": "tokens", "prompt_lookup_max": "longest", "prompt_lookup_min": "shortest",
+            "draft_layers": "layers", "synthetic_acceptance_rate": "synthetic", "relaxed_topk": "relaxed",
+            "relaxed_delta": "delta"}
+"""Fields of `Speculation`, by their names in the configuration."""
+_KEYS = ("method", "model", "draft_policy", "parallel_drafting", "rejection_sample_method",
+         "use_relaxed_acceptance_for_thinking", *_NUMBERS)
+"""Keys of vLLM's configuration that are supported; those for relaxed acceptance have TensorRT-LLM's names."""
+_SHARES = ("synthetic", "delta")
+"""The fields that are not whole numbers."""
 _HARMLESS: dict[str, tuple[Any, ...]] = {"draft_tensor_parallel_size": (1, None), "disable_padded_drafter_batch": (True, False),
-                                         "rejection_sample_method": ("strict",), "quantization": (None,)}
+                                         "quantization": (None,)}
 """Keys that are accepted with these values, which change nothing here."""
 
 
@@ -32,7 +40,7 @@ class Speculation:
     """The drafter and its parameters."""
 
     method: str
-    """ngram, suffix, draft_model, eagle, eagle3, medusa or mtp; auto: what there is (`worker/drafters/loading.py::survey`)."""
+    """One of METHODS, or the name of a user's own; auto: what there is (`worker/drafters/loading.py::survey`)."""
     model: str | None = None
     """Folder or hub id of the draft model or head."""
     tokens: int = _TOKENS
@@ -43,6 +51,16 @@ class Speculation:
     """n-gram: the fewest tokens that must agree."""
     adaptive: bool = True
     """Whether fewer tokens are drafted, or none, where that is predicted to be faster."""
+    layers: int = 0
+    """layer_skip: the model's first layers that draft; 0: a quarter of them."""
+    parallel: bool | None = None
+    """Whether a draft model or head drafts all tokens in one pass, by mask tokens (PARD, P-EAGLE); None: as its config says."""
+    synthetic: float | None = None
+    """For measurements: drafts are kept with this probability, whatever they are. Answers mean nothing then."""
+    relaxed: int = 0
+    """Lossy: while a model thinks, a draft is kept if it is among so many of the target's best tokens; 0: off."""
+    delta: float = 0.6
+    """Lossy: and if its log probability is at most so much below the best token's."""
 
 
 def own_drafters() -> EntryPoints:
@@ -68,7 +86,17 @@ def speculation(options: EngineOptions) -> Speculation | None:
                                 adaptive=options.draft_policy == "adaptive"))
 
 
+def _read(value: Any) -> Any:
+    """A value of the configuration; the command line gives numbers and true or false as texts."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+    return found if isinstance(found, bool | int | float) else value
+
+
 def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
+    given = {key: _read(value) for key, value in given.items()}
     for key, value in given.items():
         if key in _KEYS or (key in _HARMLESS and value in _HARMLESS[key]):
             continue
@@ -82,20 +110,30 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
     if method not in _NAMES and method not in own_drafters().names:
         raise ConfigError(f"speculative_config: method is {method!r}; possible are "
                           f"{', '.join([*METHODS, *sorted(own_drafters().names)])}")
-    numbers = {ours: given[theirs] for theirs, ours in (("num_speculative_tokens", "tokens"), ("prompt_lookup_max", "longest"),
-                                                        ("prompt_lookup_min", "shortest")) if given.get(theirs) is not None}
+    numbers = {ours: given[theirs] for theirs, ours in _NUMBERS.items() if given.get(theirs) is not None}
+    rule, thinking = given.get("rejection_sample_method") or "strict", given.get("use_relaxed_acceptance_for_thinking")
+    if rule not in ("strict", "synthetic") or (rule == "synthetic") != ("synthetic" in numbers):
+        raise ConfigError(f"speculative_config: rejection_sample_method is {rule!r}; possible are strict, and synthetic with "
+                          "synthetic_acceptance_rate")
+    if thinking:
+        numbers.setdefault("relaxed", 10)
+    elif {"relaxed", "delta"} & set(numbers):
+        raise ConfigError("speculative_config: relaxed_topk and relaxed_delta need use_relaxed_acceptance_for_thinking: true, "
+                          "because relaxed acceptance changes answers")
     if "longest" in numbers:
         numbers.setdefault("shortest", min(numbers["longest"], Speculation.shortest))
     elif "shortest" in numbers:
         numbers["longest"] = max(numbers["shortest"], Speculation.longest)
     try:
-        numbers = msgspec.convert(numbers, dict[str, int])
+        numbers |= msgspec.convert({name: value for name, value in numbers.items() if name not in _SHARES}, dict[str, int])
+        numbers |= msgspec.convert({name: value for name, value in numbers.items() if name in _SHARES}, dict[str, float])
+        parallel = msgspec.convert(given.get("parallel_drafting"), bool | None)
     except msgspec.ValidationError as error:
         raise ConfigError(f"speculative_config: {error}") from None
     policy = given.get("draft_policy", options.draft_policy)
     if policy not in ("adaptive", "fixed"):
         raise ConfigError(f"speculative_config: draft_policy is {policy!r}; possible are adaptive and fixed")
-    found = Speculation(_NAMES.get(method, method), model, adaptive=policy == "adaptive")
+    found = Speculation(_NAMES.get(method, method), model, adaptive=policy == "adaptive", parallel=parallel)
     return _checked(dataclasses.replace(found, **numbers))
 
 
@@ -104,11 +142,19 @@ def _checked(found: Speculation) -> Speculation:
     method = found.method
     if method in ("draft_model", "eagle", "eagle3", "medusa") and found.model is None:
         raise ConfigError(f"speculate {method} needs the draft model: --speculative-model FOLDER or a hub id")
-    if method in ("ngram", "suffix", "mtp") and found.model is not None:
+    if method in ("ngram", "suffix", "lookahead", "layer_skip", "mtp") and found.model is not None:
         raise ConfigError(f"speculate {method} takes no draft model, but speculative_model is {found.model!r}; leave one out")
     if not 1 <= found.tokens <= 64:
         raise ConfigError(f"num_speculative_tokens is {found.tokens}; possible are 1 to 64")
     if not 1 <= found.shortest <= found.longest <= 32:
         raise ConfigError(f"prompt_lookup_min is {found.shortest} and prompt_lookup_max {found.longest}; they must be 1 to 32, "
                           "and the first at most the second")
+    if found.synthetic is not None and not 0 <= found.synthetic <= 1:
+        raise ConfigError(f"synthetic_acceptance_rate is {found.synthetic}; possible are 0 to 1")
+    if not 0 <= found.relaxed <= 128 or found.delta < 0:
+        raise ConfigError(f"relaxed_topk is {found.relaxed} and relaxed_delta {found.delta}; possible are 1 to 128, and "
+                          "0 or more")
+    if found.layers < 0 or (found.layers and method != "layer_skip"):
+        raise ConfigError(f"draft_layers is {found.layers} with speculate {method}; it is the number of layers that draft by "
+                          "layer_skip, at least 1")
     return found

@@ -47,6 +47,8 @@ class DraftHead:
     """The target's blocks whose inputs it reads; empty: it reads the hidden states after the last norm."""
     normed: bool = False
     """For further drafts it reads its own result after the last norm."""
+    mask: int | None = None
+    """The token in whose place it drafts further tokens, all in one pass (P-EAGLE); None: one after the other."""
 
     def checkpoint(self, dtype: str, device: torch.device | None = None) -> Checkpoint:
         """Its tensors."""
@@ -73,9 +75,38 @@ class DraftHead:
             return offsets + torch.arange(len(offsets))
 
 
+    def masks(self) -> tuple[int, torch.Tensor] | None:
+        """`mask`, and what it reads there in place of the target's states [taps x width]."""
+        if self.mask is None:
+            return None
+        checkpoint = Checkpoint(self.folder)
+        if "mask_hidden" not in checkpoint.tensors:
+            return self.mask, torch.zeros(max(1, len(self.taps)) * self.spec.width)
+        with checkpoint.mapped():
+            return self.mask, checkpoint.read("mask_hidden").flatten().clone()
+
+
+_MASKS = ("pard_token", "ptd_token_id", "mask_token_id")
+"""Names of the mask token in configs."""
+
+
+def mask_token(config: Mapping[str, Any], asked: bool | None) -> int | None:
+    """The token in whose place a draft model or head drafts one, if it drafts all in one pass: as `asked`, or else as its
+    config says. ModelError if that names none."""
+    named = [int(config[name]) for name in _MASKS if config.get(name) is not None]
+    parallel = config.get("parallel_drafting") or any(config.get(name) is not None for name in _MASKS[:2])
+    if asked is False or (asked is None and not parallel):
+        return None
+    if not named:
+        raise ModelError(f"parallel_drafting needs a draft model or head that was trained for it, whose config has one of "
+                         f"{', '.join(_MASKS)}; this one has none")
+    return named[0]
+
+
 _EAGLE_RULES = (
     Rule("d2t", None),
     Rule("t2d", None),
+    Rule("mask_hidden", None),
     Rule("[model.]embed_tokens.weight", "embedding.weight"),
     Rule("[model.]norm.weight", "norm.weight"),
     Rule("lm_head.weight", "head.weight"),
@@ -95,24 +126,25 @@ _EAGLE_3 = (
 def method_of(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> str:
     """The method that a folder is for: eagle, eagle3, medusa, or draft_model, a whole model. ModelError for others."""
     named = str(config.get("speculators_model_type") or "")
-    if named and named not in ("eagle", "eagle3"):
-        raise ModelError(f"config.json has speculators_model_type {named!r}; possible are eagle and eagle3")
+    if named and named not in ("eagle", "eagle3", "peagle"):
+        raise ModelError(f"config.json has speculators_model_type {named!r}; possible are eagle, eagle3 and peagle")
     architecture = str((config.get("architectures") or [""])[0])
     if "medusa_num_heads" in config or config.get("model_type") == "medusa" or "medusa" in architecture.lower():
         return "medusa"
-    if named == "eagle3" or "eagle3" in architecture.lower() or any(name in ("d2t", "t2d") for name in tensors):
+    if named in ("eagle3", "peagle") or "eagle3" in architecture.lower() or any(name in ("d2t", "t2d") for name in tensors):
         return "eagle3"
     if named or "eagle" in architecture.lower() or any(name.endswith("fc.weight") for name in tensors):
         return "eagle3" if any(name.startswith("midlayer.") for name in tensors) else "eagle"
     return "draft_model"
 
 
-def eagle(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpec) -> DraftHead:
-    """An EAGLE head of any version, as the EAGLE repositories, SpecForge and speculators publish them. ModelError if it is not
-    for this target."""
+def eagle(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpec,
+          parallel: bool | None = None) -> DraftHead:
+    """An EAGLE head of any version, as the EAGLE repositories, SpecForge and speculators publish them; `parallel` as in
+    `mask_token`. ModelError if it is not for this target."""
     inner = config.get("transformer_layer_config") or config.get("model") or {}
     given = Config({**config, **inner}, {"hidden_act": "silu", "max_position_embeddings": 2048, "num_hidden_layers": 1})
-    given.absent("norm_before_fc", "fc_norm", "norm_output", "layernorms", "parallel_drafting")
+    given.absent("norm_before_fc", "fc_norm", "norm_output", "layernorms")
     tensors = read_headers(folder)
     names = {name.removeprefix("model.") for name in tensors}
     width, norm = given.integer("hidden_size"), parts.rms_norm(given)
@@ -143,7 +175,8 @@ def eagle(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpe
     if method == "eagle3" and entry.hidden_norm is not None:
         found = tuple(replace(rule, target="entry.hidden.weight") if rule.target == "blocks.0.attention.hidden.weight" else rule
                       for rule in found)
-    return DraftHead(method, folder, config, stored_as(spec, found, config), found, (), taps)
+    return DraftHead(method, folder, config, stored_as(spec, found, config), found, (), taps,
+                     mask=mask_token(given.values, parallel))
 
 
 def _taps(config: Config, target: ModelSpec) -> tuple[int, ...]:

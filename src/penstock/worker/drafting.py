@@ -6,7 +6,7 @@ A step that is planned while the one before still runs does not know that one's 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -23,7 +23,7 @@ from penstock.worker.graphs import Graphs
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows, Sampler
 from penstock.worker.staging import upload
-from penstock.worker.verify import Verified
+from penstock.worker.verify import STRICT, Acceptance, Verified
 
 
 class Drafting:
@@ -87,6 +87,8 @@ class LoadedDrafter(ABC):
 
     follows = False
     """Whether its drafter's `follow` is called."""
+    acceptance: Acceptance = STRICT
+    """The rule by which its drafts are kept."""
 
     def __init__(self, model: Decoder | None = None) -> None:
         self.model = model
@@ -143,3 +145,27 @@ def part_of(plan: StepPlan, picked: npt.NDArray[np.int64], starts: Ints, counts:
     slack = None if plan.slack is None else plan.slack[picked]
     return StepPlan(plan.id, rows=plan.rows[picked], starts=starts.astype(np.int32), counts=counts.astype(np.int32),
                     wants=np.full(len(picked), int(want), np.int32), slack=slack)
+
+
+def within(counts: Ints) -> Ints:
+    """0, 1, ... for each of these counts, one after the other."""
+    return (np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.int32)
+
+
+def parts(counts: Ints, budget: int) -> Iterator[slice]:
+    """Divides segments of so many tokens into runs within the budget."""
+    first, total = 0, 0
+    for at, count in enumerate(counts.tolist()):
+        if total and total + count > budget:
+            yield slice(first, at)
+            first, total = at, 0
+        total += count
+    if total:
+        yield slice(first, len(counts))
+
+
+def hide(drafting: Drafting, counts: Ints, mask: int) -> None:
+    """Writes so many mask tokens behind the known tokens of the segments' rows."""
+    segment, place = upload(np.stack((np.repeat(np.arange(len(counts)), counts), within(counts))).astype(np.int32),
+                            drafting.rows.device).long()
+    drafting.rows.tokens[drafting.row[segment].long(), drafting.length[segment].long() + place] = mask

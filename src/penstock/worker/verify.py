@@ -2,16 +2,20 @@
 
 At each position of a segment with drafts a token is sampled as if all drafts before it were right. Drafts are accepted up to
 the first that differs from the sampled token, and that sampled token is kept too. Sampling is a function of logits,
-parameters, seed and position, so the kept tokens are exactly those of decoding one by one.
+parameters, seed and position, so the kept tokens are exactly those of decoding one by one. `Acceptance` names the exceptions.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.core.plan import Ints, StepPlan, Want
+from penstock.core.plan import Enter, Ints, StepPlan, Want
+from penstock.ops.sample import Feature
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
 from penstock.worker.staging import Staging, to_host
@@ -19,12 +23,28 @@ from penstock.worker.staging import Staging, to_host
 _FAR = 2**31 - 1
 
 
+@dataclass(frozen=True)
+class Acceptance:
+    """Rules that keep other drafts than those that equal the sampled tokens. The fields are those of
+    `config/speculation.py::Speculation`."""
+
+    synthetic: float | None = None
+    relaxed: int = 0
+    delta: float = 0.0
+
+
+STRICT = Acceptance()
+
+
 class Verifier:
     """Verifies drafts for the rows of one worker."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, rule: Acceptance = STRICT) -> None:
         self._rows = rows
+        self._rule = rule
         self._staging = Staging(torch.int32, rows.device)
+        self.thinking = Thinking(rows, rule) if rule.relaxed else None
+        """The rows whose drafts are accepted by the relaxed rule."""
 
     def drafts(self, lines: LogitsRows) -> torch.Tensor:
         """Returns the tokens [L] now at the positions of the logits rows. Call before sampling overwrites them."""
@@ -41,6 +61,8 @@ class Verifier:
         host[size + first + count - 1] += _FAR // 2
         host[2 * size:2 * size + len(first)] = first
         self._staging.send(2 * size + len(first))
+        if self._rule.synthetic is not None:
+            drafts = torch.where(_chance(lines) < self._rule.synthetic, chosen, -1)
         group, offset, begin = self._staging.device(2 * size + len(first)).split([size, size, len(first)])
         within = offset % (_FAR // 2)
         differs = (offset >= _FAR // 2) | (drafts != chosen)
@@ -49,7 +71,68 @@ class Verifier:
         kept += 1
         row, length = lines.row[begin.long()], lines.position[begin.long()] + kept
         self._rows.length[row.long()] = length
+        if self.thinking is not None:
+            self.thinking.follow(lines, chosen, (offset % (_FAR // 2)) < kept[group.long()])
         return Verified(plan, lines.segments[first], row, length, begin, kept)
+
+
+def _chance(lines: LogitsRows) -> torch.Tensor:
+    """[L] numbers from 0 to 1 that look random, of each (row, position)."""
+    mixed = (lines.position.long() * 0x9E3779B1 + lines.row.long() * 0x85EBCA77) & 0xFFFFFFFF
+    mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D & 0xFFFFFFFF
+    return (mixed ^ (mixed >> 12)) / 2**32
+
+
+class Thinking:
+    """Relaxed acceptance: which rows think, and the drafts that they keep although another token was better.
+
+    Lossy: while a model thinks, a draft is kept if it is among the best tokens and nearly as probable as the best. Rows that
+    report log probabilities, and those whose thinking is not ended by one token, are verified strictly.
+    """
+
+    def __init__(self, rows: Rows, rule: Acceptance) -> None:
+        self._rows = rows
+        self._rule = rule
+        count = len(rows.tokens)
+        self._ends = np.full((2, count), -1, np.int32)
+        """[begin or end of thinking, row] tokens; -1: none."""
+        self._tokens = torch.full((2, count), -1, dtype=torch.int32, device=rows.device)
+        self._on = torch.zeros(count, dtype=torch.bool, device=rows.device)
+        """[row] whether it thinks."""
+
+    def enter(self, enters: Iterable[Enter]) -> None:
+        """Takes in rows that enter."""
+        for enter in enters:
+            begin, end = enter.params.reasoning_start_ids or [], enter.params.reasoning_end_ids or []
+            fits = len(end) == 1 and len(begin) < 2
+            self._ends[:, enter.row] = [begin[0] if fits and begin else -1, end[0] if fits else -1]
+            said = enter.tokens[enter.prompt_len:]
+            on = fits and end[0] not in said and (not begin or begin[0] in said)
+            self._tokens[:, enter.row] = torch.from_numpy(self._ends[:, enter.row].copy()).to(self._rows.device)
+            self._on[enter.row] = on
+
+    def relax(self, logits: torch.Tensor, lines: LogitsRows, drafts: torch.Tensor) -> None:
+        """Raises the logits of drafts [L] that are good enough above all others, so that sampling chooses them."""
+        features = self._rows.parameters.features[lines.rows]
+        picked = (self._ends[1, lines.rows] >= 0) & (features & int(Feature.LOGPROBS) == 0)
+        # The last line of a segment has no draft.
+        picked &= np.append(lines.segments[1:] == lines.segments[:-1], False)
+        if not picked.any():
+            return
+        at = torch.from_numpy(np.flatnonzero(picked)).to(logits.device)
+        draft, best = drafts[at].long()[:, None], logits[at].topk(self._rule.relaxed).values
+        found = logits[at].gather(1, draft)
+        near = (found >= best[:, -1:]) & (found >= best[:, :1] - self._rule.delta) & self._on[lines.row[at].long()][:, None]
+        logits[at[:, None], draft] = torch.where(near, best[:, :1] + 1e4, found)
+
+    def follow(self, lines: LogitsRows, chosen: torch.Tensor, kept: torch.Tensor | None = None) -> None:
+        """Looks for the beginning and the end of thinking in chosen tokens [L], of which those in the mask [L] are kept."""
+        if not (self._ends[1, lines.rows] >= 0).any():
+            return
+        row = lines.row.long()
+        sure = torch.ones_like(chosen, dtype=torch.bool) if kept is None else kept
+        for which, value in ((0, True), (1, False)):
+            self._on[row[sure & (chosen == self._tokens[which, row])]] = value
 
 
 class Verified:

@@ -34,7 +34,7 @@ from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, RowMasks, Sampl
 from penstock.worker.scoring import Scores, prompts
 from penstock.worker.sizes import fitted, fitted_sizes
 from penstock.worker.step import picks_of
-from penstock.worker.verify import Verified, Verifier
+from penstock.worker.verify import STRICT, Verified, Verifier
 
 _SAMPLE, _SCORE, _EACH = int(Want.SAMPLE), int(Want.SCORE), int(Want.EACH)
 _ALL = _SCORE | REPORTS
@@ -201,7 +201,7 @@ class Worker:
         self.runner = Runner(model, self.rows, layout.page)
         self.runner.adapters = self.adapters = Adapters(max_num_seqs, self._slabs, model.kernels.lora, device)
         self.sampler = Sampler(model.kernels.sample, self.rows, model.kernels.chosen["sample"].capturable, model)
-        self.verifier = Verifier(self.rows)
+        self.verifier = Verifier(self.rows, STRICT if self._loaded_drafter is None else self._loaded_drafter.acceptance)
         self.clock = Clock(device)
         self.graphs: Graphs | None = None
         self.stream = compute_stream(device) if device.type == "cuda" else None
@@ -293,6 +293,8 @@ class Worker:
         if self.drafter is not None and self._loaded_drafter is not None and plan.leave:
             self.drafter.leave(plan.leave)
         self.rows.apply(plan)
+        if self.verifier.thinking is not None:
+            self.verifier.thinking.enter(plan.enter)
         self.adapters.apply(plan)
         if self.movers is not None:
             self.movers.start(plan)
@@ -301,7 +303,7 @@ class Worker:
             self.movers.load(plan)
         if self.drafter is not None and not plan.idle:
             self.drafter.propose(Drafting(plan, self.rows))
-        whole = self.graphs is not None and not plan.idle and not self._follows
+        whole = self.graphs is not None and not plan.idle and not self._follows and self.verifier.thinking is None
         decoded = self.graphs.decode(plan) if self.graphs is not None and whole else None
         if decoded is not None:
             return Launched(plan, interval.stop(whole=True), self.movers, None, Chosen([Sampled(decoded, None)]), self._picks)
@@ -357,12 +359,16 @@ class Worker:
         found, lines, wants = Chosen(), forward.lines, forward.wants
         checks = plan.slack is not None or bool(wants & _EACH)
         drafts = self.verifier.drafts(lines) if checks and len(lines.rows) else None
-        found.sampled = list(self._sample(plan, forward, masks, checks or self.returning is not None))
+        thinking = self.verifier.thinking
+        stay = checks or self.returning is not None or thinking is not None
+        found.sampled = list(self._sample(plan, forward, masks, stay, drafts))
         if self.returning is not None and found.sampled:
             self.returning.send([sampled.chosen for sampled in found.sampled])
         if drafts is not None:
             chosen = torch.cat([sampled.chosen for sampled in found.sampled])
             found.verified = self.verifier.verify(plan, lines, drafts, chosen)
+        elif thinking is not None and found.sampled:
+            thinking.follow(lines, torch.cat([sampled.chosen for sampled in found.sampled]))
         if self.drafter is not None and self._follows:
             self.drafter.follow(plan, forward.ends, lines, found.verified)
         if wants & _SCORE:
@@ -373,8 +379,10 @@ class Worker:
         interval.stop()
         return found
 
-    def _sample(self, plan: StepPlan, forward: Forward, masks: Masks | None, stay: bool) -> Iterator[Sampled]:
-        """Samples the step's logits rows, MAX_LOGITS_ROWS at a time."""
+    def _sample(self, plan: StepPlan, forward: Forward, masks: Masks | None, stay: bool,
+                drafts: torch.Tensor | None) -> Iterator[Sampled]:
+        """Samples the step's logits rows, MAX_LOGITS_ROWS at a time. `drafts`: the tokens at their positions, if there are
+        any."""
         at, line = 0, 0
         logits, forward.logits = forward.logits, None
         for part in forward.lines.parts(MAX_LOGITS_ROWS):
@@ -385,5 +393,7 @@ class Worker:
                 which = np.flatnonzero(np.isin(part.segments, plan.masked))
                 masked = RowMasks(masks.bits[line:line + len(which)], which) if len(which) else None
                 line += len(which)
+            if drafts is not None and self.verifier.thinking is not None:
+                self.verifier.thinking.relax(logits, part, drafts[at:at + len(part.rows)])
             yield self.sampler.launch(logits, part, masked, stay)
             logits, at = None, at + MAX_LOGITS_ROWS

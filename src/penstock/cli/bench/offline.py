@@ -21,6 +21,7 @@ from penstock.cli.bench.workload import Item, make_workload
 from penstock.cli.model import model_or_canary
 from penstock.config.flags import from_args
 from penstock.config.schema import EngineOptions
+from penstock.config.speculation import speculation
 from penstock.core.errors import ConfigError
 from penstock.core.sampling import SamplingParams
 
@@ -33,37 +34,51 @@ def measure_latency(args: argparse.Namespace) -> dict[str, Any]:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     run = _Run(args)
-    shape = argparse.Namespace(num_prompts=args.batch_size, random_input_len=args.input_len, random_output_len=args.output_len,
-                               random_range_ratio=0.0, random_prefix_len=0, trace=None, length_scale=1.0, max_input_len=None,
-                               max_output_len=None, seed=args.seed)
+    seconds = _batches(run, args)
+    ordered = sorted(seconds)
+    mean = statistics.fmean(seconds)
+    report = run.report()
+    run.profile(args.profile, "latency", _batch(run, args, args.num_iters_warmup + args.num_iters))
+    report |= _beside_off(run, args, mean, lambda off: statistics.fmean(_batches(off, args)))
+    return {"batch_size": args.batch_size, "input_len": args.input_len, "output_len": args.output_len, "avg_latency": mean,
+            "latencies": seconds, "percentiles": {str(p): percentile(ordered, p) for p in PERCENTILES},
+            "output_tokens_per_second": args.batch_size * args.output_len / mean, **report}
+
+
+def _batches(run: _Run, args: argparse.Namespace) -> list[float]:
+    """The seconds of each measured batch."""
     seconds: list[float] = []
     for turn in range(args.num_iters_warmup + args.num_iters):
         if turn == args.num_iters_warmup:
             run.begin()
-        # New prompts each time: a cache of prefixes must not answer for the engine.
-        shape.seed = args.seed + turn
-        elapsed = run.generate(make_workload(shape, run.vocab_size).items)
+        elapsed = run.generate(_batch(run, args, turn))
         if turn >= args.num_iters_warmup:
             seconds.append(elapsed)
-    ordered = sorted(seconds)
-    mean = statistics.fmean(seconds)
-    report = run.report()
-    shape.seed += 1
-    run.profile(args.profile, "latency", make_workload(shape, run.vocab_size).items)
-    return {"batch_size": args.batch_size, "input_len": args.input_len, "output_len": args.output_len, "avg_latency": mean,
-            "latencies": seconds, "percentiles": {str(p): percentile(ordered, p) for p in PERCENTILES},
-            "output_tokens_per_second": args.batch_size * args.output_len / mean, **report}
+    return seconds
+
+
+def _batch(run: _Run, args: argparse.Namespace, turn: int) -> list[Item]:
+    """New prompts each time: a cache of prefixes must not answer for the engine."""
+    shape = argparse.Namespace(num_prompts=args.batch_size, random_input_len=args.input_len, random_output_len=args.output_len,
+                               random_range_ratio=0.0, random_prefix_len=0, trace=None, length_scale=1.0, max_input_len=None,
+                               max_output_len=None, seed=args.seed + turn)
+    return make_workload(shape, run.vocab_size).items
 
 
 def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
     """Many requests at once, as many in flight as the engine takes."""
     run = _Run(args)
     workload = make_workload(args, run.vocab_size)
-    run.generate([Item(0.0, [3, 4, 5], 3, 4)])  # the first step pays for pages and threads that the others find ready
-    run.begin()
-    elapsed = run.generate(workload.items)
+
+    def measured(run: _Run) -> float:
+        run.generate([Item(0.0, [3, 4, 5], 3, 4)])  # the first step pays for pages and threads that the others find ready
+        run.begin()
+        return run.generate(workload.items)
+
+    elapsed = measured(run)
     report = run.report()
     run.profile(args.profile, "throughput", workload.items)
+    report |= _beside_off(run, args, elapsed, measured)
     n_in, n_out = sum(item.input_len for item in workload.items), sum(item.output_len for item in workload.items)
     return {"elapsed_time": elapsed, "num_requests": len(workload.items), "total_num_tokens": n_in + n_out,
             "requests_per_second": len(workload.items) / elapsed, "tokens_per_second": (n_in + n_out) / elapsed,
@@ -91,7 +106,31 @@ def _engine_rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
     engine = result["engine"]
     return [("steps", engine["steps"]), ("preemptions", engine["preemptions"]),
             ("a step, ms", engine["plan_ms_per_step"] + engine["worker_ms_per_step"]),
-            ("of it not in kernels, ms", engine["overhead_ms_per_step"])]
+            ("of it not in kernels, ms", engine["overhead_ms_per_step"]), *_speculation_rows(result)]
+
+
+def _speculation_rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
+    found = result.get("speculation")
+    return [] if found is None else [("tokens per verification", found["acceptance_length"]),
+                                     ("drafted tokens kept", found["acceptance_rate"]),
+                                     ("speed-up against no drafts", found["speedup"])]
+
+
+def _beside_off(run: _Run, args: argparse.Namespace, seconds: float, measured: Callable[[_Run], float]) -> dict[str, Any]:
+    """What drafting gained: the same requests by an engine that drafts nothing, after that of `run` is closed. Nothing if
+    `run` drafted nothing."""
+    if speculation(run.options) is None:
+        return {}
+    before, after = run.before, msgspec.structs.replace(run.llm.stats())
+    drafts, drafted, accepted = (getattr(after, name) - getattr(before, name)
+                                 for name in ("drafts", "drafted_tokens", "accepted_tokens"))
+    run.llm.close()
+    off = _Run(args, speculate="off", speculative_model=None, speculative_config={})
+    plain = measured(off)
+    off.llm.close()
+    return {"speculation": {"drafts": drafts, "drafted_tokens": drafted, "accepted_tokens": accepted,
+                            "acceptance_rate": accepted / max(1, drafted), "acceptance_length": 1 + accepted / max(1, drafts),
+                            "seconds_off": plain, "speedup": plain / seconds}}
 
 
 def seconds_for(llm: Any, requests: Sequence[tuple[Any, int]]) -> float:
@@ -126,10 +165,11 @@ def traced(work: Callable[[], object], path: Path) -> None:
 class _Run:
     """A loaded model and what its engine counts between `begin` and `report`."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, **changed: Any) -> None:
+        """`changed`: options that are not as the arguments say."""
         from penstock.engine.llm import LLM  # brings torch, which `penstock bench --help` must not
 
-        self.options = from_args(args, EngineOptions, model=model_or_canary(args), skip_tokenizer_init=True)
+        self.options = from_args(args, EngineOptions, model=model_or_canary(args), skip_tokenizer_init=True, **changed)
         start = time.perf_counter()
         self.llm = LLM(**asdict(self.options))
         self.load_seconds = time.perf_counter() - start

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from penstock.core.plan import StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.draft_head import Join
-from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, last_of, part_of
+from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, hide, last_of, part_of, parts
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows
 from penstock.worker.staging import upload
@@ -28,11 +28,13 @@ class LoadedHead(LoadedDrafter):
     follows = True
 
     def __init__(self, model: Decoder, target: Decoder, taps: tuple[int, ...], tokens: torch.Tensor | None, normed: bool,
-                 room: int) -> None:
-        """`taps`, `tokens`, `normed`: as in `models/draft_heads.py::DraftHead`. `room`: the most tokens of a padded step."""
+                 room: int, masks: tuple[int, torch.Tensor] | None = None) -> None:
+        """`taps`, `tokens`, `normed`, `masks`: as in `models/draft_heads.py::DraftHead`. `room`: the most tokens of a padded
+        step."""
         super().__init__(model)
         self._tokens = None if tokens is None else tokens.to(model.device)
         self._normed = normed
+        self._masks = masks
         assert isinstance(model.embedding, Join)
         if not model.embedding.spec.tokens:
             assert target.embedding is not None
@@ -44,18 +46,24 @@ class LoadedHead(LoadedDrafter):
         model.entry(room)
 
     def start(self, host: Host) -> Drafter:
-        return Head(self.attached(host), self._tokens, self._normed, host)
+        return Head(self.attached(host), self._tokens, self._normed, self._masks, host)
 
 
 class Head(Drafter):
     """A head on the rows of one worker."""
 
-    def __init__(self, model: Decoder, tokens: torch.Tensor | None, normed: bool, host: Host) -> None:
+    def __init__(self, model: Decoder, tokens: torch.Tensor | None, normed: bool,
+                 masks: tuple[int, torch.Tensor] | None, host: Host) -> None:
         self._runner = Runner(model, host.rows, host.page)
         self._runner.graphs = host.capture(model)
         self._host = host
         self._tokens = tokens
         self._normed = normed
+        assert isinstance(model.embedding, Join)
+        self._masks: tuple[int, torch.Tensor] | None = None
+        """The mask token and the state [1, width] that goes with it."""
+        if masks is not None:
+            self._masks = masks[0], model.embedding.reduce(masks[1].to(model.device, model.dtype)[None])
         self._last = torch.zeros(len(host.rows.tokens), model.spec.width, dtype=model.dtype, device=model.device)
         """[row] the head's result where it predicts the token behind the row's last known one."""
 
@@ -65,7 +73,11 @@ class Head(Drafter):
         if not len(picked):
             return
         states = self._last[drafting.row.long()]
+        if self._masks is not None:
+            self._at_once(drafting, *self._masks)
         self._write(states, drafting.row, drafting.length)
+        if self._masks is not None:
+            return
         for place in range(1, int(count.max())):
             still = count > place
             if not still.all():
@@ -82,6 +94,17 @@ class Head(Drafter):
                                              behind=(1 - place) * one)
         self._write(ends[:len(picked)], lines.row, lines.position)
         return ends[:len(picked)].clone()
+
+    def _at_once(self, drafting: Drafting, mask: int, state: torch.Tensor) -> None:
+        """Drafts all tokens but the first in one pass, each in the place of a mask token with a learned state (P-EAGLE)."""
+        plan, picked, more = drafting.plan, drafting.segments, drafting.count - 1
+        hide(drafting, more, mask)
+        picked, more = picked[more > 0], more[more > 0]
+        for part in parts(more, self._host.budget):
+            some = part_of(plan, picked[part], plan.starts[picked[part]], more[part], Want.SAMPLE | Want.EACH)
+            self._runner.model.entry(int(some.counts.sum())).copy_(state)
+            _, ends, lines = self._runner.forward(some, behind=0 * more[part])
+            self._write(ends[:len(lines.rows)], lines.row, lines.position)
 
     def _again(self, states: torch.Tensor) -> torch.Tensor:
         """The head's results as it reads them in place of the target's."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from penstock import models
 from penstock.checkpoint import read_config, resolve_folder
 from penstock.checkpoint.tensors import read_headers
@@ -18,15 +16,17 @@ from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.models import draft_heads
 from penstock.models.draft_heads import DraftHead
-from penstock.ops.registry import Kernels
 from penstock.parallel.axis import Place
 from penstock.parallel.group import Group
-from penstock.worker.drafters import medusa
+from penstock.worker.drafters import layers, medusa
 from penstock.worker.drafters.head import LoadedHead
+from penstock.worker.drafters.layers import LoadedLayers
+from penstock.worker.drafters.lookahead import LoadedLookahead
 from penstock.worker.drafters.model import LoadedDraftModel, lag
 from penstock.worker.drafters.ngram import LoadedNGram
 from penstock.worker.drafters.suffix import LoadedSuffix
 from penstock.worker.drafting import LoadedDrafter
+from penstock.worker.verify import Acceptance
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Found:
     spec: ModelSpec | None = None
     """Of the draft model or head, if there is one."""
     head: DraftHead | None = None
+    mask: int | None = None
+    """The token in whose place a draft model predicts one, if it drafts all tokens in one pass."""
 
 
 def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: ModelSpec, max_model_len: int,
@@ -55,6 +57,8 @@ def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: 
                               "knows (DeepSeek, GLM, MiMo, Ernie); leave speculate out, or use ngram")
         if head is not None:
             return _of_head(asked, head)
+        if asked.method == "layer_skip":
+            return Found(replace(asked, layers=layers.check(target, asked.layers)))
         return Found(replace(asked, method="suffix" if asked.method == "auto" else asked.method))
     own = resolve_folder(asked.model, None)
     described = read_config(own)
@@ -62,7 +66,7 @@ def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: 
     if asked.method not in ("auto", method) and not {asked.method, method} <= {"eagle", "eagle3"}:
         raise ConfigError(f"speculate is {asked.method}, but {asked.model} is for {method}; use --speculate {method} or auto")
     if method in ("eagle", "eagle3"):
-        return _of_head(asked, draft_heads.eagle(own, described, method, target))
+        return _of_head(asked, draft_heads.eagle(own, described, method, target, asked.parallel))
     if method == "medusa":
         medusa.check(own, described, asked.tokens)
         return Found(replace(asked, method=method), own)
@@ -87,25 +91,34 @@ def _of_model(asked: Speculation, folder: Path, config: Mapping[str, Any], targe
     if not lag(spec.states("float32")):
         raise ConfigError(f"the draft model {asked.model} keeps states that cannot go back by a few tokens (recurrent, "
                           "chunked, or very short windows); possible are models with full attention or sliding windows")
-    return Found(replace(asked, method="draft_model"), folder, config, spec)
+    return Found(replace(asked, method="draft_model"), folder, config, spec,
+                 mask=draft_heads.mask_token(config, asked.parallel))
 
 
-def load(found: Found, target: Decoder, room: int, *, dtype: torch.dtype, max_model_len: int, kernels: Kernels,
-         device: torch.device, load_format: str, seed: int, place: Place, group: Group | None) -> LoadedDrafter:
-    """Loads the drafter. `room`: the most tokens of a padded step. ModelError if its files are wrong."""
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "load_format": load_format,
-                           "max_model_len": max_model_len, "seed": seed}
+def load(found: Found, target: Decoder, room: int, **how: Any) -> LoadedDrafter:
+    """Loads the drafter. `room`: the most tokens of a padded step. `how`: the arguments of `models/registry.py::load`, among
+    them `place` and `group`. ModelError if its files are wrong."""
+    drafter = _load(found, target, room, **how)
+    drafter.acceptance = Acceptance(found.asked.synthetic, found.asked.relaxed, found.asked.delta)
+    return drafter
+
+
+def _load(found: Found, target: Decoder, room: int, place: Place, group: Group | None, **how: Any) -> LoadedDrafter:
     if found.asked.method not in METHODS:
         drafter: LoadedDrafter = own_drafters()[found.asked.method].load()(found.asked, target)
         return drafter
     if found.head is not None:
         head = found.head
         model = head.load(**how, place=Place(place.tensor, place.tensors), group=group)
-        return LoadedHead(model, target, head.taps, head.targets(), head.normed, room)
+        return LoadedHead(model, target, head.taps, head.targets(), head.normed, room, head.masks())
     if found.asked.method == "medusa":
         assert found.folder is not None
-        return medusa.LoadedMedusa(found.folder, target.spec, dtype, device)
+        return medusa.LoadedMedusa(found.folder, target.spec, how["dtype"], how["device"])
+    if found.asked.method == "layer_skip":
+        return LoadedLayers(found.asked.layers)
+    if found.asked.method == "lookahead":
+        return LoadedLookahead(1, found.asked.longest, found.asked.tokens)
     if found.config is None:
         lookup = LoadedSuffix if found.asked.method == "suffix" else LoadedNGram
         return lookup(found.asked.shortest, found.asked.longest)
-    return LoadedDraftModel(models.load(found.folder, dict(found.config), **how))
+    return LoadedDraftModel(models.load(found.folder, dict(found.config), **how), found.mask)

@@ -7,7 +7,7 @@ so that at a temperature above 0 both models draw the same token wherever their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,10 @@ import torch
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.core.state import Everything, StateSpec, Window
 from penstock.layers.decoder import Decoder
-from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, part_of
+from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, hide, part_of, parts, within
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import MAX_LOGITS_ROWS
+from penstock.worker.staging import upload
 
 _BEHIND = 16
 """Single tokens that the draft model may lag behind a row that is not drafted for: it then reads all of them at once."""
@@ -37,8 +38,14 @@ def lag(states: Sequence[StateSpec]) -> int:
 class LoadedDraftModel(LoadedDrafter):
     """A small model, loaded beside the target."""
 
+    def __init__(self, model: Decoder, mask: int | None = None) -> None:
+        """`mask`: the token in whose place the model predicts one, if it drafts all tokens in one pass."""
+        super().__init__(model)
+        self._mask = mask
+
     def start(self, host: Host) -> Drafter:
-        return DraftModel(self.attached(host), host)
+        model = self.attached(host)
+        return DraftModel(model, host) if self._mask is None else ParallelModel(model, host, self._mask)
 
 
 class DraftModel(Drafter):
@@ -47,8 +54,7 @@ class DraftModel(Drafter):
     def __init__(self, model: Decoder, host: Host) -> None:
         self._runner = Runner(model, host.rows, host.page)
         self._runner.graphs = host.capture(model)
-        self._sampler = host.sampler
-        self._vocabulary = host.model.spec.vocab_size
+        self._host = host
         self._budget = host.budget
         self._lag = lag(model.states)
         self._behind = np.zeros(len(host.rows.tokens), np.int32)
@@ -60,45 +66,68 @@ class DraftModel(Drafter):
         self._follow(plan, np.setdiff1d(np.arange(len(plan.rows)), picked))
         if not len(picked):
             return
-        rows, count = plan.rows[picked], drafting.count
-        behind = self._behind[rows]
+        self._first(drafting, self._missing(plan, picked))
+
+    def _missing(self, plan: StepPlan, picked: npt.NDArray[np.int64]) -> Ints:
+        """How far the model is behind in these segments, at most their rows' beginnings."""
+        sure = plan.starts[picked] if plan.slack is None else plan.starts[picked] - plan.slack[picked]
+        return np.minimum(self._behind[plan.rows[picked]], sure)
+
+    def _first(self, drafting: Drafting, behind: Ints) -> None:
+        """Drafts for the segments, after reading what the model is `behind`."""
+        plan, picked, count = drafting.plan, drafting.segments, drafting.count
         self._draft(plan, picked, plan.starts[picked] - behind, behind + 1, behind)
         for place in range(1, int(count.max())):
             still = picked[count > place]
             one = np.ones(len(still), np.int32)
             self._draft(plan, still, plan.starts[still] + place, one, -place * one)
         # If all drafts are kept, the last of them was never an input of the draft model.
-        self._behind[rows] = 1
+        self._behind[plan.rows[picked]] = 1
 
     def _follow(self, plan: StepPlan, others: npt.NDArray[np.int64]) -> None:
         """Reads the segments that are not drafted for: prompts at once, single tokens several at a time."""
-        rows = plan.rows[others]
-        behind = self._behind[rows]
+        rows, behind = plan.rows[others], self._missing(plan, others)
         due = (plan.counts[others] > 1) | (behind + 1 >= self._lag)
         self._behind[rows] = np.where(due, 0, behind + 1)
         picked, behind = others[due], behind[due]
-        for part in self._parts(plan.counts[picked] + behind):
+        for part in parts(plan.counts[picked] + behind, self._budget):
             self._runner.forward(part_of(plan, picked[part], plan.starts[picked[part]] - behind[part],
                                       plan.counts[picked[part]] + behind[part], Want.NOTHING), behind=behind[part])
 
     def _draft(self, plan: StepPlan, picked: npt.NDArray[np.int64], starts: Ints, counts: Ints, behind: Ints) -> None:
         """Reads a segment of each row, and writes the token that follows it to the row."""
-        for part in self._parts(counts):
+        for part in parts(counts, self._budget):
             _, ends, lines = self._runner.forward(part_of(plan, picked[part], starts[part], counts[part], Want.SAMPLE),
                                                  behind=behind[part])
-            for at, some in enumerate(lines.parts(MAX_LOGITS_ROWS)):
-                states = ends[at * MAX_LOGITS_ROWS:(at + 1) * MAX_LOGITS_ROWS]
-                logits = self._runner.model.head(states)[:len(some.rows), :self._vocabulary]
-                # Entries that were never computed may hold anything, but a draft must be a token.
-                self._sampler.choose(torch.nan_to_num(logits), some.row, some.position)
+            self._write(ends, lines.row, lines.position)
 
-    def _parts(self, counts: Ints) -> Iterator[slice]:
-        """Divides segments of so many tokens into runs within the budget."""
-        first, total = 0, 0
-        for at, count in enumerate(counts.tolist()):
-            if total and total + count > self._budget:
-                yield slice(first, at)
-                first, total = at, 0
-            total += count
-        if total:
-            yield slice(first, len(counts))
+    def _write(self, ends: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
+        """Chooses the tokens at these positions [L] of rows, from hidden states `ends`, perhaps padded."""
+        model, target = self._runner.model, self._host.model.spec.vocab_size
+        for at in range(0, len(row), MAX_LOGITS_ROWS):
+            some = slice(at, at + MAX_LOGITS_ROWS)
+            logits = model.whole(model.head(ends[some]))[:len(row[some]), :target]
+            # Entries that were never computed may hold anything, but a draft must be a token.
+            self._host.sampler.choose(torch.nan_to_num(logits), row[some], position[some])
+
+
+class ParallelModel(DraftModel):
+    """A draft model that was trained to predict several tokens in one pass (PARD, An et al. 2025): behind the last known token
+    it reads mask tokens, and each predicts the token after its own place. The masks' cache entries are of no use, so that the
+    next pass begins where this one did."""
+
+    def __init__(self, model: Decoder, host: Host, mask: int) -> None:
+        super().__init__(model, host)
+        self._mask = mask
+
+    def _first(self, drafting: Drafting, behind: Ints) -> None:
+        plan, picked, count = drafting.plan, drafting.segments, drafting.count
+        hide(drafting, count - 1, self._mask)
+        whole = behind + count
+        for part in parts(whole, self._budget):
+            _, ends, lines = self._runner.forward(part_of(plan, picked[part], plan.starts[picked[part]] - behind[part],
+                                                          whole[part], Want.SAMPLE | Want.EACH), behind=behind[part])
+            at = np.flatnonzero(within(whole[part]) >= np.repeat(behind[part], whole[part])).astype(np.int32)
+            drafted = upload(at, ends.device).long()
+            self._write(ends[drafted], lines.row[drafted], lines.position[drafted])
+        self._behind[plan.rows[picked]] = count

@@ -25,6 +25,8 @@ class NGram(Drafter):
 
     voters = 1
     """The best places that choose the continuation."""
+    stays = False
+    """Whether drafts stay as they are where nothing is found; else they are token 0."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
@@ -66,11 +68,13 @@ class NGram(Drafter):
         period = torch.where(end < width, last - end, total).clamp(min=1)
         source = end[..., None] + 1 + torch.arange(int(count.max()), device=known.device) % period[..., None]
         found = known.gather(1, source.flatten(1).clamp(max=total - 1)).view(source.shape)
-        drafts = torch.where(best[:, :1] >= 0, self._chosen(found, best // total), 0)
+        drafts = self._chosen(found, best // total)
         places = np.stack((np.repeat(np.arange(len(count), dtype=np.int32), count),
                            np.concatenate([np.arange(one, dtype=np.int32) for one in count])))
         segment, offset = upload(places, known.device).long()
-        tokens[row[segment], length[segment] + offset] = drafts[segment, offset]
+        there, drafts = (row[segment], length[segment] + offset), drafts[segment, offset]
+        # What is found beside a row may end with a number that is no token.
+        tokens[there] = torch.where((best[segment, 0] >= 0) & (drafts >= 0), drafts, tokens[there] if self.stays else 0)
 
     def _chosen(self, found: torch.Tensor, agreed: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """The continuation [D, C] of continuations [D, voters, C] of places that agree in so many tokens [D, voters], the best
