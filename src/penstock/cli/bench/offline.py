@@ -117,7 +117,7 @@ def _speculation_rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _beside_off(run: _Run, args: argparse.Namespace, seconds: float, measured: Callable[[_Run], float]) -> dict[str, Any]:
-    """What drafting gained: the same requests by an engine that drafts nothing, after that of `run` is closed. Nothing if
+    """The gain by drafts: the same requests by an engine that drafts nothing, after that of `run` is closed. Nothing if
     `run` drafted nothing."""
     if speculation(run.options) is None:
         return {}
