@@ -69,7 +69,7 @@ class DraftModel(Drafter):
         self._first(drafting, self._missing(plan, picked))
 
     def _missing(self, plan: StepPlan, picked: npt.NDArray[np.int64]) -> Ints:
-        """How far the model is behind in these segments, at most their rows' beginnings."""
+        """The positions that the model is behind in these segments, at most to the beginnings of their rows."""
         sure = plan.starts[picked] if plan.slack is None else plan.starts[picked] - plan.slack[picked]
         return np.minimum(self._behind[plan.rows[picked]], sure)
 
