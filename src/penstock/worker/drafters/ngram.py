@@ -73,7 +73,7 @@ class NGram(Drafter):
                            np.concatenate([np.arange(one, dtype=np.int32) for one in count])))
         segment, offset = upload(places, known.device).long()
         there, drafts = (row[segment], length[segment] + offset), drafts[segment, offset]
-        # What is found beside a row may end with a number that is no token.
+        # A continuation found beside a row may end with a number that is no token.
         tokens[there] = torch.where((best[segment, 0] >= 0) & (drafts >= 0), drafts, tokens[there] if self.stays else 0)
 
     def _chosen(self, found: torch.Tensor, agreed: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
