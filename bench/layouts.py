@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,17 +33,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"pp{n}": {"pipeline_parallel_size": n} for n in (2, 3, 4)},
     **{f"ep{n}": {"tensor_parallel_size": n, "enable_expert_parallel": True} for n in (2, 4, 8)},
     **{f"dp{n}": {"data_parallel_size": n} for n in (2, 4, 8)},
+    **{f"cp{n}": {"context_parallel_size": n} for n in (2, 4)},
     **{f"dpep{n}": {"data_parallel_size": n, "enable_expert_parallel": True} for n in (2, 4, 8)},
+    **{f"away{n}": {"offload_weights": str(n / 100)} for n in (25, 50, 75, 100)},
+    "disk50": {"offload_weights": "0.5", "offload_folder": os.environ.get("FOLDER", "/tmp")},
     "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "tp2dp2": {"tensor_parallel_size": 2, "data_parallel_size": 2}}
 
-SMALL: dict[str, dict[str, Any]] = {
-    "8b-small": SHAPES["llama8b"] | {"num_hidden_layers": 4},
-    "30b-small": SHAPES["qwen30b_a3b"] | {"num_hidden_layers": 4}}
+SMALL: dict[str, dict[str, Any]] = {"8b-small": SHAPES["llama8b"] | {"num_hidden_layers": 4}}
 """Shapes cut to a few layers, for equality."""
 
 DEVICE = os.environ.get("DEVICE", "cuda")
-AT_ONCE = 20 if DEVICE == "cuda" else 2
 OUT = Path(os.environ.get("OUT", "."))
 
 
@@ -51,54 +54,73 @@ def say(**found: Any) -> None:
         file.write(line + "\n")
 
 
-def child(*words: str, limit: float) -> list[dict[str, Any]]:
-    """The lines that this script prints when run with `words`; what it says besides goes to the error output."""
+def child(*words: str, limit: float, told: Callable[[dict[str, Any]], None]) -> None:
+    """Runs this script with `words` and passes on each line of JSON that it prints, as it comes; what it says besides goes to
+    the error output."""
     started = time.monotonic()
     process = subprocess.Popen([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        out, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        out, _ = process.communicate()
-        say(failed=" ".join(words), after=round(time.monotonic() - started, 1), why="limit")
-    if process.returncode not in (0, -9):
-        say(failed=" ".join(words), status=process.returncode)
-    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    ending = threading.Timer(limit, lambda: os.killpg(process.pid, 9))
+    ending.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            told(json.loads(line))
+    status = process.wait()
+    ending.cancel()
+    if status:
+        say(failed=" ".join(words), after=round(time.monotonic() - started, 1), status="limit" if status == -9 else status)
 
 
 # -- equality
 
+KINDS = (("canary", "float32"), ("canary-moe", "float32"), ("canary-sink", "float32"), ("8b-small", "bfloat16"))
+"""Shapes and types, the smallest first. In float32 by plain PyTorch sums over ranks leave no ties, and nothing is compiled; in
+bfloat16 with every kernel and graph pipeline stages must be equal, and sums may not."""
 
-def tokens(shape: str, layout: str, dtype: str) -> None:
-    """Prints the greedy tokens of a few prompts."""
+
+def tokens(layout: str, *kinds: str) -> None:
+    """Prints the greedy tokens of a few prompts for each SHAPE:DTYPE, as they come. Says where it is if it takes long."""
+    faulthandler.dump_traceback_later(45, repeat=True)
     prompts = [[(7 + 31 * i * (row + 1)) % 4000 + 1 for i in range(length)] for row, length in enumerate((1, 40, 300, 17, 700))]
-    with tempfile.TemporaryDirectory() as folder:
-        model = "canary" if shape == "canary" else str(write(SMALL[shape], Path(folder) / shape))
-        options = {"dtype": dtype, "device": DEVICE, "batch_invariant": DEVICE == "cuda", "max_model_len": 1024,
-                   "max_num_seqs": 16,
-                   "skip_tokenizer_init": True, "gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": 1 << 28,
-                   "load_format": "auto" if shape == "canary" else "dummy", **LAYOUTS[layout],
-                   "kernels": {"*": "reference"} if dtype == "float32" else {}}
-        print(json.dumps({"tokens": answers(model, options, [(prompt, 32) for prompt in prompts])[1]}), flush=True)
+    for kind in kinds:
+        shape, _, dtype = kind.partition(":")
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            made = shape in SMALL
+            model = str(write(SMALL[shape], Path(folder) / shape)) if made else "canary" if shape == "canary" else str(
+                Path(__file__).parents[1] / "tests" / "assets" / shape)
+            options = {"dtype": dtype, "device": DEVICE, "max_model_len": 1024, "max_num_seqs": 16, "threads": 1,
+                       "skip_tokenizer_init": True, "gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": 1 << 28,
+                       "load_format": "dummy" if made else "auto", **LAYOUTS[layout],
+                       "kernels": {"*": "reference"} if dtype == "float32" and DEVICE == "cuda" else {}}
+            found = answers(model, options, [(prompt, 32) for prompt in prompts])[1]
+        print(json.dumps({"kind": kind, "layout": layout, "tokens": found, "s": round(time.perf_counter() - started, 1)}),
+              flush=True)
 
 
 def equal(layouts: list[str], limit: float) -> None:
-    """Compares every layout with one card: in float32 by plain PyTorch, where sums over ranks leave no ties and nothing is
-    compiled; and in bfloat16 with every kernel and graph, where pipeline stages must be equal and sums may not. All engines run
-    at once: they are small."""
-    kinds = (("8b-small", "bfloat16"), ("canary", "float32"), ("30b-small", "float32"), ("8b-small", "float32"))
-    runs = [(shape, layout, dtype) for shape, dtype in kinds for layout in ("one", *layouts)
-            if shape == "30b-small" or "ep" not in layout]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = dict(zip(runs, pool.map(lambda run: child("tokens", *run, limit=limit), runs), strict=True))
-    for (shape, layout, dtype), lines in found.items():
-        wanted = found[shape, "one", dtype]
-        if layout == "one" or not lines or not wanted:
-            continue
-        pairs = [(a, b) for one, other in zip(wanted[-1]["tokens"], lines[-1]["tokens"], strict=True)
-                 for a, b in zip(one, other, strict=True)]
-        same = sum(a == b for a, b in pairs)
-        say(equal=same == len(pairs), shape=shape, dtype=dtype, layout=layout, same_tokens=same, of=len(pairs))
+    """Compares every layout with one card, and says so as soon as both have answered. One process for each layout."""
+    known: dict[tuple[str, str], list[list[int]]] = {}
+    lock = threading.Lock()
+
+    def told(line: dict[str, Any]) -> None:
+        with lock:
+            known[line["kind"], line["layout"]] = line["tokens"]
+            whose = layouts if line["layout"] == "one" else [line["layout"]]
+            for layout in whose:
+                one, other = known.get((line["kind"], "one")), known.get((line["kind"], layout))
+                if one is not None and other is not None:
+                    pairs = [(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
+                    same = sum(a == b for a, b in pairs)
+                    say(equal=same == len(pairs), kind=line["kind"], layout=layout, same_tokens=same, of=len(pairs),
+                        seconds=line["s"])
+
+    def run(layout: str) -> None:
+        kinds = [f"{shape}:{dtype}" for shape, dtype in KINDS if "ep" not in layout or "moe" in shape]
+        child("tokens", layout, *kinds, limit=limit, told=told)
+
+    with ThreadPoolExecutor(len(layouts) + 1) as pool:
+        list(pool.map(run, ("one", *layouts)))
 
 
 # -- time
@@ -235,8 +257,7 @@ def main() -> None:
         equal(args.names, args.limit)
     else:
         for name in args.names:
-            for line in child("timed", *name.split(":"), "--repeats", str(args.repeats), limit=args.limit):
-                say(**line)
+            child("timed", *name.split(":"), "--repeats", str(args.repeats), limit=args.limit, told=lambda line: say(**line))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import argparse
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,8 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     else:
         device = torch.device(device_name(options.device, facts))
         own = max(map(spec.at, places(place(options))), key=lambda part: part.nbytes(config.dtype))
+        own = replace(own, away=memory.away(options.offload_weights, own, dtype, kernels, facts,
+                                            memory.free_bytes(device, options.gpu_memory_utilization)))
         specs = [own] if config.speculation is None or draft.spec is None else [own, draft.spec]
         figures = _planned(options, memory.predicted(memory_limits(options), config, specs, device, facts), config)
     return {"model": {"name": options.model, "folder": str(folder), **_describe(spec), "checkpoint_dtype": own_dtype},

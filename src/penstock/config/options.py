@@ -77,7 +77,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         value = os.fspath(value)
     elif name == "dtype":
         value = str(value).removeprefix("torch.")
-    elif name == "experts_on_device" and isinstance(value, int):
+    elif name in ("experts_on_device", "offload_weights") and isinstance(value, int | float):
         value = str(value)
     try:
         return msgspec.convert(value, hint)
@@ -134,8 +134,29 @@ def _check_engine(options: EngineOptions) -> None:
         raise ConfigError("experts_on_device is for a single GPU; with several, divide the model: leave it out")
     if held not in (None, "auto") and not (held.isdecimal() and int(held) > 0):
         raise ConfigError(f"experts_on_device is {held!r}; possible are auto and a number of experts of each layer, at least 1")
+    _check_offload(options)
     if options.step_target_ms is not None and not options.step_target_ms > 0:
         raise ConfigError(f"step_target_ms is {options.step_target_ms}; it must be above 0")
+
+
+def _check_offload(options: EngineOptions) -> None:
+    asked = options.offload_weights
+    if asked is None:
+        if options.offload_folder is not None:
+            raise ConfigError("offload_folder needs offload_weights")
+        return
+    try:
+        fits = asked == "auto" or 0 < float(asked) <= 1
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ConfigError(f"offload_weights is {asked!r}; possible are auto and a share of the layers above 0, at most 1")
+    for name, given in (("experts_on_device", options.experts_on_device is not None), ("enable_eplb", options.enable_eplb),
+                        ("data_parallel_size with enable_expert_parallel",
+                         options.enable_expert_parallel and options.data_parallel_size > 1)):
+        if given:
+            raise ConfigError(f"offload_weights is not possible with {name}, which needs every expert in a place of its own; "
+                              "leave one of them out")
 
 
 _EPLB = {"num_redundant_experts": 0, "step_interval": 3000}

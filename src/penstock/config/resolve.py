@@ -230,7 +230,8 @@ def check_room(utilization: float, weight_bytes: int, found: Occupancy) -> None:
         raise ConfigError(f"{what}. --gpu-memory-utilization {fitting:.2f} would fit; with more of it there is more KV cache")
     if needed <= found.total * _MOST:
         raise ConfigError(f"{what}. Stop what uses the GPU (nvidia-smi lists it), or choose another (--device cuda:N)")
-    raise ConfigError(f"{what}. This model needs a larger GPU: use a smaller model or dtype")
+    raise ConfigError(f"{what}. This model needs a larger GPU: use a smaller model or dtype, several GPUs, or host memory "
+                      "(--offload-weights auto)")
 
 
 def check_host(weight_bytes: int, step_bytes: int, available: int, total: int) -> None:
@@ -241,7 +242,8 @@ def check_host(weight_bytes: int, step_bytes: int, available: int, total: int) -
     raise ConfigError(f"this model does not fit into memory: its weights take {weight_bytes / _GIB:.1f} GiB and a step "
                       f"{step_bytes / _GIB:.1f}, but of this computer's {total / _GIB:.1f} GiB only {available / _GIB:.1f} are "
                       f"available. Weights of up to {fitting / _GIB:.1f} GiB fit, which is about {fitting / 2e9:.1f} billion "
-                      "parameters in bfloat16: use a smaller model or dtype, or stop other programs")
+                      "parameters in bfloat16: use a smaller model or dtype, stop other programs, or read some from disk "
+                      "(--offload-weights auto)")
 
 
 _MOST = 0.98

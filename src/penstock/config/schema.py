@@ -72,6 +72,12 @@ class EngineOptions:
     kv_cache_memory_bytes: int | None = option(None, "size of the KV cache; by default what memory allows", least=1)
     experts_on_device: str | None = option(None, "how many experts of each layer the GPU's memory holds, the others being read "
                                            "from host memory: a number, or auto for as many as fit; by default all")
+    offload_weights: str | None = option(None, "share of the layers whose matrices are in host memory (on a CPU: in a file "
+                                         "that is mapped) and come to the device while they run, as 0.5, or auto for as few "
+                                         "as memory needs; by default none")
+    offload_folder: str | None = option(None, "folder in which such matrices are in a file, not in host memory; with it there "
+                                        "are no CUDA graphs, as steps wait for the disk layer by layer (on a CPU: by default "
+                                        "the cache folder)")
     block_size: int | None = option(None, "tokens in a page of the KV cache (default: 16)", least=1)
     kv_cache_dtype: str = option("auto", "how keys and values are stored: as the checkpoint says or plain (auto), bfloat16, "
                                  "fp8, fp8_e5m2, fp8_per_token_head, int8, int4, nvfp4, turbo4, turbo3, q8_0, q4_0",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.layers.build import Build
+from penstock.layers.build import Build, Coming
 from penstock.layers.mixer import Mixer, MixerSpec
 from penstock.layers.norm import NormSpec, build_norm
 from penstock.layers.parameter import Parameter
@@ -118,3 +118,18 @@ class Block:
                 residual = torch.zeros_like(residual)
         assert delta is not None
         return delta, residual
+
+
+class Visiting(Block):
+    """One whose matrices are on the device only while it runs."""
+
+    def __init__(self, spec: BlockSpec, path: str, build: Build, away: Coming, number: int) -> None:
+        super().__init__(spec, path, build)
+        self._away, self._number = away, number
+
+    def __call__(self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step,
+                 ends: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        self._away.enter(self._number)
+        found = super().__call__(delta, residual, step, ends)
+        self._away.leave(self._number)
+        return found

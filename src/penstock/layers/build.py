@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -17,8 +19,23 @@ RopeTable = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, float32 [max_model_len, rotated dimensions / 2]."""
 
 
+class Coming(Protocol):
+    """Matrices of blocks that are on the device only while their block runs (`models/away.py::Away`)."""
+
+    saved: int
+
+    def enter(self, block: int) -> None: ...
+
+    def leave(self, block: int) -> None: ...
+
+    def there(self, block: int) -> AbstractContextManager[None]: ...
+
+
 class Values(dict[str, Weight | torch.Tensor]):
     """Loaded parameters by path: packed matrices and plain tensors."""
+
+    away: Coming | None = None
+    """If some blocks' matrices are not on the device."""
 
     def matrix(self, path: str) -> Weight:
         found = self[path]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
 from penstock.core.state import StateSpec
-from penstock.layers.block import Block
+from penstock.layers.block import Block, Visiting
 from penstock.layers.build import Build, Values
 from penstock.layers.draft_head import Join
 from penstock.layers.embedding import Embedding, Head
@@ -41,7 +43,10 @@ class Decoder:
         self.lockstep = data
         self._entry = torch.empty(0, spec.width, dtype=dtype, device=device)
         self.embedding: Embedding | Join | None = spec.embedding.build(build, dtype) if spec.begins else None
-        self.blocks = [Block(block, f"blocks.{i}", build) for i, block in enumerate(spec.blocks, spec.first)]
+        self._away = values.away
+        self.blocks = [Block(block, f"blocks.{i}", build) if self._away is None or not spec.leaves(i - spec.first)
+                       else Visiting(block, f"blocks.{i}", build, self._away, i)
+                       for i, block in enumerate(spec.blocks, spec.first)]
         self.norm = build_norm(spec.norm, "norm", build) if spec.ends else None
         self.logits: Head | None = None
         if spec.ends and not spec.head.borrowed:
@@ -50,13 +55,15 @@ class Decoder:
         self.tapped = self._entry
         self.works = Works()
         held = [*values.values(), *(tensor for table in build.tables.values() for tensor in table), *build.stages.values()]
-        self.weight_bytes: int = sum(value.nbytes for value in held)
-        """Bytes of all that the model holds: parameters as packed, and the rope tables."""
+        self.weight_bytes: int = sum(value.nbytes for value in held) - (0 if values.away is None else values.away.saved)
+        """Bytes of all that the model holds on the device: parameters as packed, and the rope tables."""
 
     @property
     def computation(self) -> str:
         """Equal where equal weights and tokens give equal cache entries (`layers/identity.py`)."""
-        return computation(self.spec.staged, self.states, self.kernels.table(), str(self.dtype), self._max_model_len)
+        # The place of matrices changes no number, and stages may differ in it.
+        spec = replace(self.spec.staged, away=0)
+        return computation(spec, self.states, self.kernels.table(), str(self.dtype), self._max_model_len)
 
     def attach(self, views: Sequence[StateView]) -> None:
         """Gives each mixer its windows into the cache, in the order of `states`."""
@@ -152,7 +159,8 @@ class Decoder:
     def rows(self, path: str, first: int, end: int) -> torch.Tensor:
         """Rows of the matrix of the projection at `path`, in float32."""
         linear = next(one for one in self.linears if one.path == path)
-        return linear.weight.ops.gather(torch.arange(first, end, device=self.device), linear.weight).float()
+        with nullcontext() if self._away is None else self._away.there(int(path.split(".")[1])):
+            return linear.weight.ops.gather(torch.arange(first, end, device=self.device), linear.weight).float()
 
     def warm_up_gemms(self, tokens: Iterable[int], rows: Iterable[int]) -> None:
         """Runs every GEMM shape once with each number of tokens, and the head with each number of logits rows, on

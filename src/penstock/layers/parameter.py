@@ -105,6 +105,8 @@ class Parameter:
     """Of the experts' matrices of a layer: so many, of equal shape, joined by rows. 0: it is a single matrix."""
     resident: int = 0
     """Of a stack, matrices on the device; all are in host memory then. 0: all are on the device alone."""
+    away: bool = False
+    """It is in host memory or on disk, and on the device for as long as its block runs."""
     live: int = 0
     """Elements of a token's result that a step holds, where that is not the number of rows."""
     dtype: str | None = None

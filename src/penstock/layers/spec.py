@@ -51,6 +51,8 @@ class ModelSpec:
     """generate, or, where the checkpoint has no language model's head: embed or classify."""
     resident: int = 0
     """Experts of a layer that are on the device; all are in host memory then. 0: all are on the device alone."""
+    away: int = 0
+    """Blocks whose matrices are not on the device (`layers/away.py`)."""
     ranks: int = 1
     """This describes the part of one of so many ranks of tensor parallelism (`share`). `vocab_size` is that of all together."""
     stages: tuple[tuple[BlockSpec, ...], ...] = ()
@@ -135,6 +137,12 @@ class ModelSpec:
             raise ModelError(f"{ranks} ranks would cut apart blocks in which matrices are stored ({names}); use another "
                              "tensor_parallel_size")
         return own
+
+    def leaves(self, block: int) -> bool:
+        """Whether its block with this place is away. Such blocks are spread evenly, so that others run while they come, and
+        the last block is one."""
+        count = len(self.blocks)
+        return (block + 1) * self.away // count > block * self.away // count
 
     @property
     def vocab(self) -> Piece:
@@ -225,8 +233,12 @@ class ModelSpec:
                 yield parameter
         for i, block in enumerate(self.blocks, self.first):
             for parameter in block.parameters(f"blocks.{i}"):
-                hosted = 0 < self.resident < parameter.stack
-                yield dataclasses.replace(parameter, resident=self.resident) if hosted else parameter
+                if 0 < self.resident < parameter.stack:
+                    yield dataclasses.replace(parameter, resident=self.resident)
+                elif self.leaves(i - self.first) and parameter.scheme is not None and not parameter.decoded:
+                    yield dataclasses.replace(parameter, away=True)
+                else:
+                    yield parameter
         if self.ends:
             yield from self.norm.parameters("norm", self.width)
             yield from self.head.parameters(self.outputs, self.width)
@@ -264,7 +276,7 @@ class ModelSpec:
                 schemes += [(f"blocks.{new}.{pattern[layer.end():]}", scheme) for new, old in enumerate(numbers)
                             if self.first + old == int(layer[1])]
         blocks = tuple(self.blocks[number] for number in numbers)
-        return dataclasses.replace(self, first=0, stages=(), blocks=blocks, schemes=tuple(schemes))
+        return dataclasses.replace(self, first=0, stages=(), blocks=blocks, schemes=tuple(schemes), away=0)
 
     @property
     def size(self) -> int:

@@ -24,6 +24,7 @@ from penstock.core.state import MODEL_DTYPES
 from penstock.layers.build import Values
 from penstock.layers.parameter import Parameter, Piece
 from penstock.layers.spec import ModelSpec
+from penstock.models.away import Away
 from penstock.models.mapped import Checkpoint, stored_dtype
 from penstock.models.rules import Change, Rule
 from penstock.models.shares import Cut, Shares, Source, stored
@@ -176,16 +177,16 @@ def _coverage(spec: ModelSpec, rules: Sequence[Rule], sources: dict[str, list[So
 
 
 def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device,
-           kernels: Kernels, progress: Progress | None, place: Place = ALONE) -> Values:
+           kernels: Kernels, progress: Progress | None, place: Place = ALONE, away: Away | None = None) -> Values:
     """Every parameter from the checkpoint, in `dtype`, packed where the operation `linear` reads it. `spec` is the whole model;
-    of each parameter, the share of the rank at `place` is read."""
+    of each parameter, the share of the rank at `place` is read. `away` gets what is not to stay on the device."""
     try:
         sources = assign(spec, rules, checkpoint.tensors, str(dtype).removeprefix("torch."))
     except ModelError as error:
         raise ModelError(f"{checkpoint.folder}: {error}") from None
     read = _to_host if device.type == "cpu" else _to_device
     shares = Shares(spec, place, str(dtype).removeprefix("torch."))
-    return read(shares, sources, checkpoint, dtype, device, kernels, _Progress(checkpoint, sources, progress))
+    return read(shares, sources, checkpoint, dtype, device, kernels, _Progress(checkpoint, sources, progress), away)
 
 
 class _Progress:
@@ -207,7 +208,7 @@ class _Progress:
 
 
 def _to_host(shares: Shares, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
-             device: torch.device, kernels: Kernels, progress: _Progress) -> Values:
+             device: torch.device, kernels: Kernels, progress: _Progress, away: Away | None) -> Values:
     """Loads one parameter after another from the mapped files, to bound host memory."""
     values = Values()
     with checkpoint.mapped():
@@ -226,7 +227,7 @@ def _to_host(shares: Shares, sources: dict[str, list[Source]], checkpoint: Check
                 seen.add(source.part)
                 checkpoint.drop(source.name)
                 progress.add(checkpoint.tensors[source.name])
-            values[parameter.name] = _place(wholes, parameter, dtype, device, kernels)
+            _keep(values, parameter, _place(wholes, parameter, dtype, device, kernels), away)
             del wholes
     return values
 
@@ -244,9 +245,10 @@ _WAITING = 2 << 30
 
 
 def _to_device(shares: Shares, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
-               device: torch.device, kernels: Kernels, progress: _Progress) -> Values:
+               device: torch.device, kernels: Kernels, progress: _Progress, away: Away | None) -> Values:
     """Transfers all tensors concurrently to their final place; conversions and rearrangements are done on the device."""
     wholes: dict[str, dict[str, torch.Tensor]] = {}
+    values = Values()
     coming: deque[tuple[Source, torch.Tensor, list[tuple[torch.Tensor, Cut | None]], Arrival]] = deque()
     waiting = 0
 
@@ -295,10 +297,25 @@ def _to_device(shares: Shares, sources: dict[str, list[Source]], checkpoint: Che
                     coming.append((source, raw, [] if direct else [(target, None)], transfer.send(tensor.file, there, raw)))
                 while waiting > _WAITING:
                     finish_one()
+            if parameter.away:
+                # Its memory on the device is the next one's.
+                while coming:
+                    finish_one()
+                _keep(values, parameter, _place(wholes.pop(parameter.name), parameter, dtype, device, kernels), away)
         while coming:
             finish_one()
-    return Values((parameter.name, _place(wholes.pop(parameter.name), parameter, dtype, device, kernels))
-                  for parameter in shares.spec.parameters())
+    for parameter in shares.spec.parameters():
+        if not parameter.away:
+            values[parameter.name] = _place(wholes.pop(parameter.name), parameter, dtype, device, kernels)
+    return values
+
+
+def _keep(values: Values, parameter: Parameter, value: Weight | torch.Tensor, away: Away | None) -> None:
+    """Adds a parameter. The memory of one that is away is taken over by `away`."""
+    values[parameter.name] = value
+    if parameter.away:
+        assert away is not None and isinstance(value, Weight), parameter.name
+        away.keep(int(parameter.name.split(".")[1]), value)
 
 
 def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, parameter: Parameter) -> torch.Tensor:
@@ -369,15 +386,22 @@ _RANDOM = 1_000_003
 
 
 def load(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Callable[[], Checkpoint], load_format: str, *, seed: int,
-         dtype: torch.dtype, device: torch.device, kernels: Kernels, progress: Progress | None, place: Place) -> Values:
+         dtype: torch.dtype, device: torch.device, kernels: Kernels, progress: Progress | None, place: Place,
+         away: Away | None = None) -> Values:
     """The parameters as `load_format` says: random ones for "dummy", which needs no checkpoint, else the checkpoint's."""
     if load_format == "dummy":
-        return dummy(spec, dtype=dtype, device=device, kernels=kernels, seed=seed, progress=progress, place=place)
-    return stream(spec, rules, checkpoint(), dtype=dtype, device=device, kernels=kernels, progress=progress, place=place)
+        values = dummy(spec, dtype=dtype, device=device, kernels=kernels, seed=seed, progress=progress, place=place, away=away)
+    else:
+        values = stream(spec, rules, checkpoint(), dtype=dtype, device=device, kernels=kernels, progress=progress, place=place,
+                        away=away)
+    if away is not None:
+        away.ready()
+        values.away = away
+    return values
 
 
 def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels: Kernels, seed: int,
-          progress: Progress | None, place: Place = ALONE) -> Values:
+          progress: Progress | None, place: Place = ALONE, away: Away | None = None) -> Values:
     """Random parameters of the same shapes, for benchmarks; a function of the seed alone. Ranks have shares of the same ones.
 
     Matrices are N(0, 1 / columns), so that activations and logits have unit scale. They repeat one array of random numbers:
@@ -403,7 +427,7 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
         if own.resident:
             whole = _room(parameter.shape, dtype, device, parameter).copy_(whole)
         parts = {"": whole} if parameter.scheme is None else parameter.scheme.encode(whole)
-        values[own.name] = _place(shares.taken(own, parts), own, dtype, device, kernels)
+        _keep(values, own, _place(shares.taken(own, parts), own, dtype, device, kernels), away)
         del whole, parts
         done += parameter.size * dtype.itemsize
         if progress is not None:

@@ -8,7 +8,7 @@ deviation. `--kernels linear.<scheme>=reference` computes with activations as th
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +48,15 @@ class CodedPanels(Weight):
         self.bits, self.kind, self.scales, self.group, self.offset = bits, kind, scales, group, offset
         self.gains, self.order, self.fixed = gains, order, fixed
         self.nbytes += sum(one.nbytes for one in (scales, gains, order) if one is not None)
-        self.tail = (data.data_ptr(), scales.data_ptr(), 0 if gains is None else gains.data_ptr(), n, k, group, offset, bits,
-                     kind, 0 if fixed is None else fixed.data_ptr())
+        self._point()
+
+    def _point(self) -> None:
+        at = [0 if one is None else one.data_ptr() for one in (self.data, self.scales, self.gains, self.fixed)]
+        self.tail = (*at[:3], self.n, self.k, self.group, self.offset, self.bits, self.kind, at[3])
+
+    def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().move(change)
+        self._point()
 
 
 class CodedCpu:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,6 +39,10 @@ class PackedWeight(Weight):
         super().__init__(data, n, k, dtype)
         self.code = _CODES[dtype]
         self.pointer = data.data_ptr()
+
+    def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().move(change)
+        self.pointer = self.data.data_ptr()
 
 
 class CpuLinear:

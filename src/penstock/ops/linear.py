@@ -5,7 +5,7 @@ A weight is packed once after loading, into the layout of the implementation tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,21 @@ class Weight:
         self.nbytes = data.numel() * data.element_size()
         self.ops: MatrixOps
         """The kernel that has packed it and reads it; set by `quant/scheme.py::pack`."""
+
+    def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every tensor of which it is made by another of the same shape, type and strides."""
+        for name in (name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())):
+            value = getattr(self, name, None)
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, change(value))
+            elif isinstance(value, Weight):
+                value.move(change)
+            elif isinstance(value, dict):
+                setattr(self, name, {key: change(one) for key, one in value.items()})
+            elif isinstance(value, list | tuple):
+                for one in value:
+                    if isinstance(one, Weight):
+                        one.move(change)
 
 
 class StoredWeight(Weight):

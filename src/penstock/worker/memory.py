@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +23,7 @@ from penstock.core.sampling import MAX_OPEN_LIST_WORDS
 from penstock.core.state import StateSpec
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
+from penstock.models.away import PLACES
 from penstock.ops.registry import Kernels
 from penstock.platform.facts import available_memory
 from penstock.quant.scheme import PLAIN, empty
@@ -70,7 +73,7 @@ def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
 def predicted(limits: MemoryLimits, config: EngineConfig, specs: Sequence[ModelSpec], device: torch.device,
               facts: DeviceFacts) -> MemoryPlan:
     """The memory plan of models that share steps, before anything is loaded; exact on a CPU. ConfigError if it does not fit."""
-    weights = sum(spec.nbytes(config.dtype) for spec in specs)
+    weights = sum(on_host(spec, config.dtype) for spec in specs)
     dtype = getattr(torch, config.dtype)
     step = max(counted(spec, dtype, config.max_num_batched_tokens, config.max_num_seqs) for spec in specs)
     free = free_bytes(device, limits.utilization)
@@ -88,12 +91,14 @@ def packed_bytes(spec: ModelSpec, dtype: torch.dtype, kernels: Kernels) -> int:
     """Bytes of the parameters as a GPU's kernels hold them: packed, or decoded where none reads the stored form."""
     sizes: dict[tuple[object, ...], int] = {}
     stages: dict[tuple[int, ...], int] = {}
+    visiting: Counter[str] = Counter()
     total = 0
     for parameter in spec.parameters():
         scheme, key = parameter.scheme, (parameter.scheme, parameter.shape, parameter.stack, parameter.decoded)
         if scheme is None:
             total += parameter.nbytes(str(dtype).removeprefix("torch."))
             continue
+        before = total
         if parameter.resident:
             each = parameter.size * dtype.itemsize // parameter.stack
             total += each * parameter.resident
@@ -104,7 +109,39 @@ def packed_bytes(spec: ModelSpec, dtype: torch.dtype, kernels: Kernels) -> int:
             sizes[key] = empty(scheme, parameter.shape, dtype, torch.device("meta"), kernels, parameter.stack).nbytes if stays \
                 else parameter.size * dtype.itemsize
         total += sizes[key]
-    return total + sum(stages.values())
+        if parameter.away:
+            visiting[parameter.name.split(".")[1]] += total - before
+            total = before
+    return total + sum(stages.values()) + PLACES * max(visiting.values(), default=0)
+
+
+def away(asked: str | None, spec: ModelSpec, dtype: torch.dtype, kernels: Kernels, facts: DeviceFacts, free: int) -> int:
+    """The number of blocks whose matrices are to be away, as `offload_weights` asks. `free`: bytes that the engine may fill.
+    ConfigError if even with all of them away the rest does not fit."""
+    if asked is None:
+        return 0
+    count, room = len(spec.blocks), int(free * _BESIDE_CACHE)
+    gpu = facts.kind != "cpu"
+    # On a GPU fewer would save nothing, as they have places there.
+    least = min(count, PLACES + 1 if gpu else 1)
+    if asked != "auto":
+        return max(least, math.ceil(float(asked) * count))
+
+    def taken(blocks: int) -> int:
+        less = dataclasses.replace(spec, away=blocks)
+        return packed_bytes(less, dtype, kernels) if gpu else on_host(less, str(dtype).removeprefix("torch."))
+
+    found = next((blocks for blocks in (0, *range(least, count + 1)) if taken(blocks) <= room), None)
+    if found is None:
+        raise ConfigError(f"offload_weights auto: with the matrices of all {count} layers away, the rest takes "
+                          f"{taken(count) / _GIB:.1f} GiB, and there is room for {room / _GIB:.1f} beside a KV cache; use a "
+                          "smaller model, or several devices")
+    return found
+
+
+def on_host(spec: ModelSpec, dtype: str) -> int:
+    """Bytes of the parameters in the memory of a computer whose CPU is the device."""
+    return sum(parameter.nbytes(dtype) for parameter in spec.parameters() if not parameter.away)
 
 
 def resident(asked: str | None, spec: ModelSpec, dtype: torch.dtype, kernels: Kernels, facts: DeviceFacts, free: int) -> int:
@@ -114,7 +151,7 @@ def resident(asked: str | None, spec: ModelSpec, dtype: torch.dtype, kernels: Ke
         return 0
     stacks = [parameter for parameter in spec.parameters() if parameter.stack]
     if facts.kind != "cuda":
-        raise ConfigError("experts_on_device is for GPUs; on a CPU all experts are in its memory. Leave it out")
+        raise ConfigError("experts_on_device is for GPUs; on a CPU leave it out: offload_weights maps experts from a file")
     if not stacks:
         raise ConfigError(f"experts_on_device is set, but {spec.architecture} has no experts. Leave it out")
     stored = {parameter.scheme.name for parameter in stacks if parameter.scheme not in (None, PLAIN)}

@@ -21,11 +21,12 @@ import torch
 
 from penstock.core.plan import StepPlan
 from penstock.core.transfer import Load, LoadResult, Piece, Save, Write, WriteResult
+from penstock.ops.pinned import Pinned
 from penstock.stores import record
 from penstock.stores.opening import Behind
 from penstock.worker.arena import Arena, own_pages
 from penstock.worker.jobs import Job, Reports
-from penstock.worker.lanes import Copy, Fence, Lane, Pinned, moment
+from penstock.worker.lanes import Copy, Fence, Lane, moment
 from penstock.worker.reading import PageReader
 from penstock.worker.threads import Threads
 

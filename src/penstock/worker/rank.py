@@ -110,13 +110,16 @@ class Rank:
         self._kernels = kernels = registry.bind(self._facts, getattr(torch, config.dtype), config.kernels,
                                                 batch_invariant=config.batch_invariant)
         registry.set_threads(config.threads, kernels)
-        self._config = replace(config, graph_tokens=0) if kernels.uncapturable() or self._spec.eager else config
+        # Blocks that come from a disk are waited for on the host.
+        eager = kernels.uncapturable() or self._spec.eager or self._options.offload_folder is not None
+        self._config = replace(config, graph_tokens=0) if eager else config
         self._occupancy = memory.occupancy(self._device)
         if self._occupancy is not None:
             memory.configure_allocator()
-        free = 0 if self._occupancy is None else memory.free_bytes(self._device, self._limits.utilization)
-        self._spec = replace(self._spec, resident=memory.resident(
-            self._options.experts_on_device, self._spec, getattr(torch, config.dtype), kernels, self._facts, free))
+        free = memory.free_bytes(self._device, self._limits.utilization)
+        how = self._spec, getattr(torch, config.dtype), kernels, self._facts, free
+        self._spec = replace(self._spec, resident=memory.resident(self._options.experts_on_device, *how),
+                             away=memory.away(self._options.offload_weights, *how))
         self._draft = None if config.speculation is None else drafters.survey(
             config.speculation, self._folder, self._checkpoint, self._whole, config.max_model_len,
             self._options.load_format == "dummy")
@@ -151,7 +154,8 @@ class Rank:
                                    "seed": options.seed}
             self._model = model = models.load(self._folder, self._checkpoint, **how, progress=progress, place=self._place,
                                               group=self._mesh.tensor, data=self._mesh.data, context=self._mesh.context,
-                                              resident=self._spec.resident)
+                                              resident=self._spec.resident, away=self._spec.away,
+                                              folder_away=options.offload_folder)
             if self._draft is not None:
                 room = max(fitted(config.max_num_batched_tokens), self._config.graph_tokens, config.max_num_seqs)
                 self._drafter = drafters.load(self._draft, model, room, **how, place=self._place, group=self._mesh.tensor)
