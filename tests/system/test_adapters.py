@@ -237,10 +237,63 @@ def test_adapters_leave_host_memory_and_come_back_for_their_requests(tmp_path: P
         other = next(place for place in range(3) if place != cold and names[place] not in host)
         ask("fine", other)
         last = finished(engine)
-        assert "fine length" in last and any("missing" in one and "load it again" in one for one in last)
+        assert "fine length" in last and "missing length" in last, "it gets the version that has taken the place"
+        assert len(host) == 2
+        names.append(engine.add_adapter(str(folders[cold])))
+        engine.remove_adapter(names[cold])
+        ask("newer", 3)
+        assert finished(engine) == ["newer length"]
     with pytest.raises(ConfigError, match="max_cpu_loras is 1"), LLM(
             **OPTIONS, max_cpu_loras=1, lora_modules=[f"a={PIRATE}", f"b={TELEGRAM}"]):
         pass
+
+
+TEXT = """The old miller had three sons, a mill, a donkey and a cat. When he died, the eldest got the mill, the second the
+donkey, and the youngest was left with the cat. He thought that nothing worse could have come to him, but the cat could talk."""
+
+
+def test_an_activated_adapter_shares_the_models_prefix_up_to_its_invocation(tmp_path: Path) -> None:
+    """It computes from the last invocation on: the same with and without cached pages, in chunks, and beside others."""
+    with LLM(**OPTIONS) as llm:
+        ids = llm.get_tokenizer().encode
+        long, call, question = ids(TEXT), ids(" Now answer:"), ids(" Tell me a story.")
+    config = {"alora_invocation_tokens": call, "lora_alpha": 30}
+    folder = made(tmp_path / "activated", 7, config=config)
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    (plain / "adapter_config.json").write_text((plain / "adapter_config.json").read_text().replace(json.dumps(call), "[]"))
+    activated, whole = (LoRARequest(one.name, 1, str(one)) for one in (folder, plain))
+    asked = long + call + question
+    prompts = [asked, call + question, asked, long + question, call[:-1] + long + call + call + question, asked]
+    adapters = [None, activated, activated, activated, activated, whole]
+
+    def found(llm: LLM, some: range = range(len(prompts))) -> list[Any]:
+        return [output.outputs[0].token_ids for output in llm.generate(
+            [{"prompt_token_ids": prompts[i]} for i in some], GREEDY, use_tqdm=False, lora_request=[adapters[i] for i in some])]
+
+    expected = []
+    for i in range(len(prompts)):
+        with LLM(**OPTIONS, enable_prefix_caching=False) as llm:
+            expected += found(llm, range(i, i + 1))
+    assert len({json.dumps(expected[i]) for i in (0, 2, 5)}) == 3, "the model, the adapter from the call on, and from the start"
+    with LLM(**OPTIONS) as llm:
+        assert found(llm, range(1)) == expected[:1]
+        before = llm.stats().cached_tokens
+        assert found(llm, range(2, 3)) == expected[2:3]
+        assert llm.stats().cached_tokens - before == len(long), "all of the model's entries before the call"
+        for _ in range(2):
+            assert found(llm) == expected
+        with LLM(**{**OPTIONS, "enable_lora": False}) as bare:
+            assert found_bare(bare, prompts[3]) == expected[3], "without a call, the model itself answers"
+    with LLM(**OPTIONS, max_num_batched_tokens=48, max_num_seqs=4, cache_host_bytes=8 << 20, block_size=8) as llm:
+        for _ in range(2):
+            assert found(llm) == expected
+    with LLM(**OPTIONS) as llm, pytest.raises(RequestError, match="from some token on"):
+        ends = made(tmp_path / "ends", 1, config=config, modules=("embed_tokens",))
+        answers(llm, QUESTIONS[:1], LoRARequest("ends", 1, str(ends)))
+
+
+def found_bare(llm: LLM, prompt: list[int]) -> Any:
+    return llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
 def test_a_crowd_without_slots_holds_up_no_others_and_gets_its_turn() -> None:

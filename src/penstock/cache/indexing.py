@@ -61,7 +61,7 @@ class Indexer:
         node = state.node
         if node is None or node.gone or node.end < state.indexed:
             request = sequence.request
-            node = self.index.root(request.adapter, request.salt, request.tenant)
+            node = self.index.root(request.namespace, request.salt, request.tenant)
             trail = self.index.walk(node, state.packed[:state.indexed * TOKEN])
             state.indexed = trail.matched - trail.matched % self.page
             if state.indexed:

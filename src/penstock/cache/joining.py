@@ -76,4 +76,4 @@ class Joining:
         return best
 
     def _begin(self, sequence: Sequence, packed: bytearray) -> Begin:
-        return sequence.request.adapter, sequence.request.salt, bytes(packed[:self.page * TOKEN])
+        return sequence.request.namespace, sequence.request.salt, bytes(packed[:self.page * TOKEN])

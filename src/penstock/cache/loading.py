@@ -82,7 +82,7 @@ class Loading:
         blocks = (len(sequence.tokens) - 1) // page
         if not blocks:
             return None
-        root = self.index.root(request.adapter, request.salt, request.tenant)
+        root = self.index.root(request.namespace, request.salt, request.tenant)
         state, data = state_of(sequence), packed(sequence, blocks * page)[:blocks * page * TOKEN]
         if len(state.keys) < blocks:
             state.keys = keys.links(self.index.root_key(root), data, page)
@@ -157,7 +157,7 @@ class Loading:
         sources = self.tiers.source(ticket)
         gain = {tier: positions * count // len(contents) for tier, count in sources.items()}
         places = {(g, state.keys[i + shift[g]]): i + shift[g] for g, i in wanted}
-        namespace = request.adapter, request.salt, request.tenant
+        namespace = request.namespace, request.salt, request.tenant
         self._loads[ticket] = _Load(namespace, deepest, data[:blocks * page * TOKEN], pages, places, [sequence], gain)
         self._tickets.update(dict.fromkeys(places, ticket))
         return ticket

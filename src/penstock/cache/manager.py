@@ -126,7 +126,7 @@ class Cache:
         return found is not None
 
     def _root(self, sequence: Sequence) -> Node | None:
-        return self.index.roots.get((sequence.request.adapter, sequence.request.salt))
+        return self.index.roots.get((sequence.request.namespace, sequence.request.salt))
 
     def match(self, sequence: Sequence, reuse: Reuse = Reuse.TOKENS) -> int:
         """Finds the longest cached prefix of a sequence without pages, takes its pages for the sequence, returns its length.
@@ -264,7 +264,7 @@ class Cache:
         """A node such that all kept pages of the sequence are in it or in its ancestors; the sequence must have some."""
         state = state_of(sequence)
         if state.deepest is None or state.forked:
-            state.deepest = self.index.walk(self.index.roots[sequence.request.adapter, sequence.request.salt],
+            state.deepest = self.index.walk(self.index.roots[sequence.request.namespace, sequence.request.salt],
                                            packed(sequence, len(sequence.tokens))).nodes[-1]
         return state.deepest
 

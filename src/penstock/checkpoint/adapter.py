@@ -15,8 +15,7 @@ from penstock.core.errors import ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-_REFUSED: dict[str, tuple[Any, ...]] = {"bias": ("none", None), "lora_bias": (False, None), "target_parameters": (None, []),
-                                        "alora_invocation_tokens": (None, [])}
+_REFUSED: dict[str, tuple[Any, ...]] = {"bias": ("none", None), "lora_bias": (False, None), "target_parameters": (None, [])}
 """Keys whose other values change the arithmetic in ways that are not supported."""
 
 
@@ -33,6 +32,8 @@ class AdapterConfig:
     """Whether its modules have magnitudes (DoRA)."""
     saved: tuple[str, ...]
     """Modules that it holds whole (`modules_to_save`), by the ends of their names."""
+    invocation: tuple[int, ...] = ()
+    """Tokens from whose last occurrence in a prompt on it computes (aLoRA, Greenewald et al. 2025); empty: from the first."""
 
     def scale(self, module: str) -> tuple[int, float]:
         """The rank of a module's matrices, and the factor of their product: alpha / rank, or alpha / sqrt(rank) of rsLoRA
@@ -74,8 +75,11 @@ def read_adapter(folder: Path) -> AdapterConfig:
     for key, value in patterns.items():
         if not isinstance(value, dict) or not all(isinstance(one, int | float) and one > 0 for one in value.values()):
             raise ModelError(f"{folder / CONFIG}: {key} must map names of modules to numbers above 0")
+    invocation = config.get("alora_invocation_tokens") or []
+    if not isinstance(invocation, list) or not all(type(one) is int and one >= 0 for one in invocation):
+        raise ModelError(f"{folder / CONFIG}: alora_invocation_tokens is {invocation!r}; it must be a list of token ids")
     return AdapterConfig(int(config["r"]), float(config["lora_alpha"]), patterns["rank_pattern"], patterns["alpha_pattern"],
-                         bool(config.get("use_rslora")), bool(config.get("use_dora")), tuple(saved))
+                         bool(config.get("use_rslora")), bool(config.get("use_dora")), tuple(saved), tuple(invocation))
 
 
 def digest(folder: Path) -> str:

@@ -58,6 +58,8 @@ class Enter(NamedTuple):
     """The slot of its adapter; 0: none."""
     owner: int = 0
     """Rows of equal numbers may be drafted for from each other's outputs."""
+    adapted_from: int = 0
+    """The first position that its adapter computes."""
 
 
 class Proposal(NamedTuple):

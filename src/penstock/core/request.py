@@ -85,8 +85,7 @@ class Request(msgspec.Struct, array_like=True):
     retain: list[Span] = []
     """Spans that should stay in the cache, in the order of `upto`."""
     adapter: str = ""
-    """The adapter whose weights compute this request, named by a digest of its contents: part of the cache namespace. "" is the
-    bare model."""
+    """The adapter whose weights compute this request, named by a digest of its contents. "" is the bare model."""
     part: bool = False
     """Whether it continues an admitted request, as the rounds of a beam search do. It is not counted again, and a full queue
     does not refuse it."""
@@ -105,6 +104,13 @@ class Request(msgspec.Struct, array_like=True):
     """time.time() at which it ends unserved or unfinished; 0: never."""
     waits: bool = False
     """It would rather wait than be refused because its promise cannot be kept."""
+    adapted_from: int = 0
+    """The first position that the adapter computes (aLoRA); those before are the bare model's. The engine finds it."""
+
+    @property
+    def namespace(self) -> str:
+        """The adapter whose pages the first page may be shared with; "" of the bare model's."""
+        return "" if self.adapted_from else self.adapter
 
     @property
     def owner(self) -> str:

@@ -8,10 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.cache import keys
+from penstock.cache.prefix import TOKEN
 from penstock.checkpoint import resolve_folder
 from penstock.checkpoint.adapter import read_adapter
 from penstock.core.errors import ConfigError, ModelError, PenstockError, RequestError
-from penstock.core.request import Adapter, EngineStats, Request, Update, ended
+from penstock.core.request import Adapter, EngineStats, Medium, Request, Update, ended
 from penstock.engine.ranks import Rank, RankGroup
 from penstock.scheduler.scheduler import Scheduler
 
@@ -48,6 +50,22 @@ def largest_rank(modules: Sequence[str]) -> int:
     return max(found)
 
 
+def _activate(request: Request, invocation: tuple[int, ...]) -> None:
+    """Has the adapter compute from the last occurrence of these tokens on, as PEFT does; a prompt without them is the bare
+    model's. Cached pages are shared with the bare model up to there, where the adapter's digest takes a medium's place in
+    their keys."""
+    data, found = keys.packed(request.prompt_ids), keys.packed(invocation)
+    at = data.rfind(found)
+    while at > 0 and at % TOKEN:
+        at = data.rfind(found, 0, at + len(found) - 1)
+    if at < 0:
+        request.adapter = ""
+    elif at:
+        request.adapted_from = at // TOKEN
+        medium = Medium(request.adapted_from, 1, b"adapter " + request.adapter.encode())
+        request.media = sorted([*request.media, medium], key=lambda one: one.start)
+
+
 class Adapters:
     """The engine's own record, of all adapters that are served and of those in host memory. Of these the least recently used
     leave when others come, and are read again for the next request; `lora_modules` stay. Used only from the engine's thread."""
@@ -62,6 +80,8 @@ class Adapters:
         """By digest: how often it was added and not yet removed."""
         self._folders: dict[str, str] = {}
         """Where each is read again."""
+        self._invocations: dict[str, tuple[int, ...]] = {}
+        """`AdapterConfig.invocation` of those that have one."""
         self._resident: dict[str, None] = {}
         """Adapters in host memory, least recently used first."""
         self._pinned: set[str] = set()
@@ -124,7 +144,10 @@ class Adapters:
 
     def _read(self, folder: str) -> str:
         try:
-            return self._rank.add_adapter(folder)
+            name = self._rank.add_adapter(folder)
+            if found := read_adapter(Path(folder)).invocation:
+                self._invocations[name] = found
+            return name
         except ModelError as error:
             raise RequestError(str(error), param="lora_path", code="invalid_adapter") from None
 
@@ -161,7 +184,7 @@ class Adapters:
                                status=404)
         if not name or name in self._resident:
             if name:
-                self._resident[name] = self._resident.pop(name)
+                self._use(request)
             return False
         self._scheduler.admission.check(request)
         waiting, most = sum(map(len, self._waiting.values())), self._scheduler.limits.max_queued
@@ -170,6 +193,13 @@ class Adapters:
                                "(--max-num-queued-reqs); try again later", code="queue_full", status=503)
         self._waiting.setdefault(name, []).append(request)
         return True
+
+    def _use(self, request: Request) -> None:
+        """Notes the use of an adapter in host memory."""
+        name = request.adapter
+        self._resident[name] = self._resident.pop(name)
+        if name in self._invocations:
+            _activate(request, self._invocations[name])
 
     def abort(self, ids: Iterable[str]) -> None:
         """Ends requests that wait here; others are ignored."""
@@ -196,21 +226,21 @@ class Adapters:
             self._coming = name, self._begin(self._folders[name])
 
     def _arrived(self, name: str, found: Future[str]) -> None:
-        error = None
+        error, digest = None, name
         try:
-            if (digest := found.result()) == name:
-                self._resident[name] = None
-            else:
-                if digest not in self._resident:
-                    self._rank.drop_adapter(digest)
-                error = RequestError(f"the adapter's files in {self._folders[name]} have changed; load it again", status=409,
-                                     code="adapter_changed")
+            digest = found.result()
+            self._resident[digest] = None
+            # Another version may have taken its place: requests that have not begun get that one.
+            self._names.setdefault(digest, 0)
+            self._folders.setdefault(digest, self._folders[name])
         except RequestError as refused:
             error = refused
         for request in self._waiting.pop(name, []):
             try:
                 if error is not None:
                     raise error
+                request.adapter = digest
+                self._use(request)
                 self._go_on(request)
             except RequestError as refused:
                 self._updates += ended(request, "error", refused)
@@ -243,6 +273,7 @@ class Adapters:
                 continue
             if removed:
                 del self._names[name], self._folders[name]
+                self._invocations.pop(name, None)
                 self._pinned.discard(name)
             if name in self._resident:
                 del self._resident[name]

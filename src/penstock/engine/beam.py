@@ -192,7 +192,8 @@ class BeamSearches:
         for name, beam in zip(running.asked, search.open, strict=True):
             self._add(Request(name, [*request.prompt_ids, *beam.tokens], params, [], request.arrival, request.priority,
                               request.salt, request.tenant, request.retain, request.adapter, part=bool(beam.tokens),
-                              media=request.media, follows=request.id if beam.tokens else ""))
+                              media=request.media, follows=request.id if beam.tokens else "",
+                              adapted_from=request.adapted_from))
 
     def _take(self, running: _Running, update: Update) -> None:
         if update.finish_reason in ("error", "abort"):

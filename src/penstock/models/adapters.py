@@ -146,6 +146,8 @@ class _Reader:
 
     def _take(self, module: str, pair: dict[str, torch.Tensor]) -> None:
         path, piece, rule, problem = self._find(module)
+        if path in (EMBEDDING, HEAD) and self._config.invocation:
+            self._wrong.append(f"{module}: the embedding and the head cannot be changed from some token on (aLoRA)")
         rank, scale = self._config.scale(module)
         if not path or not {"A", "B"} <= pair.keys():
             self._wrong.append(f"{module}: {problem}" if not path else f"{module} has {' and '.join(pair)} alone")

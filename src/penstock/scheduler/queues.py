@@ -60,7 +60,7 @@ class Queues:
         if empty:
             self._filled.append((slot, request.adapter))
         self.entered.append(Enter(sequence.row, list(sequence.tokens), sequence.prompt_len, request.params, sequence.seed,
-                                  banned, labels, slot, hash(request.salt)))
+                                  banned, labels, slot, hash(request.salt), request.adapted_from))
         sequence.enter("decode" if sequence.timings.first_token else "prefill", now)
         if not sequence.timings.first_scheduled:
             sequence.timings.first_scheduled = now

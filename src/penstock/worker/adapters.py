@@ -33,6 +33,8 @@ class Adapters:
         """By digest. The engine's thread adds and removes them, no plan names one that it removed."""
         self._slot = np.zeros(rows, np.int32)
         """[row] the slot of its adapter."""
+        self._from = np.zeros(rows, np.int64)
+        """[row] the first position that its adapter computes."""
         self._saved: dict[str, dict[int, torch.Tensor]] = {EMBEDDING: {}, HEAD: {}}
         """Whole matrices on the device, by slot."""
         self._ends: dict[str, set[int]] = {EMBEDDING: set(), HEAD: set()}
@@ -56,7 +58,7 @@ class Adapters:
                 if path in weights.saved:
                     self._saved[path][slot] = weights.saved[path].to(self._device, non_blocking=True)
         for enter in plan.enter:
-            self._slot[enter.row] = enter.adapter
+            self._slot[enter.row], self._from[enter.row] = enter.adapter, enter.adapted_from
 
     def adapted(self, plan: StepPlan, end: str | None = None) -> bool:
         """Whether one of the plan's rows has an adapter; or one that changes that end of the model."""
@@ -74,8 +76,13 @@ class Adapters:
                captured: bool = False) -> tuple[LowRankDelta, LowRankDelta]:
         """Deltas of a step's tokens, padded to `tokens`, and of its logits rows, which belong to `segments` and are padded to
         `ends`. `captured`: for a graph, which finds those of the newest call."""
-        slots = self._slot[plan.rows] - 1
-        own, lines = self._grouped(captured, (np.repeat(slots, plan.counts), tokens), (slots[segments[:ends]], ends))
+        slots, begins = self._slot[plan.rows] - 1, self._from[plan.rows]
+        each = np.repeat(slots, plan.counts)
+        if begins.any():
+            place = np.repeat(plan.starts - begins - np.cumsum(plan.counts) + plan.counts, plan.counts) + np.arange(len(each))
+            each[place < 0] = -1
+        # A token is chosen only after positions that the adapter computes.
+        own, lines = self._grouped(captured, (each, tokens), (slots[segments[:ends]], ends))
         return own, lines
 
     def head(self, plan: StepPlan, segments: npt.NDArray[np.integer], rows: int) -> Adapted:
