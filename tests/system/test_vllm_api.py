@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -73,10 +74,33 @@ def test_abort(server: Served) -> None:
 
 
 def test_refused_routes(server: Served) -> None:
-    for path in ("/start_profile", "/stop_profile", "/collective_rpc"):
+    answer = server.post("/collective_rpc")
+    assert answer.status_code == 501 and "/collective_rpc" in error_of(answer)["message"]
+    for path in ("/start_profile", "/stop_profile"):
         answer = server.post(path)
-        assert answer.status_code == 501 and path in error_of(answer)["message"]
+        assert answer.status_code == 400 and "--torch-profiler-dir" in error_of(answer)["message"]
     assert server.http.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+@pytest.mark.parametrize("more", [(), ("--tensor-parallel-size", "2")])
+def test_profiles(more: tuple[str, ...], tmp_path: Path) -> None:
+    """A trace of each rank has the operations of the steps between, and no others."""
+    with served("canary", "--torch-profiler-dir", str(tmp_path / "traces"), "--max-model-len", "64", *more) as server:
+        answer = server.post("/stop_profile")
+        assert answer.status_code == 400 and "/start_profile" in error_of(answer)["message"]
+        operations: list[int] = []
+        for tokens in (1, 9):
+            assert server.post("/start_profile").json() == {"success": True}
+            assert server.post("/v1/completions", prompt="Once", max_tokens=tokens, ignore_eos=True).status_code == 200
+            paths = server.post("/stop_profile").json()["traces"]
+            assert len({*paths}) == (2 if more else 1)
+            for path in paths:
+                names = [str(event.get("name")) for event in json.loads(Path(path).read_text())["traceEvents"]]
+                operations.append(sum(name.startswith("aten::") for name in names))
+        half = len(operations) // 2
+        assert all(0 < 2 * few < many for few, many in zip(operations[:half], operations[half:], strict=True)), operations
+        assert server.post("/v1/completions", prompt="Once", max_tokens=2).status_code == 200
+        assert len([*(tmp_path / "traces").iterdir()]) == 2 * len(paths)
 
 
 def test_metrics_have_vllms_names(server: Served) -> None:

@@ -258,6 +258,8 @@ class ServerOptions:
     template_timeout: float = option(10.0, "seconds that a chat template may take for one conversation", least=1e-3)
     otlp_traces_endpoint: str | None = option(None, "send an OpenTelemetry span for each request there, as OTLP over HTTP "
                                               "(http://collector:4318/v1/traces); needs the extra otel", group=OBSERVABILITY)
+    torch_profiler_dir: str | None = option(None, "folder for traces of the ranks' steps, from POST /start_profile to "
+                                            "/stop_profile; the engine's machine has it")
     log_level: str = option("info", "level of the server's own log", ("debug", "info", "warning", "error"))
     log_format: str = option("text", "format of the server's own log: lines of text, or a JSON object a line", ("text", "json"))
     log_requests: bool = option(True, "log one line for each request that has ended")

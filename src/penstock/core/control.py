@@ -12,7 +12,7 @@ from penstock.core.plan import Masks, StepPlan, StepResult
 BEAT_SECONDS = 0.5
 """The interval at which a rank says that it lives."""
 
-CALLS = ("survey", "check", "load", "prepare", "add_adapter", "drop_adapter")
+CALLS = ("survey", "check", "load", "prepare", "add_adapter", "drop_adapter", "start_profile", "stop_profile")
 """The methods of `engine/ranks.py::Rank` that are answered. Arguments and results have the types of their signature."""
 
 STEPS: dict[str, Any] = {"launch": StepPlan, "choose": Masks}

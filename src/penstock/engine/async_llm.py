@@ -317,6 +317,17 @@ class AsyncLLM:
         done: bool = await self._process.ask("reset_prefix_cache")
         return done
 
+    async def start_profile(self) -> None:
+        """Begins to record the ranks' steps."""
+        self._check_alive()
+        await self._process.ask("start_profile")
+
+    async def stop_profile(self, folder: str) -> list[str]:
+        """Ends that. Returns the traces in `folder`, one of each rank."""
+        self._check_alive()
+        found: list[str] = await self._process.ask("stop_profile", folder)
+        return found
+
     async def look(self) -> dict[str, Any]:
         """The engine's work at this moment (`engine/view.py::View.look`). EngineDeadError if there is none."""
         self._check_alive()

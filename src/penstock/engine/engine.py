@@ -76,6 +76,7 @@ class Engine:
         self._in_flight: deque[Pending] = deque()
         self.events: CacheEvents | None = None
         self._ended = False
+        self._profiled = False
         with ExitStack() as undo:
             self.rank = make_rank(options) if rank is None else rank
             undo.callback(self.rank.close)
@@ -205,6 +206,21 @@ class Engine:
         if self.events is not None:
             self.events.flush()
         return True
+
+    def start_profile(self) -> bool:
+        """Begins to record the ranks' steps. Always possible: True."""
+        self._take_results(0)
+        self.rank.start_profile()
+        self._profiled = True
+        return True
+
+    def stop_profile(self, folder: str) -> list[str]:
+        """Ends that. Returns the traces in `folder`, one of each rank. RequestError if nothing is recorded."""
+        if not self._profiled:
+            raise RequestError("nothing is recorded; /start_profile begins", code="not_profiling")
+        self._take_results(0)
+        self._profiled = False
+        return self.rank.stop_profile(folder)
 
     def look(self) -> dict[str, Any]:
         """The work at this moment, for people who watch."""

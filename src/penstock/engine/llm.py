@@ -100,6 +100,14 @@ class LLM:
         """Empties the prefix cache, in every tier. Running requests are not disturbed."""
         return self.engine.reset_prefix_cache()
 
+    def start_profile(self) -> None:
+        """Begins to record the ranks' steps."""
+        self.engine.start_profile()
+
+    def stop_profile(self, folder: str) -> list[str]:
+        """Ends that. Returns the traces in `folder`, one of each rank."""
+        return self.engine.stop_profile(folder)
+
     # -- work
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: Bar = True, *,

@@ -64,6 +64,8 @@ CALLS: dict[str, Any] = {
     "abort": list[str],
     "reset_prefix_cache": None,
     "look": None,
+    "start_profile": None,
+    "stop_profile": str,
     "load_adapter": str,
     "remove_adapter": str,
     "shutdown": None,

@@ -46,6 +46,10 @@ class Rank(Launches, Protocol):
 
     def drop_adapter(self, name: str) -> None: ...
 
+    def start_profile(self) -> None: ...
+
+    def stop_profile(self, folder: str) -> list[str]: ...
+
     def close(self) -> None:
         """Frees everything that the rank has allocated. May be called at any time, and repeatedly."""
         ...
@@ -102,6 +106,13 @@ class RankGroup(ABC):
 
     def drop_adapter(self, name: str) -> None:
         self._each("drop_adapter", name)
+
+    def start_profile(self) -> None:
+        self._each("start_profile")
+
+    def stop_profile(self, folder: str) -> list[str]:
+        """The files of all ranks."""
+        return [name for names in self._each("stop_profile", folder) for name in names]
 
     def agree(self, results: Sequence[StepResult]) -> StepResult:
         """The result of a step, given the results of all ranks. A transfer has ended once it has on all ranks."""

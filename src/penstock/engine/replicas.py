@@ -229,12 +229,14 @@ class Replicas:
             raise
 
     async def ask(self, name: str, argument: Any = None) -> Any:
-        """The answer of all replicas, or False if they do not agree; a `look` is at the first one."""
+        """The answer of all replicas, or False if they do not agree; a `look` is at the first one, traces are of all."""
         if name == "look":
             return await self._processes[self._live[0]].ask(name, argument)
         if name == "reset_prefix_cache":
             self.balancer.reset()
         found = await asyncio.gather(*(self._processes[i].ask(name, argument) for i in self._live))
+        if name == "stop_profile":
+            return [path for paths in found for path in paths]
         return found[0] if all(one == found[0] for one in found) else False
 
     def abort(self, ids: list[str]) -> None:

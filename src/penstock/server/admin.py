@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import penstock
+from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, EngineStats, TierStats
 from penstock.core.steptime import TERMS
 from penstock.server.answer import json_response
@@ -38,6 +39,11 @@ class Done(TypedDict):
     success: bool
 
 
+class Traces(TypedDict):
+    traces: list[str]
+    """One file of each rank, on the server's machine."""
+
+
 class EventSource(TypedDict, total=False):
     """An engine's publisher, with the fields of --kv-events-config."""
 
@@ -52,9 +58,7 @@ class EventSource(TypedDict, total=False):
 
 class Admin:
     """GET /health, /ready, /ping, /metrics, /version, /load, /server_info, /step_time, /kv_event_sources; POST
-    /reset_prefix_cache.
-
-    Only the last one sends a call to the engine.
+    /reset_prefix_cache, /start_profile, /stop_profile, which send a call to the engine.
     """
 
     def __init__(self, state: State) -> None:
@@ -76,6 +80,8 @@ class Admin:
                   answer=list[EventSource]),
             Route("GET", "/metrics", self.metrics, "Figures in Prometheus' format"),
             Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, "Forget everything that is cached", answer=Done),
+            Route("POST", "/start_profile", self.start_profile, "Record the ranks' steps (--torch-profiler-dir)", answer=Done),
+            Route("POST", "/stop_profile", self.stop_profile, "End that, and write a trace of each rank", answer=Traces),
         )
 
     async def health(self, request: Request) -> Response:
@@ -142,6 +148,24 @@ class Admin:
         self._info()
         done = await self.state.llm.reset_prefix_cache()
         return json_response({"success": done})
+
+    async def start_profile(self, request: Request) -> Response:
+        """Begins to record, by torch.profiler in the ranks."""
+        self._traces()
+        await self.state.llm.start_profile()
+        return json_response({"success": True})
+
+    async def stop_profile(self, request: Request) -> Response:
+        """Writes the traces."""
+        return json_response({"traces": await self.state.llm.stop_profile(self._traces())})
+
+    def _traces(self) -> str:
+        """The folder for traces. RequestError if there is none."""
+        self._info()
+        if self.state.options.torch_profiler_dir is None:
+            raise RequestError("there is no folder for traces; start the server with --torch-profiler-dir FOLDER",
+                               code="profiling_is_off")
+        return self.state.options.torch_profiler_dir
 
     def _info(self) -> EngineInfo:
         self.state.admit(None)

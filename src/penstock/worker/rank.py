@@ -6,6 +6,7 @@ Call `survey`, `check`, `load`, `prepare`, then `launch` for each plan. `close` 
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from penstock.parallel.mesh import Mesh, join
 from penstock.platform.allocator import keep_freed_memory
 from penstock.platform.facts import detect, device_name
 from penstock.platform.kept import Kept
+from penstock.platform.profile import Profile
 from penstock.stores.opening import Opening
 from penstock.worker import memory
 from penstock.worker.balancing import Balancing
@@ -81,6 +83,7 @@ class Rank:
         self._drafter: LoadedDrafter | None = None
         self._model: models.Decoder | None = None
         self._worker: Worker | None = None
+        self._profile = Profile()
 
     @property
     def overlaps(self) -> bool:
@@ -278,6 +281,18 @@ class Rank:
     def drop_adapter(self, name: str) -> None:
         """Forgets an adapter that no further plan names."""
         self.worker.adapters.host.pop(name, None)
+
+    def start_profile(self) -> None:
+        """Records what this process and its GPU do from here on."""
+        self._profile.start()
+
+    def stop_profile(self, folder: str) -> list[str]:
+        """Ends that. Returns the trace's name in `folder`, which is made."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        place = self._options.data_parallel_rank * self._place.ranks + self._place.rank
+        path = Path(folder) / f"rank{place}-{time.time_ns()}.json"
+        self._profile.stop(path)
+        return [str(path)]
 
     def launch(self, plan: StepPlan) -> Launched:
         """Enqueues a step."""

@@ -24,6 +24,7 @@ from penstock.config.schema import EngineOptions
 from penstock.config.speculation import speculation
 from penstock.core.errors import ConfigError
 from penstock.core.sampling import SamplingParams
+from penstock.platform.profile import traced
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -147,19 +148,6 @@ def seconds_for(llm: Any, requests: Sequence[tuple[Any, int]]) -> float:
                               f"({answer.finish_reason}), so its time would mean nothing; the context is "
                               f"{llm.info.max_model_len} tokens")
     return elapsed
-
-
-def traced(work: Callable[[], object], path: Path) -> None:
-    """Runs `work` under PyTorch's profiler and writes the trace, which chrome://tracing and Perfetto open."""
-    import torch
-    from torch._C._profiler import _ExperimentalConfig
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    # On a CPU, steps run in a thread of their own.
-    with profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiler:
-        work()
-    profiler.export_chrome_trace(str(path))
 
 
 class _Run:

@@ -24,8 +24,6 @@ from penstock.server.openai.sampling import check_stream, sampling_params
 from penstock.server.respond import event, respond
 
 REFUSED = {
-    "/start_profile": "this server does not profile itself; penstock bench latency measures steps, nsys or py-spy attach",
-    "/stop_profile": "this server does not profile itself",
     "/collective_rpc": "this server runs no methods that requests name",
 }
 """Routes that vLLM has and this server refuses, and why."""
