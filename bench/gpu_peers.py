@@ -2,7 +2,8 @@
 
 usage: python bench/gpu_peers.py [--ranks 2]
 
-Each figure is the mean of exchanges in a CUDA graph, as steps have them. NCCL's result is the reference for two ranks.
+The same for sums with their residual and norm, by one kernel. Each figure is the mean of exchanges in a CUDA graph, as steps
+have them. NCCL's result is the reference for two ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 SIZES = (2 << 10, 8 << 10, 32 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20)
 _IN_GRAPH, _REPLAYS = 100, 20
@@ -42,18 +44,46 @@ def _microseconds(run: Callable[[], object]) -> float:
     return began.elapsed_time(ended) * 1e3 / (_IN_GRAPH * _REPLAYS)
 
 
+def norms(index: int, group: Any, norm: Callable[..., Any]) -> None:
+    """Sums of rows of 4096 with their norm: by one kernel, and by two after each other; and whether the bits agree."""
+    import torch
+
+    generator = torch.Generator(group._peers._epochs.device).manual_seed(index)
+    wrong = 0
+    for turn in range(200):
+        rows = (1, 3, 8, 64, 128)[turn % 5]
+        x, residual = (torch.randn(rows, 4096, device=generator.device, generator=generator).bfloat16() for _ in range(2))
+        residual, weight = group.gather(residual)[0].clone(), torch.ones(4096, device=generator.device).bfloat16()
+        wanted = norm(group.reduce(x.clone()), residual.clone(), weight, 1e-6)
+        found = group.add_norm(x, residual, weight, 1e-6, 0.0, norm)
+        wrong += not torch.equal(found[1], wanted[1]) or not torch.allclose(found[0], wanted[0], rtol=1e-2)
+    if index == 0:
+        print(f"200 sums with their norms: {wrong} differ from a sum and a norm", flush=True)
+        print(f"{'rows':>9} {'one us':>8} {'two us':>8}", flush=True)
+    for rows in (1, 8, 32, 64, 128):
+        x, residual = (torch.zeros(rows, 4096, device=generator.device).bfloat16() for _ in range(2))
+        one = _microseconds(lambda x=x, r=residual: group.add_norm(x, r, weight, 1e-6, 0.0, norm))
+        two = _microseconds(lambda x=x, r=residual: norm(group.reduce(x), r, weight, 1e-6))
+        if index == 0:
+            print(f"{rows:9} {one:8.2f} {two:8.2f}", flush=True)
+
+
 def rank(index: int, ranks: int, folder: str) -> None:
     """One process's part."""
     import torch
     import torch.distributed as dist
 
+    from penstock.ops.norm_triton import add_rms_norm
     from penstock.parallel.axis import Place
-    from penstock.parallel.group import Processes
+    from penstock.parallel.group import Processes, joined
 
     device = torch.device(f"cuda:{index}")
     torch.cuda.set_device(device)
-    group = Processes(Place(index, ranks, folder), device)
+    joined(Place(index, ranks, folder), device)
+    group = Processes(index, ranks, dist.group.WORLD, device)
     peers = group._peers
+    if peers is not None:
+        norms(index, group, add_rms_norm)
     if index == 0:
         print("own kernel: yes" if peers is not None else "own kernel: not here", flush=True)
     wrong = 0
@@ -78,7 +108,7 @@ def rank(index: int, ranks: int, folder: str) -> None:
         gather = _microseconds(lambda x=x: peers.gather(x)) if peers is not None and peers.takes(x) else float("nan")
         if index == 0:
             print(f"{size:9} {own:8.2f} {nccl:8.2f} {gather:8.2f}", flush=True)
-    group.close()
+    dist.destroy_process_group()
 
 
 def main() -> int:

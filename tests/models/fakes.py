@@ -70,6 +70,9 @@ class Recurrence:
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         (self.view,) = views
 
+    def leave_sum(self) -> bool:
+        return False
+
     def detach(self) -> None:
         del self.view
 

@@ -26,7 +26,7 @@ from penstock.models.registry import describe
 from penstock.parallel.placement import Held
 from tests.models.families import CASES, Case, make
 from tests.system.random_models import saved_random
-from tests.system.ranks import Threaded
+from tests.system.ranks import Threaded, Threads
 
 ASSETS = Path(__file__).parents[1] / "assets"
 MEMBERS = ["canary", *sorted(folder.name for folder in ASSETS.iterdir() if (folder / "config.json").is_file())]
@@ -101,6 +101,22 @@ def test_every_trained_model(name: str, ranks: int) -> None:
     if not runs(name):
         pytest.skip("no family runs it yet")
     same("canary" if name == "canary" else ASSETS / name, ranks)
+
+
+def test_sums_are_made_by_the_norm_after_them() -> None:
+    """One exchange for each branch, in one call with its norm, so that one kernel can do both."""
+    seen: list[int] = []
+    joined = Threads.add_norm
+
+    def watched(self: Threads, x: torch.Tensor, *rest: Any) -> Any:
+        seen.append(len(x))
+        return joined(self, x, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Threads, "add_norm", watched)
+        group = same("canary", 2)
+    blocks = len(describe(read_config(canary.model_folder())).blocks)
+    assert group.ranks and len(seen) % (2 * 2 * blocks) == 0 and seen
 
 
 @pytest.mark.parametrize("params", [

@@ -206,6 +206,9 @@ class Attention:
                             codec=spec.codec.name if spec.codec else "")
         self.work = works.index(view.group, geometry, self._kernels.attention)
 
+    def leave_sum(self) -> bool:
+        return self.o.leave_sum()
+
     def detach(self) -> None:
         del self.k, self.v, self.scales
 

@@ -5,16 +5,17 @@ The stream is carried as a sum not yet done, `residual + delta`, so that the add
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from penstock.layers.build import Build, Coming
 from penstock.layers.mixer import Mixer, MixerSpec
-from penstock.layers.norm import NormSpec, build_norm
+from penstock.layers.norm import Norm, NormSpec, RMSNorm, build_norm
 from penstock.layers.parameter import Parameter
 from penstock.layers.step import Step
+from penstock.parallel.group import Group
 
 
 @dataclass(frozen=True)
@@ -133,3 +134,18 @@ class Visiting(Block):
         found = super().__call__(delta, residual, step, ends)
         self._away.leave(self._number)
         return found
+
+
+def sums_left(blocks: Sequence[Block], end: Norm | None, ranks: Group | None) -> list[bool]:
+    """Has the norm after each branch sum the ranks' parts that the branch leaves, so that one kernel can do both; `end` is the
+    norm after the last block. Returns of each block, and of the end, whether its stream comes with such parts."""
+    found = [False] * (len(blocks) + 1)
+    stages = [(number, stage) for number, block in enumerate(blocks) for stage in block.stages]
+    for place, (number, stage) in enumerate(stages if ranks is not None else ()):
+        after = stages[place + 1] if place + 1 < len(stages) else (len(blocks), None)
+        norm, (branch, *others) = after[1][0].pre if after[1] is not None else end, stage
+        plain = branch.post is None and branch.after is None and branch.scale == 1.0 and not branch.replaces
+        if plain and not others and isinstance(norm, RMSNorm) and branch.body.leave_sum():
+            norm.ranks = ranks
+            found[after[0]] |= after[0] != number
+    return found

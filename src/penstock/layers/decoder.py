@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from penstock.core.state import StateSpec
-from penstock.layers.block import Block, Visiting
+from penstock.layers.block import Block, Visiting, sums_left
 from penstock.layers.build import Build, Values
 from penstock.layers.draft_head import Join
 from penstock.layers.embedding import Embedding, Head
@@ -48,6 +48,8 @@ class Decoder:
                        else Visiting(block, f"blocks.{i}", build, self._away, i)
                        for i, block in enumerate(spec.blocks, spec.first)]
         self.norm = build_norm(spec.norm, "norm", build) if spec.ends else None
+        self._parts = sums_left(self.blocks, None if spec.drafts else self.norm, group)
+        """Of each block, and of the end, whether the stream comes with a part that is to be summed over ranks."""
         self.logits: Head | None = None
         if spec.ends and not spec.head.borrowed:
             self.logits = Head(spec.head, build, len(spec.labels) or spec.vocab_size)
@@ -100,6 +102,8 @@ class Decoder:
         if block in self._taps:
             at = self._taps.index(block) * self.spec.width
             room = self.tapped[:len(stream), at:at + self.spec.width]
+            if delta is not None and self.group is not None and self._parts[block]:
+                delta = self.group.reduce(delta.clone())
             room.copy_(stream if delta is None else stream + delta)
 
     def forward(self, step: Step) -> torch.Tensor:

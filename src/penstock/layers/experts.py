@@ -196,6 +196,12 @@ class Experts:
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         """It has no states."""
 
+    def leave_sum(self) -> bool:
+        if self._reduce is None or (self.shared is not None and not self.shared.leave_sum()):
+            return False
+        self._reduce = None
+        return True
+
     def detach(self) -> None:
         """It has no states."""
 

@@ -162,6 +162,9 @@ class Foreign:
             plain=not (each.softcap or each.sinks)), self._kernels.attention)
             for view, each in zip(views, self.spec.attentions, strict=True)]
 
+    def leave_sum(self) -> bool:
+        return False
+
     def detach(self) -> None:
         self._views = []
 

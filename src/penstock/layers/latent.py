@@ -126,6 +126,9 @@ class LatentAttention:
                             tail=self.spec.rope.dim)
         self.work = works.index(view.group, geometry, self._kernels.attention)
 
+    def leave_sum(self) -> bool:
+        return self.o.leave_sum()
+
     def detach(self) -> None:
         del self.cache
 

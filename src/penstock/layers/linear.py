@@ -87,6 +87,14 @@ class Linear:
         out = delta.expand(self.path, low, self._apply(x, self.weight, bias), bias)
         return out if self._reduce is None else self._whole(out)
 
+    def leave_sum(self) -> bool:
+        """From now on returns this rank's part, whose sum over ranks the caller makes; False if there is none to be made, or
+        something is added to it."""
+        if self._reduce is None or self.bias is not None:
+            return False
+        self._reduce = None
+        return True
+
     def _whole(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of what each computed with its inputs."""
         assert self._reduce is not None

@@ -66,6 +66,10 @@ class Mixer(Protocol):
         """Lets go of the cache."""
         ...
 
+    def leave_sum(self) -> bool:
+        """From now on returns this rank's part, if the last thing that it does is to sum over ranks; else returns False."""
+        ...
+
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Runs on a step, updating its states for all of its tokens. With `ends` [E], results are for those tokens alone."""
         ...

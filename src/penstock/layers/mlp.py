@@ -79,6 +79,9 @@ class MLP:
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         """It has no states."""
 
+    def leave_sum(self) -> bool:
+        return self.down.leave_sum()
+
     def detach(self) -> None:
         """It has no states."""
 

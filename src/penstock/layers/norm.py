@@ -9,6 +9,7 @@ import torch
 
 from penstock.layers.build import Build
 from penstock.layers.parameter import Parameter
+from penstock.parallel.group import Group
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class RMSNorm:
         self.offset = spec.offset
         self._norm = build.kernels.rms_norm
         self._add_norm = build.kernels.add_rms_norm
+        self.ranks: Group | None = None
+        """The ranks whose parts `add` is given, if it is not given their sum."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, W], last dimension contiguous."""
@@ -65,6 +68,8 @@ class RMSNorm:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); `residual` may be overwritten."""
+        if self.ranks is not None:
+            return self.ranks.add_norm(x, residual, self.weight, self.eps, self.offset, self._add_norm)
         return self._add_norm(x, residual, self.weight, self.eps, self.offset)
 
 

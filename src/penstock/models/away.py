@@ -194,7 +194,7 @@ def _opened(folder: str) -> int:
 
 
 def _write(file: int, start: int, x: torch.Tensor) -> None:
-    view, done = memoryview(x.numpy()), 0
+    view, done = x.numpy().data, 0
     try:
         while done < len(view):
             done += os.pwrite(file, view[done:done + (1 << 30)], start + done)

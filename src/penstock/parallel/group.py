@@ -15,6 +15,7 @@ import torch
 
 from penstock.observe.log import LOG
 from penstock.ops import gpu
+from penstock.ops.contracts import AddRmsNorm
 from penstock.parallel.axis import Place
 from penstock.parallel.peer import Peers, shared
 from penstock.platform.facts import detect
@@ -43,6 +44,11 @@ class Group(ABC):
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' x, which may be overwritten, in x's dtype."""
         return added(self.gather(x).unbind())
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float,
+                 norm: AddRmsNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """`norm` (ops/norm.py::add_rms_norm) of the sum of the ranks' x and the residual; both [T, W] may be overwritten."""
+        return norm(self.reduce(x), residual, weight, eps, offset)
 
     def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
         """[size, ...] -> [...]: the sum of the ranks' parts x[rank]."""
@@ -111,6 +117,12 @@ class Processes(Group):
             self._reduce(x, group=self._group)
             return x
         return super().reduce(x)
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float,
+                 norm: AddRmsNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._peers is not None and self._peers.takes_rows(x, residual):
+            return self._peers.add_norm(x, residual, weight, eps, offset), residual
+        return super().add_norm(x, residual, weight, eps, offset, norm)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         if self._peers is not None and self._peers.takes(x):

@@ -16,6 +16,8 @@ MOST = 1024
 """The most programs."""
 _ROOM = 4 * RUN
 """Bytes of a program's place."""
+_ROWS = 1 << 20
+"""Bytes of a rank's rows that are summed and normed at once."""
 _SHORT = 1 << 20, 1 << 19
 """The most bytes of a message for two ranks, where one-shot moves no more than any other way, and for more."""
 
@@ -30,10 +32,14 @@ class Peers:
         self._buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._flags = self._buffers + 2 * size * MOST * _ROOM
         self._epochs = torch.zeros(MOST, dtype=torch.int32, device=device)
+        # Rows have memory and flags of their own, as one program's row would lie in several programs' places.
+        self._rows = self._flags + 4 * size * MOST
+        self._row_flags = self._rows + 2 * size * _ROWS
+        self._row_epochs = torch.zeros(MOST, dtype=torch.int32, device=device)
 
     @staticmethod
     def nbytes(size: int) -> int:
-        return 2 * size * MOST * _ROOM + 4 * size * MOST
+        return 2 * size * (MOST * _ROOM + _ROWS) + 2 * 4 * size * MOST
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether a message is short enough, and of a type that the kernel knows."""
@@ -47,6 +53,24 @@ class Peers:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[size, *x.shape]"""
         return self._exchange(x, torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device), True)
+
+    def takes_rows(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
+        """Whether `add_norm` serves x [T, W]."""
+        return (self.takes(x) and len(x) <= MOST and x.nbytes <= _ROWS and x.dtype != torch.int32
+                and residual.dtype == x.dtype and residual.stride(1) == 1)
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+                 offset: float) -> torch.Tensor:
+        """The norm of residual plus the sum of the ranks' x, [T, W]; residual then holds that sum."""
+        from penstock.parallel.peer_kernel import add_norm  # as below
+
+        (rows, width), out, linked = x.shape, torch.empty_like(x), gpu.linked(x.device)
+        block = gpu.covering(width)
+        add_norm[(rows,)](x, residual, weight, out, self._rows, self._row_flags, self._row_epochs, self._rank,
+                          residual.stride(0), float(eps), float(offset), size=self._size, most=MOST,
+                          room=_ROWS // x.element_size(), width=width, block=block, linked=linked,
+                          num_warps=max(1, min(16, block * x.element_size() // 512)), launch_pdl=linked)
+        return out
 
     def _exchange(self, x: torch.Tensor, out: torch.Tensor, gather: bool) -> torch.Tensor:
         from penstock.parallel.peer_kernel import exchange  # Triton: heavy, and not everywhere

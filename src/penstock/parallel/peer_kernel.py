@@ -31,7 +31,7 @@ def exchange(x, out, buffers, flags, epochs, count, rank, size: tl.constexpr, mo
     value = tl.load(x + block * run + at, mask=there)
     half = (epoch & 1) * size
     for peer in tl.static_range(size):
-        buffer = tl.load(buffers + peer).to(tl.pointer_type(x.dtype.element_ty))
+        buffer = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(x.dtype.element_ty)), 16)
         tl.store(buffer + ((half + rank) * most + block) * room + at, value, mask=there)
     # All threads have written before one of them says so.
     tl.debug_barrier()
@@ -45,7 +45,7 @@ def exchange(x, out, buffers, flags, epochs, count, rank, size: tl.constexpr, mo
         while seen - epoch < 0:
             seen = tl.atomic_add(own + source * most + block, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
-    mine = tl.load(buffers + rank).to(tl.pointer_type(x.dtype.element_ty))
+    mine = tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
     total = tl.zeros((run,), tl.float32)
     for source in tl.static_range(size):
         part = tl.load(mine + ((half + source) * most + block) * room + at, mask=there, cache_modifier=".cg")
@@ -56,3 +56,56 @@ def exchange(x, out, buffers, flags, epochs, count, rank, size: tl.constexpr, mo
     if not gather:
         tl.store(out + block * run + at, total.to(x.dtype.element_ty), mask=there)
     tl.store(epochs + block, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "residual_stride"])
+def add_norm(x, residual, weight, out, buffers, flags, epochs, rank, residual_stride, eps, offset, size: tl.constexpr,
+             most: tl.constexpr, room: tl.constexpr, width: tl.constexpr, block: tl.constexpr, linked: tl.constexpr):
+    """x [rows, width] of `size` ranks, residual and out [rows, width]: residual becomes the sum of the ranks' x, in their order
+    and rounded once, plus residual; out its RMS norm times (offset + weight). Bits are those of `exchange` and a norm after it.
+
+    buffers, flags [size] int64: the ranks' memory, [2, size, room] of x's type and [size, most] int32; epochs [most] int32.
+    Program b exchanges row b.
+    """
+    row, at = tl.program_id(0), tl.arange(0, block)
+    there = at < width
+    gain = tl.load(weight + at, mask=there, other=0.0).to(tl.float32) + offset
+    if linked:
+        gdc_launch_dependents()
+        gdc_wait()
+    epoch = tl.load(epochs + row) + 1
+    value = tl.load(x + row * width + at, mask=there, other=0.0)
+    half = (epoch & 1) * size
+    for peer in tl.static_range(size):
+        if peer != rank:
+            buffer = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(x.dtype.element_ty)), 16)
+            tl.store(buffer + (half + rank) * room + row * width + at, value, mask=there)
+    # All threads have written before one of them says so.
+    tl.debug_barrier()
+    for peer in tl.static_range(size):
+        if peer != rank:
+            flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flag + rank * most + row, epoch, sem="release", scope="sys")
+    before = residual + row * residual_stride.to(tl.int64) + at
+    stream = tl.load(before, mask=there, other=0.0).to(tl.float32)
+    own = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    for source in tl.static_range(size):
+        if source != rank:
+            seen = tl.atomic_add(own + source * most + row, 0, sem="acquire", scope="sys")
+            # The difference is right even where epochs have wrapped.
+            while seen - epoch < 0:
+                seen = tl.atomic_add(own + source * most + row, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    mine = tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
+    total = tl.zeros((block,), tl.float32)
+    for source in tl.static_range(size):
+        part = tl.load(mine + (half + source) * room + row * width + at, mask=there & (source != rank), other=0.0,
+                       cache_modifier=".cg")
+        total += tl.where(source == rank, value, part).to(tl.float32)
+    # Rounded as often as by kernels one after another.
+    stream = (total.to(x.dtype.element_ty).to(tl.float32) + stream).to(x.dtype.element_ty)
+    tl.store(before, stream, mask=there)
+    wide = stream.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps) * gain
+    tl.store(out + row * width + at, normed.to(out.dtype.element_ty), mask=there)
+    tl.store(epochs + row, epoch)

@@ -131,7 +131,7 @@ def away(asked: str | None, spec: ModelSpec, dtype: torch.dtype, kernels: Kernel
         less = dataclasses.replace(spec, away=blocks)
         return packed_bytes(less, dtype, kernels) if gpu else on_host(less, str(dtype).removeprefix("torch."))
 
-    found = next((blocks for blocks in (0, *range(least, count + 1)) if taken(blocks) <= room), None)
+    found: int | None = next((blocks for blocks in (0, *range(least, count + 1)) if taken(blocks) <= room), None)
     if found is None:
         raise ConfigError(f"offload_weights auto: with the matrices of all {count} layers away, the rest takes "
                           f"{taken(count) / _GIB:.1f} GiB, and there is room for {room / _GIB:.1f} beside a KV cache; use a "
