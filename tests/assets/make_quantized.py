@@ -1,6 +1,6 @@
 """Makes tests/assets/quantized: one tiny Llama, quantized by the packages that people use. Not run by tests.
 
-    pip install compressed-tensors bitsandbytes accelerate torchao
+    pip install compressed-tensors bitsandbytes accelerate torchao hqq
     python tests/assets/make_quantized.py OUT
 
 Beside each model, expected.json has the SHA-256 of every matrix as the package itself dequantizes it, and transformers' greedy
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 CONFIG = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -167,8 +168,33 @@ def bitsandbytes(out: Path) -> None:
         expect(out / name, "bitsandbytes", matrices, plain)
 
 
+def hqq(out: Path) -> None:
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    kinds: dict[str, Any] = {"hqq-int4": {"nbits": 4, "group_size": 64, "axis": 1},
+                             "hqq-int2": {"nbits": 2, "group_size": 32, "axis": 1},
+                             "hqq-int3-columns": {"nbits": 3, "group_size": 64, "axis": 0}}
+    for name, given in kinds.items():
+        made, config, tensors, matrices = model(), BaseQuantizeConfig(**given), {}, {}
+        for at, part in made.named_modules():
+            if isinstance(part, torch.nn.Linear) and at != "lm_head":
+                # As transformers saves its layers, whose own quantizer asks for a GPU.
+                layer = HQQLinear(part, config, compute_dtype=torch.float32, device="cpu", initialize=True, del_orig=False)
+                matrices[f"{at}.weight"] = layer.dequantize().to(torch.bfloat16)
+                tensors |= {f"{at}.{key}": value.contiguous() for key, value in layer.state_dict().items()}
+        plain = model()
+        plain.load_state_dict({**plain.state_dict(), **matrices})
+        made.save_pretrained(out / name)
+        rest = {at: tensor for at, tensor in made.state_dict().items() if at not in matrices}
+        save_file({**rest, **tensors}, out / name / "model.safetensors", {"format": "pt"})
+        said = json.loads((out / name / "config.json").read_text())
+        said["quantization_config"] = {"quant_method": "hqq", "quant_config": config, "skip_modules": ["lm_head"]}
+        (out / name / "config.json").write_text(json.dumps(said, indent=2) + "\n")
+        expect(out / name, "hqq", matrices, plain)
+
+
 if __name__ == "__main__":
     OUT = Path(sys.argv[1])
     OUT.mkdir(parents=True, exist_ok=True)
-    for make in (compressed, bitsandbytes, torchao):
+    for make in (compressed, bitsandbytes, torchao, hqq):
         make(OUT)
