@@ -10,11 +10,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.config.options import place
 from penstock.config.schema import EngineOptions
-from penstock.core.plan import Masks, StepPlan, StepResult
+from penstock.core.plan import Ints, Masks, StepPlan, StepResult
 from penstock.engine.executor import Begun
 from penstock.engine.ranks import RankGroup
 from penstock.parallel.axis import Place, places
@@ -155,6 +156,11 @@ class _Step:
         self._group = group
         self._begun = begun
         self._result: StepResult | None = None
+
+    def drafts(self) -> Ints:
+        first, *others = self._group.all([one.drafts for one in self._begun])
+        assert all(np.array_equal(first, other) for other in others)
+        return first
 
     def choose(self, masks: Masks) -> None:
         self._group.all([partial(one.choose, masks) for one in self._begun])

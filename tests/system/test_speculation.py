@@ -145,12 +145,39 @@ def test_places_vote_for_the_continuation() -> None:
     assert suffix._chosen(found, torch.tensor([[4, 3, 3, 3]])).tolist() == [[5, 1]]
 
 
-def test_constrained_answers_are_not_drafted_for_and_stay_right() -> None:
-    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs={"regex": "[ab]{6}"})
-    prompt = [{"role": "user", "content": "Write letters."}]
-    with opened() as plain, opened(speculative_model=DRAFT, **FIXED) as drafting:
-        assert drafting.chat(prompt, params, use_tqdm=False)[0].outputs[0].text == plain.chat(
-            prompt, params, use_tqdm=False)[0].outputs[0].text
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"},
+                                           "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}},
+          "required": ["name", "age", "tags"], "additionalProperties": False}
+CONSTRAINTS: list[dict[str, Any]] = [{"regex": "[ab ]{6,40}"}, {"json": SCHEMA}, {"choice": ["the red fox", "the red hen"]}]
+
+
+def constrained(llm: LLM) -> list[Any]:
+    """Answers under masks, in one batch with answers without."""
+    params = [SamplingParams(temperature=temperature, seed=5, max_tokens=50, structured_outputs=structured)
+              for temperature in (0.0, 0.8) for structured in (*CONSTRAINTS, None)]
+    prompts = [[{"role": "user", "content": "Repeat after me: ab ab red fox name age"}]] * len(params)
+    return [(one.outputs[0].token_ids, one.outputs[0].text, one.outputs[0].finish_reason)
+            for one in llm.chat(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("options", [{"speculate": "ngram"}, {"speculative_model": DRAFT}, {"speculative_model": EAGLE},
+                                     {"speculative_model": DRAFT, "depth": 1}], ids=["ngram", "model", "eagle3", "depth 1"])
+def test_constrained_answers_are_drafted_for_and_equal(options: dict[str, Any]) -> None:
+    """There is a mask at every draft position; an answer alone in its batch has drafts of masked rows only."""
+    with opened() as plain, opened(**options, **FIXED) as drafting:
+        assert constrained(drafting) == constrained(plain)
+        before, steps = drafting.engine.stats().accepted_tokens, drafting.engine.stats().steps
+        alone = SamplingParams(temperature=0, max_tokens=50, structured_outputs={"regex": "(ab ){12}"})
+        prompt = [{"role": "user", "content": "Repeat after me: ab ab ab ab"}]
+        assert drafting.chat(prompt, alone, use_tqdm=False)[0].outputs[0].text == "ab " * 12
+        stats = drafting.engine.stats()
+        assert stats.accepted_tokens > before and stats.steps - steps < 20
+
+
+def test_masks_of_ranks_in_processes_know_the_drafts() -> None:
+    with opened(tensor_parallel_size=2) as plain, opened(speculate="ngram", tensor_parallel_size=2, **FIXED) as drafting:
+        assert constrained(drafting) == constrained(plain)
+        assert drafting.engine.stats().accepted_tokens > 0
 
 
 def test_options_in_vllms_spelling() -> None:

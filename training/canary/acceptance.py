@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from training.canary import record
 from training.canary.evaluate import Reference
-from training.canary.heads import Eagle, NextToken
+from training.canary.heads import Eagle, NextToken, features
 from training.canary.masks import seen_within
 from training.canary.ship import place
 from transformers import AutoModelForCausalLM
@@ -58,10 +58,10 @@ def by_eagle(reference: Reference) -> Drafted:
     head, trunk = Eagle.load(place("canary-eagle")).eval(), reference.model
 
     def drafted(ids: torch.Tensor) -> list[list[int]]:
-        features, _ = Eagle.features(trunk, ids, {})
+        states, _ = features(trunk, ids, {})
         embeds, length = trunk.model.embed_tokens(ids), ids.shape[1] - 2
         positions = torch.arange(length)[None]
-        rolled = head(embeds[:, 1:-1], features[:, :-2], positions, seen_within(torch.ones(1, length, dtype=torch.long)), 4)
+        rolled = head(embeds[:, 1:-1], states[:, :-2], positions, seen_within(torch.ones(1, length, dtype=torch.long)), 4)
         targets = head.targets()
         # At place t it drafts the token at t + 2; step k of a draft has k places of its own before.
         return [[-1] * (2 + step) + targets[logits[0, step:].argmax(-1)].tolist() for step, logits in enumerate(rolled)]

@@ -23,7 +23,7 @@ from torch import nn
 from training.canary import cards, record
 from training.canary.data import BATCH, LEARN, TOKEN, Reader, Rows
 from training.canary.documents import BUCKETS, LONG, Bucket
-from training.canary.heads import DRAFTED, Eagle, NextToken
+from training.canary.heads import DRAFTED, Eagle, NextToken, beside, features
 from training.canary.masks import attention, documents_of, seen_within
 from training.canary.members import every_expert
 from training.canary.optimizer import Optimizer, rate
@@ -135,7 +135,7 @@ class EagleTraining(Training):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        self.head = Eagle.beside(self.trunk, self._said())
+        self.head = beside(self.trunk, self._said())
 
     def _said(self) -> torch.Tensor:
         """The tokens that the assistant says most often in one shard of each bucket."""
@@ -152,14 +152,14 @@ class EagleTraining(Training):
         ids = (marked & TOKEN).long()
         document, positions = documents_of(marked)
         with torch.no_grad():
-            features, last = Eagle.features(self.trunk, ids, attention(marked, None, True, self.kind))
+            states, last = features(self.trunk, ids, attention(marked, None, True, self.kind))
             wanted = self.trunk.lm_head(last[:, 1:-1])
             embeds = self.trunk.model.embed_tokens(ids)
         head: Eagle = self.head  # type: ignore[assignment]
         targets = head.targets()
         here = slice(0, -2)  # places with a token two further on
         draftable = head.t2d[wanted.argmax(-1)] & ((marked[:, 2:] & LEARN) > 0)
-        logits = head(embeds[:, 1:-1], features[:, here], positions[:, here], seen_within(document[:, here]), DEPTH)
+        logits = head(embeds[:, 1:-1], states[:, here], positions[:, here], seen_within(document[:, here]), DEPTH)
         loss, agreed = torch.zeros((), device=self.device), []
         for step, each in enumerate(logits):
             begun = shifted_documents(document[:, here], step) == document[:, 2:]

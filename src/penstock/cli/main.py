@@ -31,6 +31,7 @@ COMMANDS = {
     "info": "show what would be loaded, the memory plan and the kernels",
     "eval": "ask graded questions and show how many answers are right",
     "quantize": "write a model's folder quantized, and tell what was lost",
+    "train-draft": "train a head that drafts for a model, from its own hidden states",
     "bench": "measure latency, throughput or a running server",
     "simulate": "serve a recorded trace on simulated replicas",
     "plan": "find how many replicas keep a promise on a recorded trace",
@@ -40,7 +41,7 @@ COMMANDS = {
     "version": "print the version",
 }
 
-HOME = {"show": "info", **dict.fromkeys(("pull", "run", "ls", "rm", "ps", "stop"), "models")}
+HOME = {"show": "info", "train-draft": "train_draft", **dict.fromkeys(("pull", "run", "ls", "rm", "ps", "stop"), "models")}
 """The modules of commands that have none of their own name."""
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.child import Failed
-from penstock.core.plan import Masks, StepPlan, StepResult
+from penstock.core.plan import Ints, Masks, StepPlan, StepResult
 
 BEAT_SECONDS = 0.5
 """The interval at which a rank says that it lives."""
@@ -49,4 +49,10 @@ class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
     result: StepResult
 
 
-Said = Beat | Loading | Answer | Stepped | Failed
+class Drafted(msgspec.Struct, array_like=True, tag="drafted"):
+    """The drafts that a step has written, before its masks come, if `StepPlan.tells_drafts`."""
+
+    tokens: Ints
+
+
+Said = Beat | Loading | Answer | Drafted | Stepped | Failed

@@ -111,6 +111,19 @@ class StepPlan:
         """Whether the plan has no segments. Rows may still leave and pages move."""
         return len(self.rows) == 0
 
+    @property
+    def drafted(self) -> npt.NDArray[np.int64]:
+        """[D] indices of the segments whose drafts the worker's drafter writes."""
+        checked = (self.wants & int(Want.EACH)) > 0
+        if self.proposals:
+            checked &= ~np.isin(self.rows, [proposal.row for proposal in self.proposals])
+        return np.flatnonzero(checked)
+
+    @property
+    def tells_drafts(self) -> bool:
+        """Whether the drafts that the worker writes are reported before the masks, which depend on them."""
+        return bool(len(self.masked)) and bool(np.isin(self.masked, self.drafted).any())
+
 
 @dataclass(slots=True)
 class Masks:

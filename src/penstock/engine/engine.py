@@ -285,8 +285,9 @@ class Engine:
         first, while the device computes this plan's forward pass."""
         masker = self.scheduler.masker
         assert masker is not None
+        drafts = self.executor.drafts() if plan.tells_drafts else None
         self._take_results(1)
-        segments = self.scheduler.masked(plan)
+        segments = self.scheduler.masked(plan, drafts)
         try:
             masks = masker.masks(segments)
         except BaseException:

@@ -1,7 +1,8 @@
 """Executors hand plans to a worker in order, and return a pending result for each.
 
 `submit` returns without waiting where the device allows it; results arrive in submission order. `mask` provides the masks of
-the last submitted plan, once for each plan with masked segments, and for no other plan.
+the last submitted plan, once for each plan with masked segments, and for no other plan; `drafts` comes before where the masks
+depend on drafts that the worker writes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from types import FrameType
 from typing import Protocol
 
 from penstock.core.errors import EngineDeadError
-from penstock.core.plan import Masks, StepPlan, StepResult
+from penstock.core.plan import Ints, Masks, StepPlan, StepResult
 
 
 class Pending(Protocol):
@@ -29,6 +30,10 @@ class Pending(Protocol):
 
 class Begun(Pending, Protocol):
     """A step whose forward pass was launched."""
+
+    def drafts(self) -> Ints:
+        """Waits for the drafts that the worker has written, if `StepPlan.tells_drafts`: those of `StepPlan.drafted`."""
+        ...
 
     def choose(self, masks: Masks) -> None:
         """The second launch of a plan with masked segments: samples its tokens."""
@@ -53,19 +58,26 @@ class Threaded:
         self._worker = worker
         self._queue: queue.SimpleQueue[tuple[StepPlan, Future[StepResult]] | None] = queue.SimpleQueue()
         self._masks: queue.SimpleQueue[tuple[int, Masks] | None] = queue.SimpleQueue()
+        self._drafts: queue.SimpleQueue[Ints | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="penstock-worker", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
             plan, future = item
+            asked = plan.tells_drafts
             try:
                 launched = self._worker.launch(plan)
+                if asked:
+                    self._drafts.put(launched.drafts())
+                    asked = False
                 if len(plan.masked):
                     launched.choose(self._await_masks(plan.id))
                 future.set_result(launched.result())
             except BaseException as error:  # noqa: BLE001 (whoever waits for the step gets it)
                 future.set_exception(error)
+                if asked:
+                    self._drafts.put(None)
 
     def _await_masks(self, plan_id: int) -> Masks:
         found = self._masks.get()
@@ -78,6 +90,10 @@ class Threaded:
         future: Future[StepResult] = Future()
         self._queue.put((plan, future))
         return future
+
+    def drafts(self) -> Ints | None:
+        """Waits for the drafts of the last plan, if it `tells_drafts`; None if it has failed."""
+        return self._drafts.get()
 
     def mask(self, plan_id: int, masks: Masks) -> None:
         self._masks.put((plan_id, masks))
@@ -104,6 +120,11 @@ class Direct:
             self._last = self._worker.launch(plan)
         self._unmasked = plan.id if len(plan.masked) else None
         return self._last
+
+    def drafts(self) -> Ints | None:
+        """Waits for the drafts of the last plan, if it `tells_drafts`."""
+        assert self._last is not None
+        return self._last.drafts()
 
     def mask(self, plan_id: int, masks: Masks) -> None:
         assert self._last is not None and self._unmasked == plan_id, (self._unmasked, plan_id)

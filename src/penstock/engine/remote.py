@@ -26,13 +26,14 @@ from penstock.core.control import (
     CALLS,
     Answer,
     Beat,
+    Drafted,
     Loading,
     Said,
     Stepped,
     Told,
 )
 from penstock.core.errors import EngineDeadError
-from penstock.core.plan import Masks, StepPlan, StepResult
+from penstock.core.plan import Ints, Masks, StepPlan, StepResult
 from penstock.core.wire import decoder, encode
 from penstock.engine.executor import Begun
 from penstock.engine.ranks import Progress, Rank, RankGroup
@@ -58,6 +59,7 @@ class RemoteRank:
         self._outbox, self._inbox = child.bound(context, address)
         self._decode: Callable[[bytes], Said] = decoder(Said)
         self._results: deque[StepResult] = deque()
+        self.drafts: deque[Ints] = deque()
         self.answers: deque[msgspec.Raw | Failed] = deque()
         """Results of calls, or why they failed."""
         self.progress: Progress | None = None
@@ -100,6 +102,8 @@ class RemoteRank:
             self._heard = time.monotonic()
             if isinstance(message, Stepped):
                 self._results.append(message.result)
+            elif isinstance(message, Drafted):
+                self.drafts.append(message.tokens)
             elif isinstance(message, Answer):
                 self.answers.append(message.body)
             elif isinstance(message, Loading):
@@ -286,6 +290,14 @@ class _RemoteStep:
         self._group = group
         self._found: list[StepResult | None] = [None] * len(group.ranks)
         self._result: StepResult | None = None
+
+    def drafts(self) -> Ints:
+        for rank in self._group.ranks:
+            while not rank.drafts:
+                self._group.look(rank)
+        # They are the same on all ranks.
+        first, *_ = [rank.drafts.popleft() for rank in self._group.ranks]
+        return first
 
     def choose(self, masks: Masks) -> None:
         self._group.tell("choose", masks)

@@ -184,10 +184,15 @@ def _taps(config: Config, target: ModelSpec) -> tuple[int, ...]:
     inner = config.values.get("eagle_config") or {}
     given = config.values.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids")
     count = len(target.blocks)
-    found = tuple(given or (2, count // 2, count - 3))
+    found = tuple(given or usual_taps(count))
     if not all(isinstance(layer, int) and 0 <= layer <= count for layer in found):
         raise ModelError(f"the head reads layers {list(found)} of its target; this model has layers 0 to {count}")
     return found
+
+
+def usual_taps(layers: int) -> tuple[int, ...]:
+    """The blocks whose inputs an EAGLE-3 head reads if nothing else is said, of a target of so many."""
+    return 2, layers // 2, layers - 3
 
 
 def _without_norm(block: BlockSpec) -> BlockSpec:

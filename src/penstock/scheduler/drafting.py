@@ -135,8 +135,8 @@ class Drafts:
         expected = _expected(sequence)
         if expected:
             return max(0, min(room, spare, len(expected)))
-        # Masks need tokens that the host knows.
-        if self.policy is None or room <= 0 or sequence.masked or exact:
+        # Forced tokens can be verified once their place is certain, which it is not behind drafts.
+        if self.policy is None or room <= 0 or exact or (sequence.expected is not None and sequence.slack):
             return 0
         return max(0, min(room, self.policy.count(sequence)))
 

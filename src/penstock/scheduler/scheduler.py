@@ -15,7 +15,7 @@ import numpy as np
 from penstock.cache.manager import Cache
 from penstock.core.errors import RequestError
 from penstock.core.masking import MaskedSegment, Masker
-from penstock.core.plan import NOT_FINITE, StepPlan, StepResult, Want
+from penstock.core.plan import NOT_FINITE, Ints, StepPlan, StepResult, Want
 from penstock.core.request import PHASES, EngineStats, Request, Update
 from penstock.core.sequence import Sequence
 from penstock.core.steptime import StepTime
@@ -163,11 +163,17 @@ class Scheduler:
         self.cache.drain(plan)
         return plan
 
-    def masked(self, plan: StepPlan) -> list[MaskedSegment]:
-        """Returns the masked segments of the plan made last."""
+    def masked(self, plan: StepPlan, drafted: Ints | None = None) -> list[MaskedSegment]:
+        """Returns the masked segments of the plan made last. `drafted`: the drafts that the worker has written."""
         step = self.in_flight[-1]
         assert step.id == plan.id, (step.id, plan.id)
         drafts = {proposal.row: proposal.tokens for proposal in plan.proposals}
+        if plan.tells_drafts:
+            # A plan that has failed has told none; its error follows.
+            told = (np.zeros(int((plan.counts[plan.drafted] - 1).sum()), np.int32) if drafted is None else drafted).tolist()
+            for segment in plan.drafted.tolist():
+                count = int(plan.counts[segment]) - 1
+                drafts[int(plan.rows[segment])], told = told[:count], told[count:]
         return [MaskedSegment(step.sequences[segment], drafts.get(int(plan.rows[segment]), []))
                 for segment in plan.masked.tolist()]
 

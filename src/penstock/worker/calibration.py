@@ -9,17 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from penstock import models
-from penstock.core.layout import lay_out
-from penstock.layers.step import GroupStep, Step
-from penstock.ops.registry import bind
-from penstock.platform.facts import detect, device_name
-from penstock.worker.arena import Arena
-
-_PAGE = 16
+from penstock.worker.windows import Windows
 
 
 class Moments:
@@ -27,17 +19,8 @@ class Moments:
 
     def __init__(self, folder: Path, config: dict[str, Any], dtype: str, device: str,
                  windows: Sequence[Sequence[int]]) -> None:
-        facts = detect(device)
-        self._device, kind = torch.device(device_name(device, facts)), getattr(torch, dtype)
         self._windows = [torch.tensor(window, dtype=torch.int32) for window in windows]
-        longest = max(map(len, windows))
-        self._model = models.load(folder, config, dtype=kind, device=self._device, kernels=bind(facts, kind),
-                                  load_format="auto", max_model_len=longest, seed=0)
-        none = lay_out(self._model.states, _PAGE, 0)
-        room = none.slab_bytes * (none.slabs_for(longest, longest) + 1)
-        arena = Arena(lay_out(self._model.states, _PAGE, room), self._device)
-        self._groups = len(none.groups)
-        self._model.attach(arena.views(self._model.states))
+        self._reader = Windows(folder, config, dtype, device, max(map(len, windows)))
         self._block, self._found = "", dict[str, torch.Tensor]()
 
     def of(self, path: str) -> torch.Tensor | None:
@@ -48,7 +31,7 @@ class Moments:
             self._block, self._found = block, {}
             with torch.inference_mode():
                 for window in self._windows:
-                    self._run(window.to(self._device))
+                    self._reader.read(window, self)
         return self._found.get(path)
 
     def shrink(self, path: str, x: torch.Tensor, /) -> None:
@@ -68,16 +51,3 @@ class Moments:
 
     def head(self, _x: torch.Tensor, out: torch.Tensor, _bias: torch.Tensor | None, /) -> torch.Tensor:
         return out
-
-    def _run(self, tokens: torch.Tensor) -> None:
-        """One window as a prompt."""
-        model, count = self._model, len(tokens)
-        columns = -(-count // _PAGE)
-        zero, ends = (torch.tensor(values, dtype=torch.int32, device=self._device) for values in ([0], [0, count]))
-        tables = [torch.arange(columns, dtype=torch.int32, device=self._device)[None]] * self._groups
-        built = model.kernels.build_step(tokens[None], tables, zero, zero, ends, _PAGE, count, columns)
-        counts = np.array([count], np.int32)
-        work = [one.ops.prepare(one.geometry, counts, counts, 1, count) for one in model.works]
-        model.forward(Step(built.tokens, built.positions, ends, ends[1:], [
-            GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)],
-            [None if one is None else torch.from_numpy(one).to(self._device) for one in work], [[] for _ in work], delta=self))

@@ -37,10 +37,7 @@ class Drafting:
     @cached_property
     def segments(self) -> npt.NDArray[np.int64]:
         """[D] indices of the plan's segments."""
-        checked = (self.plan.wants & int(Want.EACH)) > 0
-        if self.plan.proposals:
-            checked &= ~np.isin(self.plan.rows, [proposal.row for proposal in self.plan.proposals])
-        return np.flatnonzero(checked)
+        return self.plan.drafted
 
     @cached_property
     def count(self) -> Ints:
@@ -56,6 +53,16 @@ class Drafting:
     def length(self) -> torch.Tensor:
         """[D] int32, on the device: number of known tokens of each row."""
         return self._there[1]
+
+    def written(self) -> torch.Tensor:
+        """The drafts of all segments, one after the other, on the device."""
+        return self.rows.tokens[self.places(self.count)]
+
+    def places(self, counts: Ints) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, positions) of so many tokens behind the known ones of each segment's row, on the device."""
+        pairs = np.stack((np.repeat(np.arange(len(counts)), counts), within(counts))).astype(np.int32)
+        segment, place = upload(pairs, self.rows.device).long()
+        return self.row[segment].long(), self.length[segment].long() + place
 
     @cached_property
     def _there(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,6 +173,4 @@ def parts(counts: Ints, budget: int) -> Iterator[slice]:
 
 def hide(drafting: Drafting, counts: Ints, mask: int) -> None:
     """Writes so many mask tokens behind the known tokens of the segments' rows."""
-    segment, place = upload(np.stack((np.repeat(np.arange(len(counts)), counts), within(counts))).astype(np.int32),
-                            drafting.rows.device).long()
-    drafting.rows.tokens[drafting.row[segment].long(), drafting.length[segment].long() + place] = mask
+    drafting.rows.tokens[drafting.places(counts)] = mask

@@ -23,6 +23,7 @@ from penstock.core.control import (
     STEPS,
     Answer,
     Beat,
+    Drafted,
     Loading,
     Said,
     Stepped,
@@ -81,6 +82,8 @@ class Loop:
         argument = self._steps[told.call](told.body)
         if told.call == "launch":
             self._flying.append(self.rank.launch(argument))
+            if argument.tells_drafts:
+                self._say(Drafted(self._flying[-1].drafts()))
         else:
             self._flying[-1].choose(argument)
 

@@ -87,6 +87,23 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
+class Arriving:
+    """A tensor on its way to the host, which may be waited for before the rest of the step."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._there = to_host(tensor)
+        self._event = torch.cuda.Event() if tensor.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def numpy(self) -> npt.NDArray[np.int32]:
+        """Waits for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: npt.NDArray[np.int32] = self._there.numpy()
+        return found
+
+
 def upload(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
     """Enqueues a copy of an array that may be freed or changed at once; on a CPU returns a tensor of its memory."""
     tensor = torch.from_numpy(array)

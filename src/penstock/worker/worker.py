@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.layout import CacheLayout
-from penstock.core.plan import Logprobs, Masks, StepPlan, StepResult, Want
+from penstock.core.plan import Ints, Logprobs, Masks, StepPlan, StepResult, Want
 from penstock.layers.decoder import Decoder
 from penstock.ops.lora import Slabs
 from penstock.parallel.pipe import Pipe
@@ -33,6 +33,7 @@ from penstock.worker.runner import Runner
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, RowMasks, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
 from penstock.worker.sizes import fitted, fitted_sizes
+from penstock.worker.staging import Arriving
 from penstock.worker.step import picks_of
 from penstock.worker.verify import STRICT, Verified, Verifier
 
@@ -96,6 +97,8 @@ class Launched:
         self._chosen = chosen or Chosen()
         self._picks = picks
         self._result: StepResult | None = None
+        self.told: Arriving | None = None
+        """The drafts that were written, if `StepPlan.tells_drafts`."""
 
     @property
     def waits(self) -> bool:
@@ -105,6 +108,11 @@ class Launched:
     def ended(self) -> bool:
         """Whether `result` would return at once."""
         return self._choose is None and self._interval.ended()
+
+    def drafts(self) -> Ints:
+        """Waits for the drafts of the plan's `drafted` segments, one after the other, if it `tells_drafts`."""
+        assert self.told is not None
+        return self.told.numpy()
 
     def choose(self, masks: Masks | None) -> None:
         """Enqueues the second launch, which samples tokens from the logits. Called once, if `waits`."""
@@ -285,7 +293,7 @@ class Worker:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
-        interval = self.clock.start()
+        interval, told = self.clock.start(), None
         if self.returning is not None and self.model.spec.begins:
             self.returning.take(plan)
         if self.balancing is not None and not plan.idle:
@@ -302,7 +310,10 @@ class Worker:
         if self.movers is not None:
             self.movers.load(plan)
         if self.drafter is not None and not plan.idle:
-            self.drafter.propose(Drafting(plan, self.rows))
+            drafting = Drafting(plan, self.rows)
+            self.drafter.propose(drafting)
+            if plan.tells_drafts:
+                told = Arriving(drafting.written())
         whole = self.graphs is not None and not plan.idle and not self._follows and self.verifier.thinking is None
         decoded = self.graphs.decode(plan) if self.graphs is not None and whole else None
         if decoded is not None:
@@ -327,7 +338,9 @@ class Worker:
         interval.leave_model()
         if len(plan.masked):
             choose = partial(self._choose_masked, plan, forward, interval)
-            return Launched(plan, interval, self.movers, choose, picks=self._picks)
+            launched = Launched(plan, interval, self.movers, choose, picks=self._picks)
+            launched.told = told
+            return launched
         return Launched(plan, interval, self.movers, None, self._choose(plan, forward, interval, None), self._picks)
 
     def follow(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from training.canary.acceptance import steps
-from training.canary.heads import LAYERS, Eagle, NextToken, shard
+from training.canary.heads import LAYERS, Eagle, NextToken, beside, shard
 from training.canary.masks import seen_within
 from training.canary.members import MEMBERS
 from transformers import AutoModelForCausalLM
@@ -21,7 +21,7 @@ def eagle() -> Eagle:
     torch.manual_seed(0)
     trunk = MEMBERS["canary"].build(TOKENS)
     drafted = torch.randperm(4096)[:300]
-    head = Eagle.beside(trunk, drafted).eval()
+    head = beside(trunk, drafted).eval()
     assert head.targets().tolist() == drafted.sort().values.tolist()
     assert head.t2d.nonzero()[:, 0].tolist() == head.targets().tolist()
     return head
