@@ -26,8 +26,10 @@ from penstock.cli.bench.environment import environment
 from penstock.ops import coded_triton as ct
 from penstock.ops.activation import gated as gate
 from penstock.ops.coded_forms import CodedWeight
-from penstock.ops.coded_triton import CodedTriton, Cut
+from penstock.ops.coded_triton import CodedTriton
+from penstock.ops.linear_triton import Tile
 from penstock.quant.fp8 import FP8
+from penstock.quant.gguf import GGUF
 from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
 from penstock.quant.normal import Table4
@@ -35,12 +37,12 @@ from penstock.quant.normal import Table4
 SCHEMES: dict[str, Any] = {
     "int4g128": Grouped(4, 128), "awq": Grouped(4, 128, "uint8"), "fp8": FP8("token"), "fp8_block": FP8("group", (128, 128)),
     "fp8_plain": FP8(), "int8": Int8("token"), "int8_plain": Int8(), "int8g128": Grouped(8, 128), "int4g32": Grouped(4, 32),
-    "mxfp4": MXFP4(), "mxfp8": MXFP8(), "nvfp4": NVFP4(), "nf4": Table4("nf4", 64)}
+    "mxfp4": MXFP4(), "mxfp8": MXFP8(), "nvfp4": NVFP4(), "nf4": Table4("nf4", 64), "q4_k": GGUF("q4_k")}
 SHAPES = {"qkv": (6144, 4096, False), "o": (4096, 4096, False), "up": (28672, 4096, True), "down": (4096, 14336, False)}
 PEAK = {torch.bfloat16: 800e12, torch.float8_e4m3fn: 1600e12, torch.int8: 1600e12}
 
 
-def candidates(weight: CodedWeight, rows: int, gated: bool) -> list[Cut]:
+def candidates(weight: CodedWeight, rows: int, gated: bool) -> list[Tile]:
     tall = max(16, 1 << (rows - 1).bit_length())
     found = []
     if rows <= 64:
@@ -50,13 +52,20 @@ def candidates(weight: CodedWeight, rows: int, gated: bool) -> list[Cut]:
         for count, stages in depths:
             for split in (1, 2) if gated else (1, 2, 4, 8):
                 if weight.n // 64 * split <= 900:
-                    found.append(Cut(tall, 64, count, split, stages=stages, swap=True))
+                    found.append(Tile(tall, 64, count, split, stages=stages, swap=True))
     else:
         for wide, warps, stages in ((64, 4, 3), (64, 4, 4), (128, 8, 3)):
             for split in (1, 2, 4):
                 if split * -(-weight.n // wide) * -(-rows // 128) <= 400 and (not gated or (split == 1 and stages == 3)):
-                    found.append(Cut(128, wide, 1, split, warps, stages, swap=True, group=8))
-    return [cut for cut in found if weight.padded % (cut.units * weight.unit) == 0]
+                    found.append(Tile(128, wide, 1, split, warps, stages, swap=True, group=8))
+    return [cut for cut in found if weight.padded % (cut.deep * weight.unit) == 0]
+
+
+def superblocks(n: int, k: int) -> dict[str, torch.Tensor]:
+    """Q4_K's blocks with random codes and 6-bit scales, about as large as the matrix would have them."""
+    found = torch.randint(0, 256, (n, k // 256, 144), dtype=torch.uint8, device="cuda")
+    found[..., :4] = torch.tensor([k ** -0.5 / 100, k ** -0.5 / 15], dtype=torch.float16, device="cuda").view(torch.uint8)
+    return {"weight": found.flatten(-2)}
 
 
 def tried(call: Callable[[], Any]) -> bool:
@@ -91,7 +100,7 @@ def main() -> None:
 def measured(name: str, shape: str, rows_list: list[int], sweep: bool, bandwidth: float) -> list[dict[str, Any]]:
     scheme, (n, k, gated) = SCHEMES[name], SHAPES[shape]
     matrix = torch.randn(n, k, device="cuda").mul_(k ** -0.5).to(torch.bfloat16)
-    parts = scheme.encode(matrix)
+    parts = superblocks(n, k) if name == "q4_k" else scheme.encode(matrix)
     exact = scheme.decode(parts, torch.float32)
     first = CodedTriton.pack(scheme, parts, (n, k), torch.bfloat16)
     copies = [first] + [CodedTriton.pack(scheme, {key: part.clone() for key, part in parts.items()}, (n, k), torch.bfloat16)
@@ -99,7 +108,7 @@ def measured(name: str, shape: str, rows_list: list[int], sweep: bool, bandwidth
     ops, kind, records = CodedTriton(False), "silu" if gated else None, []
     tiles = {rows: candidates(first, rows, gated) if sweep else [] for rows in rows_list}
 
-    def run(cut: Cut, x: torch.Tensor, weight: CodedWeight) -> torch.Tensor:
+    def run(cut: Tile, x: torch.Tensor, weight: CodedWeight) -> torch.Tensor:
         codes, scales = (x, None) if weight.scaled == "none" else ct.quantized(x, weight)
         return ct.launch(cut, codes, scales, weight, None, x.dtype, kind)
 
@@ -147,8 +156,8 @@ def measured(name: str, shape: str, rows_list: list[int], sweep: bool, bandwidth
     return records
 
 
-def cut_name(cut: Cut) -> str:
-    return f"{cut.tall}x{cut.wide}x{cut.units}/{cut.split} w{cut.warps} s{cut.stages}"
+def cut_name(cut: Tile) -> str:
+    return f"{cut.tall}x{cut.wide}x{cut.deep}/{cut.split} w{cut.warps} s{cut.stages}"
 
 
 if __name__ == "__main__":

@@ -60,13 +60,16 @@ def test_attention_is_that_over_decoded_numbers(name: str, attention: TritonAtte
     close(found, case.run(reference("attention")), 0.1, 2.0)
 
 
-@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
-def test_half_precision(name: str) -> None:
-    """Products run on converted codes in the model's 16 bits."""
-    case = built(Case([(50, 40), (130, 1)], 2, 1, 64), torch.float16)
+@pytest.mark.parametrize("case", [Case([(50, 40), (130, 1)], 2, 1, 64), Case([(300, 1), (40, 2)], 4, 2, 80, window=50)],
+                         ids=["whole", "window"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "fp8_per_token_head", "int8", "int4"])
+def test_half_precision(name: str, case: Case) -> None:
+    """Products run on converted codes in 16 bits: those of 8 bits as words of two."""
+    case = built(case, torch.float16)
     k, v, scales, keys, values = written(case, _named(name), reference("cache_write"))
     case.q, case.k, case.v = case.q, keys, values
-    found = TRITON.apply(case.q, k, v, case.table, case.query_start, case.context, 0.125, scales=scales)
+    found = TRITON.apply(case.q, k, v, case.table, case.query_start, case.context, case.size**-0.5, case.window,
+                         scales=scales)
     case.q = case.q.float()
     close(found, case.run(reference("attention")), 1.0, 2.0)
 

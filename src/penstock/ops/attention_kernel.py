@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.ops.codec_kernel import decoded, element
+from penstock.ops.codec_kernel import decoded, element, halved
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -31,6 +31,76 @@ def _merge(acc, peak, total, more_acc, more_peak, more_total):
     total = tl.fma(more_total, new, total * old)
     acc = tl.fma(more_acc, tl.broadcast_to(new[:, None], acc.shape), acc * old[:, None])
     return acc, top, total
+
+
+@triton.jit
+def _edited(scores, key, position, slope, scale, softcap, window, highest, group: tl.constexpr, windowed: tl.constexpr,
+            capped: tl.constexpr, sloped: tl.constexpr, masked: tl.constexpr):
+    """Products of queries and keys [rows, keys] as scores, -inf where a query may not see a key (masked). If neither capped nor
+    sloped, they still lack the scale."""
+    rows = tl.arange(0, scores.shape[0]) // group
+    if capped:
+        x = scores * (scale / softcap)
+        small = tl.exp2(tl.abs(x) * (-2.0 * _LOG2E))
+        scores = (1.0 - small) / (1.0 + small) * tl.where(x < 0, -softcap * _LOG2E, softcap * _LOG2E)
+    elif sloped:
+        away = key[None] - (position + rows)[:, None]
+        scores = (scores * scale + slope[:, None] * away.to(tl.float32)) * _LOG2E
+    if masked:
+        mine = (position + rows)[:, None]
+        seen = (key[None] <= mine) & (key < highest)[None]
+        if windowed:
+            seen = seen & (key[None] > mine - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _scan_words(q, slope, k_cache, v_cache, table, start, stop, lowest, highest, position, scale, softcap, window, page_stride,
+                slot_stride, beside, group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
+                windowed: tl.constexpr, capped: tl.constexpr, sloped: tl.constexpr, k_form: tl.constexpr, fast: tl.constexpr):
+    """A masked `_scan` over 8-bit codes with at most one scale a vector: words of two codes become two operands of float16, for
+    even and for odd elements."""
+    block_m: tl.constexpr = q.shape[0]
+    block_d: tl.constexpr = q.shape[1]
+    offset = tl.arange(0, block_n)
+    q_even, q_odd = tl.split(tl.reshape(q.to(tl.float16), (block_m, block_d // 2, 2)))
+    even = tl.zeros((block_m, block_d // 2), tl.float32)
+    odd = tl.zeros((block_m, block_d // 2), tl.float32)
+    peak = tl.full((block_m,), float("-inf"), tl.float32)
+    total = tl.zeros((block_m,), tl.float32)
+    k_scales, v_scales, _, _, ks_page, ks_slot, vs_page, vs_slot, lift = beside
+    page = tl.load(table + (start + offset) // page_size, mask=(start + offset >= lowest) & (start + offset < highest), other=0)
+    for first in range(start, stop, block_n):
+        key = first + offset
+        here, inside = page.to(tl.int64), (key % page_size).to(tl.int64)
+        page = tl.load(table + first // page_size + (first % page_size + offset + block_n) // page_size,
+                       mask=key + block_n < tl.minimum(stop, highest), other=0)
+        live, at = (key >= lowest) & (key < highest), here * page_stride + inside * slot_stride
+        k_even, k_odd = halved(k_cache, at, live, size, block_d, fast)
+        v_even, v_odd = halved(v_cache, at, live, size, block_d, fast)
+        scores = tl.dot(q_even, tl.trans(k_even))
+        scores = tl.dot(q_odd, tl.trans(k_odd), scores)
+        if k_form // 256 % 2:
+            scores *= tl.load(k_scales + here * ks_page + inside * ks_slot, mask=live, other=0.0).to(tl.float32)[None, :]
+        factor = 1.0 if capped or sloped else scale * _LOG2E
+        scores = _edited(scores, key, position, slope, scale, softcap, window, highest, group, windowed, capped, sloped, True)
+        top = tl.maximum(peak, tl.max(scores, 1) * factor)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        old = tl.exp2(peak - shift)
+        factors = tl.full(scores.shape, factor, tl.float32)
+        weights = tl.exp2(tl.fma(scores, factors, tl.broadcast_to(-shift[:, None], scores.shape)))
+        total = tl.fma(total, old, tl.sum(weights, 1))
+        if k_form // 256 % 2:
+            gain = tl.load(v_scales + here * vs_page + inside * vs_slot, mask=live, other=0.0).to(tl.float32)
+            weights *= (gain * lift)[None, :]
+        else:
+            weights *= lift
+        narrow = weights.to(tl.float16)
+        even = tl.dot(narrow, v_even, even * old[:, None])
+        odd = tl.dot(narrow, v_odd, odd * old[:, None])
+        peak = top
+    return tl.reshape(tl.join(even, odd), (block_m, block_d)), peak, total
 
 
 @triton.jit
@@ -98,23 +168,8 @@ def _scan(q, q_tail, slope, acc, peak, total, closed_acc, closed_peak, closed_to
         if tail > 0:
             k_tail = tl.load(t_inside + jump, mask=((key >= lowest) & (key < highest))[:, None] & (t < tail)[None], other=0.0)
             scores = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), scores, input_precision="ieee")
-        if capped:
-            x = scores * (scale / softcap)
-            small = tl.exp2(tl.abs(x) * (-2.0 * _LOG2E))
-            scores = (1.0 - small) / (1.0 + small) * tl.where(x < 0, -softcap * _LOG2E, softcap * _LOG2E)
-            factor = 1.0
-        elif sloped:
-            away = key[None] - (position + tl.arange(0, block_m) // group)[:, None]
-            scores = (scores * scale + slope[:, None] * away.to(tl.float32)) * _LOG2E
-            factor = 1.0
-        else:
-            factor = scale * _LOG2E
-        if masked:
-            mine = (position + tl.arange(0, block_m) // group)[:, None]
-            seen = (key[None] <= mine) & (key < highest)[None]
-            if windowed:
-                seen = seen & (key[None] > mine - window)
-            scores = tl.where(seen, scores, float("-inf"))
+        factor = 1.0 if capped or sloped else scale * _LOG2E
+        scores = _edited(scores, key, position, slope, scale, softcap, window, highest, group, windowed, capped, sloped, masked)
         full = (first % unit == 0) & (first > begin) if closing else False
         before = tl.where(full, float("-inf"), peak) if closing else peak
         top = tl.maximum(before, tl.max(scores, 1) * factor)
@@ -236,14 +291,15 @@ def _place(base, token_stride, head_stride, token, mates, listed, first, queries
            shared: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr, form: tl.constexpr = 0):
     """Returns (head, mask, pointers) of a tile's rows from query `first` on, in q or out. Columns are in the order in which
     `form` decodes them."""
-    row, d = tl.arange(0, block_m), element(tl.arange(0, block_d), size, form)
+    row, column = tl.arange(0, block_m), tl.arange(0, block_d)
     query = first + row // group
     tokens = token + query
     if shared:
         tokens = _mate(mates, listed, query, first + queries, 0, tokens)
     heads = tl.program_id(0) * group + row % group
-    kept = (row // group < queries)[:, None] & (d < size)[None]
-    return heads, kept, base + tokens.to(tl.int64)[:, None] * token_stride + heads[:, None] * head_stride + d[None]
+    kept = (row // group < queries)[:, None] & (column < size)[None]
+    place = tokens.to(tl.int64)[:, None] * token_stride + heads[:, None] * head_stride
+    return heads, kept, base + place + element(column, size, form)[None]
 
 
 @triton.jit
@@ -353,15 +409,15 @@ def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counter
            block_n: tl.constexpr, block_d: tl.constexpr, block_t: tl.constexpr, rows: tl.constexpr, windowed: tl.constexpr,
            capped: tl.constexpr, sunk: tl.constexpr, sloped: tl.constexpr, fixed: tl.constexpr,
            edges: tl.constexpr, shared: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr, linked: tl.constexpr,
-           fields: tl.constexpr):
+           fields: tl.constexpr, words: tl.constexpr, fast: tl.constexpr):
     """Computes one item for one KV head. Grid (KV heads, items); an item without queries is inert.
 
     Rows are (query, head of the group), heads within a query. shared: tiles may hold single tokens of several segments,
     listed in `mates`: one item has all of them for the keys of the shared prefix, others one of them each for its own keys.
     edges: blocks whose keys all queries see run unmasked, which pays if most blocks are of this kind (prefill). fixed
     (batch-invariant mode): partial sums end at multiples of the item's `unit` of keys, so they do not depend on where an item
-    begins or ends. The program that completes a tile's last part merges all parts in order, so the result does not depend on
-    which program that is.
+    begins or ends. words: 8-bit codes are read by `_scan_words`. The program that completes a tile's last part merges all parts
+    in order, so the result does not depend on which program that is.
     """
     head = tl.program_id(0)
     item = items + tl.program_id(1) * fields
@@ -423,10 +479,15 @@ def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counter
                 _store_part(more_acc, more_peak, more_total, parts_acc, parts_sum, own_slot + done * queries, queries, group)
                 done += 1
     else:
-        acc, peak, total = _attend(
-            tile, end_tile, slope, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position, scale,
-            softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size, block_n, windowed, capped, sloped,
-            k_form, v_form, edges, False)
+        if words:
+            acc, peak, total = _scan_words(
+                tile, slope, k_cache, v_cache, table, begin, end, lowest, highest, position, scale, softcap, window,
+                page_stride, slot_stride, beside, group, size, page_size, block_n, windowed, capped, sloped, k_form, fast)
+        else:
+            acc, peak, total = _attend(
+                tile, end_tile, slope, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
+                scale, softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size, block_n, windowed,
+                capped, sloped, k_form, v_form, edges, False)
         if ends > 1:
             _store_part(acc, peak, total, parts_acc, parts_sum, own_slot, queries, group)
             done += 1

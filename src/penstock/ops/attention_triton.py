@@ -104,7 +104,8 @@ class TritonAttention(AttentionOps):
         parts = torch.empty(room * (block_d + 2), dtype=torch.float32, device=q.device)
         linked, (given, forms, fixed) = gpu.linked(q.device), decoding(scales, k_cache, v_cache, q)
         # Float16 has no room for small weights times small scales.
-        lift = 64.0 if scales is not None and q.dtype is torch.float16 else 1.0
+        words = not broad and not self.invariant and _by_words(scales, k_cache, q)
+        lift = 64.0 if words or (scales is not None and q.dtype is torch.float16) else 1.0
         attend[(kv_heads, launch.items)](
             q, k_cache, v_cache, out, table, out if sinks is None else sinks,
             out if slopes is None else slopes, work[launch.offset:], work[launch.mates:],
@@ -115,8 +116,15 @@ class TritonAttention(AttentionOps):
             block_n=shape.block_n, block_d=block_d, block_t=_block(geometry.tail), rows=shape.queries * group,
             windowed=geometry.window > 0, capped=softcap != 0.0, sunk=sinks is not None, sloped=slopes is not None,
             fixed=self.invariant, edges=broad, shared=launch.shared, linked=linked,
-            fields=attention_work.FIELDS, num_warps=shape.warps,
+            fields=attention_work.FIELDS, words=words, fast=q.device.type != "cpu", num_warps=shape.warps,
             num_stages=_stages(shape, geometry, q.device), launch_pdl=linked)
+
+
+def _by_words(scales: Scales | None, cache: torch.Tensor, q: torch.Tensor) -> bool:
+    """Whether the kernel reads codes as words of two: those of 8 bits without groups, at strides of whole loads."""
+    if scales is None or q.dtype is torch.float32 or any(stride % 16 for stride in cache.stride()[:3]):
+        return False
+    return all(coding.bits == 8 and not coding.group for coding in (scales.codec.key, scales.codec.value))
 
 
 def _stages(shape: Shape, geometry: Geometry, device: torch.device) -> int:

@@ -63,6 +63,38 @@ def decoded(codes, at, scales, at_scale, table, kept, size: tl.constexpr, block_
 
 
 @triton.jit
+def halved(codes, at, kept, size: tl.constexpr, block_d: tl.constexpr, fast: tl.constexpr):
+    """Vectors of 8-bit codes at codes + at [N] as two tiles [N, block_d / 2] of float16, in units of the scale: their even
+    elements, their odd ones. Strides are multiples of 16 bytes.
+
+    Codes are loaded as words of two: shared memory has no transposed reads of single bytes, which values need.
+    """
+    kind: tl.constexpr = codes.dtype.element_ty
+    place = tl.arange(0, block_d // 2)
+    words = codes.to(tl.pointer_type(tl.uint16), bitcast=True) + tl.multiple_of(at // 2, 8)[:, None]
+    word = tl.load(words + place[None, :], mask=kept[:, None] & (place < size // 2)[None, :], other=0)
+    if fast and kind == tl.float8e4nv:
+        even, odd = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t; "
+            "cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }", "=r,=r,r", [word], dtype=(tl.float16, tl.float16),
+            is_pure=True, pack=2)
+    elif fast and kind == tl.float8e5:
+        even, odd = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xFF00FF00;", "=&r,=r,r", [word], dtype=(tl.float16, tl.float16),
+            is_pure=True, pack=2)
+    elif fast and kind == tl.int8:
+        # The bits of 1024 + (code + 128), of which the float subtraction is exact.
+        even, odd = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; xor.b32 t, $2, 0x80808080; prmt.b32 $0, t, 0x64646464, 0x4240; "
+            "prmt.b32 $1, t, 0x64646464, 0x4341; }", "=&r,=&r,r", [word], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+        even, odd = even - 1152.0, odd - 1152.0
+    else:
+        even = (word & 255).to(tl.uint8).to(kind, bitcast=True).to(tl.float16)
+        odd = (word >> 8).to(tl.uint8).to(kind, bitcast=True).to(tl.float16)
+    return even, odd
+
+
+@triton.jit
 def _rounded(x):
     """To the nearest integer, halves to even: 1.5 * 2^23 leaves no room for a fraction."""
     return (x + 12582912.0) - 12582912.0
