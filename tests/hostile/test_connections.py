@@ -56,6 +56,7 @@ def test_headers_are_bounded(server: Served) -> None:
                        (b"GET /" + b"a" * 10_000_000, "--max-header-bytes"),
                        (POST + b"a: b\r\n" * 100_000, "--max-header"),
                        (POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1;" + b"x" * 10_000_000, "framing"),
+                       (POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 1_000_000, "framing"),
                        (POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nx: " + b"x" * 10_000_000, "framing")):
         began = time.monotonic()
         with connect(server) as connection:

@@ -28,6 +28,7 @@ from penstock.engine.inputs import Prompt
 from penstock.engine.loading import find, inputs_of, load_text
 from penstock.engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Outputs, RequestOutput
 from penstock.engine.pooling import PoolingRequestOutput, Scorer, Text
+from penstock.engine.work import SELDOM
 from penstock.text import Tokenizer
 
 Message = Mapping[str, Any]
@@ -43,9 +44,6 @@ Bar = bool | Callable[..., Any]
 
 _A_TURN = 64
 """Requests submitted to the engine before each turn: usually more than a step has room for, and less work than a turn."""
-
-_SELDOM = 1000
-"""Collections of the middle generation per full garbage collection while a batch runs: some millions of surviving objects."""
 
 _FEW = 256
 """The number of requests that may always run at once; fewer would leave a large device idle."""
@@ -406,11 +404,11 @@ def _old_objects_at_rest() -> Iterator[None]:
     """Makes full garbage collections rare inside the block: in a large program one takes longer than a step, and a batch
     allocates enough objects to trigger many."""
     first, second, third = gc.get_threshold()
-    if third >= _SELDOM:
+    if third >= SELDOM:
         # Another caller has raised the threshold already, and restores it.
         yield
         return
-    gc.set_threshold(first, second, _SELDOM)
+    gc.set_threshold(first, second, SELDOM)
     try:
         yield
     finally:

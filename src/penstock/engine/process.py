@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import importlib
 import itertools
 import shutil
@@ -28,7 +27,7 @@ from penstock.core.child import Failed, Refused
 from penstock.core.errors import EngineDeadError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.loading import ModelFiles, find
-from penstock.engine.work import give_back_memory, keep_little
+from penstock.engine.work import collect_rarely, give_back_memory, keep_little
 
 Reply = TypeVar("Reply")
 
@@ -246,9 +245,7 @@ def main() -> None:
 
 def _serve(start: Start, inbox: child.Socket, send: Callable[[ToParent], None]) -> None:
     engine = _load(start, send)
-    # Objects made at start-up stay: exclude them from garbage collection.
-    gc.collect()
-    gc.freeze()
+    collect_rarely()
     Loop(engine, inbox, send).run()
     # Not after a failure: closing a broken engine may fail or hang, and the reason must be sent.
     engine.close()

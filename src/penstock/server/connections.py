@@ -44,6 +44,9 @@ MOST_PIPELINED = 16
 PROBE_SECONDS = 2.0
 """Header timeout of connections beyond the limit."""
 
+_PIECE = 64 << 10
+"""Bytes of a body that are parsed before its framing is checked: tiny chunks take a microsecond each."""
+
 LOG_SECONDS = 10.0
 """The least time between two log lines about refused connections."""
 
@@ -213,11 +216,11 @@ class Connection(HttpToolsProtocol):
                         self._refuse(f"the request's headers have more than {options.max_header_bytes:,} bytes "
                                      "(--max-header-bytes)", 431)
                 else:
-                    self._overhead += len(data)
-                    piece, data = data, b""
+                    piece, data = data[:_PIECE], data[_PIECE:]
+                    self._overhead += len(piece)
                     self.parser.feed_data(piece)
                     # Chunk sizes, extensions and trailers, which the parser keeps or skips without end.
-                    if self._overhead > options.max_header_bytes + 16 * self._body_bytes:
+                    if self._overhead > options.max_header_bytes + self._body_bytes:
                         self._refuse("the request's chunks have more framing than content", 400)
         except httptools.HttpParserUpgrade:
             pass
@@ -243,6 +246,7 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
         if len(self.headers) > self.group.options.max_header_count:
             self._refuse(f"the request has more than {self.group.options.max_header_count} headers (--max-header-count)", 431)
+            raise httptools.HttpParserError("too many headers")  # ends the parsing of what has come
 
     def on_headers_complete(self) -> None:
         if self.transport.is_closing():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 import os
 import signal
 import socket
@@ -25,7 +24,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.request import EngineInfo
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.process import ENGINE
-from penstock.engine.work import LARGE, keep_little
+from penstock.engine.work import LARGE, collect_rarely, keep_little
 from penstock.observe.log import LOG
 from penstock.observe.notify import notify
 from penstock.server.adapters import Folder
@@ -120,9 +119,7 @@ class ServerRun:
             LOG.info("stopped before the model was loaded")
             return 0
         starting.result()
-        # Objects made at start-up stay: exclude them from garbage collection.
-        gc.collect()
-        gc.freeze()
+        collect_rarely()
         if self._serving is None:
             self._serving = asyncio.create_task(self._listener.serve(self._sockets))
             while not self._listener.started:

@@ -1,0 +1,52 @@
+"""What a connection's bytes may cost: parsing ends where a limit is passed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from penstock.config.schema import ServerOptions
+from penstock.server.connections import Connection, Connections
+
+
+class Transport:
+    """A transport that keeps what was written."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.closing = False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.closing = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("1.2.3.4", 5) if name in ("peername", "sockname") else default
+
+
+def test_headers_beyond_the_limit_are_not_parsed() -> None:
+    """Thousands of headers that come at once cost as much as the first hundred: they are one callback of the event loop."""
+    async def run() -> None:
+        options = ServerOptions()
+        group = Connections(options, str, 10_000)
+        connection = Connection(group, Config(None), ServerState(), {}, asyncio.get_running_loop())  # type: ignore[arg-type]
+        transport = Transport()
+        connection.connection_made(transport)  # type: ignore[arg-type]
+        connection.data_received(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 5000)
+        assert len(connection.headers) == options.max_header_count + 1
+        assert transport.closing and b"--max-header-count" in transport.written
+        assert transport.written.startswith(b"HTTP/1.1 431")
+        assert transport.written.count(b"HTTP/1.1") == 1
+        connection.connection_lost(None)
+
+    asyncio.run(run())
