@@ -50,6 +50,8 @@ class Named:
     """The text written as the name is the call's id, such as Kimi K2's `functions.name:0`."""
     quote: str = ""
     """The marker around strings, in place of the quotation mark. Keys are then unquoted."""
+    header: tuple[str, str] = ("", "")
+    """Markers around a text before the name that is no part of the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,14 @@ class Tags:
     trim: bool = True
     """Strip one line break at each end of a value."""
     typed: str = ""
-    """Separates the key from a flag that says whether the value is a string, as in DeepSeek V3.2."""
+    """Separates the key from a flag that says whether the value is a string (true), as in DeepSeek V3.2, or its type."""
     untyped: str = "string"
     """Type of a value without a schema: string, or json if the value is valid JSON."""
+    rest: str = ""
+    """Ends a text behind the name that means nothing."""
+    nested: str = ""
+    """Stands before every tag. Tags are named by their keys, {key} in the second text of `value`, and elements in a value
+    make an object, or a list if each is called item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,8 @@ class Dialect:
     reasoning: Reasoning | None = None
     hidden: tuple[str, ...] = ()
     """Markers that are removed from content."""
+    header: str = ""
+    """A marker that is removed with all text up to the next marker."""
     ids: str = "call"
     """Style of generated ids: call (call_ and 24 characters) or mistral (9 letters and digits)."""
     harmony: bool = False
@@ -138,16 +147,16 @@ class Dialect:
 
     def markers(self) -> tuple[str, ...]:
         """Returns every text that may be a special token and must survive detokenization."""
-        found: list[str] = [*self.hidden]
+        found: list[str] = [*self.hidden, self.header]
         for reasoning in (self.reasoning,) if self.reasoning else ():
             found += [*reasoning.start, *reasoning.end]
         for block in self.blocks:
             found += [block.begin, block.end, *block.inner]
             form = block.form
             if isinstance(form, Named):
-                found += [*form.before, *form.between, form.id_between, form.quote]
+                found += [*form.before, *form.between, form.id_between, form.quote, *form.header]
             elif isinstance(form, Tags):
-                found += [*form.name, *form.key, *form.value, form.end]
+                found += [*form.name, *form.key, *form.value, form.end, form.rest, form.nested]
         if self.harmony:
             found += HARMONY
         return tuple(dict.fromkeys(marker for marker in found if marker))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.dialects.description import Form, Json, Named, Python, Tags
 from penstock.dialects.reader import MalformedError, Reader, Wait, escaped
-from penstock.dialects.schemas import Tools, as_json, read_value
+from penstock.dialects.schemas import Tools, as_json, elements, read_value
 
 if TYPE_CHECKING:
     from penstock.dialects.parser import Parser
@@ -28,7 +28,7 @@ def starts(form: Form, reader: Reader) -> Generator[None, None, bool]:
             return char == "{"
         case Tags(name=(before, _)) if before:
             return (yield from reader.begins((before,))) is not None
-        case Named(before=before) if before and (yield from reader.begins(before)):
+        case Named(before=before, header=(header, _)) if before and (yield from reader.begins((header, *before))):
             return True
     return char.isalpha() or char == "_"
 
@@ -139,6 +139,9 @@ class _Object:
 
 
 def _named(form: Named, reader: Reader, sink: Parser, ends: tuple[str, ...]) -> Wait:
+    if form.header[0] and (yield from reader.take(form.header[:1])):
+        yield from reader.until(form.header[1:])
+        yield from reader.space()
     if form.before:
         yield from reader.take(form.before)
     stops = (*form.between, *((form.id_between,) if form.id_between else ()), "{", *ends)
@@ -176,21 +179,25 @@ def _tags(form: Tags, reader: Reader, sink: Parser, tools: Tools, ends: tuple[st
         raise MalformedError("no name")
     if (not after and stop and stop != "\n") or stop in closing:
         reader.at -= len(stop or "")
+    if form.rest:
+        yield from reader.until((form.rest,))
     sink.begin(name)
     count = 0
     while True:
         yield from reader.space()
-        if (yield from reader.take((form.key[0],))):
+        found = yield from reader.begins((form.key[0], *closing))
+        if found == form.key[0]:
+            reader.at += len(found)
             sink.arguments(", " if count else "{")
             count += 1
             yield from _parameter(form, reader, sink, tools, name, closing)
             continue
-        if form.end and (yield from reader.take((form.end,))):
-            break
         # A text that ends here may have been truncated before another parameter.
-        if (yield from reader.begins(ends)):
-            break
-        raise MalformedError("no parameter")
+        if found is None:
+            raise MalformedError("no parameter")
+        if found == form.end:
+            reader.at += len(found)
+        break
     sink.arguments("}" if count else "{}")
     sink.end()
     reader.cut()
@@ -204,7 +211,7 @@ def _parameter(form: Tags, reader: Reader, sink: Parser, tools: Tools, tool: str
         raise MalformedError("a parameter's name does not end")
     if form.typed:
         flag, stop = yield from reader.until((form.key[1],))
-        types = frozenset({"string"}) if flag.strip("\"' ") == "true" else frozenset[str]()
+        types = frozenset({"string"}) if flag.strip("\"' ") in ("true", "string") else frozenset[str]()
     key = key.strip().strip("\"'")
     if form.value[0]:
         yield from reader.space()
@@ -216,18 +223,24 @@ def _parameter(form: Tags, reader: Reader, sink: Parser, tools: Tools, tool: str
     if form.trim:
         yield from reader.take(("\r\n", "\n"))
     # A model may omit the closing tag; the next parameter or the end of the call then ends the value.
-    open_ends = tuple("\n" + marker for marker in (form.key[0], *closing))
-    trimmed = ("\r\n" + form.value[1], "\n" + form.value[1]) if form.trim else ()
+    open_ends = () if form.nested else tuple("\n" + marker for marker in (form.key[0], *closing))
+    end = form.value[1].replace("{key}", key)
+    trimmed = ("\r\n" + end, "\n" + end) if form.trim else ()
     text = types == {"string"}
     if text:
         sink.arguments('"')
-    value, stop = yield from reader.until((*trimmed, form.value[1], *open_ends),
+    value, stop = yield from reader.until((*trimmed, end, *open_ends),
                                           (lambda piece: sink.arguments(escaped(piece))) if text else None)
     if stop is None:
         raise MalformedError("a parameter does not end")
     if stop in open_ends:
         reader.at -= len(stop) - 1
-    sink.arguments('"' if text else as_json(value, types))
+    if text:
+        sink.arguments('"')
+    elif form.nested:
+        sink.arguments(json.dumps(tools.shaped(tool, key, elements(value, form.nested)), ensure_ascii=False))
+    else:
+        sink.arguments(as_json(value, types))
 
 
 def _python(reader: Reader, sink: Parser, tools: Tools) -> Wait:

@@ -194,7 +194,8 @@ class Parser:
     def _contents(self) -> Wait:
         reader, reasoning = self.reader, self._reasoning
         starts, strays = (reasoning.start, reasoning.end) if reasoning else ((), ())
-        hidden = (*self.dialect.hidden, *strays)
+        header = self.dialect.header
+        hidden = (*self.dialect.hidden, *strays, *((header,) if header else ()))
         spill: tuple[str, ...] = ()
         resumed: Block | None = None
         """The block of a malformed call: its next call may start here."""
@@ -231,7 +232,10 @@ class Parser:
                 reader.at -= len(marker)
                 yield from self._thought()
             elif marker in hidden:
-                if marker in strays:
+                if marker == header:
+                    _, stop = yield from reader.until(tuple(markers))
+                    reader.at -= len(stop or "")
+                if marker in (*strays, header):
                     self.structure()
             else:
                 tried = [block for block in usable if block.begin == marker]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.dialects.reader import MalformedError, Reader
 
-_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
 _ALIASES = {"str": "string", "text": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean",
             "list": "array", "dict": "object"}
 
@@ -40,6 +41,11 @@ class Tools:
         schema = self._schemas.get(tool, {})
         return schema.get("properties") or {}, frozenset(schema.get("required") or ()), schema
 
+    def shaped(self, tool: str, key: str, tree: Tree) -> Any:
+        """A parameter's value, given its elements."""
+        root = self._schemas.get(tool, {})
+        return _shaped(tree, _inside(root, key, root), root)
+
     @property
     def names(self) -> list[str]:
         return list(self._schemas)
@@ -51,13 +57,10 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     kind = schema.get("type")
     if kind is not None:
         return {_ALIASES.get(each, each) for each in ([kind] if isinstance(kind, str) else kind) if isinstance(each, str)}
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-        found: Any = root
-        for step in reference[2:].split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        return _types(found, root, depth + 1)
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(_at(root, reference), root, depth + 1)
     if values := schema.get("enum", [schema["const"]] if "const" in schema else None):
-        return {_KINDS.get(type(value), "string") for value in values}
+        return {KINDS.get(type(value), "string") for value in values}
     types: set[str] = set()
     for word in ("anyOf", "oneOf", "allOf"):
         for each in schema.get(word) or ():
@@ -65,6 +68,55 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if not types and "properties" in schema:
         return {"object"}
     return types or ({"array"} if "items" in schema else set())
+
+
+Tree = str | list[tuple[str, "Tree"]]
+"""A text, or elements by their names."""
+
+
+def elements(text: str, mark: str) -> Tree:
+    """The elements of a text whose tags have `mark` before them; the text itself if they do not nest."""
+    parts = re.split(f"{re.escape(mark)}<(/?)([^<>]*)>", text)
+    open_: list[tuple[str, list[tuple[str, Tree]], str]] = [("", [], parts[0])]
+    for slash, name, behind in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        if not slash:
+            open_.append((name, [], behind))
+            continue
+        begun, children, said = open_.pop()
+        if not open_ or begun != name:
+            return text
+        open_[-1][1].append((name, children or said))
+    return (open_[0][1] or text) if len(open_) == 1 else text
+
+
+def _shaped(tree: Tree, schema: Any, root: Mapping[str, Any]) -> Any:
+    types = frozenset(_types(schema, root, 0))
+    if isinstance(tree, str):
+        if not tree.strip() and types & {"array", "object"}:
+            return [] if "array" in types else {}
+        return json.loads(as_json(tree, types))
+    if "object" not in types and all(name == "item" for name, _ in tree):
+        return [_shaped(each, _inside(schema, None, root), root) for _, each in tree]
+    return {name: _shaped(each, _inside(schema, name, root), root) for name, each in tree}
+
+
+def _inside(schema: Any, key: str | None, root: Mapping[str, Any], depth: int = 0) -> Any:
+    """The schema of a property, or with None of a list's items, where a schema has one."""
+    if not isinstance(schema, Mapping) or depth > 20:
+        return None
+    if isinstance(reference := schema.get("$ref"), str):
+        return _inside(_at(root, reference), key, root, depth + 1)
+    inner = schema.get("items") if key is None else (schema.get("properties") or {}).get(key)
+    others = (_inside(each, key, root, depth + 1) for word in ("anyOf", "oneOf", "allOf") for each in schema.get(word) or ())
+    return inner if inner is not None else next((one for one in others if one is not None), None)
+
+
+def _at(root: Mapping[str, Any], reference: str) -> Any:
+    """The place of a schema that `#/...` points to; None if there is none."""
+    found: Any = root if reference.startswith("#/") else None
+    for step in reference[2:].split("/"):
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -81,7 +133,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
     if value is None:
         return json.dumps(text, ensure_ascii=False)
     decoded = json.loads(value)
-    kind = _KINDS[type(decoded)]
+    kind = KINDS[type(decoded)]
     if not types or kind in types or (kind == "integer" and "number" in types):
         # An unquoted text that is valid as another allowed type is not a string.
         return value

@@ -26,7 +26,7 @@ from penstock.core.structure import (
 )
 from penstock.dialects.description import HARMONY, Block, Dialect, Form, Named, Python, Tags, Written
 from penstock.dialects.description import Json as JsonForm
-from penstock.dialects.schemas import Tools
+from penstock.dialects.schemas import KINDS, Tools
 
 
 def write(dialect: Dialect, calls: List[tuple[str, Mapping[str, Any]]]) -> str:
@@ -44,8 +44,14 @@ def _arguments(dialect: Dialect, how: Written, arguments: Mapping[str, Any]) -> 
     if not how.parameter:
         return json.dumps(arguments, ensure_ascii=False)
     form = dialect.blocks[0].form
-    return how.joiner.join(how.parameter.format(key=key, value=_value(form, value), string=json.dumps(isinstance(value, str)))
+    return how.joiner.join(how.parameter.format(key=key, value=_value(form, value), string=json.dumps(isinstance(value, str)),
+                                                   kind=_kind(value))
                            for key, value in arguments.items())
+
+
+def _kind(value: Any) -> str:
+    """JSON's name of a value's type."""
+    return "number" if KINDS[type(value)] == "integer" else KINDS[type(value)]
 
 
 def _value(form: object, value: Any) -> str:
@@ -180,7 +186,7 @@ def _parameter(how: Written, form: Form, key: str, schema: Any, types: frozenset
     whole = schema if not isinstance(schema, Mapping) or "$defs" not in root else {**schema, "$defs": root["$defs"]}
     text = types == {"string"}
     value: Node = Json(whole)
-    stop = form.quote if isinstance(form, Named) else how.parameter.split("{value}")[1]
+    stop = form.quote if isinstance(form, Named) else how.parameter.split("{value}")[1].replace("{key}", key)
     if "lark" in schema and not isinstance(form, Python):
         raise RequestError("the Lark grammar of a custom tool cannot be enforced: this model's dialect writes texts between "
                            'tags. Send a regex (syntax "regex"), or leave format out', param="tools",
@@ -193,7 +199,8 @@ def _parameter(how: Written, form: Form, key: str, schema: Any, types: frozenset
         value = Either(tuple(Literal(str(each)) for each in given)) if given else Text(held, stop) if held else Until(stop)
         if isinstance(form, Named):
             value = Sequence((Literal(stop), value, Literal(stop)))
-    return _filled(how.parameter, {"key": Literal(key), "value": value, "string": Literal(json.dumps(text))})
+    return _filled(how.parameter, {"key": Literal(key), "value": value, "string": Literal(json.dumps(text)),
+                                   "kind": Literal("string") if text else Regex("number|boolean|null|object|array")})
 
 
 def _filled(template: str, fields: Mapping[str, Node]) -> Node:

@@ -38,6 +38,7 @@ DS, DS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 DS_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 DSML = '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">{}</｜DSML｜parameter>\n' \
        '<｜DSML｜parameter name="unit" string="true">C</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+NS = "]<]minimax[>["
 M2 = '<invoke name="weather">\n<parameter name="city">{}</parameter>\n<parameter name="unit">C</parameter>\n</invoke>\n'
 
 Calls = list[tuple[str, dict[str, Any]]]
@@ -153,6 +154,33 @@ FACTS: list[tuple[str, str, str, Calls]] = [
     ("step3", '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather"><steptml:parameter '
      'name="city">Rome</steptml:parameter><steptml:parameter name="unit">C</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
      "<｜tool_calls_end｜>", "", [("weather", ROME)]),
+    ("minimax_m3", f"I look.\n{NS}<tool_call>\n{NS}<invoke name=\"weather\">{NS}<city>Rome{NS}</city>{NS}<unit>C{NS}</unit>{NS}</invoke>\n"
+     f"{NS}<invoke name=\"now\">{NS}</invoke>\n{NS}</tool_call>", "I look.\n", [("weather", ROME), ("now", {})]),
+    ("minimax_m3", f"{NS}<tool_call>\n{NS}<invoke name=\"user\">\n{NS}<name>Ann <b>B</b>{NS}</name>\n{NS}<age>37{NS}</age>\n{NS}<home>"
+     f"{NS}<city>Oslo{NS}</city>{NS}<rooms>{NS}<item>{NS}<size>7{NS}</size>{NS}</item>{NS}<item>9{NS}</item>{NS}</rooms>{NS}</home>\n"
+     f"{NS}<ok>true{NS}</ok>\n{NS}<tags>{NS}<item>x{NS}</item>{NS}<item>y{NS}</item>{NS}</tags>{NS}</invoke>\n{NS}</tool_call>", "",
+     [("user", {"name": "Ann <b>B</b>", "age": 37, "home": {"city": "Oslo", "rooms": [{"size": 7}, 9]}, "ok": True, "tags": ["x", "y"]})]),
+    ("minimax_m3", f"{NS}<tool_call>{NS}<invoke name=\"user\">{NS}<tags>{NS}</tags>{NS}<age>{NS}<item>{NS}</age>{NS}</invoke>{NS}</tool_call>", "",
+     [("user", {"tags": [], "age": f"{NS}<item>"})]),
+    ("kimi_k3", "<|open|>response<|sep|>I look.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool=\"weather\" index=\"1\"<|sep|>"
+     "<|open|>argument key=\"city\" type=\"string\"<|sep|>Rome<|close|>argument<|sep|><|open|>argument key=\"unit\" type=\"string\"<|sep|>C"
+     "<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool=\"add\" index=\"2\"<|sep|><|open|>argument key=\"a\" type=\"number\""
+     "<|sep|>3.5<|close|>argument<|sep|><|open|>argument key=\"b\" type=\"object\"<|sep|>{\"c\": [1]}<|close|>argument<|sep|><|close|>call<|sep|>"
+     "<|close|>tools<|sep|><|close|>message<|sep|>", "I look.", [("weather", ROME), ("add", {"a": 3.5, "b": {"c": [1]}})]),
+    ("kimi_k3", "<|open|>response<|sep|>Nothing to call.<|close|>response<|sep|><|close|>message<|sep|>", "Nothing to call.", []),
+    ("solar_open2", "I look.\n<|tool_call:start|>weather\n<|tool_arg:start|>city<|tool_arg:value|>Rome<|tool_arg:end|>\n<|tool_arg:start|>unit"
+     "<|tool_arg:value|>C<|tool_arg:end|>\n<|tool_call:end|>\n<|tool_call:start|>now\n<|tool_call:end|>", "I look.\n",
+     [("weather", ROME), ("now", {})]),
+    ("solar_open2", "<|tool_call:start|>add\n<|tool_arg:start|>a<|tool_arg:value|>3.5<|tool_arg:end|>\n<|tool_call:end|>", "", [("add", {"a": 3.5})]),
+    ("inkling", f"<|message_model|><|content_text|>I look.<|end_message|><|message_model|>weather<|content_invoke_tool_json|>"
+     f'{{"name":"weather","args":{J_ROME}}}<|end_message|><|message_model|><|content_invoke_tool_json|>{{"name":"now","args":{{}}}}'
+     "<|content_model_end_sampling|>", "I look.", [("weather", ROME), ("now", {})]),
+    ("inkling", "<|message_model|><|content_text|>Nothing.<|end_message|><|content_model_end_sampling|>", "Nothing.", []),
+    ("mirothinker", f"I look.\n<use_mcp_tool>\n<server_name>tool-python</server_name>\n<tool_name>weather</tool_name>\n<arguments>\n{J_ROME}\n"
+     "</arguments>\n</use_mcp_tool>", "I look.\n", [("weather", ROME)]),
+    ("mirothinker", f"<use_mcp_tool>\n<server_name>a</server_name>\n<tool_name>weather</tool_name>\n<arguments>\n{J_ROME}\n</arguments>\n"
+     "<server_name>b</server_name>\n<tool_name>now</tool_name>\n<arguments>{}</arguments>\n</use_mcp_tool>", "",
+     [("weather", ROME), ("now", {})]),
     # names beside arguments
     ("kimi_k2", f"I look. {KIMI} <|tool_call_begin|>\nfunctions.weather:0 <|tool_call_argument_begin|> {J_ROME} <|tool_call_end|> {KIMI_END}",
      "I look. ", [("weather", ROME)]),
@@ -181,6 +209,13 @@ FACTS: list[tuple[str, str, str, Calls]] = [
 
 REASONED: list[tuple[str, str, str, str]] = [
     # (vLLM's name of the reasoning parser, answer, reasoning, content)
+    ("minimax_m3", "<mm:think>I think.</mm:think>Hello", "I think.", "Hello"),
+    ("kimi_k3", "<|open|>think<|sep|>I think.<|close|>think<|sep|><|open|>response<|sep|>Hello<|close|>response<|sep|><|close|>message<|sep|>",
+     "I think.", "Hello"),
+    ("solar_open2", "I think.<|think:end|>Hello", "I think.", "Hello"),
+    ("inkling", "<|message_model|><|content_thinking|>I think.<|end_message|><|message_model|><|content_text|>Hello<|end_message|>",
+     "I think.", "Hello"),
+    ("inkling", "<|content_thinking|>I think.<|content_model_end_sampling|>", "I think.", ""),
     *((name, "<think>Let me see.</think>Right.", "Let me see.", "Right.") for name in (
         "deepseek_r1", "qwen3", "glm45", "hunyuan_a13b", "minimax_m2", "step3", "olmo3", "ernie45", "kimi_k2", "nemotron", "rwkv")),
     *((name, "Let me see.</think>Right.", "Let me see.", "Right.") for name in ("deepseek_r1", "step3", "olmo3", "ernie45", "minimax_m2")),
