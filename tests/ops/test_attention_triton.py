@@ -129,8 +129,8 @@ def by_library(case: Case, monkeypatch: pytest.MonkeyPatch) -> list[Span]:
     spans = TRITON.library_spans(geometry, counts, context)
     assert not INVARIANT.library_spans(geometry, counts, context)
     assert not TRITON.library_spans(dataclasses.replace(geometry, window=64), counts, context)
-    check(TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, case.size ** -0.5, library=spans),
-          wanted(case))
+    check(TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, case.size ** -0.5, library=spans,
+                       sinks=case.sinks), wanted(case))
     return spans
 
 
@@ -143,6 +143,12 @@ def test_long_prompts_by_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [span.segment for span in spans] == named
         groups = [len(group) for group in attention_library.groups(spans)]
         assert groups == {2: [2], 3: [2, 1]}.get(len(spans), [1] * len(spans))
+
+
+def test_sinks_take_their_share_of_what_a_library_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_library, "BLOCKS", (256, 64))
+    for segments in ([(1024, 1024)], [(40, 3), (1100, 1100), (1500 + 676, 1500)]):
+        assert by_library(built(Case(segments, heads=4, kv=2, size=24, sunk=True), HALF), monkeypatch)
 
 
 @pytest.mark.parametrize("segments, served, joined", [
@@ -175,11 +181,12 @@ def test_long_chunks_by_cudnn(heads: int, kv: int, size: int) -> None:
     if not attention_library.available():
         pytest.skip("no cuDNN, or not Hopper")
     for segments in ([(8192, 8192)], [(16384 + 4096 * 3 + 77, 2000), (500, 500), (4000, 1)], [(2048 + 4096, 2048)]):
-        case = built(Case(segments, heads=heads, kv=kv, size=size), torch.bfloat16)
+        case = built(Case(segments, heads=heads, kv=kv, size=size, sunk=size == 64), torch.bfloat16)
         counts, context = (np.array(values, np.int32) for values in zip(*((n, end) for end, n in segments), strict=True))
         spans = TRITON.library_spans(Geometry(heads, kv, size, 16), counts, context)
         assert spans and spans[0].segment == 0
-        found = TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, size ** -0.5, library=spans)
+        found = TRITON.apply(case.q, case.k, case.v, case.table, case.query_start, case.context, size ** -0.5, library=spans,
+                             sinks=case.sinks)
         check(found, wanted(case))
 
 

@@ -33,10 +33,11 @@ SCHEMES: list[Any] = [
     MXFP8(), NVFP4(), Table4("nf4", 64), Grouped(4, 128), Grouped(4, 128, "uint8"), Grouped(4, 32, "float16"), Grouped(4, 0),
     Grouped(8, 64), Grouped(3, 32), GGUF("q4_1"), GGUF("q8_0")]
 PLANS = {
+    "one by one": Plan(Tile(1, 16, 256, stages=2), Tile(1, 8, 128, stages=3), False),
     "unsorted": Plan(Tile(16, 32, 128, stages=2, swap=True), Tile(16, 64, 256, stages=2, swap=True), False),
     "sorted": Plan(Tile(32, 64, 128, stages=2, swap=True), Tile(32, 32, 128, stages=2, swap=True), True),
 }
-SIZES = [Case(9, 5, 2, 256, 128), Case(21, 3, 2, 384, 256)]
+SIZES = [Case(3, 5, 2, 256, 128), Case(9, 5, 2, 256, 128), Case(21, 3, 2, 384, 256)]
 
 
 @dataclass
@@ -88,8 +89,8 @@ def found(scheme: Any, plan: Plan, case: Case, dtype: torch.dtype, biased: bool 
 @pytest.mark.parametrize("scheme", [FP8("group", (128, 128)), MXFP4(), Grouped(4, 128, "uint8")], ids=str)
 def test_biases_activations_and_weights_that_multiply_inputs(scheme: Any) -> None:
     for plan in PLANS.values():
-        found(scheme, plan, SIZES[0], torch.float16, True, GLUS["clamped"])
-        found(scheme, plan, SIZES[0], torch.float16, True, inward=True)
+        found(scheme, plan, SIZES[1], torch.float16, True, GLUS["clamped"])
+        found(scheme, plan, SIZES[1], torch.float16, True, inward=True)
 
 
 def test_sizes_that_no_tile_divides() -> None:
@@ -128,17 +129,19 @@ def test_a_matrix_can_be_moved() -> None:
         torch.testing.assert_close(stack.coded.rows(rows).float(), matrices[1], rtol=2e-3, atol=2e-3)
 
 
-def test_every_number_of_picks_has_tiles_that_fit_together() -> None:
-    stack, _ = stored(FP8("group", (128, 128)), random(2, 256, 128), torch.float16)
-    for total in (1, 8, 100, 512, 513, 3000, 70000):
-        for experts in (8, 64, 128):
-            plan = choose_coded(total, total / experts, stack)
-            assert plan.up.tall == plan.down.tall >= 16 and (plan.sort or total <= 512)
+def test_every_number_of_tokens_has_tiles_that_fit_together() -> None:
+    for scheme in (FP8("group", (128, 128)), FP8("token"), MXFP4()):
+        stack, _ = stored(scheme, random(8, 256, 128), torch.float16)
+        for tokens in (1, 4, 5, 50, 256, 257, 1500, 35000):
+            for invariant in (False, True):
+                plan = choose_coded(tokens, 2, stack, stack, invariant)
+                assert plan.up.tall == plan.down.tall and (plan.sort or tokens <= 256)
+                assert plan.up.tall >= 16 or (tokens <= 4 and not invariant), "one by one is another order of sums"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_sum(scheme: Any) -> None:
-    for dtype, plan, case in zip(DTYPES[1:] * 2, PLANS.values(), SIZES, strict=False):
+    for dtype, plan, case in zip(DTYPES[1:] * 3, PLANS.values(), SIZES, strict=False):
         found(scheme, plan, case, dtype, nobody=True)
 
 

@@ -202,7 +202,7 @@ class Attention:
         if spec.codec is not None:
             self.scales = Scales(spec.codec, *(view.fields.get(f"{name}_scale") for name in "kv"))
         geometry = Geometry(spec.heads, spec.kv_heads, spec.head_size, view.page, spec.window, self.qkv.weight.dtype.itemsize,
-                            plain=not (spec.softcap or spec.sinks or spec.slopes), sloped=bool(spec.slopes),
+                            plain=not (spec.softcap or spec.slopes), sloped=bool(spec.slopes),
                             codec=spec.codec.name if spec.codec else "")
         self.work = works.index(view.group, geometry, self._kernels.attention)
 

@@ -159,7 +159,7 @@ class Foreign:
         self._views = list(views)
         self._works = [works.index(view.group, Geometry(
             each.heads, each.kv_heads, each.head_size, view.page, each.window, view["k"].element_size(),
-            plain=not (each.softcap or each.sinks)), self._kernels.attention)
+            plain=not each.softcap), self._kernels.attention)
             for view, each in zip(views, self.spec.attentions, strict=True)]
 
     def leave_sum(self) -> bool:

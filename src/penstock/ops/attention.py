@@ -32,7 +32,7 @@ class Geometry:
     itemsize: int = 2
     """Bytes per element of the KV cache."""
     plain: bool = True
-    """True if the layer has neither softcap nor attention sinks nor ALiBi slopes."""
+    """True if the layer has neither softcap nor ALiBi slopes."""
     sloped: bool = False
     """True if the layer has ALiBi slopes."""
     tail: int = 0

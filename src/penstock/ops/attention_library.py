@@ -82,16 +82,16 @@ def warm_up(device: torch.device) -> None:
 
 
 def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, scale: float,
-           chosen: Sequence[Span], out: torch.Tensor, scales: Scales | None = None) -> None:
+           chosen: Sequence[Span], out: torch.Tensor, scales: Scales | None = None, sinks: torch.Tensor | None = None) -> None:
     """Writes the attention of the chosen segments to their rows of `out` [T, H, D]. Other arguments: AttentionOps.apply."""
     for group in groups([span for span in chosen if not span.before]):
-        found = whole_prompts(q, k_cache, v_cache, table, scale, group, scales)
+        found = whole_prompts(q, k_cache, v_cache, table, scale, group, scales, sinks)
         for span, one in zip(group, found, strict=True):
             out[span.first:span.first + span.count] = one[:span.count]
     for span in chosen:
         if span.before:
             rows = partial(_gathered, q, k_cache, v_cache, scales, table[span.segment])
-            continued(q, rows, scale, span, out[span.first:span.first + span.count])
+            continued(q, rows, scale, span, out[span.first:span.first + span.count], sinks)
 
 
 def groups(chosen: Sequence[Span]) -> list[list[Span]]:
@@ -117,7 +117,7 @@ def exact(group: Sequence[Span]) -> bool:
 
 
 def whole_prompts(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, scale: float,
-                  group: Sequence[Span], scales: Scales | None = None) -> torch.Tensor:
+                  group: Sequence[Span], scales: Scales | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Returns the attention of a group of prompts that begin at position 0: [G, N, H, D], padded to N rows per prompt."""
     length = _padded(group[0].count)
     k, v = q.new_empty(2, len(group), length, k_cache.shape[1], q.shape[2])
@@ -130,10 +130,12 @@ def whole_prompts(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         queries = q.new_zeros(len(group), length, *q.shape[1:])
         for place, span in enumerate(group):
             queries[place, :span.count] = q[span.first:span.first + span.count]
-    return _call(queries, k, v, scale, causal=True)[0]
+    found, lse = _call(queries, k, v, scale, causal=True)
+    return found if sinks is None else _sunk(found, lse, sinks)
 
 
-def continued(q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
+def continued(q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor,
+              sinks: torch.Tensor | None = None) -> None:
     """Computes a segment that follows `span.before` positions of context, from the keys and values of `rows`. q [T, H, D] of
     the step; out [count, H, D], where D is the values'."""
     blocks = list(_blocks(span.before))
@@ -157,7 +159,9 @@ def continued(q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.
         begin += size
         if len(parts) == PARTS and not causal:
             parts = [_join(parts, torch.empty_like(out, memory_format=torch.contiguous_format))]
-    _join(parts, out)
+    whole = _join(parts, out)
+    if sinks is not None:
+        _sunk(out, whole.lse, sinks)
 
 
 def _blocks(before: int) -> Iterator[int]:
@@ -200,6 +204,11 @@ def _call(queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
     found = found.transpose(1, 2)
     assert found.stride(2) == found.shape[3] and found.stride(3) == 1, "the result has the queries' layout"
     return found, lse.view(lse.shape[:3])
+
+
+def _sunk(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Takes the share of the heads' sinks [H] off results [..., N, H, D] of softmaxes whose log-sum-exp is [..., H, N]."""
+    return out.mul_(torch.sigmoid(lse.transpose(-1, -2) - sinks)[..., None])
 
 
 def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:

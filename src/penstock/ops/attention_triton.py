@@ -72,7 +72,7 @@ class TritonAttention(AttentionOps):
         segments = context.shape[0]
         if (not tail and len(library) == segments and attention_library.exact(library)
                 and len(attention_library.groups(library)) == 1):
-            whole = attention_library.whole_prompts(q, k_cache, v_cache, table, scale, library, scales)
+            whole = attention_library.whole_prompts(q, k_cache, v_cache, table, scale, library, scales, sinks)
             return whole.flatten(0, 1).contiguous()
         if work is None:
             found = self.prepare(given, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens, library)
@@ -86,7 +86,7 @@ class TritonAttention(AttentionOps):
                 self._launch(launch, geometry, launch is layout.broad, q, k_cache, v_cache, table, scale, softcap, sinks,
                              slopes, work, out, scales)
         if not tail:
-            attention_library.attend(q, k_cache, v_cache, table, scale, library, out, scales)
+            attention_library.attend(q, k_cache, v_cache, table, scale, library, out, scales, sinks)
         return out
 
     def expanded(self, q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:

@@ -106,6 +106,16 @@ def _beside(row, swap: tl.constexpr):
 
 
 @triton.jit
+def _times(w, x, total, swap: tl.constexpr):
+    """The products of rows w [n, k] and x [m, k] added to sums of `_dot`; of one row x, to those of each column: [n, k]."""
+    if x.shape[0] == 1:
+        total += w.to(tl.float32) * x.to(tl.float32)
+    else:
+        total = _dot(w, x, total, swap)
+    return total
+
+
+@triton.jit
 def _unit(total, code, x, words, xs, table, second: tl.constexpr, kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr,
           scales: tl.constexpr, grouped: tl.constexpr, swap: tl.constexpr, fast: tl.constexpr):
     """Adds the product of a unit of columns to the sums. x: its columns, by quarters where the codes have 4 bits.
@@ -132,7 +142,7 @@ def _unit(total, code, x, words, xs, table, second: tl.constexpr, kind: tl.const
                 w = _numbers(found[i], zero, kind, dtype)
             else:
                 w = (code.to(tl.float32) - zero).to(dtype)
-            part = _dot(w, x[i], part, swap)
+            part = _times(w, x[i], part, swap)
         if form == "row":
             total = part
         else:
@@ -146,10 +156,13 @@ def _unit(total, code, x, words, xs, table, second: tl.constexpr, kind: tl.const
                 part = part * (xs[None, :] if swap else xs[:, None])
             total += part * _beside(factor, swap)
             if form == "shifts":
-                whole = tl.sum(x[g * pieces].to(tl.float32), 1)
+                whole = x[g * pieces].to(tl.float32)
                 for i in tl.static_range(g * pieces + 1, (g + 1) * pieces):
-                    whole += tl.sum(x[i].to(tl.float32), 1)
-                total += _beside(_upper(word, half), swap) * (whole[None, :] if swap else whole[:, None])
+                    whole += x[i].to(tl.float32)
+                if x[0].shape[0] > 1:
+                    row = tl.sum(whole, 1)
+                    whole = row[None, :] if swap else row[:, None]
+                total += _beside(_upper(word, half), swap) * whole
     return total
 
 
@@ -189,7 +202,7 @@ def _walk(x, within, at, beside, xs, row, rows, words, own, n, table, k, begin, 
     odd: tl.constexpr = form == "pairs" and count == 1
     lines: tl.constexpr = scales // 2 if form == "halves" else scales
     step: tl.constexpr = unit if size == unit else 64 * size
-    sums: tl.constexpr = tl.int32 if kind == "plain" and x.dtype.element_ty == tl.int8 else tl.float32
+    sums: tl.constexpr = tl.int32 if kind == "plain" and x.dtype.element_ty == tl.int8 and x.shape[0] > 1 else tl.float32
     rk = tl.arange(0, size)
     total = tl.zeros((height, width), sums)
     other = tl.zeros((height, width), sums)

@@ -76,13 +76,17 @@ def product(tile: Tile, x: torch.Tensor, stack: CodedStack, bias: torch.Tensor |
         x, count = (x[:, None] * scales[..., None]).to(x.dtype).flatten(0, 1), 1
     codes, xs = (x, x) if weight.scaled == "none" else quantized(x, weight)
     kind, linked = glu or Glu(), gpu.linked(x.device) and total <= 4096
+    shared: dict[str, Any] = {
+        "count": count, "wide": tile.wide, "unit": weight.unit, "units": fitting(weight, tile.deep),
+        "even": stack.k == weight.padded, "kind": weight.kind, "form": weight.form, "half": weight.half, "parts": weight.scales,
+        "scaled": weight.scaled, "four": weight.four, "stages": tile.stages, "fast": x.device.type != "cpu", "gated": gated,
+        "activation": kind.kind, "alpha": kind.alpha, "limit": kind.limit, "shift": kind.shift, "inward": inward,
+        "linked": linked, "num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": linked}
+    read = codes, xs, weight.data, weight.words, weight.gains, weight.table, bias, out, picks
+    sizes = codes.stride(0), codes.shape[0], weight.padded, weight.spread
+    if tile.tall == 1:
+        kernels.picked[(-(-n // tile.wide), total)](*read, scales, n, stack.k, *sizes, **shared)
+        return
     grid = (-(-n // tile.wide), len(found.tile_expert) if found is not None else stack.count)
-    kernels.product[grid](
-        codes, xs, weight.data, weight.words, weight.gains, weight.table, bias, out, picks, *(found or (picks,) * 4), scales,
-        total, n, stack.k, codes.stride(0), codes.shape[0], weight.padded, weight.spread, arranged=found is not None,
-        count=count, block=gpu.covering(max(total, 16)) if found is None else 16, tall=tile.tall, wide=tile.wide,
-        unit=weight.unit, units=fitting(weight, tile.deep), swap=tile.swap, even=stack.k == weight.padded,
-        kind=weight.kind, form=weight.form, half=weight.half, parts=weight.scales, scaled=weight.scaled, four=weight.four,
-        stages=tile.stages, fast=x.device.type != "cpu", gated=gated, activation=kind.kind, alpha=kind.alpha,
-        limit=kind.limit, shift=kind.shift, inward=inward, linked=linked, num_warps=tile.warps, num_stages=tile.stages,
-        launch_pdl=linked)
+    kernels.product[grid](*read, *(found or (picks,) * 4), scales, total, n, stack.k, *sizes, arranged=found is not None,
+                          block=gpu.covering(max(total, 16)) if found is None else 16, tall=tile.tall, swap=tile.swap, **shared)

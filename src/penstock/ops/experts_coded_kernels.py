@@ -99,3 +99,40 @@ def product(x, xs, codes, words, gains, table, bias, out, picks, order, starts, 
             _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, pick, pick, slot < mine, column, n, k, stride,
                   rows, padded, spread, count, tall, wide, unit, units, swap, even, kind, form, half, parts, scaled, four,
                   stages, fast, gated, activation, alpha, limit, shift, inward)
+
+
+@triton.jit(do_not_specialize=("rows",))
+def picked(x, xs, codes, words, gains, table, bias, out, picks, scales, n, k, stride, rows, padded, spread,
+           count: tl.constexpr, wide: tl.constexpr, unit: tl.constexpr, units: tl.constexpr, even: tl.constexpr,
+           kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, parts: tl.constexpr, scaled: tl.constexpr,
+           four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr, gated: tl.constexpr, activation: tl.constexpr,
+           alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr):
+    """GEMV for each pick, without tensor cores, as ops/experts_kernels.py::picked. Grid: (blocks of `wide` outputs, picks).
+    x and xs are as in `product`."""
+    if linked:
+        gdc_wait()
+        gdc_launch_dependents()
+    pick = tl.program_id(1) + tl.arange(0, 1)
+    expert = tl.load(picks + tl.program_id(1))
+    if expert < 0:
+        return
+    row = (pick // count if gated else pick).to(tl.int64)
+    rn = tl.program_id(0) * wide + tl.arange(0, wide)
+    base = expert.to(tl.int64) * n * (2 if gated else 1)
+    own = base + tl.minimum(rn, n - 1)
+    size: tl.constexpr = unit // 4 if four else unit
+    rk = tl.arange(0, size)
+    at = _codes(codes, own, padded, rk, size, four)
+    beside = _codes(codes, own + n, padded, rk, size, four) if gated else at
+    within = pick >= 0
+    total, other = _walk(x + row[:, None] * stride + rk[None, :], within, at, beside, xs, row, rows, words, own, n, table, k, 0,
+                         padded, padded, spread, wide, size, unit, units, stages, even, kind, form, half, parts, scaled, gated,
+                         False, True, fast)
+    each = tl.load(xs + row) if scaled == "token" else row
+    total = _finish(tl.sum(total, 1)[None, :], gains, own, each, scaled, False)
+    if gated:
+        other = _finish(tl.sum(other, 1)[None, :], gains, own + n, each, scaled, False)
+    else:
+        other = total
+    _leave(total, other, bias, out, base, n, rn, pick, within, tl.load(scales + pick), False, gated, activation, alpha, limit,
+           shift, inward)

@@ -59,12 +59,17 @@ def choose(tokens: int, picks: int, experts: int, invariant: bool = False, boxes
     return Plan(tile, tile._replace(boxed=False) if each <= 200 else tile._replace(wide=256), True)
 
 
-def choose_coded(total: int, each: float, up: Stack) -> Plan:
-    """The kernels for `total` picks of quantized experts, `each` of them an expert: as `choose`, where the weight, which is
-    decoded in registers, is always the operand of 64 rows."""
+def choose_coded(tokens: int, picks: int, up: Stack, down: Stack, invariant: bool = False) -> Plan:
+    """As `choose` for quantized experts: the weight, which is decoded in registers, is always the operand of 64 rows."""
     def tile(tall: int, wide: int, warps: int = 4) -> Tile:
-        return Tile(tall, wide, 256 if tall <= 32 else 128, warps=warps, stages=3, swap=True)
+        return Tile(tall, wide, 128, warps=warps, stages=4 if tall <= 32 else 3, swap=True)
 
+    coded = [stack.coded for stack in (up, down) if isinstance(stack, CodedStack)]
+    four, total = all(one.four for one in coded), tokens * picks
+    each = total / up.count
+    alone = all(one.kind in ("int4", "e2m1", "plain") and one.scaled != "group" for one in coded) and not invariant
+    if alone and tokens <= (_ONE_BY_ONE if four else 1):
+        return Plan(Tile(1, 32, 256, stages=3) if four else Tile(1, 16, 128, stages=4), Tile(1, 32, 128, stages=4), False)
     if total <= _UNSORTED and each <= 16:
         return Plan(tile(16, 64), tile(16, 64), False)
     for most, tall in ((4, 16), (20, 32), (80, 64)):
@@ -190,7 +195,7 @@ class TritonExperts(ExpertsOps):
         boxes = (gpu.capability(x.device) >= (9, 0) and x.dtype != torch.float32 and not inward
                  and up.k % 8 == 0 and down.k % 8 == 0 and not isinstance(up, HostedStack))
         if isinstance(up, CodedStack) or isinstance(down, CodedStack):
-            plan = choose_coded(picks.numel(), picks.numel() / up.count, up)
+            plan = choose_coded(len(x), picks.shape[1], up, down, self.invariant)
         else:
             plan = choose(len(x), picks.shape[1], up.count, self.invariant, boxes)
         if x.dtype == torch.float32:
