@@ -171,6 +171,8 @@ class Decoder:
         uninitialised memory: a library loads its kernels at their first use, which synchronises the device."""
         shapes = {linear.shape: linear for linear in self.linears}
         for count in tokens:
+            if isinstance(self.embedding, Join):
+                self.embedding.reduce(torch.empty(count, self.embedding.spec.read, dtype=self.dtype, device=self.device))
             for linear in shapes.values():
                 linear(torch.empty(count, linear.weight.k, dtype=self.dtype, device=self.device), BASE)
         for count in rows if self.logits is not None else ():

@@ -39,6 +39,11 @@ class JoinSpec:
     """Rows of an embedding of its own; 0: it has the target's."""
 
     @property
+    def read(self) -> int:
+        """The width of what `Decoder.tap` keeps of the target."""
+        return max(1, self.taps) * self.inputs
+
+    @property
     def reduction(self) -> LinearSpec:
         return LinearSpec(self.taps * self.inputs, (Piece("reduce", self.width),))
 

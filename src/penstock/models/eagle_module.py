@@ -58,7 +58,8 @@ class EagleAttention(nn.Module):
         self.register_buffer("frequencies", config["rope_theta"] ** -powers, persistent=False)
 
     def _heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        return x.unflatten(-1, (heads, self.size)).transpose(1, 2).repeat_interleave(self.heads // heads, 1)
+        found: torch.Tensor = x.unflatten(-1, (heads, self.size)).transpose(1, 2).repeat_interleave(self.heads // heads, 1)
+        return found
 
     def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         angles = positions[:, None, :, None] * self.frequencies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 from penstock.config.speculation import Speculation
@@ -29,49 +30,66 @@ class DraftPolicy:
         drafting included."""
 
 
+_log = logging.getLogger("penstock")
 _ACCEPTED = 0.7
 """Acceptance assumed before anything is known."""
 _WEIGHT = 0.1
 """Weight of the newest verified draft in a sequence's acceptance; a tenth of it in the acceptance of all."""
-_NEWEST = 0.25
-"""Weight of the newest step in the throughput."""
-_PLAIN = 32
-"""Steps with drafts after which one without them shows what they cost."""
+_NEWEST, _FIRST = 0.25, 0.5
+"""Weight of the newest step in the throughput of its kind, and if the step before was of the other kind."""
+_FEW = 1
+"""Further steps with drafts before the first one without them."""
+_PLAIN, _SELDOM = 32, 256
+"""Steps with drafts after which one without them shows what they cost, and where drafts clearly pay."""
+_CLEAR = 1.15
+"""Gain from which drafts clearly pay."""
 _TRIAL = 64
 """Steps without drafts after which one with a draft for each sequence shows whether they have come to pay."""
+_UNKNOWN = (0.0, 0.0)
 
 
 class Adaptive(DraftPolicy):
-    """Drafts while a draft's probability of being kept exceeds its cost.
+    """Drafts where steps with drafts give more tokens a second, and each draft while its probability of being kept exceeds its
+    cost.
 
-    With a throughput of R tokens a second and a cost of c seconds for each further position of a step, one more position must
-    be kept with a probability above R * c to raise the throughput. The j-th draft is kept with probability a^j, where a is the
-    sequence's acceptance. R is learned from the steps, and c is that of the model of step time, so that drafting ends where
-    steps are bound by compute (many sequences, a CPU) and goes on where they are bound by the reading of weights. Besides, none
-    are drafted while steps with drafts give fewer tokens a second than those without.
+    For each number of sequences (in half powers of two) it keeps the throughput of steps with drafts and of steps without, and
+    takes the better; the other is tried now and then. So drafting ends where steps are bound by compute (many sequences, a CPU)
+    and goes on where they are bound by the reading of weights, whatever the drafter costs. Within a step that drafts, with R
+    tokens a second and c seconds for each further position, a further draft must be kept with a probability above R * c; the
+    j-th is kept with probability a^j, where a is the sequence's acceptance. c is that of the model of step time.
     """
 
     def __init__(self, most: int, times: StepTime) -> None:
         super().__init__(most)
         self._times = times
         self._accepted = _ACCEPTED
-        self._rate = 0.0
-        """Tokens a second of recent steps of the kind of the newest: with drafts, or without."""
-        self._gain = 1.0
-        """Throughput with drafts in proportion to that without, by the last changes from one to the other."""
+        self._rates: dict[int, list[float]] = {}
+        """By size: tokens a second and sequence of steps without drafts, and of those with; 0 where there were none."""
+        self._size = 0
+        """Of the newest step: half powers of two of its sequences."""
         self._since = 0
         """Steps since the last with drafts, if the newest had none; else since the last without."""
         self._drafted = False
         """Whether the newest step had drafts."""
+        self._told: dict[int, bool] = {}
+        """By size, whether the log says that drafts pay."""
         self._bar = 0.0
 
     @property
     def bar(self) -> float:
         """The probability of being kept above which a token is drafted; 0 before anything is known."""
-        return max(1.0, self._bar) if self._gain < 1 else self._bar
+        return self._bar if self._pays else max(1.0, self._bar)
+
+    @property
+    def _pays(self) -> bool:
+        """By the steps of this size; as long as one kind is missing, of the nearest size that has both."""
+        known = [size for size, rates in self._rates.items() if all(rates)]
+        near = min(known, key=lambda size: abs(size - self._size), default=None)
+        return near is None or self._rates[near][1] >= self._rates[near][0]
 
     def count(self, sequence: Sequence) -> int:
-        if self._drafted and self._since >= _PLAIN:
+        without, with_drafts = self._rates.get(self._size, _UNKNOWN)
+        if self._drafted and self._since >= (_FEW if not without else _PLAIN if with_drafts < _CLEAR * without else _SELDOM):
             return 0
         accepted, bar = self._accepted if sequence.acceptance is None else sequence.acceptance, self.bar
         if bar <= 0.0 or accepted >= 1.0 > bar:
@@ -92,18 +110,17 @@ class Adaptive(DraftPolicy):
     def stepped(self, rows: int, tokens: int, kept: int, seconds: float) -> None:
         if seconds <= 0 or not kept:
             return
-        drafted = tokens > rows
-        rate = kept / seconds
-        if drafted == self._drafted or not self._rate:
-            self._since += 1
-            self._rate += (_NEWEST if self._rate else 1.0) * (rate - self._rate)
-        else:
-            # Neighbouring steps have nearly the same sequences, so that their throughputs can be compared.
-            gain = rate / self._rate if drafted else self._rate / rate
-            self._gain += 0.5 * (gain - self._gain)
-            self._since, self._rate = 0, rate
+        drafted, self._size = tokens > rows, int(2 * math.log2(rows))
+        rates, rate = self._rates.setdefault(self._size, [0.0, 0.0]), kept / rows / seconds
+        same = drafted == self._drafted
+        rates[drafted] += (1.0 if not rates[drafted] else _NEWEST if same else _FIRST) * (rate - rates[drafted])
+        self._since = self._since + 1 if same else 0
         self._drafted = drafted
-        self._bar = self._times.slope(tokens) * self._rate
+        self._bar = self._times.slope(tokens) * max(rates) * rows
+        if all(rates) and self._told.get(self._size) != self._pays:
+            self._told[self._size] = self._pays
+            _log.info("speculation is %s at about %d sequences: %.0f tokens a second with drafts, %.0f without",
+                      "on" if self._pays else "off", rows, rates[1] * rows, rates[0] * rows)
 
 
 class Drafts:

@@ -13,6 +13,7 @@ import torch
 from penstock.core.layout import lay_out
 from penstock.layers.build import Values
 from penstock.layers.decoder import Decoder
+from penstock.layers.draft_head import Join
 from penstock.layers.spec import ModelSpec
 from penstock.layers.step import GroupStep, StateView, Step
 from penstock.models.adapters import layout
@@ -54,6 +55,10 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
             _forward(model, Bucket(tokens, 1), known, tables, page, ends)
         for before in kernels.attention.contexts(max_model_len - tokens):
             _forward(model, Bucket(tokens, 1), known, tables, page, 1, before)
+        if isinstance(model.embedding, Join):
+            # A draft head reads the target's states before its step.
+            for size in _examples(1, fitted(tokens)):
+                model.embedding.reduce(torch.empty(size, model.embedding.spec.read, dtype=dtype, device=_META))
         # Any number of rows may be sampled after any step.
         for lines in _examples(1, tokens) if spec.ends and not spec.head.borrowed else ():
             logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))

@@ -24,6 +24,7 @@ from penstock.worker.arena import Arena
 from penstock.worker.balancing import Balancing
 from penstock.worker.clock import Clock, Interval
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
+from penstock.worker.dummy import dummy_round
 from penstock.worker.graphs import Graphs
 from penstock.worker.movers import Movers
 from penstock.worker.pooling import REPORTS, Reports
@@ -40,6 +41,8 @@ from penstock.worker.verify import STRICT, Verified, Verifier
 _SAMPLE, _SCORE, _EACH = int(Want.SAMPLE), int(Want.SCORE), int(Want.EACH)
 _ALL = _SCORE | REPORTS
 """Flags of `Want` that need the hidden states of all tokens."""
+_DRAFTS = 3
+"""Tokens drafted in the rounds of the warm-up."""
 _SAME_KERNELS_ABOVE = 8192
 """Number of tokens above which cuBLAS picks no other kernels."""
 
@@ -236,7 +239,12 @@ class Worker:
             captured = [] if self.graphs is None else self.graphs.buckets.all()
             counts = {*fitted_sizes(MAX_LOGITS_ROWS), *(bucket.segments for bucket in captured)}
             lines = {min(MAX_LOGITS_ROWS, count - at) for count in counts for at in range(0, count, MAX_LOGITS_ROWS)}
-            self.model.warm_up_gemms(fitted_sizes(min(tokens, _SAME_KERNELS_ABOVE)), sorted(lines))
+            draft = None if self._loaded_drafter is None else self._loaded_drafter.model
+            for model in [self.model] if draft is None else [self.model, draft]:
+                model.warm_up_gemms(fitted_sizes(min(tokens, _SAME_KERNELS_ABOVE)), sorted(lines))
+            if self.drafter is not None:
+                for rows in (1 << power for power in range(min(len(self.rows.tokens), tokens // 2).bit_length())):
+                    self._launch(dummy_round(rows, min(_DRAFTS, tokens // rows - 1), len(self.rows.tables))).result()
         self.stream.synchronize()
 
     def _picks(self, result: StepResult) -> None:
