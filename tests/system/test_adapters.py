@@ -411,6 +411,15 @@ def test_ranks_in_processes_have_their_shares_of_each_adapter(tmp_path: Path) ->
     assert found[0] == found[1] and len({json.dumps(one) for one in found[0]}) == 3
 
 
+def test_ranks_divide_adapters_with_magnitudes(tmp_path: Path) -> None:
+    """DoRA needs the norms of whole rows, of which ranks may have columns."""
+    adapter, model = all_kinds(tmp_path, {"use_dora": True})
+    with LLM(**{**OPTIONS, "model": str(model), "enable_lora": False}) as llm:
+        expected = answers(llm, QUESTIONS[:2])
+    with LLM(**OPTIONS, tensor_parallel_size=2, max_num_seqs=4) as llm:
+        assert answers(llm, QUESTIONS[:2], LoRARequest("all", 1, str(adapter))) == expected
+
+
 def test_slots() -> None:
     slots = Slots(2)
     assert slots.take("") == (0, False) and slots.has_room("a")

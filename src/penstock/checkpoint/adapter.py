@@ -15,7 +15,7 @@ from penstock.core.errors import ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-_REFUSED: dict[str, tuple[Any, ...]] = {"bias": ("none", None), "lora_bias": (False, None), "target_parameters": (None, [])}
+_REFUSED: dict[str, tuple[Any, ...]] = {"bias": ("none", None), "lora_bias": (False, None)}
 """Keys whose other values change the arithmetic in ways that are not supported."""
 
 

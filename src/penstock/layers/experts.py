@@ -17,7 +17,7 @@ from penstock.layers.linear import Linear, LinearSpec
 from penstock.layers.mlp import MLP, MLPSpec
 from penstock.layers.parameter import Parameter, Piece, Split, even_unit
 from penstock.layers.step import StateView, Step, Works
-from penstock.ops.experts import Glu
+from penstock.ops.experts import Glu, changed
 from penstock.ops.experts_hosted import HostedStack, Residency
 from penstock.ops.linear import Weight
 from penstock.ops.routing import Routing
@@ -138,6 +138,7 @@ class Experts:
 
     def __init__(self, spec: ExpertsSpec, path: str, build: Build) -> None:
         self.spec = spec
+        self.path = f"{path}.experts"
         self.router = Router(spec.router, f"{path}.router", build)
         values = build.values
         self.correction = values.tensor(f"{path}.correction") if spec.routing.corrected else None
@@ -216,11 +217,13 @@ class Experts:
                                           spec.routing.experts)
             out = self._together(self._data, x, picks, weights)
             return out if self.shared is None else self._with_shared(out, x, step)
-        if self.placement is not None:
-            picks = placed(picks, self.placement)
+        places = picks if self.placement is None else placed(picks, self.placement)
         if self.residency is not None:
-            self.residency.fetch(picks)
-        out = self.up.grouped.apply(x, picks, weights, self.up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward)
+            self.residency.fetch(places)
+        told = self.up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward
+        out = self.up.grouped.apply(x, places, weights, *told)
+        for rows, factors in () if step.delta is None else step.delta.apart(self.path):
+            out[rows] = changed(x[rows], picks[rows], places[rows], weights[rows], *told, factors)
         if self._reduce is not None:
             out = self._reduce(out)
         return out if self.shared is None else self._with_shared(out, x, step)

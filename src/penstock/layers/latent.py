@@ -103,6 +103,7 @@ class LatentAttention:
 
     def __init__(self, spec: LatentAttentionSpec, path: str, build: Build) -> None:
         self.spec = spec
+        self.path = f"{path}.kv_b"
         self.a = Linear(spec.input, f"{path}.{spec.input_name}", build)
         self.q = Linear(spec.queries, f"{path}.q", build)
         self.q_norm = RMSNorm(spec.norm, f"{path}.q_norm", build) if spec.query_rank else None
@@ -143,27 +144,43 @@ class LatentAttention:
                              self.cos, self.sin, spec.rope.interleaved, absorbed)
         out = q.new_empty(tokens, spec.heads, spec.value_size)
         ranges = _outside(library, tokens)
+        adapters = self._adapters(step)
         for first, last in ranges:
             kernels.head_linear.apply(q[first:last, :, :spec.key_size], self.into, absorbed[first:last, :, :spec.rank])
+        for rows, a_, b in adapters:
+            low = torch.einsum("thk,hkr->thr", q[rows, :, :spec.key_size], b[:, :spec.key_size])
+            absorbed[rows, :, :spec.rank] = absorbed[rows, :, :spec.rank] + low @ a_
         if ranges:
             found = kernels.attention.apply(absorbed, self.cache, self.cache[..., :spec.rank], group.table, step.query_start,
                                             step.context, spec.scale, work=step.work[self.work], library=library)
             found = self._picked(x, inner, absorbed, found, step)
         for first, last in ranges:
             kernels.head_linear.apply(found[first:last], self.out_of, out[first:last])
+        for rows, a_, b in adapters if ranges else ():
+            out[rows] = out[rows] + torch.einsum("thr,hvr->thv", found[rows] @ a_.t(), b[:, spec.key_size:])
         if library:
             q = torch.cat((q[..., :spec.key_size], absorbed[..., spec.rank:]), -1)
         for span in library:
-            self._expand(q, span, group.table[span.segment], out[span.first:span.first + span.count])
+            own = [b.flatten(0, 1) @ a_ for rows, a_, b in adapters if bool((rows == span.first).any())]
+            self._expand(q, span, group.table[span.segment], out[span.first:span.first + span.count], sum(own, self.kv_b))
         out = out.view(tokens, -1)
         return self.o(*step.narrow(out, ends))
+
+    def _adapters(self, step: Step) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(rows, A [r, rank], B [H, key and value, r]) of the adapters of keys' and values' matrix: a query reads all
+        latents as its own adapter has them, because a row has the same adapter from its first token on."""
+        found = []
+        for rows, (a, b) in () if step.delta is None else step.delta.apart(self.path):
+            assert a is not None and b is not None
+            found.append((rows, a, b.view(self.spec.heads, -1, b.shape[1])))
+        return found
 
     def _picked(self, _x: torch.Tensor, _inner: torch.Tensor, _queries: torch.Tensor, found: torch.Tensor,
                 _step: Step, /) -> torch.Tensor:
         """The results `found` [T, H, rank] of absorbed queries, changed where a query attends to fewer positions."""
         return found
 
-    def _expand(self, q: torch.Tensor, span: Span, row: torch.Tensor, out: torch.Tensor) -> None:
+    def _expand(self, q: torch.Tensor, span: Span, row: torch.Tensor, out: torch.Tensor, kv_b: torch.Tensor) -> None:
         """The expanded form of one segment. row: its block table row."""
         spec, page = self.spec, self.cache.shape[2]
 
@@ -171,7 +188,7 @@ class LatentAttention:
             # Positions behind the end have no pages: the last one's latent stands in, and nothing sees it.
             at = torch.arange(begin, begin + size, device=q.device).clamp_(max=end - 1)
             latent = self.cache[row[at // page].long(), 0, at % page]
-            both = F.linear(latent[:, :spec.rank], self.kv_b).view(size, spec.heads, -1)
+            both = F.linear(latent[:, :spec.rank], kv_b).view(size, spec.heads, -1)
             turned = latent[:, None, spec.rank:].expand(-1, spec.heads, -1)
             return torch.cat((both[..., :spec.key_size], turned), -1), both[..., spec.key_size:]
 

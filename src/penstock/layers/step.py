@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -10,9 +10,16 @@ import torch
 
 from penstock.ops.attention import AttentionOps, Geometry, Span
 
+Apart = Sequence[tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]]
+"""(rows, matrices) of each adapter that changes a layer otherwise than by its projections."""
+
 
 class Delta(Protocol):
     """The adapters of a step: what is added to a projection's result for the rows that have one."""
+
+    def apart(self, path: str, /) -> Apart:
+        """The adapters that change the matrices at `path`, with factors that the layer there knows."""
+        ...
 
     def shrink(self, path: str, x: torch.Tensor, /) -> torch.Tensor | None:
         """The first factor of the deltas of the projection at `path`, for `expand`, given its input x; None: it has none."""

@@ -14,12 +14,16 @@ from penstock.checkpoint.adapter import WEIGHTS, AdapterConfig, read_adapter
 from penstock.core.errors import ModelError
 from penstock.layers.parameter import Parameter, Split
 from penstock.layers.spec import ModelSpec
+from penstock.models.expert_adapters import ExpertAdapters
 from penstock.models.rules import Rule, transposed
 from penstock.ops.lora import MOST_PIECES, Layout, Matrices, padded
 from penstock.parallel.axis import Place
+from penstock.parallel.group import Group
 
 EMBEDDING, HEAD = "embedding", "head"
 """Paths of the two ends of a model."""
+APART = "apart"
+"""Stands for all matrices that are no projections of their own: those of experts, and that of MLA's keys and values."""
 _PREFIX = "base_model.model."
 _KINDS = {"lora_A": "A", "lora_B": "B", "lora_embedding_A": "A", "lora_embedding_B": "B", "lora_magnitude_vector": "magnitude"}
 _ROWS = 4096
@@ -34,17 +38,17 @@ class Weights:
     """An adapter in host memory."""
 
     matrices: Matrices
-    saved: Mapping[str, torch.Tensor]
-    """Whole matrices that take the place of the model's EMBEDDING or HEAD, by that path."""
+    apart: Mapping[str, tuple[torch.Tensor | None, ...]]
+    """By path: whole matrices that take the place of the model's EMBEDDING or HEAD, and the factors of what is APART."""
     ends: frozenset[str]
-    """EMBEDDING, HEAD or both: the ends that it changes in some way."""
+    """EMBEDDING and HEAD where it changes these in some way, APART."""
 
 
 def _targets(spec: ModelSpec) -> dict[str, Parameter]:
     """The matrices that adapters may change, by path; the two ends last."""
     found = {parameter.stem: parameter for parameter in spec.parameters()
              if parameter.scheme is not None and len(parameter.shape) == 2 and parameter.name.startswith("blocks.")
-             and not (parameter.stack or parameter.decoded or len(parameter.pieces) > MOST_PIECES)}
+             and not (parameter.stack or len(parameter.pieces) > MOST_PIECES)}
     table = next(parameter for parameter in spec.parameters() if parameter.name == "embedding.weight")
     # An embedding's A has a column for each token, on every rank.
     found[EMBEDDING] = Parameter("embedding.weight", (spec.width, spec.vocab_size), table.scheme)
@@ -54,7 +58,7 @@ def _targets(spec: ModelSpec) -> dict[str, Parameter]:
 
 def layout(spec: ModelSpec) -> Layout:
     """All that adapters may change of a model, or of a rank's part of it."""
-    return Layout([(path, _pieces(one), one.shape[1]) for path, one in _targets(spec).items()])
+    return Layout([(path, _pieces(one), one.shape[1]) for path, one in _targets(spec).items() if not one.decoded])
 
 
 def _pieces(parameter: Parameter) -> tuple[int, ...]:
@@ -62,12 +66,13 @@ def _pieces(parameter: Parameter) -> tuple[int, ...]:
 
 
 def read(folder: Path, spec: ModelSpec, place: Place, rules: Sequence[Rule], dtype: torch.dtype, most: int,
-         weights: Rows) -> Weights:
+         weights: Rows, group: Group | None = None) -> Weights:
     """The share of the rank at `place` of an adapter for the model `spec`, of rank at most `most`, in the model's dtype on the
-    CPU. ModelError lists every tensor that does not fit the model."""
+    CPU. `group`: the ranks that divide the layers, which all read it at once. ModelError lists every tensor that does not fit
+    the model."""
     reader = _Reader(folder, spec, place, rules, most)
     reader.load()
-    return reader.packed(dtype, weights)
+    return reader.packed(dtype, weights, group)
 
 
 @dataclass
@@ -89,6 +94,7 @@ class _Reader:
         self._config: AdapterConfig = read_adapter(folder)
         self._targets = _targets(spec)
         self._pairs: list[_Pair] = []
+        self._experts = ExpertAdapters(spec, rules)
         self._saved: dict[str, torch.Tensor] = {}
         self._wrong: list[str] = []
 
@@ -113,11 +119,17 @@ class _Reader:
             else:
                 self._save(name.removeprefix(_PREFIX).removesuffix(".weight"), tensor)
         for module, pair in modules.items():
-            self._take(module, pair)
+            problem = self._experts.take(module, pair, self._config, self._most)
+            if problem is None:
+                self._take(module, pair)
+            elif problem:
+                self._wrong.append(problem)
+        if self._experts and self._place.datas > 1:
+            self._wrong.append("adapters of experts are not possible where engines share the experts (data parallelism)")
         named = [name.removesuffix(".weight") for name in tensors]
         self._wrong += [f"{one} is among modules_to_save, but not in the file" for one in self._config.saved
                         if not any(name.endswith(one) for name in named)]
-        if self._wrong or not (self._pairs or self._saved):
+        if self._wrong or not (self._pairs or self._saved or self._experts):
             listed = "\n  ".join(sorted(self._wrong)[:20]) or "it has no matrices"
             raise ModelError(f"the adapter {self._folder} does not fit this model:\n  {listed}")
 
@@ -141,8 +153,8 @@ class _Reader:
             if parameter.name == target:
                 return path, -1, rule, ""
         known = any(target in (one.name, *(piece.name for piece in one.pieces)) for one in self._spec.parameters())
-        return "", -1, rule, ("adapters of this matrix are not supported; possible are the embedding, the head, and projections"
-                              " of attention and of dense MLPs" if known else "this model has no such projection")
+        return "", -1, rule, ("adapters of this tensor are not supported; possible are the embedding, the head, and projections"
+                              if known else "this model has no such projection")
 
     def _take(self, module: str, pair: dict[str, torch.Tensor]) -> None:
         path, piece, rule, problem = self._find(module)
@@ -161,10 +173,11 @@ class _Reader:
         elif pair["A"].shape != (rank, columns) or pair["B"].shape != (rows, rank):
             self._wrong.append(f"{module} has A {list(pair['A'].shape)} and B {list(pair['B'].shape)}; this model and rank "
                                f"{rank} ask for {[rank, columns]} and {[rows, rank]}")
-        elif "magnitude" in pair and (path in (EMBEDDING, HEAD) or self._place.tensors > 1
-                                      or pair["magnitude"].numel() != rows):
-            self._wrong.append(f"{module}: DoRA is not possible for the embedding and the head, nor with several ranks; and "
-                               f"its magnitudes are {list(pair['magnitude'].shape)}, those of this matrix {[rows]}")
+        elif "magnitude" in pair and (path in (EMBEDDING, HEAD) or parameter.decoded or pair["magnitude"].numel() != rows):
+            self._wrong.append(f"{module}: DoRA is not possible for the embedding, the head and MLA's keys and values; and its "
+                               f"magnitudes are {list(pair['magnitude'].shape)}, those of this matrix {[rows]}")
+        elif parameter.decoded and self._config.invocation:
+            self._wrong.append(f"{module}: MLA's keys and values cannot be changed from some token on (aLoRA)")
         else:
             change = rule.change if rule is not None and rule.change is not transposed else None
             if change is not None:
@@ -172,9 +185,13 @@ class _Reader:
                 pair = {kind: tensor if kind == "A" else change(tensor, self._spec) for kind, tensor in pair.items()}
             self._pairs.append(_Pair(path, piece, pair, scale))
 
-    def packed(self, dtype: torch.dtype, weights: Rows) -> Weights:
+    def packed(self, dtype: torch.dtype, weights: Rows, group: Group | None) -> Weights:
         """The rank's share, as a slot holds it."""
         found = layout(self._spec.share(self._place.tensors))
+        apart: dict[str, tuple[torch.Tensor | None, ...]] = dict(self._experts.packed(dtype, self._place))
+        for pair in [pair for pair in self._pairs if self._targets[pair.path].decoded]:
+            self._pairs.remove(pair)
+            apart[pair.path] = self._factors(pair, dtype)
         width = padded(max((len(pair.tensors["A"]) for pair in self._pairs), default=1))
         data, facts = torch.zeros(found.unit * width, dtype=dtype), torch.zeros(found.facts, dtype=torch.int32)
         gains = torch.zeros(found.gains, dtype=dtype) if any("magnitude" in pair.tensors for pair in self._pairs) else None
@@ -185,27 +202,39 @@ class _Reader:
             pieces = range(len(target.pieces)) if pair.piece < 0 else (pair.piece,)
             whole, own = _pieces(parameter), target.pieces
             at = 0 if pair.piece < 0 else sum(whole[:pair.piece])
-            if "magnitude" in pair.tensors:
-                assert gains is not None
-                gain = _gains(weights, pair, a, b, at)
-                b *= 1 + gain[:, None]
-                gains[target.gains + at:target.gains + at + len(gain)] = gain.to(dtype)
-                facts[target.facts + MOST_PIECES] = 1
             split = Split.WHOLE if self._place.tensors == 1 else parameter.split
             held = parameter.share(self._place.tensor, self._place.tensors)
             if split is Split.COLUMNS:
                 a = a[:, slice(*held[0])]
+                a = torch.nn.functional.pad(a, (0, target.inputs - a.shape[1]))
             up = data[target.up * width:(target.up + target.rows) * width].view(width, target.rows)
             for piece in pieces:
-                rank, begin, row = len(a), (target.down + piece * target.inputs) * width, sum(whole[:piece])
+                rank, row, to = len(a), sum(whole[:piece]), sum(own[:piece])
+                begin = (target.down + piece * target.inputs) * width
                 first, end = held[piece] if split is Split.ROWS else (row, row + whole[piece])
-                data[begin:begin + rank * target.inputs].view(rank, target.inputs)[:, :a.shape[1]] = a.to(dtype)
-                to = sum(own[:piece])
-                up[:rank, to:to + end - first] = b[first - at:end - at].t().to(dtype)
+                mine = b[first - at:end - at]
+                if "magnitude" in pair.tensors:
+                    assert gains is not None
+                    magnitude = pair.tensors["magnitude"].float().flatten()[first - at:end - at]
+                    gain = _gains(weights, group if split is Split.COLUMNS else None, pair.path, magnitude, a, mine, to)
+                    mine = mine * (1 + gain[:, None])
+                    gains[target.gains + to:target.gains + to + len(gain)] = gain.to(dtype)
+                    facts[target.facts + MOST_PIECES] = 1
+                data[begin:begin + rank * target.inputs].view(rank, target.inputs)[:] = a.to(dtype)
+                up[:rank, to:to + end - first] = mine.t().to(dtype)
                 facts[target.facts + piece] = padded(rank)
-        ends = frozenset(self._saved) | {pair.path for pair in self._pairs if pair.path in (EMBEDDING, HEAD)}
-        saved = {path: self._own(path, one).to(dtype) for path, one in self._saved.items()}
-        return Weights(Matrices(data, gains, facts), saved, ends)
+        ends = {*self._saved, *(pair.path for pair in self._pairs if pair.path in (EMBEDDING, HEAD))}
+        ends |= {APART} if apart else set()
+        apart |= {path: (self._own(path, one).to(dtype),) for path, one in self._saved.items()}
+        return Weights(Matrices(data, gains, facts), apart, frozenset(ends))
+
+    def _factors(self, pair: _Pair, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A, and the rank's rows of B, filled up with zeros."""
+        ((first, end),) = self._targets[pair.path].share(self._place.tensor, self._place.tensors)
+        rows = _targets(self._spec.share(self._place.tensors))[pair.path].shape[0]
+        b = pair.tensors["B"].new_zeros(rows, len(pair.tensors["A"]))
+        b[:end - first] = pair.tensors["B"][first:end] * pair.scale
+        return pair.tensors["A"].to(dtype), b.to(dtype)
 
     def _own(self, path: str, matrix: torch.Tensor) -> torch.Tensor:
         """A rank's rows of a head; an embedding is whole."""
@@ -217,12 +246,16 @@ class _Reader:
         return own
 
 
-def _gains(weights: Rows, pair: _Pair, a: torch.Tensor, b: torch.Tensor, at: int) -> torch.Tensor:
-    """The factors less 1 of DoRA (Liu et al. 2024): a magnitude, divided by the norm of the row of W + B A."""
-    magnitude = pair.tensors["magnitude"].float().flatten()
-    found = torch.empty_like(magnitude)
+def _gains(weights: Rows, group: Group | None, path: str, magnitude: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
+           at: int) -> torch.Tensor:
+    """The factors less 1 of DoRA (Liu et al. 2024): a magnitude, divided by the norm of the row of W + B A. `at`: where the
+    rows begin in the rank's matrix. `group`: of ranks that divide the columns."""
+    squares = torch.empty_like(magnitude)
     for first in range(0, len(b), _ROWS):
-        rows = weights(pair.path, at + first, at + min(first + _ROWS, len(b)))
-        part = slice(first, first + len(rows))
-        found[part] = magnitude[part] / (rows.cpu() + b[part] @ a).norm(dim=1) - 1
-    return found
+        part = slice(first, min(first + _ROWS, len(b)))
+        rows = weights(path, at + part.start, at + part.stop)
+        if group is None:
+            squares[part] = (rows.cpu() + b[part] @ a).square().sum(1)
+        else:
+            squares[part] = group.gather((rows + (b[part] @ a).to(rows.device)).square().sum(1)).sum(0).cpu()
+    return magnitude / squares.sqrt() - 1

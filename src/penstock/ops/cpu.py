@@ -114,6 +114,9 @@ class CpuExperts(ExpertsOps):
             lib.penstock_pack(matrix.data_ptr(), packed.data_ptr(), n, k, matrix.stride(0), matrix.stride(1), code)
         return Stack(data, count, n, k, matrices.dtype, self)
 
+    def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._owner.linear.apply(x, PackedWeight(stack.data[expert], stack.n, stack.k, stack.dtype), bias)
+
     def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
               up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
               inward: bool = False) -> torch.Tensor:

@@ -118,6 +118,15 @@ class ExpertsOps:
             total += shares[:, place]
         return total.to(x.dtype)
 
+    def products(self, x: torch.Tensor, picks: torch.Tensor, stack: Stack, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [P, k], each row times the matrix of its pick [P] (-1: any result), plus that one's bias: [P, n]."""
+        out = x.new_zeros(len(x), stack.n)
+        for expert in picks.unique().tolist():
+            if expert >= 0:
+                rows = (picks == expert).nonzero()[:, 0]
+                out[rows] = self._product(x[rows], stack, expert, None if bias is None else bias[expert])
+        return out
+
     def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, stack.data[expert], bias)
 
@@ -132,5 +141,32 @@ class LooseExperts(ExpertsOps):
 
 
 LOOSE = LooseExperts()
+
+_AT_ONCE = 256
+"""Picks of which `changed` computes at a time: their adapters' matrices are gathered."""
+
+
+def changed(x: torch.Tensor, picks: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
+            up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, inward: bool,
+            factors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """`ExpertsOps.apply` with an adapter. `factors`: A [E, r, W] and B [E, 2 F, r] of up,
+    then those of down, by expert as `picks`; `places` [T, K]: where in the stacks the experts are, -1: nowhere here."""
+    count = picks.shape[1]
+    kept, found = places.flatten(), []
+    experts, shares = picks.flatten().clamp(min=0), weights.flatten()[:, None]
+    for first in range(0, len(kept), _AT_ONCE):
+        some = slice(first, min(first + _AT_ONCE, len(kept)))
+        rows = x[torch.arange(some.start, some.stop, device=x.device) // count]
+        if inward:
+            rows = (rows * shares[some]).to(x.dtype)
+        for stack, bias, (a, b) in ((up, up_bias, factors[:2]), (down, down_bias, factors[2:])):
+            out = stack.grouped.products(rows, kept[some], stack, bias)
+            if a is not None and b is not None:
+                low = torch.bmm(a[experts[some]], rows[:, :, None])
+                out = out + torch.bmm(b[experts[some]], low)[:, :, 0]
+            rows = glu(out) if stack is up else out
+        found.append(rows.float() if inward else rows.float() * shares[some])
+    total = torch.cat(found).masked_fill_((kept < 0)[:, None], 0.0).view(len(x), count, -1)
+    return total.sum(1).to(x.dtype)
 
 register("experts", "reference", rank=0, capturable=False, batch_invariant=False, threads=True)(ExpertsOps())

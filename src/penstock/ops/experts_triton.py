@@ -182,6 +182,16 @@ class TritonExperts(ExpertsOps):
 
     invariant = False
 
+    def products(self, x: torch.Tensor, picks: torch.Tensor, stack: Stack, bias: torch.Tensor | None) -> torch.Tensor:
+        tile = choose_coded(1, 1, stack).down if isinstance(stack, CodedStack) else Tile(16, 64, 128, stages=2, swap=True)
+        out = torch.empty(len(x), stack.n, dtype=x.dtype, device=x.device)
+        for first in range(0, len(x), _UNSORTED):
+            some = slice(first, first + _UNSORTED)
+            chosen = picks[some, None].contiguous()
+            _product(_exact(tile) if x.dtype == torch.float32 else tile, x[some], stack, bias, chosen,
+                     torch.ones(chosen.shape, device=x.device), None, out[some], None, False)
+        return out
+
     def host(self, matrices: torch.Tensor, slots: int, device: torch.device) -> Stack:
         return HostedStack(matrices, slots, device, self)
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from penstock.core.plan import Ints, StepPlan
-from penstock.layers.step import BASE, Adapted
-from penstock.models.adapters import EMBEDDING, HEAD, Weights
+from penstock.layers.step import BASE, Adapted, Apart
+from penstock.models.adapters import APART, EMBEDDING, HEAD, Weights
 from penstock.ops.lora import Groups, LoraOps, Slabs, size, write
 from penstock.worker.staging import Staging, upload
 
@@ -35,10 +35,10 @@ class Adapters:
         """[row] the slot of its adapter."""
         self._from = np.zeros(rows, np.int64)
         """[row] the first position that its adapter computes."""
-        self._saved: dict[str, dict[int, torch.Tensor]] = {EMBEDDING: {}, HEAD: {}}
-        """Whole matrices on the device, by slot."""
-        self._ends: dict[str, set[int]] = {EMBEDDING: set(), HEAD: set()}
-        """Slots whose adapters change the model's ends."""
+        self._apart: dict[int, dict[str, tuple[torch.Tensor | None, ...]]] = {}
+        """`Weights.apart` on the device, by slot."""
+        self._ends: dict[str, set[int]] = {EMBEDDING: set(), HEAD: set(), APART: set()}
+        """Slots whose adapters change the model's ends, or what is apart."""
         self._used = False
         """Whether a slot was ever filled."""
         self._staging = {captured: Staging(torch.int32, device) for captured in (False, True)}
@@ -52,20 +52,21 @@ class Adapters:
             self.slabs.fill(slot - 1, weights.matrices)
             for path, slots in self._ends.items():
                 slots.discard(slot)
-                self._saved[path].pop(slot, None)
                 if path in weights.ends:
                     slots.add(slot)
-                if path in weights.saved:
-                    self._saved[path][slot] = weights.saved[path].to(self._device, non_blocking=True)
+            self._apart[slot] = {path: tuple(None if one is None else one.to(self._device, non_blocking=True) for one in each)
+                                 for path, each in weights.apart.items()}
         for enter in plan.enter:
             self._slot[enter.row], self._from[enter.row] = enter.adapter, enter.adapted_from
 
-    def adapted(self, plan: StepPlan, end: str | None = None) -> bool:
-        """Whether one of the plan's rows has an adapter; or one that changes that end of the model."""
+    def adapted(self, plan: StepPlan, *ends: str) -> bool:
+        """Whether one of the plan's rows has an adapter; with `ends`, one that changes one of them."""
         if not self._used:
             return False
         slots = self._slot[plan.rows]
-        return bool(slots.any() if end is None else self._ends[end] and not self._ends[end].isdisjoint(slots.tolist()))
+        if not ends:
+            return bool(slots.any())
+        return any(self._ends[end] and not self._ends[end].isdisjoint(slots.tolist()) for end in ends)
 
     def reserve(self, tokens: int) -> None:
         """Gives the groups of captured steps of up to so many tokens a fixed address."""
@@ -104,11 +105,19 @@ class Adapters:
         there = staging.device(places[-1])
         found = []
         for at, (slots, rows) in zip(places, each, strict=False):
-            present = set((slots + 1).tolist())
-            changed = [] if captured else [path for path, ends in self._ends.items() if not ends.isdisjoint(present)]
-            replaced = {path: [(upload(np.flatnonzero(slots == slot - 1).astype(np.int32), self._device).long(), matrix)
-                               for slot, matrix in self._saved[path].items() if slot in present] for path in changed}
-            found.append(LowRankDelta(self._ops, self.slabs, Groups.of(there[at:], rows, count), replaced))
+            found.append(LowRankDelta(self._ops, self.slabs, Groups.of(there[at:], rows, count),
+                                      {} if captured else self._changes(slots)))
+        return found
+
+    def _changes(self, slots: Ints) -> dict[str, list[tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]]]:
+        """`LowRankDelta`'s for rows with these slots (-1: none)."""
+        present = set((slots + 1).tolist())
+        found: dict[str, list[tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]]] = {
+            end: [] for end, having in self._ends.items() if not having.isdisjoint(present)}
+        for slot in sorted(present & self._apart.keys()) if found else ():
+            rows = upload(np.flatnonzero(slots == slot - 1).astype(np.int32), self._device).long()
+            for path, matrices in self._apart[slot].items():
+                found.setdefault(path, []).append((rows, matrices))
         return found
 
 
@@ -122,10 +131,13 @@ class Rows:
 class LowRankDelta:
     """Adds x A^T B^T to the results of the rows of each adapter (LoRA, Hu et al. 2021): a `layers/step.py::Delta`."""
 
-    def __init__(self, ops: LoraOps, slabs: Slabs, groups: Groups,
-                 ends: Mapping[str, list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
-        """`ends`: which ends of the model are changed, and (rows, matrix) of each adapter with a whole matrix of its own."""
-        self._ops, self._slabs, self._groups, self._ends = ops, slabs, groups, ends
+    def __init__(self, ops: LoraOps, slabs: Slabs, groups: Groups, changes: Mapping[str, Apart]) -> None:
+        """`changes`: has the ends of the model that are changed, and by path (rows, matrices) of each adapter that is not a
+        product alone."""
+        self._ops, self._slabs, self._groups, self._changes = ops, slabs, groups, changes
+
+    def apart(self, path: str) -> Apart:
+        return self._changes.get(path, ())
 
     def shrink(self, path: str, x: torch.Tensor) -> torch.Tensor | None:
         return self._ops.shrink(x, path, self._slabs, self._groups) if path in self._slabs.layout.targets else None
@@ -136,15 +148,17 @@ class LowRankDelta:
         return out
 
     def embed(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        if EMBEDDING in self._ends:
+        if EMBEDDING in self._changes:
             out = self.expand(EMBEDDING, self._ops.look_up(tokens, EMBEDDING, self._slabs, self._groups), out, None)
-            for rows, matrix in self._ends[EMBEDDING]:
+            for rows, (matrix,) in self._changes[EMBEDDING]:
+                assert matrix is not None
                 out[rows] = matrix[tokens[rows].long()]
         return out
 
     def head(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if HEAD in self._ends:
+        if HEAD in self._changes:
             out = self.expand(HEAD, self.shrink(HEAD, x), out, bias)
-            for rows, matrix in self._ends[HEAD]:
+            for rows, (matrix,) in self._changes[HEAD]:
+                assert matrix is not None
                 out[rows] = F.linear(x[rows], matrix, bias).float()
         return out

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from penstock.layers.step import Apart
 from penstock.worker.windows import Windows
 
 
@@ -42,6 +43,9 @@ class Moments:
                 self._found[path].addmm_(x.t(), x)
             else:
                 self._found[path] = x.t() @ x
+
+    def apart(self, _path: str, /) -> Apart:
+        return ()
 
     def expand(self, _path: str, _low: torch.Tensor | None, out: torch.Tensor, _bias: torch.Tensor | None, /) -> torch.Tensor:
         return out

@@ -18,7 +18,7 @@ import torch
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import Delta
-from penstock.models.adapters import EMBEDDING, HEAD
+from penstock.models.adapters import APART, EMBEDDING, HEAD
 from penstock.worker.adapters import Adapters
 from penstock.worker.dummy import dummy_plan, filled, spread
 from penstock.worker.rows import Rows
@@ -177,7 +177,7 @@ class Graphs:
         bucket, adapted = self.buckets.of(plan, count), self._adapters is not None and self._adapters.adapted(plan)
         if bucket is None or (bucket, adapted) not in self._decodes:
             return None
-        if self._adapters is not None and any(self._adapters.adapted(plan, end) for end in (EMBEDDING, HEAD)):
+        if self._adapters is not None and self._adapters.adapted(plan, EMBEDDING, HEAD, APART):
             return None
         room = self._sampler.room(count)
         picks = picks_of(plan)

@@ -273,7 +273,8 @@ class Rank:
         path, model = Path(folder), self._model
         assert model is not None
         found = adapters.read(path, self._whole, self._place, models.family_of(self._checkpoint)[1].RULES, model.dtype,
-                              self._config.adapters[1] if self._config.adapters is not None else 0, model.rows)
+                              self._config.adapters[1] if self._config.adapters is not None else 0, model.rows,
+                              self._mesh.tensor)
         name = adapter.digest(path)
         self.worker.adapters.host[name] = found
         return name

@@ -6,7 +6,7 @@ import torch
 
 from penstock.core.plan import Ints, StepPlan
 from penstock.layers.decoder import Decoder
-from penstock.models.adapters import EMBEDDING
+from penstock.models.adapters import APART, EMBEDDING
 from penstock.parallel.lockstep import Lockstep
 from penstock.parallel.pipe import Pipe
 from penstock.worker.adapters import Adapters
@@ -35,7 +35,7 @@ class Runner:
         count = len(picks.segments)
         adapted = self.adapters is not None and self.adapters.adapted(plan)
         # CUDA graphs return neither the hidden states of all tokens, nor embeddings that adapters have changed.
-        eager = every or (self.adapters is not None and self.adapters.adapted(plan, EMBEDDING))
+        eager = every or (self.adapters is not None and self.adapters.adapted(plan, EMBEDDING, APART))
         found = self.graphs.buckets.of(plan, count) if self.graphs is not None and not eager else None
         if self.model.lockstep is not None:
             found = self._agreed(self.model.lockstep, plan, count, found)
