@@ -104,8 +104,9 @@ def test_percentiles_are_numpy_s() -> None:
 def test_figures_of_known_requests() -> None:
     """Two answers whose figures can be worked out by hand, and a failure that must not count."""
     records = [Record(100.0, 10, [100.2, 100.3, 100.4], output_len=3), Record(100.1, 20, [100.2, 101.0], output_len=5),
-               Record(100.0, 5, [], error="no")]
+               Record(100.0, 5, [], ended=100.5, error="no", refused=True)]
     result = summary(records, 100.0, 2.0, [50.0], {"ttft": 150.0})
+    assert result["p50_refusal_ms"] == pytest.approx(500)
     assert (result["completed"], result["failed"], result["first_error"]) == (2, 1, "no")
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (30, 8)
     assert result["output_throughput"] == 4

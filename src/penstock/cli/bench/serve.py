@@ -118,10 +118,12 @@ class Record:
     stamps: list[float] = field(default_factory=list)
     """When each chunk with text or tokens arrived."""
     ended: float = 0.0
-    """When the chunk with the reason of the end arrived; 0 if none did."""
+    """When the chunk with the reason of the end, or a refusal, arrived; 0 if neither did."""
     pieces: list[str] = field(default_factory=list)
     output_len: int = 0
     error: str = ""
+    refused: bool = False
+    """The server answered with an error's status."""
 
     @property
     def ttft(self) -> float:
@@ -175,7 +177,8 @@ class _Load:
         try:
             reply = await self.wire.send("POST", self.path, body)
             if reply.status != 200:
-                record.error = complaint(reply.status, await reply.read())
+                record.error, record.refused = complaint(reply.status, await reply.read()), True
+                record.ended = time.perf_counter()
                 return record
             async for at, data in reply.events():
                 if data != b"[DONE]":
@@ -268,8 +271,9 @@ def summary(records: list[Record], start: float, duration: float, percentiles: l
     }
     values = {"ttft": [r.ttft for r in good], "tpot": [t for r in good if (t := r.tpot) is not None],
               "itl": [gap for r in good for gap in r.itl], "e2el": [r.e2el for r in good]}
-    for name in METRICS:
-        result |= spread(name, [value * 1e3 for value in values[name]], percentiles)
+    refusals = [r.ended - r.sent for r in records if r.refused]
+    for name, seconds in (values | ({"refusal": refusals} if refusals else {})).items():
+        result |= spread(name, [value * 1e3 for value in seconds], percentiles)
     return result
 
 
@@ -286,6 +290,8 @@ def rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
     for name, words in names.items():
         found.append((f"{words}, mean, ms", result[f"mean_{name}_ms"]))
         found += [(f"{words}, p{rank:g}, ms", result[f"p{rank:g}_{name}_ms"]) for rank in ranks]
+    if "mean_refusal_ms" in result:
+        found += [(f"refusal, p{rank:g}, ms", result[f"p{rank:g}_refusal_ms"]) for rank in ranks]
     return found + ([("first error", result["first_error"])] if result["first_error"] else [])
 
 

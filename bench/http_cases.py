@@ -1,0 +1,192 @@
+"""Promises kept over HTTP: canary behind a real server, loaded by `penstock bench serve`.
+
+low       half of what it can serve: output tokens/s with promises and first come first served
+overload  half to three times what it can serve: goodput, refusals and their time, the engine's memory
+long      short requests with and without prompts that fill the context
+tenants   ten keys, one of which sends ten times as much: Jain's index over the tokens that they had
+
+usage: python bench/http_cases.py [--case overload ...] [--held] [--seconds 20] [--output FILE.json]
+
+`--held` holds each step back to a cost model's time (`slow_engine.py`): a client on the same cores slows the server less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.bench.environment import environment
+
+ROOT = Path(__file__).resolve().parents[1]
+PORT = 8765
+URL = f"http://127.0.0.1:{PORT}"
+ROWS = 16
+COST = {"name": "15 ms a step, 0.5 ms a row, 0.2 ms a token", "kv_tokens": 65536, "max_num_seqs": ROWS,
+        "max_num_batched_tokens": 512, "max_model_len": 2048, "step_target": 0.05,
+        "weights": {"step": 0.015, "segment": 0.0005, **{f"tokens_from_{n}": 0.0002 for n in (0, 4, 16, 64, 256, 1024, 4096)}}}
+CLASSES = {"interactive": {"ttft": 2.0, "tpot": 0.05}, "real": {"ttft": 0.3, "tpot": 0.02}}
+"""Promises of the held server, and those of canary's own steps, which take about a tenth of the time."""
+SHORT = ("--random-input-len", "150", "--random-output-len", "15", "--random-range-ratio", "0.33")
+PENSTOCK = (sys.executable, "-m", "penstock.cli.main")
+
+
+@contextlib.contextmanager
+def server(held: bool, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A ready server."""
+    with tempfile.TemporaryDirectory() as folder:
+        cost, classes = Path(folder) / "cost.json", Path(folder) / "classes.json"
+        cost.write_text(json.dumps(COST))
+        promised = CLASSES["interactive" if held else "real"]
+        classes.write_text(json.dumps({"interactive": promised | {"weight": 20, "queue": 512}}))
+        start = [sys.executable, str(ROOT / "bench/slow_engine.py")] if held else \
+            [*PENSTOCK, "serve", "canary", "--classes", str(classes), "--no-log-requests"]
+        command = [*start, "--port", str(PORT), "--max-num-seqs", str(ROWS)]
+        process = subprocess.Popen([*command, *flags], env=os.environ | {"PENSTOCK_COST": str(cost)}, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)
+        try:
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"{URL}/health", timeout=5).read()
+                    break
+                time.sleep(0.2)
+            yield process
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def load(*flags: str, tier: str = "interactive", key: str = "") -> subprocess.Popen[bytes]:
+    """A client that begins now and prints its figures as JSON."""
+    return subprocess.Popen([*PENSTOCK, "bench", "serve", "--url", URL, "--json", "--quiet", "--extra-body",
+                             json.dumps({"service_tier": tier}), *flags],
+                            env=os.environ | ({"PENSTOCK_API_KEY": key} if key else {}), stdout=subprocess.PIPE)
+
+
+def figures(client: subprocess.Popen[bytes]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(client.communicate()[0])
+    return found
+
+
+def goodput(held: bool) -> tuple[str, str]:
+    promised = CLASSES["interactive" if held else "real"]
+    return "--goodput", f"ttft:{promised['ttft'] * 1e3:g},tpot:{promised['tpot'] * 1e3:g}"
+
+
+def capacity() -> float:
+    """Requests a second that a closed loop over all rows gets."""
+    closed = load(*SHORT, "--num-prompts", str(12 * ROWS), "--max-concurrency", str(ROWS), tier="flex")
+    return float(figures(closed)["request_throughput"])
+
+
+def short(rate: float, seconds: float, held: bool) -> dict[str, Any]:
+    """Figures of short interactive requests at a rate."""
+    return figures(load(*SHORT, "--num-prompts", str(int(rate * seconds)), "--request-rate", f"{rate}", *goodput(held)))
+
+
+def resident(process: subprocess.Popen[bytes]) -> int:
+    """Bytes of memory of the server and its engine."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in (process.pid, *children))
+
+
+def low(held: bool, seconds: float) -> list[dict[str, Any]]:
+    found = []
+    for policy in ("fcfs", "promises", "promises", "fcfs"):
+        flags = () if held else ("--scheduling-policy", policy)
+        with server(held, *flags):
+            rate = capacity() / 2 if not found else found[0]["rate"]
+            found.append({"policy": policy, "rate": rate, **pick(short(rate, seconds, held))})
+            print(json.dumps(found[-1]), flush=True)
+        if held:
+            break
+    return found
+
+
+def pick(seen: dict[str, Any]) -> dict[str, Any]:
+    names = ("completed", "failed", "request_goodput", "output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p99_tpot_ms",
+             "p99_itl_ms", "p50_refusal_ms", "p99_refusal_ms", "first_error")
+    found = {name: seen[name] for name in names if seen.get(name) is not None}
+    return {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def overload(held: bool, seconds: float) -> list[dict[str, Any]]:
+    found = []
+    with server(held) as process:
+        most = capacity()
+        for share in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0):
+            before, rate = resident(process), most * share
+            found.append({"load": share, "rate": round(rate, 1), **pick(short(rate, seconds, held)),
+                          "grown": round(resident(process) / before - 1, 4)})
+            print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def long(held: bool, seconds: float) -> list[dict[str, Any]]:
+    found = []
+    with server(held, "--no-enable-prefix-caching") if not held else server(held) as process:
+        rate, length = capacity() * 0.3, 2000 if held else 4000
+        assert process.poll() is None
+        for beside in (False, True, False, True):
+            others = load("--random-input-len", str(length), "--random-output-len", "4", "--num-warmups", "0", "--request-rate",
+                          "0.2", "--num-prompts", str(max(1, int(seconds / 5))), "--seed", str(len(found)),
+                          tier="default") if beside else None
+            found.append({"beside long prompts": beside, **pick(short(rate, seconds, held))})
+            if others is not None:
+                seen = figures(others)
+                found[-1] |= {"long ttft p50": seen["p50_ttft_ms"], "long failed": seen["failed"]}
+            print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def tenants(held: bool, seconds: float) -> list[dict[str, Any]]:
+    """Closed loops, each with more requests in flight than its share of rows."""
+    assert not held, "slow_engine.py takes no keys"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "keys.json"
+        keys = [subprocess.run([*PENSTOCK, "keys", "add", str(file), "--tenant", f"t{i}"], check=True, capture_output=True,
+                               text=True).stdout.split()[-1] for i in range(10)]
+        with server(held, "--keys-file", str(file)):
+            clients = [load(*SHORT, "--num-prompts", str((30 if i else 300) * int(seconds)), "--max-concurrency",
+                            str(4 if i else 40), "--save-detailed", "--seed", str(i), tier="flex", key=key)
+                       for i, key in enumerate(keys)]
+            seen = [figures(client) for client in clients]
+    # All are backlogged until the first of them has no request left to send.
+    until = min(max(one["start_times"]) for one in seen)
+    served = [sum(n_in + n_out for start, latency, n_in, n_out in zip(one["start_times"], one["latencies"], one["input_lens"],
+                                                                     one["output_lens"], strict=True)
+                  if latency is not None and 2.0 < start + latency < until) for one in seen]
+    jain = sum(served) ** 2 / (len(served) * sum(value * value for value in served))
+    found = [{"seconds": round(until - 2, 1), "tokens": served, "failed": [one["failed"] for one in seen],
+              "jain": round(jain, 4)}]
+    print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+CASES = {"low": low, "overload": overload, "long": long, "tenants": tenants}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--held", action="store_true")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    result = {name: CASES[name](args.held, args.seconds) for name in args.case if not (args.held and name == "tenants")}
+    if args.output:
+        args.output.write_text(json.dumps({"environment": environment(), "held": args.held, **result}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
