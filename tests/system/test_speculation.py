@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock import LLM, SamplingParams
 from penstock.canary import suite
@@ -27,6 +28,7 @@ from penstock.scheduler.drafting import Adaptive
 from penstock.worker.drafters.suffix import Suffix
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
 from penstock.worker.dummy import dummy_round
+from tests.data import MODELS, need
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DRAFT, EAGLE, LATENT = (str(ASSETS / f"canary-{name}") for name in ("draft", "eagle", "mla"))
@@ -105,6 +107,43 @@ def test_all_tokens_in_one_pass(draft: str, tmp_path: Path) -> None:
             stats = llm.engine.stats()
             first.append((stats.accepted_by_place[0] / stats.drafts, stats.steps))
     assert first[1][0] > 0.8 * first[0][0] and first[1][1] > first[0][1]
+
+
+def test_a_draft_model_with_another_tokenizer_drafts_tokens_that_both_have() -> None:
+    """Models of the same stories, with vocabularies of 512 tokens and of 361 or 105, nearly characters: drafts are never right,
+    as each token is read as the last of its characters."""
+    params = [SamplingParams(temperature=temperature, seed=2, max_tokens=80, ignore_eos=True) for temperature in (0.0, 0.7)]
+    prompts = ["Once upon a time", "The dog was"]
+    expected = None
+    for draft in (None, "babyllama-tok361", "babyllama-tok105"):
+        folder = None if draft is None else str(need(MODELS / draft))
+        with LLM(str(need(MODELS / "stories260k")), max_model_len=128, threads=1, speculative_model=folder,
+                 draft_policy="fixed", num_speculative_tokens=3) as llm:
+            found = [one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)]
+            stats = llm.engine.stats()
+        expected = expected or found
+        assert found == expected and (draft is None or stats.drafts > 100), draft
+
+
+def test_a_draft_model_with_the_same_tokens_in_another_order_is_as_often_right(tmp_path: Path) -> None:
+    shutil.copytree(DRAFT, tmp_path / "other")
+    spelled = json.loads((tmp_path / "other/tokenizer.json").read_text())
+    kept = {token["id"] for token in spelled["added_tokens"]}
+    free = [token for token in spelled["model"]["vocab"].values() if token not in kept]
+    moved = dict(zip(free, reversed(free), strict=True))
+    spelled["model"]["vocab"] = {name: moved.get(token, token) for name, token in spelled["model"]["vocab"].items()}
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(spelled))
+    tensors = load_file(tmp_path / "other/model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            tensors[name] = tensors[name][[moved.get(token, token) for token in range(len(tensors[name]))]].contiguous()
+    save_file(tensors, tmp_path / "other/model.safetensors")
+    found = []
+    for draft in (DRAFT, str(tmp_path / "other")):
+        with opened(speculative_model=draft, **FIXED) as llm:
+            said, stats = answers(llm)
+            found.append((said, stats.accepted_tokens / stats.drafts))
+    assert found[0][0] == found[1][0] and found[1][1] == pytest.approx(found[0][1], rel=0.02)
 
 
 def test_the_draft_model_of_canary_is_right_as_often_as_its_card_says() -> None:

@@ -123,7 +123,7 @@ class EngineOptions:
         "layer, else suffix",
         ("off", "auto", "ngram", "suffix", "lookahead", "layer_skip", "draft_model", "eagle", "eagle3", "medusa", "mtp"),
         group=SPECULATION)
-    speculative_model: str | None = option(None, "folder or hub id of a draft model (of the same tokenizer) or draft head")
+    speculative_model: str | None = option(None, "folder or hub id of a draft model or draft head")
     num_speculative_tokens: int | None = option(None, "maximum tokens drafted at once (default: 5)", least=1)
     draft_policy: str = option("adaptive", "adaptive: fewer drafts, or none, where they would cost more time than they save; "
                                "fixed: always as many", ("adaptive", "fixed"))

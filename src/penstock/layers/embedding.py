@@ -60,9 +60,13 @@ class Embedding:
         self._first = spec.first_position
         self._scale = torch.tensor(spec.scale, dtype=dtype).item() if spec.round_scale else spec.scale
         self._group = build.group
+        self.reads: torch.Tensor | None = None
+        """[vocabulary of the steps] int32: the row of each token, where steps have another vocabulary than the table."""
 
     def __call__(self, step: Step) -> torch.Tensor:
         tokens, group, later = step.tokens, self._group, None
+        if self.reads is not None:
+            tokens = self.reads[tokens.long()]
         if self._second:
             later = tokens >= self._second
             tokens = torch.where(later, tokens - self._second, tokens)

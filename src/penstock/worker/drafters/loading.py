@@ -25,6 +25,7 @@ from penstock.worker.drafters.lookahead import LoadedLookahead
 from penstock.worker.drafters.model import LoadedDraftModel, lag
 from penstock.worker.drafters.ngram import LoadedNGram
 from penstock.worker.drafters.suffix import LoadedSuffix
+from penstock.worker.drafters.translation import Translation, translation
 from penstock.worker.drafting import LoadedDrafter
 from penstock.worker.verify import Acceptance
 
@@ -42,6 +43,8 @@ class Found:
     head: DraftHead | None = None
     mask: int | None = None
     """The token in whose place a draft model predicts one, if it drafts all tokens in one pass."""
+    translation: Translation | None = None
+    """From the target's tokenizer to a draft model's, if that is another."""
 
 
 def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: ModelSpec, max_model_len: int,
@@ -70,7 +73,7 @@ def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: 
     if method == "medusa":
         medusa.check(own, described, asked.tokens)
         return Found(replace(asked, method=method), own)
-    return _of_model(asked, own, described, target, max_model_len)
+    return _of_model(asked, folder, own, described, target, max_model_len)
 
 
 def _of_head(asked: Speculation, head: DraftHead) -> Found:
@@ -79,20 +82,25 @@ def _of_head(asked: Speculation, head: DraftHead) -> Found:
     return Found(replace(asked, method=head.method), head.folder, head.config, head.spec, head)
 
 
-def _of_model(asked: Speculation, folder: Path, config: Mapping[str, Any], target: ModelSpec, max_model_len: int) -> Found:
+def _of_model(asked: Speculation, own: Path, folder: Path, config: Mapping[str, Any], target: ModelSpec,
+              max_model_len: int) -> Found:
     spec = models.describe(config)
+    mask = draft_heads.mask_token(config, asked.parallel)
+    other = translation(own, folder, target.vocab_size, spec.vocab_size)
     # Models of one tokenizer may pad their vocabularies differently.
-    if abs(spec.vocab_size - target.vocab_size) > 1024:
-        raise ConfigError(f"the draft model {asked.model} has {spec.vocab_size} tokens, the model {target.vocab_size}: they do "
-                          "not have the same tokenizer; take a smaller model of the same family")
+    if other is None and abs(spec.vocab_size - target.vocab_size) > 1024:
+        raise ConfigError(f"the draft model {asked.model} has {spec.vocab_size} tokens, the model {target.vocab_size}, and "
+                          "there are no tokenizers to compare; take a smaller model of the same family")
+    if other is not None and mask is not None:
+        raise ConfigError(f"the draft model {asked.model} drafts in one pass, by a mask token of its own tokenizer, which is "
+                          "not the model's; set parallel_drafting to false, or take one of the same family")
     if spec.max_positions < max_model_len:
         raise ConfigError(f"the draft model {asked.model} handles {spec.max_positions} tokens, but max_model_len is "
                           f"{max_model_len}; lower it to {spec.max_positions} (--max-model-len) or take another")
     if not lag(spec.states("float32")):
         raise ConfigError(f"the draft model {asked.model} keeps states that cannot go back by a few tokens (recurrent, "
                           "chunked, or very short windows); possible are models with full attention or sliding windows")
-    return Found(replace(asked, method="draft_model"), folder, config, spec,
-                 mask=draft_heads.mask_token(config, asked.parallel))
+    return Found(replace(asked, method="draft_model"), folder, config, spec, mask=mask, translation=other)
 
 
 def load(found: Found, target: Decoder, room: int, **how: Any) -> LoadedDrafter:
@@ -121,4 +129,4 @@ def _load(found: Found, target: Decoder, room: int, place: Place, group: Group |
     if found.config is None:
         lookup = LoadedSuffix if found.asked.method == "suffix" else LoadedNGram
         return lookup(found.asked.shortest, found.asked.longest)
-    return LoadedDraftModel(models.load(found.folder, dict(found.config), **how), found.mask)
+    return LoadedDraftModel(models.load(found.folder, dict(found.config), **how), found.mask, found.translation)

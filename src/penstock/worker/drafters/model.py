@@ -16,6 +16,8 @@ import torch
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.core.state import Everything, StateSpec, Window
 from penstock.layers.decoder import Decoder
+from penstock.layers.embedding import Embedding
+from penstock.worker.drafters.translation import Translation
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, hide, part_of, parts, within
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import MAX_LOGITS_ROWS
@@ -38,20 +40,28 @@ def lag(states: Sequence[StateSpec]) -> int:
 class LoadedDraftModel(LoadedDrafter):
     """A small model, loaded beside the target."""
 
-    def __init__(self, model: Decoder, mask: int | None = None) -> None:
-        """`mask`: the token in whose place the model predicts one, if it drafts all tokens in one pass."""
+    def __init__(self, model: Decoder, mask: int | None = None, translation: Translation | None = None) -> None:
+        """`mask`: the token in whose place the model predicts one, if it drafts all tokens in one pass. `translation`: from the
+        target's tokenizer to the model's, if that is another."""
         super().__init__(model)
         self._mask = mask
+        self._tokens: tuple[torch.Tensor, torch.Tensor] | None = None
+        if translation is not None:
+            assert isinstance(model.embedding, Embedding)
+            model.embedding.reads = translation.reads.to(model.device)
+            self._tokens = translation.own.to(model.device), translation.targets.to(model.device)
 
     def start(self, host: Host) -> Drafter:
         model = self.attached(host)
-        return DraftModel(model, host) if self._mask is None else ParallelModel(model, host, self._mask)
+        return DraftModel(model, host, self._tokens) if self._mask is None else ParallelModel(model, host, self._mask)
 
 
 class DraftModel(Drafter):
     """A draft model on the rows of one worker."""
 
-    def __init__(self, model: Decoder, host: Host) -> None:
+    def __init__(self, model: Decoder, host: Host, tokens: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
+        """`tokens`: the tokens that it can draft, by the model's numbers and by the target's; None: these are the same."""
+        self._tokens = tokens
         self._runner = Runner(model, host.rows, host.page)
         self._runner.graphs = host.capture(model)
         self._host = host
@@ -106,7 +116,12 @@ class DraftModel(Drafter):
         model, target = self._runner.model, self._host.model.spec.vocab_size
         for at in range(0, len(row), MAX_LOGITS_ROWS):
             some = slice(at, at + MAX_LOGITS_ROWS)
-            logits = model.whole(model.head(ends[some]))[:len(row[some]), :target]
+            logits = model.whole(model.head(ends[some]))[:len(row[some])]
+            if self._tokens is None:
+                logits = logits[:, :target]
+            else:
+                own, numbers = self._tokens
+                logits = logits.new_full((len(logits), target), -torch.inf).index_copy_(1, numbers, logits[:, own])
             # Entries that were never computed may hold anything, but a draft must be a token.
             self._host.sampler.choose(torch.nan_to_num(logits), row[some], position[some])
 
