@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -235,3 +236,43 @@ def test_models_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         from penstock.checkpoint.aliases import read_aliases
 
         read_aliases()
+
+
+def test_adapters_of_a_folder_belong_to_the_model_that_they_name(tmp_path: Path) -> None:
+    for name, base in (("pirate", "canary"), ("telegram", "hub/twin"), ("lost", "nobody")):
+        shutil.copytree(ASSETS / f"canary-{'telegram' if name == 'telegram' else 'pirate'}", tmp_path / name)
+        config = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": base}))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/adapter_config.json").write_text('{"base_model_name_or_path": "canary"}')
+    (tmp_path / "broken/adapter_model.safetensors").write_text("nothing")
+    with served("canary", "--max-loaded-models", "1", "--enable-lora", "--lora-dir", str(tmp_path), *SMALL,
+                more=(f"twin={canary.model_folder()}",)) as server:
+        assert states(server) == {"canary": "unloaded", "twin": "unloaded"}
+        # The adapter's name loads its model, and the adapter is there with it.
+        answer = say(server, "pirate")
+        assert answer.status_code == 200 and answer.json()["model"] == "pirate"
+        assert states(server) == {"canary": "ready", "twin": "unloaded"}
+        listed = {one["id"]: one.get("parent") for one in server.http.get("/v1/models").json()["data"]}
+        assert listed["pirate"] == "canary" and "lost" not in listed
+        assert say(server, "lost").status_code == 404 and say(server, "broken").status_code == 404
+        assert say(server, "telegram").status_code == 200
+        assert states(server) == {"canary": "unloaded", "twin": "ready"}
+        assert say(server, "pirate").status_code == 200, "its model came back with it"
+
+
+def test_a_batch_of_several_models_loads_each_once(tmp_path: Path) -> None:
+    """Lines that take turns in the file do not take turns in memory."""
+    lines = [{"custom_id": str(place), "method": "POST", "url": "/v1/completions", "body": {
+        "model": ("canary", "canary-window")[place % 2], "prompt": "Once", "max_tokens": 2}} for place in range(12)]
+    with served("canary", "--max-loaded-models", "1", "--store", str(tmp_path / "store"), *SMALL,
+                more=(f"canary-window={ASSETS / 'canary-window'}",)) as server:
+        file = server.http.post("/v1/files", files={"file": ("in.jsonl", "\n".join(map(json.dumps, lines)))},
+                                data={"purpose": "batch"}).json()["id"]
+        batch = server.post("/v1/batches", input_file_id=file, endpoint="/v1/completions", completion_window="24h").json()["id"]
+        end = time.monotonic() + 90
+        while (found := server.http.get(f"/v1/batches/{batch}").json())["status"] != "completed":
+            assert time.monotonic() < end, found
+            time.sleep(0.2)
+        assert found["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
+        assert server.log.count(" loaded canary") == 2

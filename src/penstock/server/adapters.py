@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -26,15 +27,22 @@ _SECONDS = 2.0
 class Folder:
     """A folder whose subfolders are served as adapters of a model, by their names, as they come, change and go."""
 
-    def __init__(self, path: str, slot: Slot) -> None:
-        """ConfigError if it cannot be served."""
+    def __init__(self, path: str, slot: Slot, several: bool) -> None:
+        """Of `several` models each has the adapters that were trained for it. ConfigError if the folder cannot be served."""
         if not slot.llm.options.enable_lora or not Path(path).is_dir():
             raise ConfigError(f"lora_dir is {path!r}; it must be a folder, and needs enable_lora")
         self._path = Path(path)
         self._slot = slot
+        self._bases = {Path(name).name for name in (*slot.names, slot.llm.model)} if several else None
+        """The last parts of its names."""
         self._llm = slot.llm
         self._seen: dict[str, list[int]] = {}
         """The state of the files of each subfolder when it was looked at last."""
+        self._broken: dict[str, list[int]] = {}
+        """The state in which one could not be loaded."""
+        self._looking = asyncio.Lock()
+        slot.offered = frozenset(self._stamps())
+        slot.prepare = self._look
 
     async def watch(self) -> None:
         """Follows the folder until it is cancelled."""
@@ -43,35 +51,48 @@ class Folder:
             await asyncio.sleep(_SECONDS)
 
     async def _look(self) -> None:
-        if self._slot.llm is not self._llm:
-            # The model was loaded again: its new engine has no adapters.
-            self._llm, self._seen = self._slot.llm, {}
-        if self._llm.info is None or self._llm.dead is not None:
-            return
-        found = await asyncio.to_thread(self._stamps)
-        for name in self._seen.keys() - found.keys():
-            del self._seen[name]
-            await self._try(name, self._llm.unload_adapter(name))
-        for name, stamp in found.items():
-            if self._seen.get(name) != stamp:
-                loaded = self._llm.load_adapter(name, str(self._path / name), replace=name in self._seen)
-                self._seen[name] = stamp
-                await self._try(name, loaded)
+        async with self._looking:
+            found = await asyncio.to_thread(self._stamps)
+            self._broken = {name: stamp for name, stamp in self._broken.items() if found.get(name) == stamp}
+            self._slot.offered = found.keys() - self._broken.keys()
+            if self._slot.llm is not self._llm:
+                # The model was loaded again: its new engine has no adapters.
+                self._llm, self._seen, self._broken = self._slot.llm, {}, {}
+            if self._llm.info is None or self._llm.dead is not None:
+                return
+            for name in self._seen.keys() - found.keys():
+                del self._seen[name]
+                await self._try(name, self._llm.unload_adapter(name))
+            for name, stamp in found.items():
+                if self._seen.get(name) != stamp:
+                    loaded = self._llm.load_adapter(name, str(self._path / name), replace=name in self._seen)
+                    self._seen[name] = stamp
+                    if not await self._try(name, loaded):
+                        self._broken[name] = stamp
+                        self._slot.offered -= {name}
 
-    async def _try(self, name: str, change: Awaitable[None]) -> None:
+    async def _try(self, name: str, change: Awaitable[None]) -> bool:
         try:
             await change
         except RequestError as error:
             LOG.warning("the adapter %s of %s: %s", name, self._path, error.message)
+            return False
+        return True
 
     def _stamps(self) -> dict[str, list[int]]:
         """Time and size of an adapter's two files, by the name of its folder."""
         stamps = {}
         for folder in sorted(self._path.iterdir()):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, msgspec.DecodeError):
                 files = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
-                stamps[folder.name] = [number for file in files for number in (file.st_mtime_ns, file.st_size)]
+                if self._bases is None or self._base(folder) in self._bases:
+                    stamps[folder.name] = [number for file in files for number in (file.st_mtime_ns, file.st_size)]
         return stamps
+
+    def _base(self, folder: Path) -> str:
+        """The last part of the name of the model that an adapter was trained for."""
+        config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
+        return Path(str(config.get("base_model_name_or_path"))).name
 
 
 class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True):

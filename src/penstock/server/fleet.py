@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,6 +48,14 @@ class Slot:
     """Requests that have chosen it and are not over."""
     keep: float | None = None
     """Seconds of idleness that a request asked for; None: the fleet's."""
+    offered: Set[str] = frozenset()
+    """Names of adapters that it will have once it is loaded."""
+    prepare: Callable[[], Awaitable[None]] | None = None
+    """Loads those."""
+
+    def adapts(self, name: str) -> bool:
+        """Whether an adapter of this name is or will be there."""
+        return name in self.llm.adapters or name in self.offered
 
     @property
     def absent(self) -> str:
@@ -102,14 +110,15 @@ class Fleet:
     def names(self) -> list[str]:
         """Every name that requests may use, adapters' last."""
         own = [name for slot in self.slots for name in slot.names]
-        return list(dict.fromkeys([*own, *(name for slot in self.slots for name in slot.llm.adapters)]))
+        adapters = [name for slot in self.slots for name in (*slot.llm.adapters, *sorted(slot.offered))]
+        return list(dict.fromkeys([*own, *adapters]))
 
     def find(self, name: str | None) -> Slot | None:
         """The model of a name; of several versions one by their shares, or the one that NAME@1, NAME@2, ... says."""
         if not name:
             return self.slots[0]
         for bare in (name, name.removesuffix(":latest")):
-            found = [slot for slot in self.slots if bare in slot.names or bare in slot.llm.adapters]
+            found = [slot for slot in self.slots if bare in slot.names] or [slot for slot in self.slots if slot.adapts(bare)]
             if found:
                 return random.choices(found, [slot.share for slot in found])[0]
         base, _, number = name.rpartition("@")
@@ -168,6 +177,8 @@ class Fleet:
             slot.llm = slot.llm.again()
         slot.state, slot.error = "loading", ""
         await slot.llm.start()
+        if slot.prepare is not None:
+            await slot.prepare()
         slot.state, slot.used = "ready", time.monotonic()
         if self.several:
             LOG.info("loaded %s", slot.names[0])

@@ -68,7 +68,7 @@ class ServerRun:
                       one.share, bool({*one.names} & {*options.pin}), "unloaded" if several else "loading") for one in models]
         self.fleet = Fleet(slots, keep_alive=options.keep_alive, most=options.max_loaded_models)
         self.application = Application(self.fleet, options)
-        self.adapters = Folder(options.lora_dir, slots[0]) if options.lora_dir is not None else None
+        self.adapters = [] if options.lora_dir is None else [Folder(options.lora_dir, slot, several) for slot in slots]
         self.connections = Connections(options, self.application.shapes.default, raise_descriptor_limit())
         self.application.state.connections = self.connections.counts
         self._stop = asyncio.Event()
@@ -128,8 +128,7 @@ class ServerRun:
             self.on_ready([slot.llm.info for slot in self.fleet.loaded if slot.llm.info is not None], url)
         notify(f"READY=1\nSTATUS=serving at {url}\nMAINPID={os.getpid()}")
         beside = [asyncio.create_task(self.application.batches.resume())]
-        if self.adapters is not None:
-            beside.append(asyncio.create_task(self.adapters.watch()))
+        beside += [asyncio.create_task(folder.watch()) for folder in self.adapters]
         await stopping
         for task in beside:
             task.cancel()

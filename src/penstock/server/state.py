@@ -75,6 +75,8 @@ class State:
         if not model:
             return self.name
         self.fleet.named(model)
+        if model in self.fleet.current.offered and model not in self.llm.adapters:
+            raise UnavailableError(f"the adapter {model!r} is still being loaded", "loading")
         return model
 
     def admit_bare(self, model: str | None) -> str:

@@ -126,20 +126,22 @@ class Runner:
     async def _ask_all(self, named: Ref, batch: Batch, left: list[Ask], counts: dict[str, int]) -> str | None:
         """Asks lines as there is room for them. The reason why some were not asked, if so."""
         pending: set[asyncio.Task[None]] = set()
-        waiting = deque(left)
+        waiting: dict[Slot, deque[Ask]] = {}
+        for ask in left:
+            waiting.setdefault(self._slot(ask), deque()).append(ask)
         try:
             while True:
                 room = batch["expires_at"] - time.time()
                 if room <= 0:
                     return "batch_expired"
-                slot = self._slot(waiting[0]) if waiting else None
-                if slot is not None and self._spare(slot):
+                slot = self._next(waiting, bool(pending))
+                if slot is not None:
                     self._flying[slot] += 1
-                    task = asyncio.create_task(self._ask(named, waiting.popleft(), counts))
+                    task = asyncio.create_task(self._ask(named, slot, waiting[slot].popleft(), counts))
                     task.add_done_callback(functools.partial(self._landed, slot))
                     pending.add(task)
                     continue
-                if not pending and slot is None:
+                if not pending and not any(waiting.values()):
                     return None
                 done, pending = await asyncio.wait(pending or {asyncio.create_task(asyncio.sleep(PAUSE_SECONDS))},
                                                    timeout=min(room, PAUSE_SECONDS), return_when=asyncio.FIRST_COMPLETED)
@@ -155,6 +157,13 @@ class Runner:
     def _landed(self, slot: Slot, _: asyncio.Task[None]) -> None:
         self._flying[slot] -= 1
 
+    def _next(self, waiting: dict[Slot, deque[Ask]], busy: bool) -> Slot | None:
+        """The model whose next line may be asked now. One that is not loaded waits while lines of others run (`busy`), so that
+        models do not take turns in memory."""
+        ready = [slot for slot, asks in waiting.items() if asks and self._spare(slot)]
+        loaded = [slot for slot in ready if slot.llm.info is not None]
+        return next(iter(loaded or ([] if busy else ready)), None)
+
     def _slot(self, ask: Ask) -> Slot:
         """The model that a line names; the first for one that is unknown, whose line will be refused."""
         name = ask.body.get("model")
@@ -168,7 +177,7 @@ class Runner:
         # The first line loads a model that is not there.
         return flying < 1 if info is None else flying < max(1, info.max_num_seqs // 2 - max(0, slot.llm.live - flying))
 
-    async def _ask(self, named: Ref, ask: Ask, counts: dict[str, int]) -> None:
+    async def _ask(self, named: Ref, slot: Slot, ask: Ask, counts: dict[str, int]) -> None:
         request_id = f"{named.name}-{ask.place}"
         body = msgspec.json.encode({"priority": LOWEST, **ask.body})
         while True:
@@ -176,7 +185,7 @@ class Runner:
             if status not in BUSY:
                 break
             await asyncio.sleep(PAUSE_SECONDS)
-        if self._slot(ask).llm.dead is not None:
+        if slot.llm.dead is not None:
             raise RuntimeError("the engine has stopped")
         answer = await asyncio.to_thread(lambda: answer_of(ask.custom_id, request_id, status, msgspec.Raw(content)))
         failed = status != 200

@@ -53,7 +53,8 @@ class Models:
     def _describe(self, name: str) -> Model:
         slot = self.state.fleet.named(name)
         info, adapter = slot.llm.info, slot.llm.adapters.get(name)
-        root, parent = (slot.llm.model, None) if adapter is None else (adapter.folder, slot.names[0])
+        root = slot.llm.model if adapter is None else adapter.folder
+        parent = slot.names[0] if slot.adapts(name) else None
         return {"id": name, "object": "model", "created": self.state.created, "owned_by": "penstock",
                 "root": root, "parent": parent, "max_model_len": info.max_model_len if info else None,
                 "type": "model", "display_name": name,
