@@ -27,6 +27,7 @@ from penstock.core.device import DeviceFacts
 from penstock.parallel.axis import places
 
 if TYPE_CHECKING:
+    from penstock.layers.attention import AttentionSpec
     from penstock.layers.spec import ModelSpec
     from penstock.ops.registry import Kernels
 
@@ -92,12 +93,18 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
 
 
 def _describe(spec: ModelSpec) -> dict[str, Any]:
-    layers = Counter((mixer.heads, mixer.kv_heads, mixer.head_size, mixer.window, mixer.codec.name if mixer.codec else "plain")
+    layers = Counter((mixer.heads, mixer.kv_heads, mixer.head_size, mixer.window, _stored(mixer))
                      for mixer in spec.attentions)
     return {"architecture": spec.architecture, "parameters": spec.size, "width": spec.width, "vocab_size": spec.vocab_size,
             "context": spec.max_positions, "tied_embeddings": spec.head.tied, "layers": len(spec.blocks),
             "attention": [{"layers": count, "heads": heads, "kv_heads": kv_heads, "head_size": size, "window": window or None,
                            "cache": codec} for (heads, kv_heads, size, window, codec), count in layers.items()]}
+
+
+def _stored(mixer: AttentionSpec) -> str:
+    """The storage of keys and values, on the device and behind it."""
+    aged = "" if mixer.aged is None else ", aged behind the device"
+    return (mixer.codec.name if mixer.codec is not None else "plain") + aged
 
 
 def _weights(spec: ModelSpec, dtype: str, kernels: Kernels) -> list[dict[str, Any]]:
@@ -158,9 +165,9 @@ def _planned(options: EngineOptions, plan: MemoryPlan, config: EngineConfig) -> 
 
 def _cache(options: EngineOptions, plan: MemoryPlan) -> dict[str, Any]:
     """The settings of the prefix cache and its tiers. Raises ConfigError if they cannot be honoured."""
-    tiers = plan_tiers(options, plan.layout)
+    tiers = plan_tiers(options, plan.behind)
     return {"prefix_caching": options.enable_prefix_caching, "tenant_share": options.cache_tenant_share,
-            "host_bytes": tiers.host_slabs * plan.layout.slab_bytes, "disk": tiers.disk,
+            "host_bytes": tiers.host_slabs * plan.behind.slab_bytes, "disk": tiers.disk,
             "disk_bytes": tiers.disk_bytes if tiers.disk else 0, "remote": tiers.remote,
             "kv_events": dict(options.kv_events_config) or None}
 

@@ -10,7 +10,7 @@ from penstock.config.schema import EngineOptions
 from penstock.config.speculation import Speculation, speculation
 from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.errors import ConfigError
-from penstock.core.layout import CacheLayout, lay_out
+from penstock.core.layout import CacheLayout, behind, lay_out
 from penstock.core.plan import MOST_DEPTH
 from penstock.core.state import MODEL_DTYPES, StateSpec
 
@@ -117,6 +117,8 @@ class MemoryPlan:
     weight_bytes: int
     step_bytes: int
     layout: CacheLayout
+    behind: CacheLayout
+    """The layout of the tiers behind the device (`core/layout.py::behind`)."""
     kv_tokens: int
     """Tokens of context that fit when sequences are as long as the model allows."""
     max_model_len: int
@@ -211,7 +213,8 @@ def plan_memory(limits: MemoryLimits, config: EngineConfig, states: list[StateSp
             + (f" (--max-model-len {longest})" if longest >= 2 else ": use a smaller model or dtype, or free memory"))
     length = min(config.max_model_len, longest)
     alone = max(1, layout.slabs_for(length, config.max_num_batched_tokens))
-    return MemoryPlan(weight_bytes, step_bytes, layout, layout.slabs * length // alone, length, graph_bytes)
+    tokens = layout.slabs * length // alone
+    return MemoryPlan(weight_bytes, step_bytes, layout, behind(layout, states), tokens, length, graph_bytes)
 
 
 _LEAST = 1 << 30

@@ -80,7 +80,8 @@ class EngineOptions:
                                         "the cache folder)")
     block_size: int | None = option(None, "tokens in a page of the KV cache (default: 16)", least=1)
     kv_cache_dtype: str = option("auto", "how keys and values are stored: as the checkpoint says or plain (auto), bfloat16, "
-                                 "fp8, fp8_e5m2, fp8_per_token_head, int8, int4, nvfp4, turbo4, turbo3, q8_0, q4_0",
+                                 "fp8, fp8_e5m2, fp8_per_token_head, int8, int4, nvfp4, turbo4, turbo3, q8_0, q4_0, or plain "
+                                 "on the device and in 4 bits behind it (aged)",
                                  group=CACHE)
     kv_cache_plain_layers: list[str] = option([], "layers whose keys and values stay plain: numbers, first, last or "
                                               "sliding_window")

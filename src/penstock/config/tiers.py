@@ -47,6 +47,9 @@ def plan_tiers(options: EngineOptions, layout: CacheLayout) -> TierPlan:
     if asked < 0 or (stores and not asked):
         raise ConfigError(f"cache_host_bytes is {asked}; it must be above 0 where there is a disk or a remote store, because "
                           "pages reach them by way of host memory")
+    if not asked and options.kv_cache_dtype == "aged":
+        raise ConfigError("kv_cache_dtype is 'aged', which stores pages behind the device in fewer bits, but nothing is behind "
+                          "it; set cache_host_bytes, cache_disk or cache_remote")
     if 0 < asked < least:
         raise ConfigError(f"cache_host_bytes is {asked:,}, but a page of this model takes {layout.slab_bytes:,} bytes and "
                           f"{_LEAST_SLABS} are the least; raise it to {least:,} or more, or leave it out")

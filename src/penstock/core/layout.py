@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.core.state import Retention, StateSpec
 
@@ -91,6 +91,11 @@ def lay_out(states: Sequence[StateSpec], page: int, arena_bytes: int) -> CacheLa
     groups = tuple(Group(tuple(layers), keep, tuple(offsets), size, count, slab // count)
                    for (keep, layers, offsets, size), count in zip(sizes, counts, strict=True))
     return CacheLayout(page, groups, slab, arena_bytes // slab)
+
+
+def behind(layout: CacheLayout, states: Sequence[StateSpec]) -> CacheLayout:
+    """The layout of the tiers behind the device: the same groups, and as many slabs, whose pages may be smaller."""
+    return replace(lay_out([state.behind for state in states], layout.page, 0), slabs=layout.slabs)
 
 
 def _up(value: int, multiple: int) -> int:

@@ -7,7 +7,7 @@ one small class here and one operation in `ops`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -128,6 +128,8 @@ class StateSpec:
 
     fields: tuple[Field, ...]
     keep: Retention
+    aged: tuple[Field, ...] = ()
+    """The fields as tiers behind the device keep them (`worker/ageing.py`); none: as the device does."""
 
     def __post_init__(self) -> None:
         assert not self.keep.exact or all(field.per == "page" for field in self.fields), \
@@ -145,3 +147,8 @@ class StateSpec:
     def page_bytes(self, page: int) -> int:
         """Bytes in a page of `page` positions."""
         return self.offsets(page)[-1]
+
+    @property
+    def behind(self) -> StateSpec:
+        """The state as tiers behind the device keep it."""
+        return replace(self, fields=self.aged, aged=()) if self.aged else self

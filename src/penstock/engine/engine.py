@@ -99,7 +99,7 @@ class Engine:
         # Callbacks run in reverse order: first the loop, then the rank, whose movers still write, then the tiers' bookkeeping.
         undo.callback(self._close_events)
         times = StepTime(chunk=config.max_num_batched_tokens)
-        self.tiers = set_up(plan_tiers(options, plan.layout), weights, config.dtype, plan.layout, loaded.computation, times)
+        self.tiers = set_up(plan_tiers(options, plan.behind), weights, config.dtype, plan.behind, loaded.computation, times)
         undo.callback(self.tiers.close)
         undo.callback(self.rank.close)
         prepared = self.rank.prepare(plan.layout, plan.max_model_len, self.tiers.behind)

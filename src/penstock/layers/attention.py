@@ -88,6 +88,8 @@ class AttentionSpec:
     divided: Divided | None = None
     codec: Codec | None = None
     """The way in which keys and values are stored; None: as they are, in the model's dtype."""
+    aged: Codec | None = None
+    """The way in which tiers behind the device store them, where the device has plain ones; None: as the device does."""
     stripes: int = 1
     """Ranks that each hold a run of every page's positions."""
     causal: bool = True
@@ -143,7 +145,9 @@ class AttentionSpec:
         keep = Window(self.window) if self.window and self.causal else Everything()
         plain = Field("k", shape, dtype), Field("v", shape, dtype)
         fields = plain if self.codec is None else self.codec.fields(*shape)
-        return (StateSpec(tuple(replace(field, stripes=self.stripes) for field in fields), keep),)
+        aged = () if self.aged is None else self.aged.fields(*shape)
+        fields, aged = (tuple(replace(field, stripes=self.stripes) for field in some) for some in (fields, aged))
+        return (StateSpec(fields, keep, aged),)
 
     def build(self, path: str, build: Build) -> Attention:
         return Attention(self, path, build)

@@ -14,8 +14,10 @@ from penstock.config.resolve import CacheAsked
 from penstock.core.errors import ConfigError, ModelError
 from penstock.layers.attention import AttentionSpec
 from penstock.layers.spec import ModelSpec
-from penstock.ops.codec import CODECS
+from penstock.ops.codec import CODECS, Codec, aged
 
+AGED = "aged"
+"""Plain on the device, and in fewer bits in the tiers behind it: no codec of a device's cache, but chosen as one."""
 KEY = "penstock_kv_cache"
 """Of a config, where `requested` puts its answer: {"codec", "plain", "scales"}."""
 PLAIN = ("bfloat16", "float16", "float32")
@@ -41,10 +43,10 @@ def requested(config: dict[str, Any], folder: Path, wanted: CacheAsked) -> dict[
             if given:
                 raise ConfigError(f"{name} is given, but the cache is plain; set kv_cache_dtype to {', '.join(CODECS)}")
         return config
-    if found not in CODECS:
+    if found not in CODECS and found != AGED:
         raise ConfigError(f"kv_cache_dtype is {wanted.codec!r}; possible are auto, {', '.join(PLAIN)}, "
-                          f"{', '.join([*CODECS, *ALIASES])}")
-    fixed = CODECS[found].key.rule == "fixed"
+                          f"{', '.join([*CODECS, AGED, *ALIASES])}")
+    fixed = found != AGED and CODECS[found].key.rule == "fixed"
     if wanted.scales and not fixed:
         raise ConfigError(f"kv_cache_scales are given, but {found} finds its own scales; leave them out, or use fp8")
     scales = _given(dict(wanted.scales))
@@ -120,16 +122,20 @@ def applied(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     asked = config.get(KEY)
     if asked is None:
         return spec
-    codec, scales = CODECS[asked["codec"]], asked["scales"]
+    name, scales = asked["codec"], asked["scales"]
     plain = _plain_layers(asked["plain"], spec)
     others = [mixer for block in spec.blocks for mixer in block.mixers if not isinstance(mixer, AttentionSpec)]
     if not spec.attentions or any(mixer.states("float32") for mixer in others):
-        raise ConfigError(f"kv_cache_dtype is {codec.name!r}, but layers of this model keep other states than keys and values "
+        raise ConfigError(f"kv_cache_dtype is {name!r}, but layers of this model keep other states than keys and values "
                           "(latents, or what transformers' modules run); use auto or the model's dtype")
 
     def changed(mixer: Any, layer: int) -> Any:
         if not isinstance(mixer, AttentionSpec) or layer in plain:
             return mixer
+        if name == AGED:
+            coding = aged(mixer.head_size)
+            return replace(mixer, aged=Codec(AGED, coding, coding))
+        codec = CODECS[name]
         for coding in (codec.key, codec.value):
             why = coding.misfit(mixer.head_size)
             if why:

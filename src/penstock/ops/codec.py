@@ -236,3 +236,10 @@ CODECS = {codec.name: codec for codec in (
     _both("q8_0", Coding("int8", "peak", 8, 32, "float16", gguf=True)),
     _both("q4_0", Coding("uint8", "signed", 4, 32, "float16", gguf=True)),
 )}
+
+
+@cache
+def aged(size: int) -> Coding:
+    """The storage of vectors of `size` elements behind the device under kv_cache_dtype aged: 4 bits by groups of 32, which no
+    kernel reads in its inner loop."""
+    return Coding("uint8", "range", 4, 32 if size % 32 == 0 else 0, "float16")

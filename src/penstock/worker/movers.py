@@ -12,18 +12,21 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from penstock.core import layout
 from penstock.core.plan import StepPlan
+from penstock.core.state import StateSpec
 from penstock.core.transfer import Load, LoadResult, Piece, Save, Write, WriteResult
 from penstock.ops.pinned import Pinned
 from penstock.stores import record
 from penstock.stores.opening import Behind
+from penstock.worker.ageing import Ageing
 from penstock.worker.arena import Arena, own_pages
 from penstock.worker.jobs import Job, Reports
 from penstock.worker.lanes import Copy, Fence, Lane, moment
@@ -55,11 +58,15 @@ _HOST = -1
 class Movers:
     """The transfers of one worker. One thread calls `start`, `load` and `arrived`."""
 
-    def __init__(self, arena: Arena, behind: Behind, device: torch.device) -> None:
-        """Allocates the host arena and, for a GPU, pins it, which takes time per GiB."""
+    def __init__(self, arena: Arena, behind: Behind, device: torch.device,
+                 states: Sequence[StateSpec] = ()) -> None:
+        """Allocates the host arena and, for a GPU, pins it, which takes time per GiB. `states` are the arena's; without them
+        pages behind the device are as they are on it."""
         self._arena = arena
         self._device = device
-        self._host = Arena(replace(arena.layout, slabs=behind.host_slabs), torch.device("cpu"))
+        below = layout.behind(arena.layout, states) if states else arena.layout
+        self._ageing = Ageing(states, arena.layout, below) if any(state.aged for state in states) else None
+        self._host = Arena(replace(below, slabs=behind.host_slabs), torch.device("cpu"))
         self._bytes = self._host.whole.numpy().data
         self._stores = list(behind.stores)
         self._version = behind.version
@@ -72,7 +79,7 @@ class Movers:
         self._sources = [PageReader(store, behind.version) for store in self._stores]
         self._readers = [Threads(_READERS[store.tier], f"penstock-read-{store.tier}") for store in self._stores]
         self._writers = [Threads(_WRITERS, f"penstock-write-{store.tier}") for store in self._stores]
-        largest = max(group.page_bytes for group in arena.layout.groups)
+        largest = max(group.page_bytes for group in below.groups)
         self._batch = max(1, _BUFFER_BYTES // largest)
         """Maximum pages per buffer."""
         count = sum(_READERS[store.tier] for store in self._stores) + _SPARE_BUFFERS if self._stores else 0
@@ -166,11 +173,17 @@ class Movers:
 
     def _downwards(self, saves: list[Save]) -> Iterator[Copy]:
         for group, page, slot, count in _runs(saves):
-            yield self._host.stretch(group, slot, count), self._arena.stretch(group, page, count)
+            pages = self._arena.stretch(group, page, count)
+            yield (self._host.stretch(group, slot, count),
+                   pages if self._ageing is None else self._ageing.old(group, pages, count))
 
     def _upwards(self, pieces: list[Piece]) -> Iterator[Copy]:
         for group, page, slot, count in _runs(Save(piece.name.group, piece.page, piece.slot) for piece in pieces):
-            yield self._arena.stretch(group, page, count), self._host.stretch(group, slot, count)
+            yield self._arena.stretch(group, page, count), self._returned(group, self._host.stretch(group, slot, count), count)
+
+    def _returned(self, group: int, pages: torch.Tensor, count: int) -> torch.Tensor:
+        """Pages of the tiers as the device has them."""
+        return pages if self._ageing is None else self._ageing.young(group, pages, count, self._device)
 
     def _write(self, writings: list[Write], saved: Fence) -> None:
         """Writes pages from the host to a store."""
@@ -192,28 +205,29 @@ class Movers:
         job.begin(store)
         buffer, failed = self._buffers.get(), False
         try:
-            copies = self._fill(job, pieces, buffer)
+            read = self._fill(job, pieces, buffer)
         except (ConnectionError, TimeoutError) as error:
             self._reports.complain(f"the {self._stores[store].tier} tier of the cache does not answer: {error}")
-            copies, failed = [], True
+            read, failed = [], True
         except Exception:
             LOG.exception("a page of the cache could not be read")
-            copies, failed = [], True
-        if copies and job.wanted():
+            read, failed = [], True
+        if read and job.wanted():
+            copies = ((self._arena.stretch(piece.name.group, piece.page, 1), self._returned(piece.name.group, page, 1))
+                      for piece, page in read)
             self._finish(job, store, copies, [ready], buffer)
         else:
             self._buffers.put(buffer)
             job.end(store, False, failed)
 
-    def _fill(self, job: Job, pieces: list[Piece], buffer: torch.Tensor) -> list[Copy]:
-        """Reads pages into the buffer. Returns the copies to the device of those that passed the check."""
-        source, copies, at = self._sources[pieces[0].store], list[Copy](), 0
+    def _fill(self, job: Job, pieces: list[Piece], buffer: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
+        """Reads pages into the buffer. Returns those that passed the check."""
+        source, copies, at = self._sources[pieces[0].store], list[tuple[Piece, torch.Tensor]](), 0
         count = len(pieces) if source.at_once else 1
         for some in (pieces[first:first + count] for first in range(0, len(pieces), count)):
             if job.given_up:
                 return []
-            pages = [self._arena.stretch(piece.name.group, piece.page, 1) for piece in some]
-            sizes = [page.nbytes for page in pages]
+            sizes = [self._host.layout.groups[piece.name.group].page_bytes for piece in some]
             mine = buffer[at:at + sum(sizes)]
             at += len(mine)
             bad = source.read([piece.name for piece in some], sizes, mine)
@@ -221,8 +235,7 @@ class Movers:
                 job.lose(name)
                 self._reports.complain(f"a page of the {self._stores[some[0].store].tier} tier of the cache is computed again: "
                                        f"{why}")
-            copies += [(page, read) for piece, page, read in zip(some, pages, mine.split(sizes), strict=True)
-                       if piece.name not in bad]
+            copies += [(piece, read) for piece, read in zip(some, mine.split(sizes), strict=True) if piece.name not in bad]
         return copies
 
     def _finish(self, job: Job, place: int, copies: Iterable[Copy], after: list[Fence], buffer: torch.Tensor | None) -> None:

@@ -180,7 +180,8 @@ class Worker:
         self.layout = layout
         self.arena = Arena(layout, device)
         own = len(model.states)
-        views = self.arena.views([*model.states, *(drafter.states if drafter is not None else ())])
+        states = [*model.states, *(drafter.states if drafter is not None else ())]
+        views = self.arena.views(states)
         model.attach(views[:own])
         self._loaded_drafter = drafter
         self._follows = drafter is not None and drafter.follows
@@ -190,7 +191,7 @@ class Worker:
         self.movers: Movers | None = None
         try:
             if behind is not None:
-                self.movers = Movers(self.arena, behind, device)
+                self.movers = Movers(self.arena, behind, device, states)
             if not model.spec.begins:
                 # At one address from now on, where graphs find it.
                 model.entry(max(fitted(budget), graph_tokens))
