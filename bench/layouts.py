@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import faulthandler
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -54,12 +56,21 @@ def say(**found: Any) -> None:
         file.write(line + "\n")
 
 
+def ended(group: int) -> None:
+    """Ends processes that take too long; each says where it is."""
+    os.killpg(group, signal.SIGABRT)
+    time.sleep(1)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
 def child(*words: str, limit: float, told: Callable[[dict[str, Any]], None]) -> None:
     """Runs this script with `words` and passes on each line of JSON that it prints, as it comes; what it says besides goes to
     the error output."""
     started = time.monotonic()
-    process = subprocess.Popen([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    ending = threading.Timer(limit, lambda: os.killpg(process.pid, 9))
+    process = subprocess.Popen([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, start_new_session=True,
+                               env=os.environ | {"PYTHONFAULTHANDLER": "1"})
+    ending = threading.Timer(limit, ended, (process.pid,))
     ending.start()
     assert process.stdout is not None
     for line in process.stdout:
@@ -68,7 +79,8 @@ def child(*words: str, limit: float, told: Callable[[dict[str, Any]], None]) -> 
     status = process.wait()
     ending.cancel()
     if status:
-        say(failed=" ".join(words), after=round(time.monotonic() - started, 1), status="limit" if status == -9 else status)
+        why = "limit" if status in (-6, -9) else status
+        say(failed=" ".join(words), after=round(time.monotonic() - started, 1), status=why)
 
 
 # -- equality

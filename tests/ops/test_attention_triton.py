@@ -12,7 +12,7 @@ import torch
 from tests.ops.interpreter import DEVICE, DTYPES  # isort: skip  (before Triton's kernels are imported)
 
 from penstock.ops import attention_library, attention_work
-from penstock.ops.attention import Geometry, Span
+from penstock.ops.attention import LEAST, Geometry, Span, Stripe
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
 from penstock.ops.attention_work import FIELDS, LISTED, Launch, WorkItem
 from tests.ops.kernels import close, reference
@@ -53,6 +53,31 @@ def test_attention(attention: TritonAttention, case: Case, dtype: torch.dtype) -
         pytest.skip("the interpreter takes its time")
     case = built(case, dtype)
     check(case.run(attention), wanted(case))
+
+
+@pytest.mark.parametrize(("ranks", "sunk", "softcap"), [(2, False, 0.0), (2, True, 30.0), (4, False, 0.0)])
+@BOTH
+def test_stripes_of_keys_add_up(attention: TritonAttention, ranks: int, sunk: bool, softcap: float) -> None:
+    """Each rank has a run of every page; some see none of a query's keys. Captured or not, sizes may be padded."""
+    case = built(Case([(900, 1), (33, 1), (64, 5), (5, 1), (16, 1), (700, 40)], sunk=sunk, softcap=softcap), torch.float32)
+    size, long = 16 // ranks, Span(5, 9, 40, 660)
+    tokens, results, sums = len(case.q), [], []
+    for rank in range(ranks):
+        stripe = Stripe(rank, ranks)
+        k, v = (x[:, :, rank * size:(rank + 1) * size] for x in (case.k, case.v))
+        rest = case.table, case.query_start, case.context, case.size ** -0.5, softcap, case.sinks
+        geometry = Geometry(4, 2, 64, size, 0, 4, stripe=stripe)
+        counts = np.diff(case.query_start.cpu().numpy())
+        array = attention.prepare(geometry, counts, case.context.cpu().numpy(), 6, tokens + 7, [long])
+        q = torch.cat((case.q, torch.full((7, 4, 64), float("nan"), device=DEVICE)))
+        found = attention.striped(q, k, v, *rest, torch.from_numpy(array).to(DEVICE), [long], None, None, stripe)
+        exact = reference("attention").striped(case.q, k, v, *rest, None, [long], None, None, stripe)
+        assert (found[1][tokens:] == LEAST).all() and not found[0][tokens:].any()
+        torch.testing.assert_close(found[1][:9], exact[1][:9], rtol=1e-4, atol=1e-4)
+        results.append(found[0][:9])
+        sums.append(found[1][:9])
+    weights = torch.stack(sums).softmax(0)
+    check((torch.stack(results) * weights[..., None]).sum(0), wanted(case)[:9])
 
 
 @BOTH

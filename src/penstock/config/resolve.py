@@ -77,9 +77,9 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         raise ConfigError("speculative decoding is not possible with several pipeline stages; leave out speculate and "
                           "speculative_model, or use tensor_parallel_size instead of pipeline_parallel_size")
     contexts = options.context_parallel_size
-    if contexts > 1 and gpu:
-        raise ConfigError("context_parallel_size is possible on CPUs only so far: attention on a GPU gives no sums that ranks "
-                          "could join; use tensor_parallel_size or pipeline_parallel_size")
+    if contexts > 1 and gpu and drafting is not None:
+        raise ConfigError("speculative decoding is not possible with context_parallel_size on GPUs, whose hosts count the keys "
+                          "that each query sees; leave out speculate, or use tensor_parallel_size")
     if contexts > 1 and drafting is not None:
         if drafting.model is not None or drafting.method == "mtp":
             raise ConfigError("a draft model or head is not possible with context_parallel_size; use speculate ngram")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -16,8 +17,8 @@ from penstock.layers.linear import Linear, LinearSpec
 from penstock.layers.norm import LayerNorm, NoNorm, NormSpec, RMSNorm, RMSNormSpec, build_norm
 from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.rope import RopeSpec
-from penstock.layers.step import StateView, Step, Works
-from penstock.ops.attention import Geometry, Stripe, partial
+from penstock.layers.step import StateView, Step, TokenShare, Works
+from penstock.ops.attention import WHOLE, Geometry, Span, Stripe
 from penstock.ops.codec import Codec, Scales, hadamard
 from penstock.ops.linear import Weight
 from penstock.parallel.group import Group
@@ -187,7 +188,12 @@ class Attention:
         if spec.slopes:
             self.slopes = torch.tensor(_own_slopes(spec, build), dtype=torch.float32, device=build.device)
         self._kernels = build.kernels
+        if spec.slopes and spec.stripes > 1 and build.device.type == "cuda":
+            raise ModelError("context_parallel_size is not possible with ALiBi on GPUs, as a slope needs each key's own "
+                             "position; use tensor_parallel_size")
+        self._ranks = build.context
         self._context = build.context if spec.stripes > 1 else None
+        self._stripe = WHOLE if self._context is None else Stripe(self._context.rank, self._context.size)
         self._rotations: list[Weight] = []
         if spec.codec is not None and spec.codec.key.rotated:
             dtype = self.qkv.weight.dtype
@@ -205,10 +211,14 @@ class Attention:
         self.scales: Scales | None = None
         if spec.codec is not None:
             self.scales = Scales(spec.codec, *(view.fields.get(f"{name}_scale") for name in "kv"))
-        geometry = Geometry(spec.heads, spec.kv_heads, spec.head_size, view.page, spec.window, self.qkv.weight.dtype.itemsize,
-                            plain=not (spec.softcap or spec.slopes), sloped=bool(spec.slopes),
-                            codec=spec.codec.name if spec.codec else "")
+        geometry = self._geometry(view.page // spec.stripes, self._stripe)
         self.work = works.index(view.group, geometry, self._kernels.attention)
+
+    def _geometry(self, page: int, stripe: Stripe = WHOLE) -> Geometry:
+        spec = self.spec
+        return Geometry(spec.heads, spec.kv_heads, spec.head_size, page, spec.window, self.qkv.weight.dtype.itemsize,
+                        plain=not (spec.softcap or spec.slopes), sloped=bool(spec.slopes),
+                        codec=spec.codec.name if spec.codec else "", stripe=stripe)
 
     def leave_sum(self) -> bool:
         return self.o.leave_sum()
@@ -218,9 +228,14 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         spec, kernels = self.spec, self._kernels
-        group = step.groups[self.group]
-        tokens, heads, kv_heads = x.shape[0], spec.heads, spec.kv_heads
-        qkv = self.qkv(x, step).view(tokens, (2 if spec.gate else 1) * heads + 2 * kv_heads, spec.head_size)
+        group, division, ranks = step.groups[self.group], step.division, self._ranks
+        heads, kv_heads = spec.heads, spec.kv_heads
+        joined = self.qkv(x, step)
+        if division is not None and ranks is not None:
+            # Each rank has projected its own tokens; all write the cache, and a query may be anyone's.
+            joined = division.whole(joined, ranks)
+        tokens = joined.shape[0]
+        qkv = joined.view(tokens, (2 if spec.gate else 1) * heads + 2 * kv_heads, spec.head_size)
         q, k, v = qkv[:, :heads], qkv[:, heads:heads + kv_heads], qkv[:, heads + kv_heads:heads + 2 * kv_heads]
         if spec.clip:
             qkv.clamp_(-spec.clip, spec.clip)
@@ -249,6 +264,8 @@ class Attention:
         if spec.gate:
             out = out * torch.sigmoid(qkv[:, heads + 2 * kv_heads:])
         out = out.view(tokens, -1)
+        if division is not None:
+            out = out.index_select(0, division.own)
         return self.o(*step.narrow(out, ends))
 
     def _seeing_all(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
@@ -276,19 +293,57 @@ class Attention:
         return found.to(like.dtype)
 
     def _joined(self, q: torch.Tensor, step: Step, ranks: Group) -> torch.Tensor:
-        """Attention where each rank has some of the keys: the ranks' results, joined by the logarithms of their sums."""
-        spec = self.spec
-        parts, sums = partial(q, self.k, self.v, step.groups[self.group].table, step.query_start, step.context, spec.scale,
-                              spec.window, spec.softcap, self.sinks, self.slopes, self.scales, Stripe(ranks.rank, ranks.size))
-        weights = ranks.gather(sums).softmax(0)
-        return (ranks.gather(parts) * weights[..., None]).sum(0).to(q.dtype)
+        """Attention where each rank has some of the keys. Of few queries, the ranks' results are joined by the logarithms of
+        their sums; of long segments, the keys come to each rank, which computes its own queries alone."""
+        spec, table, library = self.spec, step.groups[self.group].table, step.library[self.work]
+        if len(library) < len(step.context) or step.division is None:
+            parts, sums = self._kernels.attention.striped(
+                q, self.k, self.v, table, step.query_start, step.context, spec.scale, spec.softcap, self.sinks,
+                step.work[self.work], library, self.slopes, self.scales, self._stripe)
+            weights = ranks.gather(sums).softmax(0)
+            out = (ranks.gather(parts) * weights[..., None]).sum(0).to(q.dtype)
+        else:
+            out = torch.zeros_like(q)
+        for span in library:
+            assert step.division is not None
+            self._gathered(q, span, table[span.segment], step.division, ranks, out)
+        return out
+
+    def _gathered(self, q: torch.Tensor, span: Span, row: torch.Tensor, division: TokenShare, ranks: Group,
+                  out: torch.Tensor) -> None:
+        """A long segment, of which this rank computes its pieces over the keys of all ranks."""
+        spec, ops, size = self.spec, self._kernels.attention, self.k.shape[2] * ranks.size
+        length = span.before + span.count
+        pages = row[:-(-length // size)].long()
+
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            # By bytes: not every device picks FP8 by index. Then stripe by stripe within each page.
+            stripes = ranks.gather(x.view(torch.uint8)[pages] if x.element_size() == 1 else x[pages])
+            return stripes.movedim(0, 2).flatten(2, 3).contiguous().view(x.dtype)
+
+        k, v = whole(self.k), whole(self.v)
+        scales = self.scales and Scales(self.scales.codec, *(None if one is None else whole(one)
+                                                             for one in (self.scales.k, self.scales.v)))
+        geometry = self._geometry(size)
+        numbers = torch.arange(len(pages), dtype=torch.int32, device=q.device)[None]
+        for piece in division.pieces:
+            if piece.segment != span.segment:
+                continue
+            counts, contexts = np.array([[piece.count], [piece.before + piece.count]], np.int32)
+            library = ops.library_spans(geometry, counts, contexts)
+            found = None if library else ops.prepare(geometry, counts, contexts, 1, piece.count)
+            work = q.new_zeros(1) if library else None if found is None else torch.from_numpy(found).to(q.device)
+            borders = torch.tensor([0, piece.count, int(contexts[0])], dtype=torch.int32).to(q.device)
+            own = division.own[piece.first:piece.first + piece.count]
+            out.index_copy_(0, own, ops.apply(q.index_select(0, own), k, v, numbers, borders[:2], borders[2:], spec.scale, 0,
+                                              spec.softcap, self.sinks, work, library, self.slopes, scales))
 
     def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, cos: torch.Tensor | None,
                sin: torch.Tensor | None) -> torch.Tensor:
         """Writes keys and values to the cache, normed and rotated as the queries that it returns."""
         slots, kernels = step.groups[self.group].slots, self._kernels
         if self._context is not None:
-            slots = Stripe(self._context.rank, self._context.size).slots(slots, self.k.shape[2])
+            slots = self._stripe.slots(slots, self.k.shape[2])
         if self.scales is None:
             return kernels.rope_write(q, k, v, step.positions, slots, self.k, self.v, cos, sin, self.q_norm, self.k_norm,
                                       self.eps, self.offset, self.interleaved)

@@ -40,6 +40,7 @@ class Decoder:
         self.states: list[StateSpec] = spec.states(str(dtype).removeprefix("torch."))
         build = Build(values, kernels, device, max_model_len, group, data, context)
         self.group = group
+        self.context = context
         self.lockstep = data
         self._entry = torch.empty(0, spec.width, dtype=dtype, device=device)
         self.embedding: Embedding | Join | None = spec.embedding.build(build, dtype) if spec.begins else None
@@ -116,18 +117,31 @@ class Decoder:
             step.beside = self.entry(len(step.tokens))
         residual = self.entry(len(step.tokens)) if self.embedding is None else self.embedding(step)
         delta: torch.Tensor | None = None
+        division, ends = step.division, step.ends if self.spec.ends else None
+        if division is not None and self.context is not None:
+            hidden = self._end(*self._divided(residual.index_select(0, division.own), step))
+            hidden = division.whole(hidden, self.context)
+            return hidden if ends is None else hidden.index_select(0, ends)
         *blocks, last = self.blocks
         for number, block in enumerate(blocks):
             self._tap(number, delta, residual)
             delta, residual = block(delta, residual, step)
         self._tap(len(blocks), delta, residual)
         if not self._taps or (max(self._taps) <= len(blocks) and min(self._taps) >= 0):
-            return self._end(*last(delta, residual, step, step.ends if self.spec.ends else None))
+            return self._end(*last(delta, residual, step, ends))
         delta, residual = last(delta, residual, step)
         self._tap(len(blocks) + 1, delta, residual)
         hidden = self._end(delta, residual)
         self._tap(-1, None, hidden)
         return hidden if step.ends is None else hidden.index_select(0, step.ends)
+
+    def _divided(self, residual: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream behind the last block of this rank's own tokens."""
+        delta: torch.Tensor | None = None
+        for block in self.blocks:
+            delta, residual = block(delta, residual, step)
+        assert delta is not None
+        return delta, residual
 
     def _end(self, delta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return delta + residual if self.norm is None or self.spec.drafts else self.norm.add(delta, residual)[0]

@@ -208,7 +208,7 @@ class Experts:
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         spec, counted = self.spec, (self.counts, step.query_start[-1:])
-        if ends is not None:  # how many of them are padding is not known here
+        if ends is not None or step.division is not None:  # how many of them are padding is not known here
             (x, step), counted = step.narrow(x, ends), (None, None)  # type: ignore[assignment]
         picks, weights = self._route(self.router(x, step), self.correction, spec.routing, *counted)
         if self._data is not None:

@@ -72,7 +72,8 @@ class ModelSpec:
         return whole.share(place.tensors).striped(place.contexts).stage(place.stage, place.stages, place.layers)
 
     def striped(self, ranks: int) -> ModelSpec:
-        """The model of ranks among which the positions of every page are divided."""
+        """The model of ranks among which the positions of every page are divided. Layers with a window have few: each rank has
+        all of them."""
         if ranks == 1:
             return self
         for block in self.blocks:
@@ -81,7 +82,7 @@ class ModelSpec:
                     raise ModelError("context_parallel_size divides the keys and values of softmax attention; this model has "
                                      f"layers of another kind ({mixer.name}): use tensor_parallel_size")
         return self.changed(lambda mixer: dataclasses.replace(mixer, stripes=ranks)
-                            if isinstance(mixer, AttentionSpec) else mixer)
+                            if isinstance(mixer, AttentionSpec) and not mixer.window else mixer)
 
     def dealt(self, place: Place) -> ModelSpec:
         """The whole model, where ranks divide experts and not the channels of each, if so."""

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from penstock.ops.attention import AttentionOps, Geometry, Span
+from penstock.parallel.group import Group
 
 Apart = Sequence[tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]]
 """(rows, matrices) of each adapter that changes a layer otherwise than by its projections."""
@@ -65,6 +66,19 @@ class GroupStep:
 
 
 @dataclass(slots=True)
+class TokenShare:
+    """The tokens of a step, divided among ranks (`parallel/contexts.py::Division`), on the device."""
+
+    own: torch.Tensor
+    places: torch.Tensor
+    pieces: list[Span]
+
+    def whole(self, x: torch.Tensor, ranks: Group) -> torch.Tensor:
+        """[T, ...]: all tokens' of what each rank has of its own."""
+        return ranks.gather(x.contiguous()).flatten(0, 1).index_select(0, self.places)
+
+
+@dataclass(slots=True)
 class Step:
     """T tokens of S segments, segment after segment, and perhaps padding: empty segments, and tokens that belong to none."""
 
@@ -83,6 +97,8 @@ class Step:
     """The long prefill segments that were named to `prepare`, for each of the model's `Works`."""
     ends: torch.Tensor | None = None
     """[E] int32: the only tokens whose hidden states are wanted after the last layer; None: those of all."""
+    division: TokenShare | None = None
+    """The ranks' shares of the tokens, where ranks divide contexts and the step has long segments."""
     delta: Delta | None = None
     """None if no row has an adapter."""
     end_delta: Delta | None = None

@@ -17,7 +17,33 @@ _SCORES = 1 << 24
 """Maximum scores the reference computes at once. Bounds its memory to a few times 64 MiB for any prompt length."""
 
 
+LEAST = -1e30
+"""The logarithm of a sum of no keys, as finite numbers have it."""
+
 Ints = npt.NDArray[np.int32]
+
+
+class Stripe(NamedTuple):
+    """One rank's positions of every page, where ranks divide contexts: the `number`-th of `of` equal runs."""
+
+    number: int = 0
+    of: int = 1
+
+    def local(self, positions: Ints, size: int) -> Ints:
+        """The number of those among the first `positions` of a context that are in the stripe, whose pages have `size`."""
+        pages, at = np.divmod(positions, size * self.of)
+        found: Ints = pages * size + np.clip(at - self.number * size, 0, size)
+        return found
+
+    def slots(self, slots: torch.Tensor, size: int) -> torch.Tensor:
+        """The places of entries within the stripe, whose pages have `size` positions, given their slots in whole pages; -1 for
+        those of other ranks."""
+        page, at = slots // (size * self.of), slots % (size * self.of)
+        return torch.where((slots >= 0) & (at // size == self.number), page * size + at % size, -1)
+
+
+WHOLE = Stripe()
+"""All positions."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +66,8 @@ class Geometry:
     of a key are also the value (MLA)."""
     codec: str = ""
     """The name of the cache's codec (`ops/codec.py`); empty: it holds plain numbers. `itemsize` is then the model's."""
+    stripe: Stripe = WHOLE
+    """The positions of every page that are here; `page` is their number. `prepare` then divides the work of `striped`."""
 
 
 class Span(NamedTuple):
@@ -70,23 +98,6 @@ class SharedPrefixes:
 
 Rows = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor]]
 """(begin, end, size) -> keys and values [size, KV, D] of a segment's positions from `begin` on, zeros from `end` on."""
-
-
-class Stripe(NamedTuple):
-    """One rank's positions of every page, where ranks divide contexts: the `number`-th of `of` equal runs."""
-
-    number: int = 0
-    of: int = 1
-
-    def slots(self, slots: torch.Tensor, size: int) -> torch.Tensor:
-        """The places of entries within the stripe, whose pages have `size` positions, given their slots in whole pages; -1 for
-        those of other ranks."""
-        page, at = slots // (size * self.of), slots % (size * self.of)
-        return torch.where((slots >= 0) & (at // size == self.number), page * size + at % size, -1)
-
-
-WHOLE = Stripe()
-"""All positions."""
 
 
 class Divides(Protocol):
@@ -162,6 +173,21 @@ class AttentionOps:
         elsewhere = {span.segment for span in library}
         return partial(q, k_cache, v_cache, table, query_start, context, scale, window, softcap, sinks, slopes, scales,
                        without=elsewhere)[0].to(q.dtype)
+
+    def striped(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
+                query_start: torch.Tensor, context: torch.Tensor, scale: float, softcap: float = 0.0,
+                sinks: torch.Tensor | None = None, work: torch.Tensor | None = None, library: Sequence[Span] = (),
+                slopes: torch.Tensor | None = None, scales: Scales | None = None,
+                stripe: Stripe = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
+        """`apply` over the keys of one stripe, for segments that are not in `library`; sinks count in the first stripe.
+
+        Returns results [T, H, D] and the logarithms of the softmax's sums, [T, H] float32, LEAST where a query sees no key:
+        results of all stripes, weighted by the softmax of their logarithms, add up to attention over all keys.
+        """
+        elsewhere = {span.segment for span in library}
+        out, sums = partial(q, k_cache, v_cache, table, query_start, context, scale, 0, softcap, sinks, slopes, scales, stripe,
+                            elsewhere)
+        return out, sums.clamp_(min=LEAST)
 
     def expanded(self, q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
         """Computes one of the spans that `library_spans` named for latents: causal attention of the step's queries q [T, H, D]

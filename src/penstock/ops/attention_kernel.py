@@ -303,9 +303,10 @@ def _place(base, token_stride, head_stride, token, mates, listed, first, queries
 
 
 @triton.jit
-def _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, first, queries, sinks, v_fixed,
+def _finish(acc, peak, total, out, logs, out_token, out_head, token, mates, listed, first, queries, sinks, v_fixed,
             group: tl.constexpr, size: tl.constexpr, shared: tl.constexpr, sunk: tl.constexpr, v_form: tl.constexpr):
-    """Divides by the sum of weights, sinks included, and writes the rows. v_fixed: the scale of all coded values."""
+    """Divides by the sum of weights, sinks included, and writes the rows; with `logs` [tokens, heads], the natural logarithms
+    of the sums too. v_fixed: the scale of all coded values."""
     block_m: tl.constexpr = acc.shape[0]
     block_d: tl.constexpr = acc.shape[1]
     heads, kept, out_at = _place(out, out_token, out_head, token, mates, listed, first, queries, group, size, shared, block_m,
@@ -318,6 +319,11 @@ def _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, fi
         old = tl.exp2(peak - top)
         total = tl.fma(total, old, tl.exp2(sink - top))
         acc = acc * old[:, None]
+        peak = top
+    if logs is not None:
+        count = tl.num_programs(0) * group
+        _, present, at = _place(logs, count, 1, token, mates, listed, first, queries, group, 1, shared, block_m, 16)
+        tl.store(at, tl.broadcast_to(((peak + tl.log2(total)) / _LOG2E)[:, None], at.shape), mask=present)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=kept)
 
@@ -402,8 +408,8 @@ def join(out, lse, part0, part1, part2, part3, lse0, lse1, lse2, lse3, heads, ou
 
 
 @triton.jit(do_not_specialize=["items", "mates", "counters", "table_row", "scale", "softcap", "window"])
-def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counters, parts_acc, parts_sum, scale, softcap, window,
-           q_token, q_head, page_stride, head_stride, slot_stride, out_token, out_head, table_row,
+def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, items, mates, counters, parts_acc, parts_sum, scale, softcap,
+           window, q_token, q_head, page_stride, head_stride, slot_stride, out_token, out_head, table_row,
            k_scales, v_scales, k_table, v_table, ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot, v_fixed, lift,
            group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr, page_size: tl.constexpr, block_m: tl.constexpr,
            block_n: tl.constexpr, block_d: tl.constexpr, block_t: tl.constexpr, rows: tl.constexpr, windowed: tl.constexpr,
@@ -492,8 +498,8 @@ def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counter
             _store_part(acc, peak, total, parts_acc, parts_sum, own_slot, queries, group)
             done += 1
     if ends == 1:
-        _finish(acc, peak, total, out, out_token, out_head, token, mates, listed, first, queries, sinks, v_fixed, group, size,
-                shared, sunk, v_form)
+        _finish(acc, peak, total, out, logs, out_token, out_head, token, mates, listed, first, queries, sinks, v_fixed, group,
+                size, shared, sunk, v_form)
     else:
         # All threads write their part before one thread counts it, so the program that counts the last part sees all parts.
         tl.debug_barrier()
@@ -517,5 +523,5 @@ def attend(q, k_cache, v_cache, out, table, sinks, slopes, items, mates, counter
             for part in range(0, parts + most, count):
                 whole, top, sums = _join(whole, top, sums, parts_acc, parts_sum, part, first_slot, joined, parts, own,
                                          own_parts, group, count)
-            _finish(whole, top, sums, out, out_token, out_head, token, mates, listed, 0, joined, sinks, v_fixed, group, size,
-                    shared, sunk, v_form)
+            _finish(whole, top, sums, out, logs, out_token, out_head, token, mates, listed, 0, joined, sinks, v_fixed, group,
+                    size, shared, sunk, v_form)

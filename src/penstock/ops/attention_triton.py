@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock.ops import attention_library, attention_work, gpu
-from penstock.ops.attention import AttentionOps, Divides, Geometry, Ints, Rows, SharedPrefixes, Span
+from penstock.ops.attention import LEAST, WHOLE, AttentionOps, Divides, Geometry, Ints, Rows, SharedPrefixes, Span, Stripe
 from penstock.ops.attention_divider import Divider
 from penstock.ops.attention_work import Launch, Shape
 from penstock.ops.codec import Scales
@@ -32,8 +32,8 @@ class TritonAttention(AttentionOps):
         # The two forms of a latent's attention round differently, so the batch-invariant mode has one of them only.
         return [] if self.invariant else attention_library.spans(geometry, counts, context)
 
-    def divider(self, geometry: Geometry) -> Divides:
-        return Divider(geometry, self.invariant, partial(self.prepare, geometry))
+    def divider(self, geometry: Geometry) -> Divides | None:
+        return None if geometry.stripe.of > 1 else Divider(geometry, self.invariant, partial(self.prepare, geometry))
 
     def warm_up(self, device: torch.device) -> None:
         if not self.invariant:
@@ -47,6 +47,9 @@ class TritonAttention(AttentionOps):
 
     def prepare(self, geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int,
                 library: Sequence[Span] = (), shared: SharedPrefixes | None = None, slack: Ints | None = None) -> Ints:
+        if geometry.stripe.of > 1:
+            assert slack is None, "the keys of a stripe that a query sees are counted on the host"
+            return attention_work.singles(geometry, counts, context, tokens, self.invariant, [span.segment for span in library])
         assert slack is None or not self.invariant, "batch-invariant split-K boundaries need exact positions"
         return attention_work.prepare(geometry, counts, context, segments, tokens, self.invariant,
                                       [span.segment for span in library], shared, slack)
@@ -89,12 +92,33 @@ class TritonAttention(AttentionOps):
             attention_library.attend(q, k_cache, v_cache, table, scale, library, out, scales, sinks)
         return out
 
+    def striped(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
+                query_start: torch.Tensor, context: torch.Tensor, scale: float, softcap: float = 0.0,
+                sinks: torch.Tensor | None = None, work: torch.Tensor | None = None, library: Sequence[Span] = (),
+                slopes: torch.Tensor | None = None, scales: Scales | None = None,
+                stripe: Stripe = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
+        """Results are in q's dtype. Without `work` it is prepared here, which synchronises the device."""
+        assert slopes is None, "a slope needs the key's own position"
+        tokens, heads, size = q.shape
+        geometry = Geometry(heads, k_cache.shape[1], size, k_cache.shape[2],
+                            itemsize=(q if scales is not None else k_cache).element_size(),
+                            codec=scales.codec.name if scales is not None else "", stripe=stripe)
+        if work is None:
+            found = self.prepare(geometry, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), tokens, tokens, library)
+            work = torch.from_numpy(found).to(q.device)
+        out, sums = torch.zeros_like(q), torch.full((tokens, heads), LEAST, device=q.device)
+        launch = attention_work.layout(geometry, tokens, tokens, self.invariant).narrow
+        self._launch(launch, geometry, False, q, k_cache, v_cache, table, scale, softcap, None if stripe.number else sinks,
+                     None, work, out, scales, sums)
+        return out, sums
+
     def expanded(self, q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
         attention_library.continued(q, rows, scale, span, out)
 
     def _launch(self, launch: Launch, geometry: Geometry, broad: bool, q: torch.Tensor, k_cache: torch.Tensor,
                 v_cache: torch.Tensor, table: torch.Tensor, scale: float, softcap: float, sinks: torch.Tensor | None,
-                slopes: torch.Tensor | None, work: torch.Tensor, out: torch.Tensor, scales: Scales | None) -> None:
+                slopes: torch.Tensor | None, work: torch.Tensor, out: torch.Tensor, scales: Scales | None,
+                logs: torch.Tensor | None = None) -> None:
         from penstock.ops.attention_kernel import attend  # triton takes 0.3 s to import, and may be absent
 
         shape, size, kv_heads = launch.shape, geometry.head_size, geometry.kv_heads
@@ -107,7 +131,7 @@ class TritonAttention(AttentionOps):
         words = not broad and not self.invariant and _by_words(scales, k_cache, q)
         lift = 64.0 if words or (scales is not None and q.dtype is torch.float16) else 1.0
         attend[(kv_heads, launch.items)](
-            q, k_cache, v_cache, out, table, out if sinks is None else sinks,
+            q, k_cache, v_cache, out, logs, table, out if sinks is None else sinks,
             out if slopes is None else slopes, work[launch.offset:], work[launch.mates:],
             work[launch.counters:], parts, parts[room * block_d:], scale * fixed[0], softcap, geometry.window,
             q.stride(0), q.stride(1), *k_cache.stride()[:3], out.stride(0), out.stride(1),

@@ -150,7 +150,8 @@ def served(geometry: Geometry) -> Geometry:
 def shares(geometry: Geometry, invariant: bool) -> bool:
     """Whether shared-prefix tiles are made. They are not in batch-invariant mode, nor with a sliding window, which excludes
     most of a prefix, nor with slopes, which need each query's own position, nor if a tile holds only one query."""
-    return not (invariant or geometry.window or geometry.sloped) and shapes(geometry, 1, invariant)[0].queries > 1
+    alone = invariant or geometry.window or geometry.sloped or geometry.stripe.of > 1
+    return not alone and shapes(geometry, 1, invariant)[0].queries > 1
 
 
 def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, Shape]:
@@ -265,6 +266,23 @@ def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, toke
     few = counts <= plan.narrow.shape.queries
     _fill(work, plan.narrow, geometry, counts, context, wanted & few, invariant, shared, slack)
     _fill(work, plan.broad, geometry, counts, context, wanted & ~few, invariant, None, slack)
+    return work
+
+
+def singles(geometry: Geometry, counts: Ints, context: Ints, tokens: int, invariant: bool, without: Sequence[int]) -> Ints:
+    """The items of a stripe of keys: each query is a tile of its own, as the keys of the stripe that it sees follow no order of
+    queries."""
+    plan = layout(geometry, tokens, tokens, invariant)
+    work = np.zeros(plan.size, np.int32)
+    owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    behind = np.repeat(np.cumsum(counts, dtype=np.int32), counts) - np.arange(len(owner), dtype=np.int32)
+    seen = geometry.stripe.local((np.repeat(context, counts) + 1 - behind).astype(np.int32), geometry.page).astype(np.int32)
+    wanted = (seen > 0) & ~np.isin(owner, without)
+    _fill(work, plan.narrow, geometry, np.ones_like(seen), seen, wanted, invariant)
+    items = work[plan.narrow.offset:plan.narrow.offset + plan.narrow.items * FIELDS].reshape(-1, FIELDS)
+    live = items[:, WorkItem.QUERIES] > 0
+    # The row of the block table is that of the query's segment.
+    items[live, WorkItem.SEGMENT] = owner[items[live, WorkItem.SEGMENT]]
     return work
 
 

@@ -51,4 +51,4 @@ def join(place: Place, device: torch.device, peers: bool) -> Mesh:
         # Of its own and on the host, as ranks agree on sizes while the devices compute.
         agreeing = Processes(place.data, place.datas, dist.new_group(backend="gloo"), torch.device("cpu"))
         data = Lockstep(Processes(place.data, place.datas, world, device, peers), agreeing, f"{place.rendezvous}/wave")
-    return Mesh(tensor, Pipe(place) if place.stages > 1 else None, data, context, dist.destroy_process_group)
+    return Mesh(tensor, Pipe(place, device) if place.stages > 1 else None, data, context, dist.destroy_process_group)

@@ -18,7 +18,7 @@ class Pipe:
     """The links of one stage, whose ranks are processes. Sending does not wait for the receiver; what was sent must not be
     overwritten. Each link is a group of its own, so that none waits for what another carries."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, device: torch.device) -> None:
         import torch.distributed as dist
 
         width, stages = place.width, place.stages
@@ -40,6 +40,18 @@ class Pipe:
                 self._previous = group
         self._after, self._before = place.rank + width, place.rank - width
         self._first, self._last = place.within, (stages - 1) * width + place.within
+        self._connect(place, torch.zeros(1, dtype=torch.uint8, device=device))
+
+    def _connect(self, place: Place, mark: torch.Tensor) -> None:
+        """Sends a byte over each link, one after another. With its first message NCCL connects both ends, so that the sender's
+        host waits for the receiver's; in the midst of steps that may be for ever."""
+        for stage in range(place.stages):
+            if place.stage == stage:
+                (self.send if stage < place.stages - 1 else self.send_back)(mark)
+            elif place.stage == (stage + 1) % place.stages:
+                (self.receive if stage < place.stages - 1 else self.receive_back)(mark)
+        if mark.is_cuda:
+            torch.cuda.synchronize(mark.device)
 
     def send(self, x: torch.Tensor) -> None:
         """To the next stage."""

@@ -89,7 +89,8 @@ class Graphs:
         self.builder = StepBuilder(model, rows, page, captured=True)
         self._columns = rows.tables[0].shape[1]
         self._longest = rows.tokens.shape[1]
-        self.buckets = Buckets(max_tokens, max_num_seqs, self._longest)
+        # With contexts over ranks, keys of long segments come as the step needs them.
+        self.buckets = Buckets(max_tokens if model.context is None else 0, max_num_seqs, self._longest)
         self._stream = stream
         self._captured: dict[tuple[Bucket, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         """By bucket, and whether a row has an adapter."""

@@ -193,6 +193,9 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
               for segments in {min(rows, -(-tokens // (max_model_len - 1))), min(rows, tokens)}]
     # A prefill chunk after a long context may take more memory than the first chunk.
     shapes += [(1, tokens, before) for before in model.kernels.attention.contexts(max_model_len - 1 - tokens)]
+    if model.context is not None:
+        # Keys of a whole context come to each rank; few queries have kernels of their own.
+        shapes += [(1, tokens, max(0, max_model_len - 1 - tokens)), (1, min(64, tokens), 0)]
     small = lay_out(model.states, page, 0)
     slabs = max(small.slabs_for(count, count) * segments for segments, count, _ in shapes)
     layout = lay_out(model.states, page, small.slab_bytes * slabs)

@@ -15,12 +15,13 @@ import torch
 
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
-from penstock.layers.step import GroupStep, Step
+from penstock.layers.step import GroupStep, Step, TokenShare
 from penstock.ops.attention import SharedPrefixes, Span
+from penstock.parallel.contexts import divided, long_segments
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
 from penstock.worker.sizes import fitted
-from penstock.worker.staging import Staging
+from penstock.worker.staging import Staging, upload
 
 Places = npt.NDArray[np.int64]
 
@@ -90,6 +91,7 @@ class StepBuilder:
         self.device = rows.device
         self._rows = rows
         self._page = page
+        self._context = model.context
         self._ahead = int(model.spec.drafts)
         self._tokens = rows.tokens[:, self._ahead:]
         self._length = rows.before if self._ahead else rows.length
@@ -130,7 +132,8 @@ class StepBuilder:
         begins so many positions before its row's last known token (default 0)."""
         counts, context = plan.counts, plan.starts + plan.counts
         if not self._captured:
-            self._library = [work.ops.library_spans(work.geometry, counts, context) for work in self._works]
+            self._library = [work.ops.library_spans(work.geometry, counts, context) if work.geometry.stripe.of == 1
+                             else long_segments(counts, context) for work in self._works]
         shared = self._rows.sharing.of(plan) if self._rows.sharing is not None else None
         prepared = [self._divide(place, plan, context, bucket, shared if shares else None)
                     for place, shares in enumerate(self._sharing)]
@@ -242,4 +245,14 @@ class StepBuilder:
         groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
         work = [None if part is None else there[part] for part in parts.work]
         at = None if ends is None else self.heads(parts, ends)
-        return Step(built.tokens, built.positions, query_start, context, groups, work, self._library, at)
+        return Step(built.tokens, built.positions, query_start, context, groups, work, self._library, at,
+                    self._division(bucket.tokens))
+
+    def _division(self, tokens: int) -> TokenShare | None:
+        """The ranks' shares of the tokens, if ranks divide contexts and the step has long segments."""
+        spans = next((spans for spans, work in zip(self._library, self._works, strict=True) if work.geometry.stripe.of > 1), [])
+        if self._context is None or not spans:
+            return None
+        found = divided(spans, tokens, self._context.rank, self._context.size)
+        own, places = (upload(line.astype(np.int32), self.device).long() for line in (found.own, found.places))
+        return TokenShare(own, places, found.pieces)
