@@ -296,7 +296,7 @@ class Attention:
         """Attention where each rank has some of the keys. Of few queries, the ranks' results are joined by the logarithms of
         their sums; of long segments, the keys come to each rank, which computes its own queries alone."""
         spec, table, library = self.spec, step.groups[self.group].table, step.library[self.work]
-        if len(library) < len(step.context) or step.division is None:
+        if step.division is None or step.division.few:
             parts, sums = self._kernels.attention.striped(
                 q, self.k, self.v, table, step.query_start, step.context, spec.scale, spec.softcap, self.sinks,
                 step.work[self.work], library, self.slopes, self.scales, self._stripe)

@@ -72,6 +72,8 @@ class TokenShare:
     own: torch.Tensor
     places: torch.Tensor
     pieces: list[Span]
+    few: bool
+    """Whether the step has other segments, too."""
 
     def whole(self, x: torch.Tensor, ranks: Group) -> torch.Tensor:
         """[T, ...]: all tokens' of what each rank has of its own."""

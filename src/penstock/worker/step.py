@@ -17,7 +17,7 @@ from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step, TokenShare
 from penstock.ops.attention import SharedPrefixes, Span
-from penstock.parallel.contexts import divided, long_segments
+from penstock.parallel.contexts import FEW, divided, long_segments
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
 from penstock.worker.sizes import fitted
@@ -105,6 +105,7 @@ class StepBuilder:
         self.fits = rows.device.type == "cuda"
         """Whether steps are padded to buckets. On a CPU they are not: kernels serve any size, and padding would cost time."""
         self._library: list[list[Span]] = [[] for _ in self._works]
+        self._few = True
         self._dividers = [work.ops.divider(work.geometry) for work in self._works]
 
     def reserve(self, size: int) -> None:
@@ -134,6 +135,7 @@ class StepBuilder:
         if not self._captured:
             self._library = [work.ops.library_spans(work.geometry, counts, context) if work.geometry.stripe.of == 1
                              else long_segments(counts, context) for work in self._works]
+            self._few = bool(((counts > 0) & (counts <= FEW)).any())
         shared = self._rows.sharing.of(plan) if self._rows.sharing is not None else None
         prepared = [self._divide(place, plan, context, bucket, shared if shares else None)
                     for place, shares in enumerate(self._sharing)]
@@ -255,4 +257,4 @@ class StepBuilder:
             return None
         found = divided(spans, tokens, self._context.rank, self._context.size)
         own, places = (upload(line.astype(np.int32), self.device).long() for line in (found.own, found.places))
-        return TokenShare(own, places, found.pieces)
+        return TokenShare(own, places, found.pieces, self._few)
