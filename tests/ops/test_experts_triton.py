@@ -9,6 +9,8 @@ from penstock.ops.experts import Glu
 from penstock.ops.experts_triton import InvariantExperts, Plan, Tile, TritonExperts, _sort, choose, launch
 from penstock.ops.routing import Routing
 from penstock.ops.routing_triton import route
+from penstock.quant.fp8 import FP8
+from penstock.quant.scheme import Scheme
 from tests.ops.interpreter import DEVICE, DTYPES
 from tests.ops.kernels import close, random
 from tests.ops.test_experts import GLUS, Case, inputs, plain
@@ -119,3 +121,20 @@ def test_a_token_among_thousands() -> None:
         for begin in (0, 4096 - count):
             part = {name: tensor[begin:begin + count] for name, tensor in there.items()}
             assert torch.equal(ops.apply(**part, up=up, down=down, glu=Glu()), whole[begin:begin + count]), (count, begin)
+
+
+@pytest.mark.parametrize("scheme", [None, FP8()], ids=str)
+def test_products_of_picks(scheme: Scheme | None) -> None:
+    """Each row with its own matrix, in more than one launch; -1 is no pick."""
+    x, matrices, bias = random(600, 64, seed=1), random(5, 48, 64, seed=2), random(5, 48, seed=3).half()
+    x, picks = x.half(), torch.arange(600, dtype=torch.int32) % 6 - 1
+    if scheme is None:
+        matrices = matrices.half()
+        stack = OPS.pack(matrices.to(DEVICE))
+    else:
+        parts = scheme.encode(matrices.flatten(0, 1))
+        matrices = scheme.decode(parts, torch.float32).view(5, 48, 64)
+        stack = OPS.pack_stored(scheme, {name: part.to(DEVICE) for name, part in parts.items()}, 5, (48, 64), torch.float16)
+    got = OPS.products(x.to(DEVICE), picks.to(DEVICE), stack, bias.to(DEVICE)).cpu()
+    wanted = torch.einsum("pk,pnk->pn", x.double(), matrices.double()[picks.clamp(min=0)]) + bias.double()[picks.clamp(min=0)]
+    close(got[picks >= 0], wanted[picks >= 0], 8.0, factor=8)

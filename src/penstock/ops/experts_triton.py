@@ -183,7 +183,8 @@ class TritonExperts(ExpertsOps):
     invariant = False
 
     def products(self, x: torch.Tensor, picks: torch.Tensor, stack: Stack, bias: torch.Tensor | None) -> torch.Tensor:
-        tile = choose_coded(1, 1, stack).down if isinstance(stack, CodedStack) else Tile(16, 64, 128, stages=2, swap=True)
+        coded = isinstance(stack, CodedStack)
+        tile = choose_coded(1, 16, stack, stack, True).down if coded else Tile(16, 64, 128, stages=2, swap=True)
         out = torch.empty(len(x), stack.n, dtype=x.dtype, device=x.device)
         for first in range(0, len(x), _UNSORTED):
             some = slice(first, first + _UNSORTED)
