@@ -325,22 +325,87 @@ class Constant(Drafter):
             drafting.rows.tokens[row, length:length + count] = 2
 
 
+class Random(Drafter):
+    """Drafts any tokens."""
+
+    def propose(self, drafting: Drafting) -> None:
+        for row, length, count in zip(drafting.row.tolist(), drafting.length.tolist(), drafting.count.tolist(), strict=True):
+            drafting.rows.tokens[row, length:length + count] = torch.randint(4096, (count,), dtype=torch.int32)
+
+
+class Echo(Drafter):
+    """Drafts the last known token again and again."""
+
+    def propose(self, drafting: Drafting) -> None:
+        for row, length, count in zip(drafting.row.tolist(), drafting.length.tolist(), drafting.count.tolist(), strict=True):
+            drafting.rows.tokens[row, length:length + count] = drafting.rows.tokens[row, length - 1]
+
+
+class Idle(Drafter):
+    """Writes nothing: what an earlier sequence left in the row is verified."""
+
+    def propose(self, drafting: Drafting) -> None:
+        """Nothing."""
+
+
 class LoadedConstant(LoadedDrafter):
+    drafter: type[Drafter] = Constant
+
     def __init__(self, asked: Speculation, target: Decoder) -> None:
         super().__init__()
         assert asked.tokens == 2 and target.spec.vocab_size == 4096
 
     def start(self, host: Host) -> Drafter:
-        return Constant()
+        return self.drafter()
 
 
-def test_a_drafter_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafter", [Constant, Random, *(pytest.param(one, marks=pytest.mark.exhaustive)
+                                                         for one in (Echo, Idle))])
+def test_a_drafter_of_an_installed_package_may_write_anything(drafter: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constant is the end of the answer."""
     own = EntryPoints([EntryPoint("always-end", f"{__name__}:LoadedConstant", "penstock.drafters")])
     monkeypatch.setattr("penstock.config.speculation.entry_points", lambda group: own.select(group=group))
+    monkeypatch.setattr(LoadedConstant, "drafter", drafter)
     config = {"method": "always-end", "num_speculative_tokens": 2, "draft_policy": "fixed"}
     with opened() as plain, opened(speculative_config=config) as drafting:
-        expected, (found, stats) = answers(plain)[0], answers(drafting)
-    assert found == expected and stats.drafts > len(ITEMS)
+        for asked in ({}, {"temperature": 0.9, "frequency_penalty": 0.5}):
+            expected, (found, stats) = answers(plain, **asked)[0], answers(drafting, **asked)
+            assert found == expected and stats.drafts > len(ITEMS)
+
+
+@pytest.mark.parametrize(("filtered", "tokens"), [({"top_k": 20}, 4096), *(
+    pytest.param(filtered, 1 << 20, marks=pytest.mark.exhaustive)
+    for filtered in ({}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.02}))], ids=str)
+def test_sampled_tokens_have_the_targets_distribution(filtered: dict[str, float], tokens: int) -> None:
+    """Two-sample chi-square between the third tokens of answers with drafts and of others, with other seeds, without."""
+    prompt, each = "The", 64
+
+    def counted(first: int, **options: Any) -> torch.Tensor:
+        params = [SamplingParams(temperature=2.0, seed=first + each * turn, n=each, max_tokens=4, ignore_eos=True, **filtered)
+                  for turn in range(tokens // 4 // each)]
+        with LLM(str(need(MODELS / "stories260k")), max_model_len=64, threads=1, max_num_seqs=128, **options) as llm:
+            found = llm.generate([prompt] * len(params), params, use_tqdm=False)
+        third = torch.tensor([one.token_ids[2] for of in found for one in of.outputs])
+        return torch.bincount(third, minlength=512).double()
+
+    drafted = counted(0, speculative_model=str(need(MODELS / "stories260k")), draft_policy="fixed", num_speculative_tokens=3)
+    plain = counted(1 << 30)
+    seen = drafted + plain >= 10
+    one, other = (torch.cat((side[seen], side[~seen].sum()[None])) for side in (drafted, plain))
+    expected = (one + other) / 2
+    filled = expected > 0
+    square = ((one - expected)[filled] ** 2 / expected[filled]).sum().item() * 2
+    freedom = int(filled.sum()) - 1
+    assert freedom >= 10 and square < freedom + 5 * (2 * freedom) ** 0.5, (square, freedom)
+
+
+def test_a_shape_without_weights_drafts_for_another(tmp_path: Path) -> None:
+    """As benchmarks have it: configs alone, and an imposed acceptance."""
+    (tmp_path / "config.json").write_text((Path(DRAFT) / "config.json").read_text())
+    config = {"model": str(tmp_path), "rejection_sample_method": "synthetic", "synthetic_acceptance_rate": 1.0, **FIXED}
+    with opened(load_format="dummy", speculative_config=config) as llm:
+        stats = answers(llm, ignore_eos=True)[1]
+    assert stats.accepted_tokens > 0.9 * stats.drafted_tokens > 100
 
 
 def _sequence(acceptance: float | None = None) -> Sequence:

@@ -65,7 +65,7 @@ def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: 
         return Found(replace(asked, method="suffix" if asked.method == "auto" else asked.method))
     own = resolve_folder(asked.model, None)
     described = read_config(own)
-    method = draft_heads.method_of(described, read_headers(own))
+    method = draft_heads.method_of(described, {} if dummy and not any(own.glob("*.safetensors")) else read_headers(own))
     if asked.method not in ("auto", method) and not {asked.method, method} <= {"eagle", "eagle3"}:
         raise ConfigError(f"speculate is {asked.method}, but {asked.model} is for {method}; use --speculate {method} or auto")
     if method in ("eagle", "eagle3"):

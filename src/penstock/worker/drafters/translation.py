@@ -43,7 +43,7 @@ def translation(target: Path, draft: Path, size: int, draft_size: int) -> Transl
     if all(a == b for a, b in zip(theirs, mine, strict=False)) and abs(size - draft_size) <= 1024:
         return None
     place = {name: token for token, name in reversed(list(enumerate(mine))) if name}
-    reads = np.array([place.get(name, -1) for name in theirs], np.int32)
+    reads = np.array([-1 if name is None else place.get(name, -1) for name in theirs], np.int32)
     both = np.flatnonzero(reads >= 0)
     if len(both) < _SHARED:
         raise ConfigError(f"the tokenizers of {target} and of the draft model {draft} have only {len(both)} tokens in common; "

@@ -1,0 +1,106 @@
+"""Speculative decoding with an imposed acceptance: tokens a second beside those without drafts, on a GPU or a CPU.
+
+usage: python bench/speculation.py [--target llama8b] [--draft eagle] [--batches 1,8,32,128,256] [--output FILE.json]
+
+The weights are random, so no draft would ever be right. Drafts are kept with a given probability instead
+(`synthetic_acceptance_rate`); everything else runs as it does in service: the drafter, its cache, verification, overlap and
+graphs. `--draft eagle` is an EAGLE-3 head of the target's shape, `layer` a model of one of its layers; others are shapes.
+Off and on take turns, so that a machine that becomes slower or faster meanwhile does so for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fixed import SHAPES, write
+from penstock.cli.bench.offline import seconds_for
+from penstock.engine.llm import LLM
+from penstock.models.eagle_module import Eagle
+from penstock.scheduler.drafting import Adaptive, DraftPolicy
+
+PROMPT = 64
+SMALL: dict[str, dict[str, Any]] = {
+    "llama1b": SHAPES["llama8b"] | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+                                    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000,
+                                    "rope_theta": 10000.0, "max_position_embeddings": 2048, "bos_token_id": 1,
+                                    "eos_token_id": 2}}
+SMALL["llama60m"] = SMALL["llama1b"] | {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8,
+                                        "num_attention_heads": 8}
+"""TinyLlama's shape of 1.1B, and one of 60M with its vocabulary."""
+
+
+def head(shape: dict[str, Any], folder: Path) -> Path:
+    """Writes an EAGLE-3 head for a shape."""
+    config = {"head_dim": shape["hidden_size"] // shape["num_attention_heads"], **shape}
+    layers, tokens = shape["num_hidden_layers"], torch.arange(min(32000, shape["vocab_size"]))
+    Eagle.fresh(config, [2, layers // 2, layers - 3], tokens, torch.randn(len(tokens), shape["hidden_size"])).save(folder)
+    return folder
+
+
+def expected(probability: float, drafts: int) -> float:
+    """Tokens a step."""
+    return sum(probability ** place for place in range(drafts + 1))
+
+
+def seconds(llm: LLM, batch: int, output: int, turn: int) -> float:
+    llm.reset_prefix_cache()
+    return seconds_for(llm, [(np.random.default_rng(1000 * turn + i).integers(10, 1000, PROMPT).tolist(), output)
+                             for i in range(batch)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="llama8b")
+    parser.add_argument("--draft", default="eagle")
+    parser.add_argument("--batches", default="1,8,32,128,256")
+    parser.add_argument("--acceptance", default="0.8,0.6,0")
+    parser.add_argument("--policies", default="fixed,adaptive")
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=3, help="measured pairs; the first one besides warms up")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    batches = [int(part) for part in args.batches.split(",")]
+    shapes, lines = SHAPES | SMALL, list[dict[str, Any]]()
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": PROMPT + args.output_len + 64,
+               "max_num_seqs": max(batches), "device": args.device, "gpu_memory_utilization": 0.45}
+    with tempfile.TemporaryDirectory() as name:
+        folder, shape = Path(name), shapes[args.target]
+        target = str(write(shape, folder / args.target))
+        drafter = head(shape, folder / "draft") if args.draft == "eagle" else write(
+            {**shape, "num_hidden_layers": 1} if args.draft == "layer" else shapes[args.draft], folder / "draft")
+        for probability in map(float, args.acceptance.split(",")):
+            config = {"model": str(drafter), "num_speculative_tokens": args.drafts, "rejection_sample_method": "synthetic",
+                      "synthetic_acceptance_rate": probability}
+            with LLM(target, **options) as off, LLM(target, speculative_config=config, **options) as on:
+                scheduler = on.engine.scheduler
+                for kind in args.policies.split(",") if probability else ["adaptive"]:
+                    scheduler.drafts.policy = (Adaptive(args.drafts, scheduler.times) if kind == "adaptive"
+                                               else DraftPolicy(args.drafts))
+                    for batch in batches:
+                        before = on.engine.stats().drafted_tokens
+                        pairs = [(seconds(off, batch, args.output_len, turn), seconds(on, batch, args.output_len, turn))
+                                 for turn in range(1 + args.turns)][1:]
+                        plain, took = (statistics.median(side) for side in zip(*pairs, strict=True))
+                        lines.append({"acceptance": probability, "policy": kind, "batch": batch, "plain_s": round(plain, 4),
+                                      "s": round(took, 4),
+                                      "speedup": round(statistics.median(one / other for one, other in pairs), 3),
+                                      "bound": round(expected(probability, args.drafts), 2),
+                                      "drafted": on.engine.stats().drafted_tokens - before})
+                        print(lines[-1], flush=True)
+    if args.output is not None:
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() and args.device != "cpu" else "none"
+        args.output.write_text(json.dumps({"gpu": gpu, "target": args.target, "draft": args.draft, "lines": lines}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
