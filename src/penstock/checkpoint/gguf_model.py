@@ -106,7 +106,7 @@ ARCHITECTURES = {
         "h", more=_gpt2),
 }
 
-_COMMON = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+COMMON = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
            "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
            "attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
            "attention.key_length": "head_dim", "rope.freq_base": "rope_theta"}
@@ -158,7 +158,7 @@ def config_of(files: Sequence[File]) -> dict[str, Any]:
     vocab = tensors["token_embd.weight"][1].shape[0]
     config: dict[str, Any] = {"architectures": [arch.family], "vocab_size": vocab, "tie_word_embeddings":
                               "output.weight" not in tensors, "dtype": _dtype(entry for _, entry in tensors.values())}
-    for key, name in {**_COMMON, **arch.keys}.items():
+    for key, name in {**COMMON, **arch.keys}.items():
         if value(key) is not None:
             config[name] = value(key)
     config |= _rotation(value, tensors)

@@ -1,4 +1,5 @@
-"""Write MODEL's folder quantized into OUT, as compressed-tensors, which vLLM, SGLang and transformers read too.
+"""Write MODEL quantized: into a folder OUT as compressed-tensors, which vLLM, SGLang and transformers read too, or into a file
+OUT.gguf, which llama.cpp reads.
 Rounding is to nearest, or for integers by GPTQ with a text to calibrate on (--calibrate FILE). --text prints the perplexity of
 a text before and after; --skills the graded answers of a chat model.
 """
@@ -21,9 +22,9 @@ _WINDOW = 512
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a Hugging Face folder or a hub id; canary is the small model that comes with Penstock")
-    parser.add_argument("out", type=Path, help="a new folder")
+    parser.add_argument("out", type=Path, help="a new folder, or a new file that ends in .gguf")
     parser.add_argument("--scheme", required=True, help="fp8, fp8_block, fp8_weights, int8, int8_weights, int4, int4_zeros, "
-                        "mxfp4, mxfp8 or nvfp4")
+                        "mxfp4, mxfp8 or nvfp4; of a .gguf file: q8_0, q6_k, q5_1, q5_0, q4_1, q4_0, q4_k or q4_k_m")
     parser.add_argument("--rules", action="append", default=[], metavar="PATTERN=SCHEME",
                         help="exceptions: modules (with * or re:...), first or last layer, and a scheme or plain")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="round by GPTQ, on this text")
@@ -39,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the folder; prints sizes and what was lost. ConfigError or ModelError says what cannot be done."""
-    from penstock.models import quantized
+    from penstock.models import gguf_out, quantized
 
     rules = {}
     for rule in args.rules:
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     for name, path in (("text", args.text), ("calibrate", args.calibrate)):
         if path is not None and not path.is_file():
             raise ConfigError(f"--{name}: there is no file {path}")
+    if args.calibrate is not None and args.out.suffix == ".gguf":
+        raise ConfigError("--calibrate rounds what a folder stores; GGUF's blocks are rounded to nearest. Leave it out")
     folder = resolve_folder(args.model)
     dtype = dtype_of(folder, read_config(folder))
     moments = _moments(folder, dtype, args) if args.calibrate is not None else None
@@ -60,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
         bar.update(done - bar.n)
 
     try:
-        nbytes = quantized.write(folder, args.out, args.scheme, rules, dtype, progress, moments)
+        if args.out.suffix == ".gguf":
+            nbytes = gguf_out.write(folder, args.out, args.scheme, rules, dtype, progress)
+        else:
+            nbytes = quantized.write(folder, args.out, args.scheme, rules, dtype, progress, moments)
     finally:
         bar.close()
     before = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,4 +1,5 @@
-"""Numbers as GGUF blocks, rounded to nearest as ggml's reference quantizers do it. Only the types of 32 columns are written."""
+"""Numbers as GGUF blocks. The types of 32 columns are rounded to nearest as ggml's reference quantizers do it; Q4_K and Q6_K by
+the range of each group, without ggml's search for better scales."""
 
 from __future__ import annotations
 
@@ -69,8 +70,40 @@ def _q8_0(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((_half_bytes(scale), codes.to(torch.int8).view(torch.uint8)), -1)
 
 
+def _q4_k(x: torch.Tensor) -> torch.Tensor:
+    """Eight groups of 32: code * d * scale - dmin * least, scale and least of 6 bits."""
+    groups = x.unflatten(-1, (8, 32))
+    least = -groups.amin(-1).clamp_max(0)
+    scale = (groups.amax(-1) + least).clamp_min(0) / 15
+    heads = [(part.amax(-1, keepdim=True) / 63).to(torch.float16) for part in (scale, least)]
+    small = [torch.round(part * _inverse(head.float())).clamp(0, 63) for part, head in zip((scale, least), heads, strict=True)]
+    exact = [(head.float() * part)[..., None] for head, part in zip(heads, small, strict=True)]
+    codes = torch.round((groups + exact[1]) * _inverse(exact[0])).clamp(0, 15).to(torch.uint8)
+    s, m = (part.to(torch.uint8) for part in small)
+    packed = torch.cat((s[..., :4] | s[..., 4:] >> 4 << 6, m[..., :4] | m[..., 4:] >> 4 << 6,
+                        s[..., 4:] & 15 | (m[..., 4:] & 15) << 4), -1)
+    nibbles = (codes[..., 0::2, :] | codes[..., 1::2, :] << 4).flatten(-2)
+    return torch.cat((*(head.view(torch.uint8) for head in heads), packed, nibbles), -1)
+
+
+def _q6_k(x: torch.Tensor) -> torch.Tensor:
+    """Sixteen groups of 16: (code - 32) * d * scale, scale of 8 bits."""
+    groups = x.unflatten(-1, (16, 16))
+    peak = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -32
+    head = (peak.abs().amax(-2) / 127).to(torch.float16)
+    small = torch.round(peak * _inverse(head.float())[..., None]).clamp(-127, 127)
+    codes = torch.round(groups * _inverse(small * head.float()[..., None])).clamp(-32, 31) + 32
+    halves = codes.to(torch.uint8).flatten(-2).unflatten(-1, (2, 4, 32))
+    low = torch.stack((halves[..., 0, :] & 15 | halves[..., 2, :] << 4, halves[..., 1, :] & 15 | halves[..., 3, :] << 4), -2)
+    bits = halves >> 4
+    high = bits[..., 0, :] | bits[..., 1, :] << 2 | bits[..., 2, :] << 4 | bits[..., 3, :] << 6
+    scales = small[..., 0].to(torch.int8).view(torch.uint8)
+    return torch.cat((low.flatten(-3), high.flatten(-2), scales, head.view(torch.uint8)), -1)
+
+
 ENCODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1,
-                                                               "q8_0": _q8_0}
+                                                               "q8_0": _q8_0,
+                                                               "q4_k": _q4_k, "q6_k": _q6_k}
 
 
 def encode(kind: str, blocks: torch.Tensor) -> torch.Tensor:

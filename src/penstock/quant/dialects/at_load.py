@@ -34,12 +34,19 @@ def _blocks(scheme: Scheme) -> Callable[[int], Scheme | None]:
     return lambda k: scheme if k % scheme.grain[1] == 0 else None
 
 
+def _superblocks(kind: str) -> Callable[[int], Scheme | None]:
+    """GGUF's type, or llama.cpp's own choice for rows that superblocks of 256 do not fill."""
+    smaller = {"q4_k": "q5_0", "q6_k": "q8_0"}.get(kind)
+    first, second = GGUF(kind), GGUF(smaller or kind)
+    return lambda k: next((one for one in (first, second) if k % one.grain[1] == 0), None)
+
+
 SCHEMES: dict[str, Callable[[int], Scheme | None]] = {
     "fp8": lambda _: FP8("token"), "fp8_block": lambda _: FP8("group", (128, 128)), "fp8_weights": lambda _: FP8(),
     "int8": lambda _: Int8("token"), "int8_weights": lambda _: Int8(), "int4": _grouped(4), "int4_zeros": _grouped(4, "uint8"),
     "int3": _grouped(3), "int2": _grouped(2, "uint8"), "mxfp4": _blocks(MXFP4()), "mxfp8": _blocks(MXFP8()),
     "nvfp4": _blocks(NVFP4(divides=True)), "nf4": _blocks(Table4("nf4")), "fp4": _blocks(Table4("fp4")),
-    **{kind: _blocks(GGUF(kind)) for kind in ENCODERS},
+    **{kind: _superblocks(kind) for kind in ENCODERS},
 }
 """By the names of the option: the scheme for rows of k columns, or None where it has no whole blocks of them."""
 

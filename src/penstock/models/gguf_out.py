@@ -1,0 +1,91 @@
+"""Writes a plain model's folder as one quantized GGUF file, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.checkpoint import gguf_writing, read_config
+from penstock.core.errors import ConfigError
+from penstock.models.registry import checkpoint_of, configured, describe
+from penstock.models.translated import Translated
+from penstock.models.weights import Progress
+from penstock.quant.gguf import GGUF
+
+_PLAIN = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype: str, progress: Progress | None = None) -> int:
+    """Returns the file's bytes. Matrices that stay plain keep their type, vectors are float32. ConfigError: why not."""
+    if out.exists():
+        raise ConfigError(f"{out} is there already; name a new file")
+    if scheme == "q4_k_m":
+        scheme, rules = "q4_k", {**rules, **_more_bits(read_config(folder))}
+    given = configured(folder, scheme, rules)
+    if given["quantization_config"].get("quant_method") != "at-load":
+        raise ConfigError(f"{folder} is quantized already; take the model's unquantized folder")
+    prefix, arch = gguf_writing.architecture(given)
+    checkpoint = checkpoint_of(folder, given, describe(given), dtype)
+    assert isinstance(checkpoint, Translated)
+    schemes = {f"{name}.weight": form.scheme for name, form in checkpoint.modules().items()}
+    other = next((scheme.name for scheme in schemes.values() if not isinstance(scheme, GGUF)), None)
+    if other is not None:
+        raise ConfigError(f"GGUF has no {other}; possible are q8_0, q6_k, q5_1, q5_0, q4_1, q4_0, q4_k and q4_k_m")
+    if not schemes:
+        raise ConfigError(f"no matrix of {folder} can be stored as {scheme}: its blocks do not fill the rows")
+    metadata = gguf_writing.metadata_of(folder, given, scheme)
+    heads = {"q_proj": given["num_attention_heads"], "k_proj": metadata[f"{prefix}.attention.head_count_kv"]}
+    raw = {name: stored for name, stored in checkpoint.raw().items()
+           if not (name == "lm_head.weight" and given.get("tie_word_embeddings"))}
+    table = gguf_writing.divisors(given)
+    listed: list[tuple[str, tuple[int, ...], str]] = [] if table is None else [("rope_freqs.weight", (len(table),), "f32")]
+    with checkpoint.mapped():
+        for name, stored in raw.items():
+            matrix = schemes.get(name)
+            kind = matrix.kind if isinstance(matrix, GGUF) else _PLAIN[checkpoint.view(stored).dtype]
+            listed.append((gguf_writing.name_of(arch, name), stored.shape, kind if len(stored.shape) > 1 else "f32"))
+
+        def data() -> Iterator[memoryview]:
+            if table is not None:
+                yield _bytes(torch.tensor(table))
+            for name, stored in raw.items():
+                tensor = _arranged(checkpoint.view(stored), name, heads if arch.permuted else {})
+                if name in schemes:
+                    tensor = schemes[name].encode(tensor.float())["weight"]
+                yield _bytes(tensor.float() if tensor.dim() == 1 else tensor)
+                checkpoint.release(stored)
+
+        total, done = sum(stored.nbytes for stored in raw.values()), 0
+
+        def told(nbytes: int) -> None:
+            nonlocal done
+            done = min(total, done + nbytes)
+            if progress is not None:
+                progress(done, total)
+
+        return gguf_writing.write(out, metadata, listed, data(), told)
+
+
+def _more_bits(config: Mapping[str, Any]) -> dict[str, str]:
+    """Rules of llama.cpp's medium mixture: Q6_K for the head, and for values and second products of the first and last eighth
+    of the layers and of every third between them."""
+    count = int(config["num_hidden_layers"])
+    layers = [i for i in range(count) if i < count // 8 or i >= 7 * count // 8 or (i - count // 8) % 3 == 2]
+    found = {f"layers.{i}.{part}": "q6_k" for i in layers for part in ("self_attn.v_proj", "mlp.down_proj")}
+    return found | {"embed_tokens" if config.get("tie_word_embeddings") else "lm_head": "q6_k"}
+
+
+def _arranged(tensor: torch.Tensor, name: str, heads: Mapping[str, Any]) -> torch.Tensor:
+    """Rows (head, half, pair) of queries and keys as llama.cpp rotates them: (head, pair, half)."""
+    part = name.rsplit(".", 2)[-2]
+    if part not in heads:
+        return tensor
+    found: torch.Tensor = tensor.unflatten(0, (int(heads[part]), 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().view(torch.uint8).view(-1).numpy().data
