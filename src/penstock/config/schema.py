@@ -222,6 +222,7 @@ class ServerOptions:
     uds: str | None = option(None, "listen on a Unix socket of this path instead of host and port")
     ssl_keyfile: str | None = option(None, "private key for HTTPS, as PEM")
     ssl_certfile: str | None = option(None, "certificate for HTTPS, as PEM")
+    grpc_port: int | None = option(None, "serve KServe's inference protocol there too (needs penstock[grpc])", least=0)
     ssl_ca_certs: str | None = option(None, "certificates of the authorities that issue clients' certificates")
     ssl_cert_reqs: int = option(0, "whether clients need a certificate: 0 no, 1 if they have one it is checked, 2 yes", least=0)
     ssl_ciphers: str = option("", "OpenSSL's cipher list for HTTPS; by default Python's")
