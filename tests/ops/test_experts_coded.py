@@ -37,6 +37,7 @@ PLANS = {
     "unsorted": Plan(Tile(16, 32, 128, stages=2, swap=True), Tile(16, 64, 256, stages=2, swap=True), False),
     "sorted": Plan(Tile(32, 64, 128, stages=2, swap=True), Tile(32, 32, 128, stages=2, swap=True), True),
 }
+BOXED = Plan(Tile(64, 32, 128, stages=2, swap=True), Tile(64, 64, 128, stages=2, boxed=True, group=4), True)
 SIZES = [Case(3, 5, 2, 256, 128), Case(9, 5, 2, 256, 128), Case(21, 3, 2, 384, 256)]
 
 
@@ -93,6 +94,11 @@ def test_biases_activations_and_weights_that_multiply_inputs(scheme: Any) -> Non
         found(scheme, plan, SIZES[1], torch.float16, True, inward=True)
 
 
+def test_codes_of_rows_by_tma() -> None:
+    for case in (SIZES[1], Case(150, 3, 2, 384, 128)):
+        found(FP8("token"), BOXED, case, torch.float16, True)
+
+
 def test_sizes_that_no_tile_divides() -> None:
     """Experts whose rows end within a panel of codes, columns that no unit divides, one scheme above and another below."""
     case = Case(11, 7, 3, 96, 160)
@@ -134,7 +140,8 @@ def test_every_number_of_tokens_has_tiles_that_fit_together() -> None:
         stack, _ = stored(scheme, random(8, 256, 128), torch.float16)
         for tokens in (1, 4, 5, 50, 256, 257, 1500, 35000):
             for invariant in (False, True):
-                plan = choose_coded(tokens, 2, stack, stack, invariant)
+                plan = choose_coded(tokens, 2, stack, stack, invariant, boxes=True)
+                assert plan.down.boxed == (tokens >= 1500 and not invariant and scheme == FP8("token"))
                 assert plan.up.tall == plan.down.tall and (plan.sort or tokens <= 256)
                 assert plan.up.tall >= 16 or (tokens <= 4 and not invariant), "one by one is another order of sums"
 

@@ -336,7 +336,7 @@ def grouped(x, weight, where, bias, out, picks, order, starts, tile_expert, tile
 
 
 @triton.jit
-def panels(x, weight, bias, out, order, starts, tile_expert, tile_place, scales, n, k, stride, experts: tl.constexpr,
+def panels(x, weight, xs, gains, bias, out, order, starts, tile_expert, tile_place, scales, n, k, stride, experts: tl.constexpr,
            count: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, group: tl.constexpr,
            even: tl.constexpr, gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr,
            shift: tl.constexpr):
@@ -344,7 +344,8 @@ def panels(x, weight, bias, out, order, starts, tile_expert, tile_place, scales,
     blocks [parts, wide, deep], and for x where its rows lie in order (not gated), with blocks [tall, deep].
 
     Gated, both halves are one operand, so that a tile has `wide` outputs from 2 * wide rows. Tiles are swizzled in bands of
-    `group`, so that concurrent programs share x and weight in L2.
+    `group`, so that concurrent programs share x and weight in L2. Not gated, both may be codes: rows of x have the scales xs,
+    those of the weight the factors gains.
     """
     across = tl.cdiv(n, wide)
     parts: tl.constexpr = 2 if gated else 1
@@ -376,4 +377,7 @@ def panels(x, weight, bias, out, order, starts, tile_expert, tile_place, scales,
             _leave(first, second, bias, out, base, n, rn, places, within, sums, False, True, kind, alpha, limit, shift, False)
         else:
             scale = tl.load(scales + pick, mask=within, other=0.0)
+            if gains is not None:
+                sums *= tl.load(xs + places, mask=within, other=0.0)[:, None]
+                sums *= tl.load(gains + base + tl.minimum(rn, n - 1))[None, :]
             _leave(sums, sums, bias, out, base, n, rn, pick, within, scale, False, False, kind, alpha, limit, shift, False)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.ops import experts_coded, gpu
-from penstock.ops.coded_forms import NAMES
+from penstock.ops.coded_forms import FP8, NAMES
+from penstock.ops.coded_triton import quantized
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.experts_coded import CodedStack
 from penstock.ops.experts_hosted import HostedStack
@@ -38,8 +39,13 @@ _ARRANGED = 4096
 """The most picks that one launch sorts."""
 
 
-def choose(tokens: int, picks: int, experts: int, invariant: bool = False, boxes: bool = True) -> Plan:
-    """The kernels for `tokens` tokens with `picks` of `experts` each. `boxes`: whether TMA may be used."""
+_SHORT = Tile(128, 128, 64, warps=4, stages=3, boxed=True, group=8)
+"""For sums over few columns: of two programs on a multiprocessor one multiplies while the other stores."""
+
+
+def choose(tokens: int, picks: int, experts: int, invariant: bool = False, boxes: bool = True, short: bool = False) -> Plan:
+    """The kernels for `tokens` tokens with `picks` of `experts` each. `boxes`: whether TMA may be used; `short`: whether the
+    experts' inner size is at most 1,024."""
     if tokens <= _ONE_BY_ONE and not invariant:
         up = Tile(1, 2, 1024, warps=2) if tokens == 1 else Tile(1, 8, 256, warps=2, stages=3)
         return Plan(up, Tile(1, 16, 256, stages=2, ahead=2), False)
@@ -56,20 +62,23 @@ def choose(tokens: int, picks: int, experts: int, invariant: bool = False, boxes
     tile = Tile(128, 128, 64, warps=8, stages=3, boxed=boxes, group=8)
     if not boxes:
         return Plan(tile, tile, True)
-    return Plan(tile, tile._replace(boxed=False) if each <= 200 else tile._replace(wide=256), True)
+    if each <= 200:
+        return Plan(tile, tile._replace(boxed=False), True)
+    return Plan(tile, _SHORT if short else tile._replace(wide=256), True)
 
 
-def choose_coded(tokens: int, picks: int, up: Stack, down: Stack, invariant: bool = False) -> Plan:
-    """As `choose` for quantized experts: the weight, which is decoded in registers, is always the operand of 64 rows."""
+def choose_coded(tokens: int, picks: int, up: Stack, down: Stack, invariant: bool = False, boxes: bool = False) -> Plan:
+    """As `choose` for quantized experts: the weight, if it is decoded in registers, is always the operand of 64 rows."""
     def tile(tall: int, wide: int, warps: int = 4) -> Tile:
         return Tile(tall, wide, 128, warps=warps, stages=4 if tall <= 32 else 3, swap=True)
 
     coded = [stack.coded for stack in (up, down) if isinstance(stack, CodedStack)]
     four, total = all(one.four for one in coded), tokens * picks
     each = total / up.count
-    alone = all(one.kind in ("int4", "e2m1", "plain") and one.scaled != "group" for one in coded) and not invariant
+    alone = all(one.kind in ("int4", "e2m1", "plain") for one in coded) and not invariant
     if alone and tokens <= (_ONE_BY_ONE if four else 1):
-        return Plan(Tile(1, 32, 256, stages=3) if four else Tile(1, 16, 128, stages=4), Tile(1, 32, 128, stages=4), False)
+        one = Tile(1, 32, 256, stages=3) if four else Tile(1, 8, 128, warps=1, stages=6)
+        return Plan(one, one, False)
     if total <= _UNSORTED and each <= 16:
         return Plan(tile(16, 64), tile(16, 64), False)
     for most, tall in ((4, 16), (20, 32), (80, 64)):
@@ -77,7 +86,15 @@ def choose_coded(tokens: int, picks: int, up: Stack, down: Stack, invariant: boo
             return Plan(tile(tall, 64), tile(tall, 64), True)
     # With scales of groups, sums of a group are kept beside the two of gate and up.
     lean = isinstance(up, CodedStack) and up.coded.form != "row"
-    return Plan(tile(128, 64 if lean else 128, warps=8), tile(128, 128, warps=8), True)
+    short = _SHORT._replace(deep=128) if boxes and not invariant and _boxed(down) else tile(128, 128, warps=8)
+    return Plan(tile(128, 64 if lean else 128, warps=8), short, True)
+
+
+def _boxed(stack: Stack) -> bool:
+    """Whether a stack is of FP8 codes that TMA can read, of which rows alone have scales, as those of x have."""
+    coded = getattr(stack, "coded", None)
+    return coded is not None and (coded.data.dtype, coded.kind, coded.form, coded.scaled, coded.padded) == (
+        FP8, "plain", "row", "token", stack.k)
 
 
 class Sorted(NamedTuple):
@@ -114,7 +131,7 @@ def _sort(picks: torch.Tensor, experts: int, tall: int) -> Sorted:
 def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | None, picks: torch.Tensor, scales: torch.Tensor,
              found: Sorted | None, out: torch.Tensor, glu: Glu | None, inward: bool) -> None:
     """Launches one grouped GEMM: gated with a `glu`, weighted without."""
-    if isinstance(stack, CodedStack):
+    if isinstance(stack, CodedStack) and not tile.boxed:
         experts_coded.product(tile, x, stack, bias, picks, scales, found, out, glu, inward)
         return
     from penstock.ops import experts_kernels as kernels
@@ -132,13 +149,15 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
         assert found is not None
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        parts = 2 if gated else 1
+        parts, xs, gains = 2 if gated else 1, None, None
+        if isinstance(stack, CodedStack):
+            (x, xs), gains = quantized(x, stack.coded), stack.coded.gains
         box = TensorDescriptor.from_tensor(stack.data.view(experts * parts, n, k), [parts, tile.wide, tile.deep])
         rows = x if gated else TensorDescriptor.from_tensor(x, [tile.tall, tile.deep])
-        programs = min(len(found.tile_expert) * columns, gpu.multiprocessors(x.device))
+        programs = min(len(found.tile_expert) * columns, gpu.multiprocessors(x.device) * 8 // tile.warps)
         del shared["inward"]
-        kernels.panels[(programs,)](rows, box, bias, out, *found, scales, n, k, x.stride(0), experts=experts, tall=tile.tall,
-                                    group=tile.group, even=even, num_stages=tile.stages, **shared)
+        kernels.panels[(programs,)](rows, box, xs, gains, bias, out, *found, scales, n, k, x.stride(0), experts=experts,
+                                    tall=tile.tall, group=tile.group, even=even, num_stages=tile.stages, **shared)
         return
     block = (tile.tall + tile.wide * (2 if gated else 1)) * tile.deep * x.element_size()
     linked = gpu.linked(x.device) and total <= 4096
@@ -206,9 +225,9 @@ class TritonExperts(ExpertsOps):
         boxes = (gpu.capability(x.device) >= (9, 0) and x.dtype != torch.float32 and not inward
                  and up.k % 8 == 0 and down.k % 8 == 0 and not isinstance(up, HostedStack))
         if isinstance(up, CodedStack) or isinstance(down, CodedStack):
-            plan = choose_coded(len(x), picks.shape[1], up, down, self.invariant)
+            plan = choose_coded(len(x), picks.shape[1], up, down, self.invariant, boxes)
         else:
-            plan = choose(len(x), picks.shape[1], up.count, self.invariant, boxes)
+            plan = choose(len(x), picks.shape[1], up.count, self.invariant, boxes, down.k <= 1024)
         if x.dtype == torch.float32:
             plan = plan._replace(up=_exact(plan.up), down=_exact(plan.down))
         return launch(plan, x, picks, weights, up, down, glu, up_bias, down_bias, inward)
