@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from penstock import canary
 from penstock.cli.main import main
 from penstock.models import configured
+from penstock.text import Tokenizer
+from penstock.worker.calibration import Moments
 from tests.models.test_at_load import plain  # noqa: F401 (a fixture)
 from tests.models.test_dialects import greedy, matrices
 from tests.models.test_rounding import loss
@@ -56,8 +58,6 @@ def test_rounding_by_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     """GPTQ with canary: other codes with the same scales, and products of the text's own inputs change less."""
     from penstock.quant.dialects.at_load import SCHEMES as KNOWN
     from penstock.quant.writing import writable
-    from penstock.text import Tokenizer
-    from penstock.worker.calibration import Moments
 
     text, model = tmp_path / "text", canary.model_folder()
     text.write_text("The bird sat on the wall. It sang a song, and then it flew away over the trees.\n" * 30)
@@ -82,6 +82,34 @@ def test_rounding_by_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert float((exact @ moments * exact).sum() / (matrix @ moments * matrix).sum()) < 0.7 * plain_loss
     assert main([*command[:2], str(tmp_path / "no"), "--scheme", "fp8", "--calibrate", str(text)]) != 0
     assert "--calibrate rounds integers, and fp8 has none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("method", "scheme"), [("awq", "int4"), ("smoothquant", "int8")])
+def test_scales_are_folded_into_what_comes_before(method: str, scheme: str, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    """A norm's weight times a matrix stays what it was, up to rounding; and products with the text's inputs change less."""
+    text, model = tmp_path / "text", canary.model_folder()
+    text.write_text("The bird sat on the wall. It sang a song, and then it flew away over the trees.\n" * 30)
+    command = ["quantize", str(model), "--scheme", scheme, "--device", "cpu"]
+    assert main([*command[:2], str(tmp_path / "nearest"), *command[2:]]) == 0
+    assert main([*command[:2], str(tmp_path / "out"), *command[2:], "--calibrate", str(text), "--samples", "2",
+                 "--window", "128", "--method", method]) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "out"))
+    found, rounded = (matrices(tmp_path / name, torch.float32) for name in ("out", "nearest"))
+    for norm, name in (("input_layernorm", "self_attn.k_proj"), ("post_attention_layernorm", "mlp.gate_proj")):
+        norm, name = f"model.layers.2.{norm}.weight", f"model.layers.2.{name}.weight"
+        assert not torch.equal(before[norm], after[norm])
+        wanted, made = before[name].float() * before[norm].float(), found[name] * after[norm].float()
+        assert (made - wanted).norm() < 1.2 * (rounded[name] * before[norm].float() - wanted).norm() + 0.01 * wanted.norm()
+    if method == "awq":
+        ids = Tokenizer.load(model).encode(text.read_text())
+        moments = Moments(model, configured(model), "float32", "cpu", [ids[:128], ids[128:256]]).of("blocks.2.mlp.gate_up")
+        assert moments is not None
+        errors = [made - before[name].float()
+                  for made in (found[name] * (after[norm].float() / before[norm].float()), rounded[name])]
+        assert float((errors[0] @ moments * errors[0]).sum()) < float((errors[1] @ moments * errors[1]).sum())
+    assert main([*command[:2], str(tmp_path / "no"), *command[2:], "--method", method]) != 0
+    assert "needs a text to calibrate on" in capsys.readouterr().err
 
 
 def test_what_cannot_be_written_is_refused(plain: Path, tmp_path: Path,  # noqa: F811

@@ -27,7 +27,10 @@ def add(parser: argparse.ArgumentParser) -> None:
                         "mxfp4, mxfp8 or nvfp4; of a .gguf file: q8_0, q6_k, q5_1, q5_0, q4_1, q4_0, q4_k or q4_k_m")
     parser.add_argument("--rules", action="append", default=[], metavar="PATTERN=SCHEME",
                         help="exceptions: modules (with * or re:...), first or last layer, and a scheme or plain")
-    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="round by GPTQ, on this text")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="calibrate on this text")
+    parser.add_argument("--method", choices=("gptq", "awq", "smoothquant"), default="gptq",
+                        help="with --calibrate: round integers so that later columns make up for each error (gptq), or fold "
+                        "scales of inputs into the norms, for weights (awq) or for activations in 8 bits (smoothquant)")
     parser.add_argument("--samples", type=integer, default=128, metavar="N",
                         help="windows of the text that it is calibrated on (default: 128)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="print the perplexity of this text, before and after")
@@ -48,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         if not sign or not pattern:
             raise ConfigError(f"--rules {rule!r} is not of the form PATTERN=SCHEME")
         rules[pattern] = scheme
+    if args.method != "gptq" and args.calibrate is None:
+        raise ConfigError(f"--method {args.method} needs a text to calibrate on; add --calibrate FILE")
     for name, path in (("text", args.text), ("calibrate", args.calibrate)):
         if path is not None and not path.is_file():
             raise ConfigError(f"--{name}: there is no file {path}")
@@ -66,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         if args.out.suffix == ".gguf":
             nbytes = gguf_out.write(folder, args.out, args.scheme, rules, dtype, progress)
         else:
-            nbytes = quantized.write(folder, args.out, args.scheme, rules, dtype, progress, moments)
+            nbytes = quantized.write(folder, args.out, args.scheme, rules, dtype, progress, moments, args.method)
     finally:
         bar.close()
     before = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -87,7 +92,7 @@ def _moments(folder: Path, dtype: str, args: argparse.Namespace) -> Any:
     from penstock.worker.calibration import Moments
 
     scheme = SCHEMES[args.scheme](128) if args.scheme in SCHEMES else None
-    if scheme is not None and not serves(scheme):
+    if args.method == "gptq" and scheme is not None and not serves(scheme):
         raise ConfigError(f"--calibrate rounds integers, and {args.scheme} has none; leave it out, or take int4, int4_zeros, "
                           "int8 or int8_weights")
     ids = Tokenizer.load(folder).encode(args.calibrate.read_text("utf-8"))

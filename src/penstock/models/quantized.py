@@ -19,6 +19,8 @@ from penstock.models.translated import Translated
 from penstock.models.weights import Progress
 from penstock.quant import writing
 from penstock.quant.rounding import gptq, serves
+from penstock.quant.scaling import awq, smooth
+from penstock.quant.scheme import Scheme
 
 _SHARD = 4 << 30
 """Bytes that are collected before a file is written."""
@@ -29,11 +31,21 @@ class Moments(Protocol):
 
     def of(self, path: str) -> torch.Tensor | None: ...
 
+    def peaks(self, path: str) -> torch.Tensor | None: ...
+
+
+_FOLDED = (("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+           ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")), ("mlp.up_proj", ("mlp.down_proj",)))
+"""Matrices of the same inputs, and the norm or matrix before them that takes the reciprocals of their scales."""
+_FOLDING = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Families of which that is true."""
+METHODS = ("gptq", "awq", "smoothquant")
+
 
 def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype: str, progress: Progress | None = None,
-          moments: Moments | None = None) -> int:
-    """Writes compressed-tensors, rounded by GPTQ where there are moments; returns the bytes of all tensors. ConfigError or
-    ModelError: why not."""
+          moments: Moments | None = None, method: str = "gptq") -> int:
+    """Writes compressed-tensors, calibrated by the method where there are moments; returns the bytes of all tensors.
+    ConfigError or ModelError: why not."""
     given = configured(folder, scheme, rules)
     if given["quantization_config"].get("quant_method") != "at-load":
         raise ConfigError(f"{folder} is quantized already; take the model's unquantized folder")
@@ -55,12 +67,21 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
     with checkpoint.mapped():
         done = 0
         raw = checkpoint.raw()
+        columns, rows = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        if moments is not None and method != "gptq":
+            columns, rows = _scaled(checkpoint, given, schemes, paths, moments, method)
         total = sum(stored.nbytes for stored in raw.values())
         for name, stored in raw.items():
             module = name.removesuffix(".weight")
             tensor = checkpoint.view(stored)
+            if name in columns or name in rows:
+                by = rows.get(name, torch.ones(1))
+                scaled = tensor.float() * columns.get(name, 1.0) / (by[:, None] if tensor.dim() == 2 else by)
+                tensor = scaled.to(tensor.dtype)
             if module in schemes:
-                known = moments.of(paths[module]) if moments is not None and serves(schemes[module]) else None
+                known = None
+                if moments is not None and method == "gptq" and serves(schemes[module]):
+                    known = moments.of(paths[module])
                 parts = schemes[module].encode(tensor.float()) if known is None else gptq(
                     schemes[module], tensor.float().to(known.device), known)
                 parts = {name: part.cpu() for name, part in parts.items()}
@@ -82,6 +103,31 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
         if path.suffix in (".json", ".model", ".jinja", ".txt") and path.name not in ("config.json", INDEX):
             shutil.copyfile(path, out / path.name)
     return files.nbytes
+
+
+def _scaled(checkpoint: Translated, config: Mapping[str, Any], schemes: Mapping[str, Scheme], paths: Mapping[str, str],
+            moments: Moments, method: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """By names of tensors: what their columns are multiplied by, and what their rows (or elements) are divided by."""
+    family = (config.get("architectures") or [None])[0]
+    if family not in _FOLDING:
+        raise ConfigError(f"scales cannot be folded into the norms of {family}; possible are {', '.join(_FOLDING)}, "
+                          "or --method gptq")
+    raw, columns, rows = checkpoint.raw(), dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    layers = {stem.split(".self_attn.")[0] for stem in schemes if ".self_attn." in stem}
+    for layer in sorted(layers, key=lambda stem: int(stem.rpartition(".")[2])):
+        for before, names in _FOLDED:
+            mine = [f"{layer}.{name}" for name in names]
+            if any(name not in schemes for name in mine):
+                continue
+            matrices = [checkpoint.view(raw[f"{name}.weight"]).float() for name in mine]
+            known = moments.of(paths[mine[0]]) if method == "awq" else moments.peaks(paths[mine[0]])
+            assert known is not None, mine
+            known = known.cpu()
+            scale = awq(schemes[mine[0]], matrices, known) if method == "awq" else smooth(matrices, known)
+            columns |= {f"{name}.weight": scale for name in mine}
+            given = [f"{layer}.{before}.{suffix}" for suffix in ("weight", "bias")]
+            rows |= {name: scale for name in given if name in raw}
+    return columns, rows
 
 
 def _paths(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:

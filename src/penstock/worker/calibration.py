@@ -22,18 +22,23 @@ class Moments:
                  windows: Sequence[Sequence[int]]) -> None:
         self._windows = [torch.tensor(window, dtype=torch.int32) for window in windows]
         self._reader = Windows(folder, config, dtype, device, max(map(len, windows)))
-        self._block, self._found = "", dict[str, torch.Tensor]()
+        self._block, self._found, self._peaks = "", dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
     def of(self, path: str) -> torch.Tensor | None:
         """The sum of x x^T [k, k], float32, over the inputs x of the projection at `path` (as "blocks.0.mlp.down"); None if
         none was computed there."""
         block = ".".join(path.split(".")[:2])
         if block != self._block:
-            self._block, self._found = block, {}
+            self._block, self._found, self._peaks = block, {}, {}
             with torch.inference_mode():
                 for window in self._windows:
                     self._reader.read(window, self)
         return self._found.get(path)
+
+    def peaks(self, path: str) -> torch.Tensor | None:
+        """The largest magnitudes [k] of these inputs."""
+        self.of(path)
+        return self._peaks.get(path)
 
     def shrink(self, path: str, x: torch.Tensor, /) -> None:
         """As a step's delta (`layers/step.py::Delta`), which every projection asks. It adds nothing."""
@@ -41,8 +46,9 @@ class Moments:
             x = x.float()
             if path in self._found:
                 self._found[path].addmm_(x.t(), x)
+                self._peaks[path] = torch.maximum(self._peaks[path], x.abs().amax(0))
             else:
-                self._found[path] = x.t() @ x
+                self._found[path], self._peaks[path] = x.t() @ x, x.abs().amax(0)
 
     def apart(self, _path: str, /) -> Apart:
         return ()
