@@ -93,6 +93,9 @@ class _Reader:
         self._folder, self._spec, self._place, self._rules, self._most = folder, spec, place, rules, most
         self._config: AdapterConfig = read_adapter(folder)
         self._targets = _targets(spec)
+        self._named = {one.name: (path, -1) for path, one in self._targets.items()}
+        self._named |= {one.name: (path, piece) for path, whole in self._targets.items()
+                        for piece, one in enumerate(whole.pieces)}
         self._pairs: list[_Pair] = []
         self._experts = ExpertAdapters(spec, rules)
         self._saved: dict[str, torch.Tensor] = {}
@@ -146,12 +149,8 @@ class _Reader:
         """(path, piece, the rule that names it, or else why it cannot be)."""
         name = f"{module}.weight"
         rule, target = next(((rule, target) for rule in self._rules if (target := rule.match(name)) is not None), (None, ""))
-        for path, parameter in self._targets.items():
-            for piece, one in enumerate(parameter.pieces):
-                if one.name == target:
-                    return path, piece, rule, ""
-            if parameter.name == target:
-                return path, -1, rule, ""
+        if target in self._named:
+            return *self._named[target], rule, ""
         known = any(target in (one.name, *(piece.name for piece in one.pieces)) for one in self._spec.parameters())
         return "", -1, rule, ("adapters of this tensor are not supported; possible are the embedding, the head, and projections"
                               if known else "this model has no such projection")

@@ -69,6 +69,8 @@ class ExpertAdapters:
         """(name, stack, the piece that it is, its rule) of the matrices that a module may adapt: one of an expert's, or those
         parameters of a layer's experts of which PEFT wraps one around the other."""
         found: list[tuple[str, Parameter, int | None, Rule]] = []
+        if not self._stacks:
+            return found
         while module.endswith(".base_layer"):
             module = module.removesuffix(".base_layer")
         for rule in self._rules:

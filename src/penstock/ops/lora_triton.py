@@ -10,7 +10,7 @@ from penstock.ops import gpu
 from penstock.ops.lora import MOST_PIECES, WIDE, Groups, LoraOps, Slabs
 from penstock.ops.registry import register
 
-_SPAN, _MOST_PARTS = 512, 32
+_SPAN, _MOST_PARTS = 1024, 32
 """Columns of x that a program of few rows sums up, and the most parts that the columns are cut into."""
 _DEEP = 128
 """Columns of x that a dot product takes."""
