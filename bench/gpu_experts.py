@@ -85,6 +85,9 @@ class Bench:
         self.make, self.device = make, device
         self.routing = Routing(self.experts, self.picks, normalise=True)
 
+    def plan(self, rows: int, invariant: bool) -> Plan:
+        return choose(rows, self.picks, self.experts, invariant, short=self.inner <= 1024)
+
     def inputs(self, rows: int) -> list[Inputs]:
         logits = [torch.empty(rows, self.experts, device=self.device) if self.device == "meta" else
                   torch.randn(rows, self.experts, device=self.device) for _ in range(SETS)]
@@ -131,8 +134,8 @@ def precompile(shape: str, rows: list[int], chosen: bool) -> None:
     with compiling.recording(chip) as jobs:
         for count in rows:
             sets = bench.inputs(count)[:1]
-            bench.whole(choose(count, bench.picks, bench.experts), sets)[0]()
-            bench.whole(choose(count, bench.picks, bench.experts, True), sets)[0]()
+            bench.whole(bench.plan(count, False), sets)[0]()
+            bench.whole(bench.plan(count, True), sets)[0]()
             for up in () if chosen else (True, False):
                 for way, tile in candidates(count, count * bench.picks / bench.experts, up):
                     bench.product(count, way, tile, up, sets)[0]()
@@ -166,7 +169,7 @@ def run(shape: str, rows: list[int], chosen: bool) -> list[dict[str, Any]]:
                 print(f"{count:5} {name:5} {us:8.1f} us {100 * share / us:4.0f} %  {way} {tuple(tile)}", flush=True)
             record += [{"rows": count, "up": up, "us": us, "way": way, "tile": tuple(tile)} for us, way, tile in sorted(found)]
         for invariant in (False, True):
-            plan = choose(count, bench.picks, bench.experts, invariant)
+            plan = bench.plan(count, invariant)
             us, error = graph_us(bench.whole(plan, sets), 5), check(bench, plan, *sets[0])
             sorting = [partial(experts_triton._sort, sets[0][1], bench.experts, plan.up.tall)] * 4
             sort = graph_us(sorting, 5) if plan.sort else 0.0
