@@ -5,8 +5,9 @@
 
 A `--shape` has random weights and a vocabulary made up for it. For the throughput both kinds of stream write exactly `--tokens`
 tokens: the schemas describe arrays that are longer. Tokens a second of a loaded machine vary; the seconds of the processor vary
-less. Ratios are medians over pairs of neighbouring rounds. Intervals are those between the tokens of half of the rows, while in
-the other half short requests come and go that are free, or constrained by one schema, or each by a schema of its own.
+less. Ratios are medians over pairs of neighbouring rounds, of p99 too. Intervals are those between the tokens of half of the
+rows, while in the other half short requests come and go that are free, or constrained by one schema, or each by a schema of its
+own.
 """
 
 from __future__ import annotations
@@ -154,20 +155,29 @@ def _intervals(llm: LLM, given: argparse.Namespace) -> dict[str, Any]:
     made = (_grammar(at) for at in itertools.count())
     ready = collections.deque(itertools.islice(made, (given.rounds // 2 + 1) * given.rows // 2 * (given.tokens // 16 + 1)))
     kinds["unique schemas"] = lambda _: ready.popleft() if ready else next(made)
-    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    rounds: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     compiled = dict.fromkeys(kinds, 0)
     for round_at in range(given.rounds // 2 + 1):
-        for kind, grammar in kinds.items():
+        # Each order in turn, so that a machine that becomes slower favours neither.
+        for kind, grammar in list(kinds.items())[::-1 if round_at % 2 else 1]:
             before = llm.engine.stats().grammars_compiled
             seconds = _others(llm, given.rows // 2, given.tokens, grammar)
             if round_at:
-                found[kind] += seconds
+                rounds[kind].append(sorted(seconds))
                 compiled[kind] += llm.engine.stats().grammars_compiled - before
-    p99 = {kind: 1e3 * sorted(seconds)[int(0.99 * len(seconds))] for kind, seconds in found.items()}
+
+    def at(kind: str, part: float) -> list[float]:
+        return [1e3 * seconds[int(part * len(seconds))] for seconds in rounds[kind]]
+
+    def pairs(one: str, other: str) -> list[float]:
+        return [round(a / b, 3) for a, b in zip(at(one, 0.99), at(other, 0.99), strict=True)]
+
+    unique = pairs("unique schemas", "one schema")
     return {"model": given.shape or given.model, "rows": given.rows, "compiled": compiled,
-            "p50_ms": {kind: round(1e3 * statistics.median(seconds), 3) for kind, seconds in found.items()},
-            "p99_ms": {kind: round(value, 3) for kind, value in p99.items()},
-            "unique_to_one": round(p99["unique schemas"] / p99["one schema"], 3)}
+            "p50_ms": {kind: round(statistics.median(at(kind, 0.5)), 3) for kind in kinds},
+            "p99_ms": {kind: round(statistics.median(at(kind, 0.99)), 3) for kind in kinds},
+            "unique_to_one": statistics.median(unique), "unique_to_one_by_round": unique,
+            "unique_to_free": statistics.median(pairs("unique schemas", "free"))}
 
 
 def _grammar(at: int) -> str:
