@@ -179,9 +179,12 @@ def test_heads_that_do_not_fit_are_refused_before_loading(tmp_path: Path) -> Non
 def test_usage_and_metrics_tell_what_was_drafted() -> None:
     with served("canary", "--max-model-len", "1024", "--speculative-model", str(EAGLE), "--draft-policy", "fixed",
                 "--num-speculative-tokens", "3") as server:
-        body = {"messages": [{"role": "user", "content": "Repeat after me: red blue 7 green"}], "temperature": 0}
-        usage = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["usage"]
+        body = {"messages": [{"role": "user", "content": "Repeat after me: red blue 7 green"}], "temperature": 0,
+                "include_ledger": True}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+        usage, ledger = answer["usage"], answer["ledger"]
         metrics = httpx.get(f"{server.url}/metrics").text
+    assert 0 < ledger["draft"] < ledger["total"] and ledger["decode"] > 0
     details = usage["completion_tokens_details"]
     accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
     assert accepted > 2 and 1 < details["acceptance_length"] <= 4

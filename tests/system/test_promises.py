@@ -22,7 +22,7 @@ from penstock.server import keys
 from tests.system.served import Served, served
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-PARTS = {*PHASES, "detokenize", "sent"}
+PARTS = {*PHASES, "draft", "detokenize", "sent"}
 
 
 @pytest.fixture(scope="module")

@@ -177,6 +177,8 @@ class StepResult:
     """Duration of the step."""
     kernel_seconds: float = 0.0
     """The part of `seconds` in the model's forward pass."""
+    draft_seconds: float = 0.0
+    """The part of `seconds` before it, in which pages are moved and tokens drafted."""
     load_results: list[LoadResult] = field(default_factory=list)
     """Loads that have ended since the last result."""
     write_results: list[WriteResult] = field(default_factory=list)

@@ -154,6 +154,8 @@ class Timings(msgspec.Struct, array_like=True, gc=False):
     """Steps that verified drafts, and how many tokens were verified and kept there; 0 if the frontend ended the sequence."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    draft_seconds: float = 0.0
+    """The part of the decode phase in which steps drafted for it."""
 
 
 class Update(msgspec.Struct, array_like=True, gc=False):

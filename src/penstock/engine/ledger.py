@@ -10,11 +10,14 @@ from penstock.scheduler.step import LIMITS
 
 
 def ledger(timings: Timings) -> dict[str, float]:
-    """Seconds by phase, and the total, of a sequence that has just been delivered. `detokenize`: from the engine's last token
+    """Seconds by phase, and the total, of a sequence that has just been delivered. `draft`: the part of decoding in which steps
+    drafted for it; `decode` is the rest. `detokenize`: from the engine's last token
     to its text; `sent` is added by whoever sends it."""
     now = time.time()
     found = dict.fromkeys(PHASES, 0.0) | dict(zip(PHASES, timings.phases, strict=False))
-    return {**found, "detokenize": max(0.0, now - timings.finished), "sent": 0.0, "total": max(0.0, now - timings.arrival)}
+    drafting = min(found["decode"], timings.draft_seconds)
+    found |= {"decode": found["decode"] - drafting, "draft": drafting, "detokenize": max(0.0, now - timings.finished)}
+    return {**found, "sent": 0.0, "total": max(0.0, now - timings.arrival)}
 
 
 def bound(before: list[float], after: list[float], seconds: float) -> str:

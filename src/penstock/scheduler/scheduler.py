@@ -143,6 +143,8 @@ class Scheduler:
         unsure = self.drafts.active and any(step.drafts for step in self.in_flight)
         slack = np.array([sequence.slack for sequence in step.sequences], np.int32) if unsure else None
         proposals = self.drafts.proposals(step) if step.drafts else []
+        step.proposed = {segment for segment, sequence in enumerate(step.sequences)
+                         if any(sequence.row == proposal.row for proposal in proposals)} if proposals else set()
         rows = self._hand_out(step)
         # A plan without segments only moves pages; it is made only if no other plan is in flight to report the transfers.
         if not step.sequences and (self.in_flight or not self.cache.writing):
@@ -228,6 +230,8 @@ class Scheduler:
                 continue
             if drafts and i in drafts:
                 count = self.taker.drafts(sequence, drafts[i], own, sequence in lost)
+                if i not in step.proposed:
+                    sequence.timings.draft_seconds += result.draft_seconds
             if not lost or sequence not in lost:
                 sequence.computed = computed = sequence.computed + count
                 # Do not index positions whose logits were not finite.

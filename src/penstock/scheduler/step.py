@@ -20,6 +20,8 @@ class InFlight:
     starts: list[int] = field(default_factory=list)
     drafts: dict[int, int] = field(default_factory=dict)
     """Number of drafted tokens at the end of each segment that has any, by segment index."""
+    proposed: set[int] = field(default_factory=set)
+    """The segments of `drafts` whose tokens the host expects."""
     lost: set[Sequence] = field(default_factory=set)
     """Sequences preempted since the plan was made: their computed positions are void, their sampled tokens still count."""
     decode: Load = Load(0, 0)

@@ -33,6 +33,8 @@ class Interval:
         self._resumed = self._whole = False
         self.seconds = 0.0
         self.kernel_seconds = 0.0
+        self.draft_seconds = 0.0
+        """From the beginning to the forward pass: moving pages and drafting."""
 
     def mark(self, which: int) -> None:
         self._moments[which] = time.perf_counter()
@@ -65,9 +67,9 @@ class Interval:
     def wait(self) -> None:
         """Waits until the step has ended, then sets `seconds` and `kernel_seconds`."""
         began, entered, left, ended, resumed = self._moments
-        self.seconds = self.kernel_seconds = ended - began
+        self.seconds, self.kernel_seconds, self.draft_seconds = ended - began, ended - began, 0.0
         if not self._whole:
-            self.kernel_seconds = left - entered
+            self.kernel_seconds, self.draft_seconds = left - entered, entered - began
         if self._resumed:
             self.seconds -= resumed - left
 
@@ -89,7 +91,9 @@ class DeviceInterval(Interval):
         began, entered, left, ended, resumed = self._events
         ended.synchronize()
         self.seconds = self.kernel_seconds = began.elapsed_time(ended) / 1e3
+        self.draft_seconds = 0.0
         if not self._whole:
-            self.kernel_seconds = entered.elapsed_time(left) / 1e3
+            self.kernel_seconds, self.draft_seconds = (one.elapsed_time(other) / 1e3 for one, other in (
+                (entered, left), (began, entered)))
         if self._resumed:
             self.seconds -= left.elapsed_time(resumed) / 1e3

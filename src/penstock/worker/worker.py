@@ -130,6 +130,7 @@ class Launched:
             self._interval.wait()
             self._result = self._gather(self._plan, self._chosen)
             self._result.seconds, self._result.kernel_seconds = self._interval.seconds, self._interval.kernel_seconds
+            self._result.draft_seconds = self._interval.draft_seconds
             if self._movers is not None:
                 # A step without segments waits for loads that the engine needs.
                 self._result.load_results, self._result.write_results = self._movers.arrived(wait=self._plan.idle)
