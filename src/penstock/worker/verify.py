@@ -18,7 +18,7 @@ from penstock.core.plan import Enter, Ints, StepPlan, Want
 from penstock.ops.sample import Feature
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
-from penstock.worker.staging import Staging, to_host
+from penstock.worker.staging import Staging, to_host, upload
 
 _FAR = 2**31 - 1
 
@@ -108,7 +108,7 @@ class Thinking:
             self._ends[:, enter.row] = [begin[0] if fits and begin else -1, end[0] if fits else -1]
             said = enter.tokens[enter.prompt_len:]
             on = fits and end[0] not in said and (not begin or begin[0] in said)
-            self._tokens[:, enter.row] = torch.from_numpy(self._ends[:, enter.row].copy()).to(self._rows.device)
+            self._tokens[:, enter.row] = upload(self._ends[:, enter.row].copy(), self._rows.device)
             self._on[enter.row] = on
 
     def relax(self, logits: torch.Tensor, lines: LogitsRows, drafts: torch.Tensor) -> None:
@@ -119,7 +119,7 @@ class Thinking:
         picked &= np.append(lines.segments[1:] == lines.segments[:-1], False)
         if not picked.any():
             return
-        at = torch.from_numpy(np.flatnonzero(picked)).to(logits.device)
+        at = upload(np.flatnonzero(picked).astype(np.int32), logits.device).long()
         draft, best = drafts[at].long()[:, None], logits[at].topk(self._rule.relaxed).values
         found = logits[at].gather(1, draft)
         near = (found >= best[:, -1:]) & (found >= best[:, :1] - self._rule.delta) & self._on[lines.row[at].long()][:, None]
@@ -132,7 +132,10 @@ class Thinking:
         row = lines.row.long()
         sure = torch.ones_like(chosen, dtype=torch.bool) if kept is None else kept
         for which, value in ((0, True), (1, False)):
-            self._on[row[sure & (chosen == self._tokens[which, row])]] = value
+            # Several lines may be of one row. Picking them by a mask would wait for the device.
+            found = torch.zeros_like(self._on, dtype=torch.int32)
+            found.index_add_(0, row, (sure & (chosen == self._tokens[which, row])).int())
+            self._on.masked_fill_(found > 0, value)
 
 
 class Verified:
