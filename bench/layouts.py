@@ -198,8 +198,8 @@ class Engine:
 
 def timed(shape: str, layout: str, names: str, repeats: int) -> None:
     """Prints the median seconds of workloads; also of a prompt of 122,880 tokens: prompt_120k, and decode_120k with steps."""
-    known = {} if shape in SMALL else {
-        name: [(ask.prompt, ask.output) for ask in asks] for name, asks in workloads(shape)}
+    known = {name: [(ask.prompt, ask.output) for ask in asks]
+             for name, asks in workloads("llama8b" if shape in SMALL else shape)}
     long = [1000 + i * 7919 % 90000 for i in range(122880)]
     known["prompt_120k"], known["decode_120k"] = [(long, 1)], [(long, 33)]
     with tempfile.TemporaryDirectory() as folder:
@@ -240,6 +240,46 @@ def predicted(shape: str, ranks: int, rows: int, context: int, experts: bool = F
             "sums": (2 * size.layers + 1) * one * (ranks > 1)}
 
 
+DEEPSEEK = SHAPES["dsv2lite"] | {
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 3, "vocab_size": 129280}
+"""DeepSeek V3's shape. Queries are counted as if they were projected at once, which overstates attention by a tenth."""
+HOST, NETWORK, NETWORK_FIRST = 8, 45e9, 20e-6
+"""Cards of a host; bytes/s one way and seconds of a first byte between cards of other hosts (assumed: 400 Gbit/s for each)."""
+
+
+def by_data(config: dict[str, Any], cards: int, rows: int, context: int, picked: bool) -> dict[str, float]:
+    """Seconds of a decode step of `rows` sequences a card, attention by data and experts over the cards, weights in FP8. Tokens
+    go to all cards in bf16 and sums come back, as here; or (`picked`) only to the cards of their experts, in FP8, and back."""
+    size, width = sizes(config), config["hidden_size"]
+    total = rows * cards
+    all_experts = size.experts * size.expert
+    touched = size.read(total) - size.weights + size.picks * size.expert
+    alike = size.weights - size.picks * size.expert  # what each card has of everything else
+    uneven = 1 + 0.6 / max(1.0, total * size.picks / cards) ** 0.5
+    reading = (alike + min(touched, all_experts) / cards * uneven + rows * context * size.entry) / (COPY * READ)
+    computing = 2 * size.weights * rows / (1.5 * PRODUCT)
+    layers = size.layers - config["first_k_dense_replace"]
+    reached = min(cards - 1, size.picks) if picked else cards - 1
+    sent = rows * width * reached * (3 if picked else 4)
+    far = max(0.0, (cards - HOST) / max(1, cards - 1))
+    one = sent * (1 - far) / LINK + sent * far / NETWORK + 2 * (REDUCE if cards <= HOST else NETWORK_FIRST)
+    return {"seconds": STEP + max(reading, computing) + layers * one, "messages": layers * one}
+
+
+def predict_by_data() -> None:
+    """Prints a table in Markdown."""
+    print("| DeepSeek V3, FP8, 4k contexts, attention by data; ms (of it messages), tokens/s a card | 8 cards | 32 cards |")
+    print("|---|---|---|")
+    for rows in (8, 32, 64, 128):
+        for picked in (False, True):
+            found = [by_data(DEEPSEEK, cards, rows, 4096, picked) for cards in (8, 32)]
+            cells = [f"{one['seconds'] * 1e3:.1f} ({one['messages'] * 1e3:.1f}), {rows / one['seconds']:.0f}" for one in found]
+            print(f"| {rows} sequences a card, {'to the experts of its picks' if picked else 'tokens to all'} | "
+                  + " | ".join(cells) + " |")
+
+
 def predict(shapes: list[str]) -> None:
     """Prints a table in Markdown."""
     print("| decode step, ms (of it sums over ranks) | " + " | ".join(f"{n} card{'s' * (n > 1)}" for n in (1, 2, 4, 8)) + " |")
@@ -263,6 +303,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     if args.what == "predict":
         predict(args.shape)
+        predict_by_data()
     elif args.what == "tokens":
         tokens(*args.names)
     elif args.what == "timed":

@@ -58,8 +58,8 @@ def test_a_sum_with_its_norm(size: int, rank: int, rows: int, width: int, dtype:
     memories = [torch.zeros(Peers.nbytes(size), dtype=torch.uint8, device=DEVICE) for _ in range(size)]
     peers = Peers(rank, size, [memory.data_ptr() for memory in memories], DEVICE)
     at = 2 * size * MOST * _ROOM + 4 * size * MOST
-    data = [memory[at:at + 2 * size * (1 << 20)].view(dtype).view(2, size, -1) for memory in memories]
-    flags = [memory[at + 2 * size * (1 << 20):].view(torch.int32).view(size, MOST) for memory in memories]
+    data = [memory[at:at + 2 * size * (1 << 21)].view(dtype).view(2, size, -1) for memory in memories]
+    flags = [memory[at + 2 * size * (1 << 21):].view(torch.int32).view(size, MOST) for memory in memories]
     weight = torch.randn(width, device=DEVICE).to(dtype)
     for epoch in (1, 2, 3):
         parts = torch.randn(size, rows, width, device=DEVICE).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -28,7 +29,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 def llm(**more: Any) -> LLM:
-    return LLM("canary", **{"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 512, "max_num_seqs": 8, **more})
+    return LLM(**{"model": "canary", "device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 512,
+                  "max_num_seqs": 8, **more})
 
 
 def tokens(model: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -125,12 +127,20 @@ def _rank_processes() -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("which", "how"), [
-    (1, signal.SIGKILL), *(pytest.param(*one, marks=pytest.mark.exhaustive)
-                           for one in ((0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)))])
-def test_a_lost_rank_is_noticed(how: signal.Signals, which: int) -> None:
+LAYOUTS: list[dict[str, Any]] = [
+    {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"context_parallel_size": 2},
+    {"model": str(Path(__file__).parents[1] / "assets" / "canary-moe"), "tensor_parallel_size": 2,
+     "enable_expert_parallel": True}]
+FIRST = 1, signal.SIGKILL
+STRIKES = [FIRST, (0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)]
+
+
+@pytest.mark.parametrize(("layout", "which", "how"), [
+    pytest.param(layout, *strike, marks=[] if layout is LAYOUTS[0] and strike is FIRST else [pytest.mark.exhaustive])
+    for layout in LAYOUTS for strike in STRIKES], ids=str)
+def test_a_lost_rank_is_noticed(layout: dict[str, Any], how: signal.Signals, which: int) -> None:
     """Within 5 s, while steps run; nothing is left, and the error says who."""
-    model = llm(tensor_parallel_size=2)
+    model = llm(**layout)
     group = model.engine.rank
     assert isinstance(group, RemoteGroup)
     processes = [rank.process for rank in group.ranks]
@@ -152,12 +162,11 @@ def test_a_lost_rank_is_noticed(how: signal.Signals, which: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2},
-                                    {"context_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_slow_rank_changes_no_token(layout: dict[str, Any]) -> None:
     """One that is stopped for less than the limit, again and again."""
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    with llm() as one, llm(**layout) as several:
+    with llm(model=layout.get("model", "canary")) as one, llm(**layout) as several:
         wanted, done = tokens(one, long), threading.Event()
         group = several.engine.rank
         assert isinstance(group, RemoteGroup)
@@ -302,3 +311,9 @@ def test_machines_need_a_secret_and_equal_shares(monkeypatch: pytest.MonkeyPatch
         llm(tensor_parallel_size=3, nnodes=2)
     with pytest.raises(ConfigError, match="only machine 0 has the engine"):
         llm(tensor_parallel_size=2, nnodes=2, node_rank=1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_its_extra_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[ray\]'"):
+        llm(tensor_parallel_size=2, nnodes=2, distributed_executor_backend="ray")

@@ -151,12 +151,13 @@ def _check_offload(options: EngineOptions) -> None:
         fits = False
     if not fits:
         raise ConfigError(f"offload_weights is {asked!r}; possible are auto and a share of the layers above 0, at most 1")
-    for name, given in (("experts_on_device", options.experts_on_device is not None), ("enable_eplb", options.enable_eplb),
+    for name, given in (("speculate layer_skip", options.speculate == "layer_skip"),
+                        ("experts_on_device", options.experts_on_device is not None), ("enable_eplb", options.enable_eplb),
                         ("data_parallel_size with enable_expert_parallel",
                          options.enable_expert_parallel and options.data_parallel_size > 1)):
         if given:
-            raise ConfigError(f"offload_weights is not possible with {name}, which needs every expert in a place of its own; "
-                              "leave one of them out")
+            raise ConfigError(f"offload_weights is not possible with {name}, which reads matrices out of turn; leave one of "
+                              "them out")
 
 
 _EPLB = {"num_redundant_experts": 0, "step_interval": 3000}

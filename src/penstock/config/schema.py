@@ -163,8 +163,8 @@ class EngineOptions:
     node_rank: int = option(0, "number of this machine; 0 has the server", least=0)
     master_addr: str = option("127.0.0.1", "address of machine 0, on which it listens for the others")
     master_port: int = option(29501, "port of machine 0 at which ranks meet; two more for each rank follow it", least=1)
-    distributed_executor_backend: str = option("mp", "mp: ranks are processes; vLLM's ray is not there: start penstock serve "
-                                               "on each machine with nnodes instead", ("mp",))
+    distributed_executor_backend: str = option("mp", "what starts the ranks of other machines; mp: you do, by penstock serve "
+                                               "on each; ray: actors of the Ray cluster that this machine is in", ("mp", "ray"))
     restart: str = option("none", "ranks: an engine that is lost is started again, once its requests have got their errors; "
                           "none: the server ends when no engine is left", ("none", "ranks"))
     disable_custom_all_reduce: bool = option(False, "leave short messages between GPUs to NCCL, too")

@@ -35,6 +35,7 @@ from penstock.engine.events import CacheEvents, open_events
 from penstock.engine.executor import Direct, Pending, Threaded
 from penstock.engine.loading import tokenizer_folder
 from penstock.engine.ranks import Progress, Rank
+from penstock.engine.raycluster import RayCluster
 from penstock.engine.remote import RemoteGroup
 from penstock.engine.tiers import Naming, Weights, set_up
 from penstock.engine.view import View
@@ -60,7 +61,15 @@ def make_rank(options: EngineOptions) -> Rank:
         if options.node_rank:
             raise ConfigError(f"node_rank is {options.node_rank}, but only machine 0 has the engine; start the others by "
                               "penstock serve")
-        return RemoteGroup(msgspec.json.encode(options), list(places(first)), options.local_ranks)
+        here, cluster = options.local_ranks, None
+        if options.distributed_executor_backend == "ray" and options.nnodes > 1:
+            cluster = RayCluster()
+            if options.master_addr == EngineOptions.master_addr:
+                options = replace(options, master_addr=cluster.address)
+        encoded, every = msgspec.json.encode(options), list(places(place(options)))
+        if cluster is not None:
+            cluster.start(encoded, [every[at:at + here] for at in range(here, len(every), here)], options.device != "cpu")
+        return RemoteGroup(encoded, every, here, None if cluster is None else cluster.end)
     module, _, attribute = _RANK.partition(":")
     return cast(Rank, getattr(importlib.import_module(module), attribute)(options))
 

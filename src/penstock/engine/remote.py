@@ -200,9 +200,9 @@ class RemoteGroup(RankGroup):
 
     overlaps = True
 
-    def __init__(self, options: bytes, places: Sequence[Place], here: int) -> None:
+    def __init__(self, options: bytes, places: Sequence[Place], here: int, end: Callable[[], None] | None = None) -> None:
         """Starts a process at each of the first places, as many as are `here`, with the encoded options; other machines start
-        the rest. None is left if that fails.
+        the rest. None is left if that fails. `end` is called after the end of all.
 
         All share the process's context of ZeroMQ: one of their own would wait for its sockets for ever if it was collected in a
         cycle with them, as that of an engine that nobody has closed.
@@ -211,6 +211,7 @@ class RemoteGroup(RankGroup):
         super().__init__([], max(place.stage for place in places))
         self._closed = False
         self._lost: str | None = None
+        self._end = end
         try:
             for place in places:
                 found = replace(place, rendezvous=place.rendezvous or self._folder)
@@ -275,6 +276,8 @@ class RemoteGroup(RankGroup):
         whole = all(rank.well for rank in self.ranks)
         with ExitStack() as closing:
             closing.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            if self._end is not None:
+                closing.callback(self._end)
             for rank in self.ranks:
                 if whole:
                     rank.end()

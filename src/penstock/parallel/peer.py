@@ -16,10 +16,12 @@ MOST = 1024
 """The most programs."""
 _ROOM = 4 * RUN
 """Bytes of a program's place."""
-_ROWS = 1 << 20
+_ROWS = 1 << 21
 """Bytes of a rank's rows that are summed and normed at once."""
-_SHORT = 1 << 20, 1 << 19
-"""The most bytes of a message for two ranks, where one-shot moves no more than any other way, and for more."""
+_SHORT = 1 << 17, 1 << 19
+"""The most bytes of a message for two ranks, from which on NCCL is faster (bench/gpu_peers.py), and for more."""
+_SHORT_ROWS = _ROWS, 1 << 19
+"""The same of rows. For two ranks one-shot moves no more than any other way."""
 
 
 class Peers:
@@ -56,8 +58,9 @@ class Peers:
 
     def takes_rows(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
         """Whether `add_norm` serves x [T, W]."""
-        return (self.takes(x) and len(x) <= MOST and x.nbytes <= _ROWS and x.dtype != torch.int32
-                and residual.dtype == x.dtype and residual.stride(1) == 1)
+        return (0 < x.nbytes <= _SHORT_ROWS[self._size > 2] and len(x) <= MOST and x.is_contiguous()
+                and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and residual.dtype == x.dtype
+                and residual.stride(1) == 1)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                  offset: float) -> torch.Tensor:

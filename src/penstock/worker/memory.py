@@ -53,6 +53,14 @@ class Working(NamedTuple):
     """Scratch memory: the part of `step` that is allocated and freed within a step."""
 
 
+class StepShape(NamedTuple):
+    """So many segments of `count` tokens, each after `before` positions."""
+
+    segments: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    before: int
+
+
 def working_bytes(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device,
                   graph_tokens: int = 0) -> Working:
     """Peak memory of steps of up to `tokens` tokens and `rows` sampled rows, with graphs up to `graph_tokens`."""
@@ -188,14 +196,8 @@ def check(limits: MemoryLimits, config: EngineConfig, specs: Sequence[ModelSpec]
 def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device,
               graph_tokens: int) -> Working:
     """Measures by the driver's free memory: runs the largest steps on a small cache, then captures every CUDA graph."""
-    # Few long segments and many short ones: attention and the sampler have their memory peaks at opposite ends.
-    shapes = [(segments, min(tokens // segments, max_model_len - 1), 0)
-              for segments in {min(rows, -(-tokens // (max_model_len - 1))), min(rows, tokens)}]
-    # A prefill chunk after a long context may take more memory than the first chunk.
-    shapes += [(1, tokens, before) for before in model.kernels.attention.contexts(max_model_len - 1 - tokens)]
-    if model.context is not None:
-        # Keys of a whole context come to each rank; few queries have kernels of their own.
-        shapes += [(1, tokens, max(0, max_model_len - 1 - tokens)), (1, min(64, tokens), 0)]
+    shapes = largest_steps(tokens, rows, max_model_len, model.kernels.attention.contexts(max_model_len - 1 - tokens),
+                           model.context is not None)
     small = lay_out(model.states, page, 0)
     slabs = max(small.slabs_for(count, count) * segments for segments, count, _ in shapes)
     layout = lay_out(model.states, page, small.slab_bytes * slabs)
@@ -217,6 +219,21 @@ def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: 
     gc.collect()
     torch.cuda.empty_cache()
     return Working(step, graphs, scratch)
+
+
+def largest_steps(tokens: int, rows: int, max_model_len: int, contexts: Sequence[int], striped: bool) -> list[StepShape]:
+    """The steps of up to `tokens` tokens and `rows` segments that take the most memory. `contexts`: lengths of context on which
+    attention depends. `striped`: ranks divide contexts."""
+    # Few long segments and many short ones: attention and the sampler have their memory peaks at opposite ends.
+    shapes = [StepShape(segments, min(tokens // segments, max_model_len - 1), 0)
+              for segments in {min(rows, -(-tokens // (max_model_len - 1))), min(rows, tokens)}]
+    # A prefill chunk after a long context may take more memory than the first chunk.
+    shapes += [StepShape(1, tokens, before) for before in contexts]
+    if striped:
+        # Keys of a whole context come to each rank; a few dozen queries have kernels of their own.
+        one = min(tokens, max_model_len - 1)
+        shapes += [StepShape(1, one, max_model_len - 1 - one), StepShape(1, min(64, one), 0)]
+    return shapes
 
 
 def configure_allocator() -> None:

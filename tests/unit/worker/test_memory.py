@@ -11,7 +11,7 @@ from penstock.core.device import DeviceFacts
 from penstock.core.layout import lay_out
 from penstock.ops import registry
 from penstock.worker.dummy import dummy_plan
-from penstock.worker.memory import working_bytes
+from penstock.worker.memory import largest_steps, working_bytes
 from penstock.worker.worker import Worker
 
 CONFIG = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 32, "intermediate_size": 48,
@@ -30,3 +30,15 @@ def test_probe_runs(segments: int) -> None:
     result = worker.run(dummy_plan(np.full(segments, 60, np.int32), layout=layout))
     assert (result.tokens >= 0).all() and len(result.tokens) == segments
     assert working_bytes(model, 512, 5, 128, 16, cpu).step > 512 * 32 * 4
+
+
+@pytest.mark.parametrize("striped", [False, True])
+@pytest.mark.parametrize(("tokens", "rows", "longest"), [(8192, 1024, 1024), (8192, 16, 131072), (64, 4, 32), (16, 16, 2)])
+def test_the_steps_that_are_measured_can_be_run(tokens: int, rows: int, longest: int, striped: bool) -> None:
+    """No more tokens, rows or positions than there is room for; where ranks divide contexts, one step reads the longest."""
+    contexts = [before for before in (1, 4096) if before <= longest - 1 - tokens]
+    found = largest_steps(tokens, rows, longest, contexts, striped)
+    for shape in found:
+        assert 1 <= shape.segments <= rows and 1 <= shape.count and shape.segments * shape.count <= tokens
+        assert 0 <= shape.before and shape.before + shape.count < longest
+    assert not striped or any(shape.before + shape.count == longest - 1 for shape in found)
