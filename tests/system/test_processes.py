@@ -16,11 +16,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, SamplingParams, canary
+from penstock.checkpoint.tensors import find
 from penstock.core.errors import ConfigError, EngineDeadError
 from penstock.core.plan import Enter, Masks, Move, Proposal, StepPlan, StepResult
 from penstock.core.transfer import Load, LoadResult, PageName, Piece, Save, Write
 from penstock.core.wire import decoder, encode
+from penstock.engine import layout
 from penstock.engine.remote import RemoteGroup
 from tests.system.served import Served, served
 
@@ -135,12 +137,12 @@ FIRST = 1, signal.SIGKILL
 STRIKES = [FIRST, (0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)]
 
 
-@pytest.mark.parametrize(("layout", "which", "how"), [
-    pytest.param(layout, *strike, marks=[] if layout is LAYOUTS[0] and strike is FIRST else [pytest.mark.exhaustive])
-    for layout in LAYOUTS for strike in STRIKES], ids=str)
-def test_a_lost_rank_is_noticed(layout: dict[str, Any], how: signal.Signals, which: int) -> None:
+@pytest.mark.parametrize(("divided", "which", "how"), [
+    pytest.param(one, *strike, marks=[] if one is LAYOUTS[0] and strike is FIRST else [pytest.mark.exhaustive])
+    for one in LAYOUTS for strike in STRIKES], ids=str)
+def test_a_lost_rank_is_noticed(divided: dict[str, Any], how: signal.Signals, which: int) -> None:
     """Within 5 s, while steps run; nothing is left, and the error says who."""
-    model = llm(**layout)
+    model = llm(**divided)
     group = model.engine.rank
     assert isinstance(group, RemoteGroup)
     processes = [rank.process for rank in group.ranks]
@@ -162,11 +164,11 @@ def test_a_lost_rank_is_noticed(layout: dict[str, Any], how: signal.Signals, whi
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_slow_rank_changes_no_token(layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize("divided", LAYOUTS, ids=str)
+def test_a_slow_rank_changes_no_token(divided: dict[str, Any]) -> None:
     """One that is stopped for less than the limit, again and again."""
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    with llm(model=layout.get("model", "canary")) as one, llm(**layout) as several:
+    with llm(model=divided.get("model", "canary")) as one, llm(**divided) as several:
         wanted, done = tokens(one, long), threading.Event()
         group = several.engine.rank
         assert isinstance(group, RemoteGroup)
@@ -317,3 +319,16 @@ def test_machines_need_a_secret_and_equal_shares(monkeypatch: pytest.MonkeyPatch
 def test_without_ray_its_extra_is_named() -> None:
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[ray\]'"):
         llm(tensor_parallel_size=2, nnodes=2, distributed_executor_backend="ray")
+
+
+def test_a_layout_found_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices that hold the model together only."""
+    size = sum(path.stat().st_size for path in find(canary.model_folder()))
+    monkeypatch.setattr(layout, "_memories", lambda: [size] * 2)
+    with llm() as one, llm(layout="auto", device="auto") as found:
+        assert found.options.tensor_parallel_size == 2
+        assert tokens(found) == tokens(one)
+    with pytest.raises(ConfigError, match="layout auto decides tensor_parallel_size"):
+        llm(layout="auto", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="possible is auto"):
+        llm(layout="best")

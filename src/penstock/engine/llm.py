@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -25,10 +26,12 @@ from penstock.engine import pooling as pooled
 from penstock.engine.adapters import LoRARequest, located
 from penstock.engine.engine import Engine
 from penstock.engine.inputs import Prompt
+from penstock.engine.layout import auto
 from penstock.engine.loading import find, inputs_of, load_text
 from penstock.engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Outputs, RequestOutput
 from penstock.engine.pooling import PoolingRequestOutput, Scorer, Text
 from penstock.engine.work import SELDOM
+from penstock.observe.log import LOG
 from penstock.text import Tokenizer
 
 Message = Mapping[str, Any]
@@ -52,14 +55,22 @@ _FEW = 256
 class LLM:
     """A model ready to generate. Also a context manager; `close` frees the engine."""
 
-    def __init__(self, model: str = canary.NAME, tokenizer: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str = canary.NAME, tokenizer: str | None = None, *, layout: str | None = None,
+                 **options: Any) -> None:
         """Loads `model`, a Hugging Face folder or a hub id; without one canary, the small model that comes with Penstock.
 
-        `options` are the fields of EngineOptions (config/schema.py).
+        `options` are the fields of EngineOptions (config/schema.py). `layout` "auto": ranks and stages of this one engine are
+        found by the model's size and the GPUs.
         vLLM's trust_remote_code (a model's own code is never run) and tensor_parallel_size=1 are accepted and change nothing.
         ConfigError for an option that does not exist, naming similar ones; ModelError if the model cannot be used.
         """
         self.options = engine_options(str(model), {"tokenizer": tokenizer, **options})
+        if layout not in (None, "auto"):
+            raise ConfigError(f"layout is {layout!r}; possible is auto, or the sizes themselves (tensor_parallel_size ...)")
+        if layout is not None:
+            ranks = auto(asdict(self.options))
+            LOG.info("layout: %s", ranks.why)
+            self.options = replace(self.options, tensor_parallel_size=ranks.tensors, pipeline_parallel_size=ranks.stages)
         if len(replicas(self.options)) > 1:
             raise ConfigError("data_parallel_size needs a server, which sends each request to one of several engines: use "
                               "penstock serve or AsyncLLM; a program of its own can make several LLMs")

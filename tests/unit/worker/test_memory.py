@@ -39,6 +39,6 @@ def test_the_steps_that_are_measured_can_be_run(tokens: int, rows: int, longest:
     contexts = [before for before in (1, 4096) if before <= longest - 1 - tokens]
     found = largest_steps(tokens, rows, longest, contexts, striped)
     for shape in found:
-        assert 1 <= shape.segments <= rows and 1 <= shape.count and shape.segments * shape.count <= tokens
-        assert 0 <= shape.before and shape.before + shape.count < longest
+        assert 1 <= shape.segments <= rows and shape.count >= 1 and shape.segments * shape.count <= tokens
+        assert shape.before >= 0 and shape.before + shape.count < longest
     assert not striped or any(shape.before + shape.count == longest - 1 for shape in found)
