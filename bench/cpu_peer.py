@@ -1,12 +1,15 @@
 """Penstock's engine beside llama.cpp on this machine's CPU: the same shape, random weights, in alternate processes.
 
-usage: cpu_peer.py --peer-python PYTHON --peer-script SCRIPT --peer-model FILE.gguf [--rounds 2] [--dtype bfloat16]
+usage: cpu_peer.py --peer-python PYTHON --peer-script SCRIPT --peer-model FILE.gguf [--same] [--rounds 2] [--dtype bfloat16]
                    [--output FILE.jsonl]
+       cpu_peer.py --make FOLDER [--schemes q8_0,q4_0,q4_k_m]
 
-SCRIPT FILE.gguf prints a line of JSON for each of 1, 4, 8 and 16 sequences: {"batch", "prefill_tok_s", "step_ms"}, for prompts
-of 128 tokens followed by decode steps of all sequences together, on two threads. The same is measured here through Engine.turn
-(planning, sampling and bookkeeping included) on the shape llama1b of bench/shapes.py. Machines shared with others change from
-minute to minute, so the two take turns, and a ratio is that of the medians over the rounds; every figure is in the record.
+--same runs FILE.gguf here too; --make writes the shape with random weights as such files. SCRIPT is bench/cpu_peer_llama.py,
+for llama-cpp-python (LLAMA_CPP_LIB_PATH names the folder of a libllama that was built apart). For each of 1, 4, 8 and 16
+sequences it prints a line of JSON: {"batch", "prefill_tok_s", "step_ms"}, for prompts of 128 tokens followed by decode steps
+of all sequences together, on two threads. The same is measured here through Engine.turn (planning, sampling and bookkeeping
+included) on the shape llama1b of bench/shapes.py. Machines shared with others change from minute to minute, so the two take
+turns, and a ratio is that of the medians over the rounds; every figure is in the record.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ GOALS = {"decode 1": 1.1, "decode 8": 1.3, "decode 16": 1.3, "prefill": 1.2}
 
 def measure(model: Path, dtype: str, threads: int) -> None:
     """This side of the comparison: prints its lines."""
-    engine = Engine(EngineOptions(model=str(model), load_format="dummy", dtype=dtype, skip_tokenizer_init=True, device="cpu",
+    load = "auto" if model.suffix == ".gguf" else "dummy"
+    engine = Engine(EngineOptions(model=str(model), load_format=load, dtype=dtype, skip_tokenizer_init=True, device="cpu",
                                   max_model_len=512, max_num_seqs=16, max_num_batched_tokens=2048, threads=threads))
     for batch, steps in STEPS.items():
         params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True, seed=0)
@@ -62,6 +66,35 @@ def measure(model: Path, dtype: str, threads: int) -> None:
     engine.close()
 
 
+def make(folder: Path, schemes: list[str]) -> None:
+    """The shape with random weights and a vocabulary of numbers, quantized into FOLDER/llama1b-SCHEME.gguf."""
+    import torch
+    from safetensors.torch import save_file
+
+    from penstock.models import describe, gguf_out
+    from penstock.models.registry import family_of
+
+    model = write("llama1b", folder)
+    config = json.loads((model / "config.json").read_text())
+    rules, tensors = family_of(config)[1].RULES, {}
+    for parameter in describe(config).parameters():
+        for one in parameter.pieces or (parameter,):
+            name = next((found for rule in rules if (found := rule.name_of(one.name)) is not None), None)
+            rows = getattr(one, "rows", None) or parameter.shape[0]
+            shape = (rows, *parameter.shape[1:])
+            if name is not None:
+                tensors[name] = (torch.randn(shape) * 0.02).bfloat16() if len(shape) > 1 else torch.ones(shape).bfloat16()
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    words = {f"▁{i}": i for i in range(config["vocab_size"])}
+    (model / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []},
+                                                      "normalizer": {"type": "Prepend", "prepend": "▁"}}))
+    for scheme in schemes:
+        out = folder / f"llama1b-{scheme}.gguf"
+        ends = {} if scheme == "q4_k_m" else {"lm_head": scheme, "embed_tokens": scheme}
+        gguf_out.write(model, out, scheme, ends, "bfloat16")
+        print(out, flush=True)
+
+
 def resident() -> int:
     """Bytes of memory that this process holds now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -76,7 +109,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     ours: list[list[dict[str, Any]]] = []
     theirs: list[list[dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = write("llama1b", Path(folder))
+        model = Path(options.peer_model) if options.same else write("llama1b", Path(folder))
         for _ in range(options.rounds):
             theirs.append(lines([options.peer_python, options.peer_script, options.peer_model]))
             ours.append(lines([sys.executable, __file__, "--measure", str(model), "--dtype", options.dtype,
@@ -101,12 +134,17 @@ def main() -> None:
     parser.add_argument("--peer-python")
     parser.add_argument("--peer-script")
     parser.add_argument("--peer-model")
+    parser.add_argument("--same", action="store_true", help="run the peer's file here too")
+    parser.add_argument("--make", type=Path, metavar="FOLDER", help="write the shape as GGUF files there")
+    parser.add_argument("--schemes", default="q8_0,q4_0,q4_k_m")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, help="append the record to this file")
     parser.add_argument("--measure", type=Path, help="only this side, on a model folder")
     options = parser.parse_args()
+    if options.make:
+        return make(options.make, options.schemes.split(","))
     if options.measure:
         return measure(options.measure, options.dtype, options.threads)
     if not (options.peer_python and options.peer_script and options.peer_model):
