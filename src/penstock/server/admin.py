@@ -162,10 +162,10 @@ class Admin:
     def _traces(self) -> str:
         """The folder for traces. RequestError if there is none."""
         self._info()
-        if self.state.options.torch_profiler_dir is None:
+        if self.state.traces is None:
             raise RequestError("there is no folder for traces; start the server with --torch-profiler-dir FOLDER",
                                code="profiling_is_off")
-        return self.state.options.torch_profiler_dir
+        return self.state.traces
 
     def _info(self) -> EngineInfo:
         self.state.admit(None)

@@ -93,7 +93,7 @@ class ServerRun:
             ssl_certfile=options.ssl_certfile, ssl_ca_certs=options.ssl_ca_certs, ssl_cert_reqs=options.ssl_cert_reqs,
             ssl_ciphers=options.ssl_ciphers or "DEFAULT")
         load(config)
-        self._grpc = await _grpc(self.application, options) if options.grpc_port is not None else None
+        self._grpc = await _grpc(self.application) if options.grpc_port is not None else None
         listener = self._listener = Listener(config)
         # A server that takes over from another leaves connections to that one until it is ready.
         self._serving = None if options.reuse_port else asyncio.create_task(listener.serve(sockets))
@@ -188,13 +188,13 @@ class ServerRun:
         self._stop.set()
 
 
-async def _grpc(application: Application, options: ServerOptions) -> Any:
+async def _grpc(application: Application) -> Any:
     """A gRPC server that listens. ConfigError if there can be none."""
     try:
         from penstock.server.kserve import service
     except ImportError:
         raise ConfigError("--grpc-port needs gRPC: pip install penstock[grpc]") from None
-    return await service.serve(application.asgi, application.state, options)
+    return await service.serve(application.asgi, application.state)
 
 
 def load(config: uvicorn.Config) -> None:

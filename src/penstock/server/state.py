@@ -25,6 +25,8 @@ class State:
         self.fleet = models if isinstance(models, Fleet) else Fleet(
             [Slot(options.served_model_name or [models.model], models, state="loading")])
         self.options = options
+        self.traces = options.torch_profiler_dir
+        """The folder for profiles of the ranks."""
         llm = self.llm
         self.created = int(time.time())
         self.tenants = Tenants(options, *llm.disk)

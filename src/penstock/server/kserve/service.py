@@ -19,7 +19,6 @@ from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp, Message
 
 import penstock
-from penstock.config.schema import ServerOptions
 from penstock.core.errors import ConfigError
 from penstock.observe.log import LOG
 from penstock.server.kserve.messages import METHODS, SERVICE, message, request_of
@@ -205,8 +204,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return health_pb2.HealthCheckResponse(status="SERVING" if self._state.not_ready() is None else "NOT_SERVING")
 
 
-async def serve(app: ASGIApp, state: State, options: ServerOptions) -> Any:
+async def serve(app: ASGIApp, state: State) -> Any:
     """A server that listens. ConfigError if it cannot."""
+    options = state.options
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", options.max_body_bytes), ("grpc.so_reuseport",
                                       int(options.reuse_port))])
     server.add_generic_rpc_handlers((Service(app, state).handler(),))
