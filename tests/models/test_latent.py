@@ -32,9 +32,9 @@ def test_both_forms_say_the_same(name: str, tmp_path: Path, monkeypatch: pytest.
     expanded: list[int] = []
     expand = LatentAttention._expand
 
-    def counted(self: LatentAttention, q: torch.Tensor, span: Span, row: torch.Tensor, out: torch.Tensor) -> None:
+    def counted(self: LatentAttention, q: torch.Tensor, span: Span, *rest: torch.Tensor) -> None:
         expanded.append(span.count)
-        expand(self, q, span, row, out)
+        expand(self, q, span, *rest)
 
     monkeypatch.setattr(LatentAttention, "_expand", counted)
     monkeypatch.setattr(AttentionOps, "library_spans", spans)

@@ -115,13 +115,12 @@ class Decoder:
         """
         if self.spec.drafts:
             step.beside = self.entry(len(step.tokens))
-        residual = self.entry(len(step.tokens)) if self.embedding is None else self.embedding(step)
-        delta: torch.Tensor | None = None
         division, ends = step.division, step.ends if self.spec.ends else None
         if division is not None and self.context is not None:
-            hidden = self._end(*self._divided(residual.index_select(0, division.own), step))
-            hidden = division.whole(hidden, self.context)
+            hidden = division.whole(self._divided(step, division.own), self.context)
             return hidden if ends is None else hidden.index_select(0, ends)
+        residual = self.entry(len(step.tokens)) if self.embedding is None else self.embedding(step)
+        delta: torch.Tensor | None = None
         *blocks, last = self.blocks
         for number, block in enumerate(blocks):
             self._tap(number, delta, residual)
@@ -135,13 +134,15 @@ class Decoder:
         self._tap(-1, None, hidden)
         return hidden if step.ends is None else hidden.index_select(0, step.ends)
 
-    def _divided(self, residual: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream behind the last block of this rank's own tokens."""
+    def _divided(self, step: Step, own: torch.Tensor) -> torch.Tensor:
+        """The hidden states of this rank's own tokens."""
+        residual = self.embedding(step.part(own)) if self.embedding is not None else \
+            self.entry(len(step.tokens)).index_select(0, own)
         delta: torch.Tensor | None = None
         for block in self.blocks:
             delta, residual = block(delta, residual, step)
         assert delta is not None
-        return delta, residual
+        return self._end(delta, residual)
 
     def _end(self, delta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return delta + residual if self.norm is None or self.spec.drafts else self.norm.add(delta, residual)[0]

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.ops.attention import AttentionOps, Geometry, Span
@@ -74,6 +76,8 @@ class TokenShare:
     pieces: list[Span]
     few: bool
     """Whether the step has other segments, too."""
+    tokens: npt.NDArray[np.int64]
+    """`own` on the host."""
 
     def whole(self, x: torch.Tensor, ranks: Group) -> torch.Tensor:
         """[T, ...]: all tokens' of what each rank has of its own."""
@@ -102,11 +106,15 @@ class Step:
     division: TokenShare | None = None
     """The ranks' shares of the tokens, where ranks divide contexts and the step has long segments."""
     delta: Delta | None = None
-    """None if no row has an adapter."""
+    """None if no row has an adapter. Of a divided step: for this rank's own tokens."""
     end_delta: Delta | None = None
     """The same for the tokens `ends` alone."""
     beside: torch.Tensor | None = None
     """[T, width]: of a draft head, the hidden states that go with the tokens; behind its entry, the tokens' embeddings."""
+
+    def part(self, at: torch.Tensor) -> Step:
+        """This step as the embedding sees it, of the tokens `at` alone."""
+        return replace(self, tokens=self.tokens.index_select(0, at), positions=self.positions.index_select(0, at))
 
     def narrow(self, x: torch.Tensor, ends: torch.Tensor | None) -> tuple[torch.Tensor, Step]:
         """(x, this step) for the tokens `ends` alone; None: for all."""

@@ -74,17 +74,19 @@ class Adapters:
             self._staging[True].reserve(2 * size(tokens, len(self.slabs.data)))
 
     def deltas(self, plan: StepPlan, tokens: int, ends: int, segments: npt.NDArray[np.int64],
-               captured: bool = False) -> tuple[LowRankDelta, LowRankDelta]:
+               captured: bool = False, own: npt.NDArray[np.int64] | None = None) -> tuple[LowRankDelta, LowRankDelta]:
         """Deltas of a step's tokens, padded to `tokens`, and of its logits rows, which belong to `segments` and are padded to
-        `ends`. `captured`: for a graph, which finds those of the newest call."""
+        `ends`. `captured`: for a graph, which finds those of the newest call. `own`: the only tokens that are wanted."""
         slots, begins = self._slot[plan.rows] - 1, self._from[plan.rows]
         each = np.repeat(slots, plan.counts)
         if begins.any():
             place = np.repeat(plan.starts - begins - np.cumsum(plan.counts) + plan.counts, plan.counts) + np.arange(len(each))
             each[place < 0] = -1
+        if own is not None:
+            each, tokens = np.pad(each, (0, tokens - len(each)), constant_values=-1)[own], len(own)
         # A token is chosen only after positions that the adapter computes.
-        own, lines = self._grouped(captured, (each, tokens), (slots[segments[:ends]], ends))
-        return own, lines
+        whole, lines = self._grouped(captured, (each, tokens), (slots[segments[:ends]], ends))
+        return whole, lines
 
     def head(self, plan: StepPlan, segments: npt.NDArray[np.integer], rows: int) -> Adapted:
         """The deltas of logits rows of these segments, padded to `rows`."""

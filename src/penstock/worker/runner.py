@@ -56,7 +56,8 @@ class Runner:
         parts = builder.fill(plan, bucket, picks, behind=behind)
         step = builder.step(bucket, parts, None if every or count == int(plan.counts.sum()) else ends)
         if adapted and self.adapters is not None:
-            step.delta, step.end_delta = self.adapters.deltas(plan, bucket.tokens, ends, picks.segments)
+            own = None if step.division is None else step.division.tokens
+            step.delta, step.end_delta = self.adapters.deltas(plan, bucket.tokens, ends, picks.segments, own=own)
         hidden = self.model.forward(step)
         self._pass_on(hidden)
         at = hidden.index_select(0, builder.heads(parts, ends)) if every else hidden[:ends]

@@ -257,4 +257,4 @@ class StepBuilder:
             return None
         found = divided(spans, tokens, self._context.rank, self._context.size)
         own, places = (upload(line.astype(np.int32), self.device).long() for line in (found.own, found.places))
-        return TokenShare(own, places, found.pieces, self._few)
+        return TokenShare(own, places, found.pieces, self._few, found.own)

@@ -31,7 +31,7 @@ def test_a_model_that_is_loaded_again_gets_its_adapters_again(tmp_path: Path) ->
         (tmp_path / "pirate" / name).write_text("{}")
     absent, first, second = model(loaded=False), model(), model()
     slot = Slot(["base"], absent)
-    folder = Folder(str(tmp_path), slot)
+    folder = Folder(str(tmp_path), slot, several=False)
 
     async def run() -> None:
         await folder._look()
