@@ -373,6 +373,7 @@ def test_a_soak_fails(llm: Any, message: str) -> None:
 # -- starts and servers
 
 
+@pytest.mark.exhaustive
 def test_starts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Real processes, on a CPU, where there is nothing to compile."""
     monkeypatch.setattr(fixed, "FIRST_TOKEN_TARGET", {"filled": 10.0})
@@ -385,11 +386,13 @@ def test_starts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert [at for _, at in marks] == sorted(at for _, at in marks) and "first token" in said
 
 
+@pytest.mark.exhaustive
 def test_a_start_that_fails(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)the engine's process failed: .*config\.json"):
         gpu_starts.start(tmp_path, tmp_path, 64)
 
 
+@pytest.mark.exhaustive
 def test_over_http(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A real server and a real client, each a process."""
     monkeypatch.setattr(gpu_http, "LOAD", (8, 6))

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.hostile.kills import KINDS, alive, descendants, play
+from tests.sampling import sampled
 from tests.system.served import served
 
 
@@ -25,7 +26,7 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sampled(KINDS, 2, 1))
 def test_one_of_each(tmp_path: Path, temporary: Path, kind: str) -> None:
     play(tmp_path / "cache", temporary, kind, 8, KINDS.index(kind))
     if kind == "frontend SIGKILL":

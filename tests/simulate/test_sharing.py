@@ -13,6 +13,7 @@ import torch
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.state import Everything
 from penstock.worker.rows import Rows
+from tests.sampling import sampled
 from tests.simulate.test_simulate import Run, seen_in
 
 WORKLOADS = 216
@@ -77,7 +78,7 @@ class Watched(Run):
             self.seen["changes"] += 1
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", sampled(range(SHARDS), SHARDS))
 def test_what_rows_share_is_what_their_tables_say(shard: int) -> None:
     seen = seen_in(Watched, range(shard * WORKLOADS // SHARDS, (shard + 1) * WORKLOADS // SHARDS))
     for what, least in (("shared", 800), ("apart", 1000), ("steps", 300), ("changes", 100), ("preemptions", 50),

@@ -250,7 +250,7 @@ def seen_in(kind: Callable[[int], Run], seeds: range) -> Counter[str]:
     return seen
 
 
-@pytest.mark.parametrize("shard", [pytest.param(i, marks=[pytest.mark.exhaustive] if i > 2 else []) for i in range(SHARDS)])
+@pytest.mark.parametrize("shard", [pytest.param(i, marks=[pytest.mark.exhaustive] if i else []) for i in range(SHARDS)])
 def test_random_workloads(shard: int) -> None:
     seen = seen_in(Run, range(shard * WORKLOADS // SHARDS, (shard + 1) * WORKLOADS // SHARDS))
     for what in ("cached", "copies", "waits", "evictions", "preemptions", "landed", "failed", "drafted", "accepted"):

@@ -23,6 +23,7 @@ from penstock.config.schema import EngineOptions, ServerOptions, Wanted
 from penstock.core.errors import ConfigError, RequestError
 from penstock.scheduler.adapters import Slots
 from penstock.server.run import ServerRun
+from tests.sampling import sampled
 from tests.system.served import NAME, Served
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -103,11 +104,11 @@ def test_each_adapter_answers_as_the_model_it_was_merged_into(tmp_path: Path) ->
         assert llm.stats().cached_tokens > 0
 
 
-@pytest.mark.parametrize("options", [
+@pytest.mark.parametrize("options", sampled([
     {"kv_cache_memory_bytes": 3 << 20, "max_num_seqs": 6}, {"depth": 1, "block_size": 8}, {"speculate": "ngram"},
     {"speculative_model": str(ASSETS / "canary-draft"), "draft_policy": "fixed"}, {"kernels": {"*": "reference"}},
     {"cache_host_bytes": 8 << 20, "max_num_batched_tokens": 48, "max_num_seqs": 4},
-], ids=str)
+], 3, name=str))
 def test_other_routes_give_the_same(options: dict[str, Any]) -> None:
     requests = [None, LoRARequest("pirate", 1, str(PIRATE)), LoRARequest("telegram", 2, str(TELEGRAM))]
     asked = [(question, request) for question in QUESTIONS[:4] for request in requests]

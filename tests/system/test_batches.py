@@ -210,6 +210,7 @@ def test_a_batch_survives_50_kills(tmp_path: Path, seed: int) -> None:
     killed(tmp_path, 10, seed)
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_server_leaves_its_batch_to_the_next(tmp_path: Path) -> None:
     flags = ("--max-model-len", "512", "--store", str(tmp_path), "--max-num-seqs", "4")
     with served("canary", *flags) as server:

@@ -1,5 +1,5 @@
 """Greedy output is identical whatever the route. Routes are data (`routes.py`): `make test-all` runs every pair of values of
-any two axes on each model, and every three; `make test` half of the routes of pairs on a trained model, fewer on others.
+any two axes on each model, and every three; `make test` a third of the routes of pairs on a trained model.
 
 A trained model, and a random one whose layers alternate between full attention and a short sliding window.
 """
@@ -13,7 +13,6 @@ import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.engine import Engine
 from penstock.worker.rank import Rank
 from tests.data import MODELS, need
+from tests.sampling import sampled
 from tests.system.random_models import saved_head, saved_random
 from tests.system.ranks import Several, Threaded
 from tests.system.routes import AXES, Route, covering, every, made, named, possible
@@ -196,20 +196,14 @@ def test_pairs_are_covered_by_few_routes() -> None:
     assert len(covering({"a": dict.fromkeys("xyz"), "b": dict.fromkeys("xyz"), "c": dict.fromkeys("xy")}, 2)) == 9
 
 
-def sampled(first: int, every: int) -> list[Any]:
-    """The routes of all pairs as parameters: those `every` some from the `first` on for `make test`, the rest exhaustive."""
-    return [pytest.param(route, marks=[] if i % every == first else [pytest.mark.exhaustive], id=named(route))
-            for i, route in enumerate(PAIRS)]
-
-
-@pytest.mark.parametrize("route", sampled(0, 2))
+@pytest.mark.parametrize("route", sampled(PAIRS, 3, name=named))
 def test_trained(route: Route, tmp_path: Path) -> None:
     preemptions = _check(need(MODELS / "stories260k"), 512, route, tmp_path)
     # With room for one sequence and little more, so many cannot be held.
     assert preemptions > 0 or route["memory"] == "False" or route["batch"] != "32" or route["reuse"] == "again"
 
 
-@pytest.mark.parametrize("route", sampled(1, 6))
+@pytest.mark.parametrize("route", sampled(PAIRS, 8, 1, named))
 def test_alternating_windows(alternating: Path, route: Route, tmp_path: Path) -> None:
     _check(alternating, 160, route, tmp_path)
 
@@ -233,7 +227,7 @@ def test_latents_and_sinks_by_all_pairs(name: str, route: Route, tmp_path: Path)
     _check(ASSETS / name, 4096, route, tmp_path)
 
 
-@pytest.mark.parametrize("route", sampled(3, 12))
+@pytest.mark.parametrize("route", sampled(PAIRS, 16, 3, named))
 def test_mixture(mixture: Path, route: Route, tmp_path: Path) -> None:
     _check(mixture, 160, route, tmp_path)
 

@@ -25,6 +25,7 @@ from penstock.layers.experts import Experts, ExpertsSpec
 from penstock.models.registry import describe
 from penstock.parallel.placement import Held
 from tests.models.families import CASES, Case, make
+from tests.sampling import sampled
 from tests.system.random_models import saved_random
 from tests.system.ranks import Threaded, Threads
 
@@ -67,7 +68,7 @@ def same(folder: Path | str, ranks: int, stages: int = 1, layers: str = "", para
     return group
 
 
-@pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", sampled(FIRST, 2, name=lambda case: case.name))
 def test_a_shape_of_every_family(case: Case, tmp_path: Path) -> None:
     make(case, tmp_path)
     same(tmp_path, RANKS[CASES.index(case) % 3])
@@ -194,7 +195,7 @@ def over_contexts(folder: Path | str, ranks: int, **more: Any) -> None:
 
 
 @pytest.mark.parametrize(("case", "ranks"), [
-    (case, ranks) if (i + at) % 8 == 0 else pytest.param(case, ranks, marks=pytest.mark.exhaustive)
+    (case, ranks) if (i + at) % 16 == 0 else pytest.param(case, ranks, marks=pytest.mark.exhaustive)
     for i, case in enumerate(CASES) for at, ranks in enumerate(CONTEXTS)], ids=lambda found: getattr(found, "name", found))
 def test_every_shape_of_every_family_by_contexts(case: Case, ranks: int, tmp_path: Path) -> None:
     make(case, tmp_path)

@@ -29,6 +29,7 @@ from penstock.engine.ranks import Progress
 from penstock.worker.rank import Rank
 from penstock.worker.worker import Worker
 from tests.data import MODELS, need
+from tests.sampling import sampled
 from tests.system.ranks import Several
 
 PROMPTS = [[1, 5, 9], [1, *range(40, 70)], [1, 44]]
@@ -105,7 +106,7 @@ def _held() -> Counter[str]:
 STAGES = ["rank", "survey", "config", "check", "load", "memory", "stores", "worker", "warm-up", "events", "scheduler"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", sampled(STAGES, 3, 1))
 def test_a_start_that_fails_leaves_nothing_behind(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it is: no thread, socket, open file or memory of the cache, and the folder can be used by the next one."""
     def fail(*_: Any, **__: Any) -> Any:

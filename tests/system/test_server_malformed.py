@@ -23,7 +23,7 @@ from schemathesis import GenerationMode
 from tests.data import MODELS, need
 from tests.system.served import TEMPLATE, Served, error_of, served
 
-GENERATED = int(os.environ.get("PENSTOCK_TEST_GENERATED", "700"))
+GENERATED = int(os.environ.get("PENSTOCK_TEST_GENERATED", "400"))
 
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 

@@ -30,7 +30,6 @@ from penstock.engine.layout import auto
 from penstock.engine.loading import find, inputs_of, load_text
 from penstock.engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Outputs, RequestOutput
 from penstock.engine.pooling import PoolingRequestOutput, Scorer, Text
-from penstock.engine.work import SELDOM
 from penstock.observe.log import LOG
 from penstock.text import Tokenizer
 
@@ -47,6 +46,9 @@ Bar = bool | Callable[..., Any]
 
 _A_TURN = 64
 """Requests submitted to the engine before each turn: usually more than a step has room for, and less work than a turn."""
+
+_SELDOM = 1000
+"""Collections of the middle generation per full garbage collection while a batch runs: some millions of surviving objects."""
 
 _FEW = 256
 """The number of requests that may always run at once; fewer would leave a large device idle."""
@@ -415,11 +417,11 @@ def _old_objects_at_rest() -> Iterator[None]:
     """Makes full garbage collections rare inside the block: in a large program one takes longer than a step, and a batch
     allocates enough objects to trigger many."""
     first, second, third = gc.get_threshold()
-    if third >= SELDOM:
+    if third >= _SELDOM:
         # Another caller has raised the threshold already, and restores it.
         yield
         return
-    gc.set_threshold(first, second, SELDOM)
+    gc.set_threshold(first, second, _SELDOM)
     try:
         yield
     finally:

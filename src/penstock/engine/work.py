@@ -36,11 +36,8 @@ MOST_JOBS = 2048
 MOST_SIZE = 512 << 20
 """Limits of the queue: the number of jobs, and their total size. Jobs beyond them are refused (backpressure)."""
 
-SELDOM = 1000
-"""Collections of the middle generation per full garbage collection."""
-
-_YOUNG = 20_000
-"""New objects per collection of the youngest generation, which takes about a millisecond for as many."""
+_YOUNG = 5_000
+"""New objects per collection of the youngest generation, which takes a fraction of a millisecond for as many."""
 
 SWITCH_SECONDS = 0.0005
 """Switch interval of the GIL while workers run: how long the event loop waits for it at most."""
@@ -162,12 +159,12 @@ def give_back_memory() -> None:
 
 
 def collect_rarely() -> None:
-    """Excludes all present objects from garbage collection, and makes collections rare: one that visits a large request's
-    objects, or those of all open requests, stops every thread for many milliseconds, and finds almost nothing, because few
-    objects refer to themselves. Call when everything that stays is loaded."""
+    """Excludes all present objects from garbage collection, and makes collections rarer: one that visits a large request's
+    objects, or those of all open requests, stops every thread for milliseconds, and finds little. Call when everything that
+    stays is loaded."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_YOUNG, gc.get_threshold()[1], SELDOM)
+    gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
 
 
 def keep_little(large: int | None = None) -> None:

@@ -28,6 +28,9 @@ TRIES = 8
 
 _CACHE = PHASES.index("cache")
 
+_CHOICES = 16
+"""Sequences that may wait, for each request that may: some hundred bytes each."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -59,9 +62,9 @@ class Admission:
 
     def check(self, request: Request) -> int:
         """Returns the maximum tokens, prompt included, of each of the request's sequences. RequestError if the request can
-        never run, or if `max_queued` wait beside those for whom there are rows.
+        never run, or if `max_queued` requests wait beside those for whom there are rows, or _CHOICES times as many sequences.
 
-        The number of a request's own sequences does not count, so an idle server accepts any; it may overfill the queue once.
+        A request counts once, however many choices and prompts it has: a few with 128 choices must not keep all others out.
         """
         prompt = len(request.prompt_ids)
         if prompt == 0:
@@ -78,10 +81,11 @@ class Admission:
                                f"{self.longest} fit together, so max_tokens can be {self.longest - prompt}",
                                param="max_tokens", code="context_length_exceeded")
         # Free rows do not help sequences that wait for pages.
-        waiting, free_rows = len(self._queues.waiting), 0 if self._queues.crowded else len(self._queues.rows)
-        if waiting >= self.limits.max_queued + free_rows and not (request.part or request.follows):
-            raise RequestError(f"{waiting} requests are waiting and at most {self.limits.max_queued} may "
-                               "(--max-num-queued-reqs); try again later", code="queue_full", status=503)
+        waiting, sequences = len(self._queues.asking), len(self._queues.waiting)
+        free_rows, most = 0 if self._queues.crowded else len(self._queues.rows), self.limits.max_queued
+        if (waiting >= most + free_rows or sequences >= _CHOICES * most + free_rows) and not (request.part or request.follows):
+            raise RequestError(f"{waiting} requests with {sequences} answers are waiting and at most {most} may, with "
+                               f"{_CHOICES * most} (--max-num-queued-reqs); try again later", code="queue_full", status=503)
         return limit
 
     def make_way(self, now: float, decode: Load) -> None:

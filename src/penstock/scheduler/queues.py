@@ -28,6 +28,8 @@ class Queues:
         self.adapters = Slots(max_adapters)
         self.held: Counter[str] = Counter()
         """Rows by the owner of the request (`Request.owner`)."""
+        self.asking: Counter[str] = Counter()
+        """Waiting sequences by the owner of the request."""
         self.crowded = False
         """Whether a waiting sequence found no room in the last admission."""
         self.cornered: Sequence | None = None
@@ -42,6 +44,7 @@ class Queues:
     def wait(self, sequence: Sequence) -> None:
         """A sequence begins to wait."""
         self.waiting.add(sequence)
+        self.asking[sequence.request.owner] += 1
         self.policy.waits(sequence, 1)
 
     def enter(self, sequence: Sequence, now: float) -> None:
@@ -102,6 +105,10 @@ class Queues:
 
     def _stop_waiting(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
+        owner = sequence.request.owner
+        self.asking[owner] -= 1
+        if not self.asking[owner]:
+            del self.asking[owner]
         self.policy.waits(sequence, -1)
 
     def fork(self, parent: Sequence) -> None:
@@ -132,4 +139,5 @@ class Queues:
         assert sorted(taken + self.rows) == list(range(rows)), "a row is lost or owned twice"
         assert len(self.running) + len(self.waiting) + sum(len(s.children) for s in live) == len(live), "a sequence is lost"
         assert self.held == Counter(sequence.request.owner for sequence in self.running)
+        assert self.asking == Counter(sequence.request.owner for sequence in self.waiting)
         assert all((sequence.row >= 0) == (sequence in self.running) for sequence in live)

@@ -53,11 +53,13 @@ def test_a_queue_is_full_only_when_others_wait() -> None:
             refused += 1
     assert refused == 16 and len(scheduler.waiting) == 4
     _scheduler(rows=2, queued=2).add(Request("n", [1], SamplingParams(n=9, max_tokens=1, seed=0)), 0.0)
+    # Its prompts count as one request, so that it keeps nobody out, up to a number that bounds memory.
     batch = _scheduler(rows=2, queued=2)
-    for place in range(20):
+    for place in range(33):
         batch.add(_request(str(place), 3, follows="0" if place else ""), 0.0)
-    with pytest.raises(RequestError, match="20 requests are waiting"):
-        batch.add(_request("late", 3), 0.0)
+    batch.add(_request("late", 3), 0.0)
+    with pytest.raises(RequestError, match="2 requests with 34 answers are waiting and at most 2 may, with 32"):
+        batch.add(_request("later", 3), 0.0)
 
 
 def test_rows_that_are_taken_or_of_no_use_are_no_places() -> None:
@@ -66,7 +68,7 @@ def test_rows_that_are_taken_or_of_no_use_are_no_places() -> None:
         scheduler.add(_request(name, 3), 0.0)
     assert scheduler.plan(0.0) is not None
     scheduler.add(_request("c", 3), 0.0)
-    with pytest.raises(RequestError, match="1 requests are waiting"):
+    with pytest.raises(RequestError, match="1 requests with 1 answers"):
         scheduler.add(_request("d", 3), 0.0)
 
 
