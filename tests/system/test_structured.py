@@ -250,9 +250,9 @@ ROUTES: list[dict[str, Any]] = [{"depth": 1}, {"depth": 2, "max_num_batched_toke
 def test_answers_are_the_same_whatever_the_route() -> None:
     """Depth, chunks, page size and preemption, with forced runs, at temperature 0 and above."""
     asked = [COMPACT, PHONE, StructuredOutputsParams(json=PERSON), None]
-    prompts = [f"{PROMPT} Number {i}. " * (1 + i) for i in range(8)]
+    prompts = [f"{PROMPT} Number {i}. " * (1 + i % 8) for i in range(12)]
     params = [SamplingParams(temperature=float(i % 2), seed=i, max_tokens=60, structured_outputs=asked[i % 4])
-              for i in range(8)]
+              for i in range(12)]
     found, preempted = [], 0
     for route in ROUTES:
         with LLM(threads=1, max_model_len=256, **route) as llm:
