@@ -9,7 +9,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.core.plan import StepPlan, StepResult
-from penstock.engine.executor import Direct, Pending
+from penstock.engine.executor import Direct, Pending, Threaded
 from penstock.worker.worker import Worker
 from tests.data import MODELS, need
 
@@ -72,3 +72,20 @@ def test_nobody_waits_twice_when_all_end_at_once(watched: tuple[LLM, Watched]) -
     llm.generate([[1, 5 + i] for i in range(64)], params, use_tqdm=False)
     # The second half needs the rows of the first, and these are free when the last step of the first half has been looked at.
     assert device.seen.count(1) == 2 and len(device.seen) == 40
+
+
+@pytest.mark.parametrize("executor", [Direct, Threaded])
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_launch_that_fails_ends_the_call(watched: tuple[LLM, Watched], executor: type[Direct] | type[Threaded], step: int) -> None:
+    llm, device = watched
+
+    class Failing:
+        def launch(self, plan: StepPlan) -> Pending:
+            if len(device.rows) == step:
+                raise RuntimeError("out of memory")
+            return device.launch(plan)
+
+    llm.engine.executor = executor(Failing())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.generate([[1, 5]], SamplingParams(max_tokens=50, temperature=0, ignore_eos=True), use_tqdm=False)

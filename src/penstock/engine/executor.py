@@ -31,8 +31,9 @@ class Pending(Protocol):
 class Begun(Pending, Protocol):
     """A step whose forward pass was launched."""
 
-    def drafts(self) -> Ints:
-        """Waits for the drafts that the worker has written, if `StepPlan.tells_drafts`: those of `StepPlan.drafted`."""
+    def drafts(self) -> Ints | None:
+        """Waits for the drafts that the worker has written, if `StepPlan.tells_drafts`: those of `StepPlan.drafted`. None if the
+        launch failed."""
         ...
 
     def choose(self, masks: Masks) -> None:
@@ -116,8 +117,11 @@ class Direct:
 
     def submit(self, plan: StepPlan) -> Pending:
         assert self._unmasked is None, f"plan {self._unmasked} still waits for its masks"
-        with _uninterrupted():
-            self._last = self._worker.launch(plan)
+        try:
+            with _uninterrupted():
+                self._last = self._worker.launch(plan)
+        except Exception as error:  # noqa: BLE001 (whoever waits for the step gets it)
+            self._last = _Failed(error)
         self._unmasked = plan.id if len(plan.masked) else None
         return self._last
 
@@ -135,10 +139,27 @@ class Direct:
     def close(self) -> None:
         """Waits for the submitted plans."""
         if self._last is not None and self._unmasked is None:
-            # Ranks that are lost finish nothing.
+            # Ranks that are lost finish nothing, and a launch that failed was reported already.
             with suppress(EngineDeadError):
-                self._last.result()
+                if not isinstance(self._last, _Failed):
+                    self._last.result()
         self._last = None
+
+
+class _Failed:
+    """A step whose launch failed. The scheduler counts it as in flight, so the error must come where its result is awaited."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def drafts(self) -> Ints | None:
+        return None
+
+    def choose(self, masks: Masks) -> None:
+        """Nothing was launched."""
+
+    def result(self) -> StepResult:
+        raise self._error
 
 
 @contextmanager
