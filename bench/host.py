@@ -26,11 +26,15 @@ from penstock.cache.manager import Cache
 from penstock.canary import NAME
 from penstock.checkpoint import resolve_folder
 from penstock.cli.bench.environment import environment
+from penstock.config.schema import EngineOptions
+from penstock.core import service
 from penstock.core.layout import lay_out
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import EngineInfo
 from penstock.core.sampling import SamplingParams
 from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.steptime import StepTime
+from penstock.engine.adapters import Adapters
 from penstock.engine.beam import BeamSearches
 from penstock.engine.constraints import Constraints
 from penstock.engine.engine import Engine
@@ -38,11 +42,13 @@ from penstock.engine.executor import Direct, Pending
 from penstock.engine.inputs import Inputs
 from penstock.engine.llm import LLM
 from penstock.engine.outputs import Outputs
+from penstock.engine.view import View
 from penstock.layers.step import Step, Works
 from penstock.ops.attention import Geometry
 from penstock.ops.attention_triton import TritonAttention
 from penstock.ops.step import StepTensors
 from penstock.scheduler.admission import Limits
+from penstock.scheduler.promises import policy_of
 from penstock.scheduler.scheduler import Scheduler
 from penstock.text import Tokenizer
 from penstock.worker.graphs import Graphs
@@ -61,7 +67,10 @@ class NoModel:
         self.works = Works()
         self.works.index(0, Geometry(32, 8, 128, PAGE), attention)
         self.kernels = SimpleNamespace(attention=attention, build_step=self._build, sample=self,
-                                       chosen={"sample": SimpleNamespace(capturable=False)})
+                                       lora=None, chosen={"sample": SimpleNamespace(capturable=False)})
+        self.spec = SimpleNamespace(begins=True, ends=True, drafts=False)
+        self.lockstep = self.context = self.group = self.picks = None
+        self.device = torch.device("cpu")
         self._hidden = torch.zeros(1 << 14, 1)
         self._tokens = torch.full((1 << 10,), 17, dtype=torch.int32)
 
@@ -74,10 +83,10 @@ class NoModel:
     def detach(self) -> None:
         pass
 
-    def forward(self, step: Step) -> torch.Tensor:
+    def forward(self, step: Step, *others: Any) -> torch.Tensor:
         return self._hidden[:len(step.context) if step.ends is None else len(step.ends)]
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: torch.Tensor, adapters: object = None) -> torch.Tensor:
         return hidden
 
     def choose(self, logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -139,13 +148,18 @@ class NoEngine(Engine):
                  step_target: float | None = None) -> None:
         model, device = NoModel(), torch.device("cpu")
         layout = lay_out(model.states, PAGE, lay_out(model.states, PAGE, 0).slab_bytes * (kv_tokens // PAGE))
-        self.config = SimpleNamespace(depth=2)
-        self.scheduler = Scheduler(Cache(layout), Limits(length, rows, tokens, 1 << 20, 151_936, step_target=step_target))
+        self.config, self._ended, self._profiled = SimpleNamespace(depth=2), False, False
+        predicted = StepTime(chunk=tokens)
+        self.scheduler = Scheduler(
+            Cache(layout), Limits(length, rows, tokens, 1 << 20, 151_936, step_target=step_target),
+            policy_of(EngineOptions.scheduling_policy, service.read(EngineOptions.classes), predicted, tokens), times=predicted)
         worker = Worker(model, layout, rows, length, device)
         worker.graphs = NoGraphs(model, worker.rows, PAGE, rows, 2048, None, worker.sampler)
         worker.graphs.capture()
         self.rank = SimpleNamespace(worker=worker)
         self.executor = Direct(TimedWorker(worker, times))
+        self.view = View(self.scheduler)
+        self.adapters = Adapters(self.rank, self.scheduler, False, 0, list, self._take_in)
         self.beams = BeamSearches(self._add, self._abort)
         self.constraints = Constraints(self.scheduler, 151_936, None)
         self.events, self._naming = None, SimpleNamespace(pending=False)
@@ -169,7 +183,7 @@ class NoLLM(LLM):
         self.inputs = Inputs(self._tokenizer, None, self.engine.info)
         self._outputs = Outputs(self._tokenizer)
         self._outputs.push = self.times.part("outputs", self._outputs.push)
-        self._count = 0
+        self._count, self._adapters = 0, {}
 
 
 def prompts(rows: int) -> Iterator[list[int]]:

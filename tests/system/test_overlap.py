@@ -76,7 +76,7 @@ def test_nobody_waits_twice_when_all_end_at_once(watched: tuple[LLM, Watched]) -
 
 @pytest.mark.parametrize("executor", [Direct, Threaded])
 @pytest.mark.parametrize("step", [0, 3])
-def test_a_launch_that_fails_ends_the_call(watched: tuple[LLM, Watched], executor: type[Direct] | type[Threaded], step: int) -> None:
+def test_a_launch_that_fails_ends_the_call(watched: tuple[LLM, Watched], executor: type[Direct | Threaded], step: int) -> None:
     llm, device = watched
 
     class Failing:

@@ -32,8 +32,8 @@ class Begun(Pending, Protocol):
     """A step whose forward pass was launched."""
 
     def drafts(self) -> Ints | None:
-        """Waits for the drafts that the worker has written, if `StepPlan.tells_drafts`: those of `StepPlan.drafted`. None if the
-        launch failed."""
+        """Waits for the drafts that the worker has written, if `StepPlan.tells_drafts`: those of `StepPlan.drafted`.
+        None if the launch failed."""
         ...
 
     def choose(self, masks: Masks) -> None:
