@@ -107,9 +107,9 @@ ARCHITECTURES = {
 }
 
 COMMON = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
-           "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
-           "attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-           "attention.key_length": "head_dim", "rope.freq_base": "rope_theta"}
+          "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+          "attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+          "attention.key_length": "head_dim", "rope.freq_base": "rope_theta"}
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.attn_rot_embd")
 """Tables of rotations: they are read into the config."""
 

@@ -54,14 +54,12 @@ def name_of(arch: Architecture, name: str) -> str:
 def metadata_of(folder: Path, config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """All that a file says besides tensors; `kind` is the type of most matrices. ConfigError: what has no form in GGUF."""
     prefix, _ = architecture(config)
-    rotation = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    how = rotation.get("rope_type") or rotation.get("type") or "default"
+    how, size, theta, rotation = _rotation(config)
     if how not in ("default", "linear", "llama3"):
         raise ConfigError(f"rotary embeddings of type {how!r} are not written as GGUF; possible are default, linear and llama3")
     found: dict[str, Any] = {"general.architecture": prefix, "general.name": folder.name, "general.alignment": _ALIGN,
                              "general.quantization_version": 2, "general.file_type": _FILE_TYPES.get(kind, 0)}
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    values = {**config, "head_dim": size, "rope_theta": float(config.get("rope_theta") or rotation.get("rope_theta") or 1e4),
+    values = {**config, "head_dim": size, "rope_theta": theta,
               "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"]}
     for key, ours in COMMON.items():
         found[f"{prefix}.{key}"] = values[ours]
@@ -72,14 +70,21 @@ def metadata_of(folder: Path, config: Mapping[str, Any], kind: str) -> dict[str,
     return found | _tokenizer(folder, config)
 
 
+def _rotation(config: Mapping[str, Any]) -> tuple[str, int, float, Mapping[str, Any]]:
+    """Rotary embeddings of a config: the kind of scaling, the size of heads, theta, and all that is said of the scaling."""
+    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return (said.get("rope_type") or said.get("type") or "default",
+            config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            float(config.get("rope_theta") or said.get("rope_theta") or 1e4), said)
+
+
 def divisors(config: Mapping[str, Any]) -> list[float] | None:
     """The table rope_freqs of Llama 3's scaling (Meta's formula: long waves are stretched by the factor, short ones stay)."""
-    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if (said.get("rope_type") or said.get("type")) != "llama3":
+    how, size, theta, said = _rotation(config)
+    if how != "llama3":
         return None
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    theta, factor = float(config.get("rope_theta") or said.get("rope_theta") or 1e4), float(said["factor"])
-    low, high, original = said["low_freq_factor"], said["high_freq_factor"], said["original_max_position_embeddings"]
+    factor, original = float(said["factor"]), said["original_max_position_embeddings"]
+    low, high = said["low_freq_factor"], said["high_freq_factor"]
     found = []
     for i in range(size // 2):
         waves = original / (2 * math.pi * theta ** (2 * i / size))

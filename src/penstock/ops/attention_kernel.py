@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.ops.codec_kernel import decoded, element, halved
+from penstock.ops.codec_kernel import decoded, element, pieces, taken_apart, together
+from penstock.ops.coded_kernels import bytewise
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -58,18 +59,29 @@ def _edited(scores, key, position, slope, scale, softcap, window, highest, group
 @triton.jit
 def _scan_words(q, slope, k_cache, v_cache, table, start, stop, lowest, highest, position, scale, softcap, window, page_stride,
                 slot_stride, beside, group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
-                windowed: tl.constexpr, capped: tl.constexpr, sloped: tl.constexpr, k_form: tl.constexpr, fast: tl.constexpr):
-    """A masked `_scan` over 8-bit codes with at most one scale a vector: words of two codes become two operands of float16, for
-    even and for odd elements."""
+                windowed: tl.constexpr, capped: tl.constexpr, sloped: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr,
+                fast: tl.constexpr):
+    """A masked `_scan` over codes of 8 or 4 bits: words of 16 bits become operands of float16, one for each code of a word."""
     block_m: tl.constexpr = q.shape[0]
     block_d: tl.constexpr = q.shape[1]
+    count: tl.constexpr = 4 if k_form % 32 == 4 else 2
     offset = tl.arange(0, block_n)
-    q_even, q_odd = tl.split(tl.reshape(q.to(tl.float16), (block_m, block_d // 2, 2)))
-    even = tl.zeros((block_m, block_d // 2), tl.float32)
-    odd = tl.zeros((block_m, block_d // 2), tl.float32)
+    narrow_q = q.to(tl.float16)
+    q_parts = pieces(narrow_q, k_form)
+    sums = tl.sum(narrow_q.to(tl.float32), 1)
+    acc = ()
+    for _ in tl.static_range(count):
+        acc = acc + (tl.zeros((block_m, block_d // count), tl.float32),)  # noqa: RUF005 (Triton has no starred expressions)
     peak = tl.full((block_m,), float("-inf"), tl.float32)
     total = tl.zeros((block_m,), tl.float32)
-    k_scales, v_scales, _, _, ks_page, ks_slot, vs_page, vs_slot, lift = beside
+    shifts = tl.zeros((block_m,), tl.float32)
+    k_scales, v_scales, k_table, v_table, ks_page, ks_slot, vs_page, vs_slot, lift = beside
+    k_words = (k_table,)
+    v_words = (v_table,)
+    if fast and k_form // 32 % 2:
+        k_words = bytewise(k_table)
+    if fast and v_form // 32 % 2:
+        v_words = bytewise(v_table)
     page = tl.load(table + (start + offset) // page_size, mask=(start + offset >= lowest) & (start + offset < highest), other=0)
     for first in range(start, stop, block_n):
         key = first + offset
@@ -77,12 +89,17 @@ def _scan_words(q, slope, k_cache, v_cache, table, start, stop, lowest, highest,
         page = tl.load(table + first // page_size + (first % page_size + offset + block_n) // page_size,
                        mask=key + block_n < tl.minimum(stop, highest), other=0)
         live, at = (key >= lowest) & (key < highest), here * page_stride + inside * slot_stride
-        k_even, k_odd = halved(k_cache, at, live, size, block_d, fast)
-        v_even, v_odd = halved(v_cache, at, live, size, block_d, fast)
-        scores = tl.dot(q_even, tl.trans(k_even))
-        scores = tl.dot(q_odd, tl.trans(k_odd), scores)
-        if k_form // 256 % 2:
-            scores *= tl.load(k_scales + here * ks_page + inside * ks_slot, mask=live, other=0.0).to(tl.float32)[None, :]
+        k, k_gain, k_shift = taken_apart(k_cache, at, k_scales, here * ks_page + inside * ks_slot, live, k_table, k_words, size,
+                                         block_d, k_form, fast)
+        v, v_gain, v_shift = taken_apart(v_cache, at, v_scales, here * vs_page + inside * vs_slot, live, v_table, v_words, size,
+                                         block_d, v_form, fast)
+        scores = tl.dot(q_parts[0], tl.trans(k[0]))
+        for i in tl.static_range(1, count):
+            scores = tl.dot(q_parts[i], tl.trans(k[i]), scores)
+        if k_form // 256 % 2 and k_form // 512 == 0:
+            scores *= k_gain[None, :]
+        if k_form // 64 % 2:
+            scores += sums[:, None] * k_shift[None, :]
         factor = 1.0 if capped or sloped else scale * _LOG2E
         scores = _edited(scores, key, position, slope, scale, softcap, window, highest, group, windowed, capped, sloped, True)
         top = tl.maximum(peak, tl.max(scores, 1) * factor)
@@ -91,16 +108,19 @@ def _scan_words(q, slope, k_cache, v_cache, table, start, stop, lowest, highest,
         factors = tl.full(scores.shape, factor, tl.float32)
         weights = tl.exp2(tl.fma(scores, factors, tl.broadcast_to(-shift[:, None], scores.shape)))
         total = tl.fma(total, old, tl.sum(weights, 1))
-        if k_form // 256 % 2:
-            gain = tl.load(v_scales + here * vs_page + inside * vs_slot, mask=live, other=0.0).to(tl.float32)
-            weights *= (gain * lift)[None, :]
+        if v_form // 64 % 2:
+            shifts = tl.fma(shifts, old, tl.sum(weights * (v_shift * lift)[None, :], 1))
+        if v_form // 256 % 2 and v_form // 512 == 0:
+            weights *= (v_gain * lift)[None, :]
         else:
             weights *= lift
         narrow = weights.to(tl.float16)
-        even = tl.dot(narrow, v_even, even * old[:, None])
-        odd = tl.dot(narrow, v_odd, odd * old[:, None])
+        more = ()
+        for i in tl.static_range(count):
+            more = more + (tl.dot(narrow, v[i], acc[i] * old[:, None]),)  # noqa: RUF005
+        acc = more
         peak = top
-    return tl.reshape(tl.join(even, odd), (block_m, block_d)), peak, total
+    return together(acc, v_form) + shifts[:, None], peak, total
 
 
 @triton.jit
@@ -422,7 +442,7 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, items, mates, c
     listed in `mates`: one item has all of them for the keys of the shared prefix, others one of them each for its own keys.
     edges: blocks whose keys all queries see run unmasked, which pays if most blocks are of this kind (prefill). fixed
     (batch-invariant mode): partial sums end at multiples of the item's `unit` of keys, so they do not depend on where an item
-    begins or ends. words: 8-bit codes are read by `_scan_words`. The program that completes a tile's last part merges all parts
+    begins or ends. words: codes are read by `_scan_words`. The program that completes a tile's last part merges all parts
     in order, so the result does not depend on which program that is.
     """
     head = tl.program_id(0)
@@ -488,7 +508,8 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, items, mates, c
         if words:
             acc, peak, total = _scan_words(
                 tile, slope, k_cache, v_cache, table, begin, end, lowest, highest, position, scale, softcap, window,
-                page_stride, slot_stride, beside, group, size, page_size, block_n, windowed, capped, sloped, k_form, fast)
+                page_stride, slot_stride, beside, group, size, page_size, block_n, windowed, capped, sloped, k_form,
+                v_form, fast)
         else:
             acc, peak, total = _attend(
                 tile, end_tile, slope, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,

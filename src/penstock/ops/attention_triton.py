@@ -145,10 +145,11 @@ class TritonAttention(AttentionOps):
 
 
 def _by_words(scales: Scales | None, cache: torch.Tensor, q: torch.Tensor) -> bool:
-    """Whether the kernel reads codes as words of two: those of 8 bits without groups, at strides of whole loads."""
+    """Whether the kernel reads codes as words of 16 bits: those of 8 or 4 bits, at strides of whole loads, if a product's
+    operand has the 16 columns that tensor cores take at least."""
     if scales is None or q.dtype is torch.float32 or any(stride % 16 for stride in cache.stride()[:3]):
         return False
-    return all(coding.bits == 8 and not coding.group for coding in (scales.codec.key, scales.codec.value))
+    return scales.codec.key.bits in (4, 8) and _block(q.shape[2]) * scales.codec.key.bits >= 256
 
 
 def _stages(shape: Shape, geometry: Geometry, device: torch.device) -> int:

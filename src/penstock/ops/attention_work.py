@@ -175,7 +175,7 @@ def shapes(geometry: Geometry, segments: int, invariant: bool) -> tuple[Shape, S
             return Shape(tall, 32, max(1, 16 // group), 8, 3, 1), Shape(tall, 32, tall // group, 8, 3, 1)
         return Shape(tall, 64, max(1, 16 // group), 4, 3, 2), Shape(128, 64, 128 // group, 8, 3, 1)
     broad = Shape(128, 32 if wide else 64, 128 // group, 8, 3, 1)
-    if geometry.codec in ("fp8", "fp8_e5m2", "fp8_per_token_head", "int8") and not wide:
+    if geometry.codec not in ("", "turbo3") and not wide:
         # Codes are converted between loads and products: small programs take turns (bench/notes.md).
         return Shape(rows, 64, rows // group, 2, 4, 4), broad
     if segments * geometry.kv_heads <= MULTIPROCESSORS:

@@ -50,6 +50,13 @@ def table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return _table(values, device)
 
 
+def with_bytes(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """16 values, float32, and behind them the bits of 8 words: the low bytes of the values in `dtype`, of 16 bits, then their
+    high ones. Kernels look codes up in these by permuting bytes."""
+    halves = values.to(torch.float16 if dtype is torch.float32 else dtype).view(torch.uint8)
+    return torch.cat((values, halves.view(16, 2).t().contiguous().view(torch.float32).flatten()))
+
+
 def nearest(x: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
     """The code, uint8, of the value next to each x; of two equally near ones the code that is even."""
     order = sorted(range(len(values)), key=lambda code: (values[code], -code))

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.ops.coded_kernels import looked_up, quarters
+
 
 @triton.jit
 def element(column, size: tl.constexpr, form: tl.constexpr):
@@ -92,6 +94,79 @@ def halved(codes, at, kept, size: tl.constexpr, block_d: tl.constexpr, fast: tl.
         even = (word & 255).to(tl.uint8).to(kind, bitcast=True).to(tl.float16)
         odd = (word >> 8).to(tl.uint8).to(kind, bitcast=True).to(tl.float16)
     return even, odd
+
+
+@triton.jit
+def _quartered(codes, at, kept, table, table_words, size: tl.constexpr, block_d: tl.constexpr, form: tl.constexpr,
+               fast: tl.constexpr):
+    """The same for codes of 4 bits: four tiles [N, block_d / 4], of the even elements of the first half, of the second, and
+    the odd elements of both."""
+    place = tl.arange(0, block_d // 4)
+    words = codes.to(tl.pointer_type(tl.uint16), bitcast=True) + tl.multiple_of(at // 2, 8)[:, None]
+    word = tl.load(words + place[None, :], mask=kept[:, None] & (place < size // 4)[None, :], other=0)
+    if form // 32 % 2:
+        a, b, c, d = looked_up(word, table, table_words, tl.float16, fast)
+    else:
+        a, b, c, d = quarters(word, "int4", tl.float16, fast)
+        base: tl.constexpr = 1032.0 if form // 128 % 2 else 1024.0
+        a, b, c, d = a - base, b - base, c - base, d - base
+    return a, b, c, d
+
+
+@triton.jit
+def taken_apart(codes, at, scales, at_scale, kept, table, table_words, size: tl.constexpr, block_d: tl.constexpr,
+                form: tl.constexpr, fast: tl.constexpr):
+    """Vectors at codes + at [N] as 2 (8 bits) or 4 (4 bits) tiles of float16, to whose columns `pieces` cuts other vectors;
+    also their scales [N] and shifts [N], which are 1 and 0 where the tiles have them already."""
+    count: tl.constexpr = 4 if form % 32 == 4 else 2
+    group: tl.constexpr = form // 512
+    if count == 4:
+        tiles = _quartered(codes, at, kept, table, table_words, size, block_d, form, fast)
+    else:
+        tiles = halved(codes, at, kept, size, block_d, fast)
+    gain = tl.full(kept.shape, 1.0, tl.float32)
+    shift = tl.zeros(kept.shape, tl.float32)
+    if group > 0:
+        first = tl.arange(0, block_d // count) * 2
+        mask = kept[:, None] & (first < size * 2 // count)[None, :]
+        low = tl.load(scales + at_scale[:, None] + (first // group)[None, :], mask=mask, other=0.0).to(tl.float16)
+        high = low
+        if count == 4:
+            second = (first + size // 2) // group
+            high = tl.load(scales + at_scale[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float16)
+        scaled = ()
+        for i in tl.static_range(count):
+            scaled = scaled + (tiles[i] * (low if i % 2 == 0 else high),)  # noqa: RUF005
+        tiles = scaled
+    elif form // 256 % 2:
+        gain = tl.load(scales + at_scale, mask=kept, other=0.0).to(tl.float32)
+        if form // 64 % 2:
+            shift = tl.load(scales + at_scale + 1, mask=kept, other=0.0).to(tl.float32)
+    return tiles, gain, shift
+
+
+@triton.jit
+def pieces(x, form: tl.constexpr):
+    """Vectors x [N, D], columns in the order of `element`, cut as `taken_apart` does."""
+    if form % 32 == 4:
+        low, high = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
+        a, c = tl.split(low)
+        b, d = tl.split(high)
+        found = (a, b, c, d)
+    else:
+        found = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    return found
+
+
+@triton.jit
+def together(x, form: tl.constexpr):
+    """The inverse of `pieces`."""
+    rows: tl.constexpr = x[0].shape[0]
+    if form % 32 == 4:
+        whole = tl.reshape(tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])), (rows, x[0].shape[1] * 4))
+    else:
+        whole = tl.reshape(tl.join(x[0], x[1]), (rows, x[0].shape[1] * 2))
+    return whole
 
 
 @triton.jit

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from penstock.ops import gpu
+from penstock.ops.bits import with_bytes
 from penstock.ops.codec import Coding, Scales, table
 from penstock.ops.registry import register
 
@@ -37,8 +40,14 @@ def beside(scales: torch.Tensor | None, cache: torch.Tensor) -> tuple[torch.Tens
 
 
 def tabled(coding: Coding, x: torch.Tensor) -> torch.Tensor:
-    """The coding's table on x's device; x stands in for none."""
-    return table(coding, x.device) if coding.magnitudes else x
+    """The coding's table on x's device, of 16 values with their bytes; x stands in for none."""
+    return _tabled(coding, x.device) if coding.magnitudes else x
+
+
+@cache
+def _tabled(coding: Coding, device: torch.device) -> torch.Tensor:
+    found = table(coding, device)
+    return with_bytes(found, torch.float16) if len(found) == 16 else found
 
 
 def decoding(scales: Scales | None, k_cache: torch.Tensor, v_cache: torch.Tensor,

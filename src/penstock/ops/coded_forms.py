@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ops import gguf_codes
-from penstock.ops.bits import FP4, unpack
+from penstock.ops.bits import FP4, unpack, with_bytes
 from penstock.ops.linear import Weight
 
 FP8 = torch.float8_e4m3fn
@@ -28,7 +28,8 @@ class CodedWeight(Weight):
     kind: what `data` holds
         int4, e2m1, table4   16-bit words of 4-bit codes, [panel of 64 rows, unit, row, unit / 4]: word j of a unit has columns
                              j, j + unit / 4, j + unit / 2 and j + 3 unit / 4, the first in its lowest bits. They stand
-                             for themselves less a zero, for the numbers of FP4 E2M1, and for those of `table`
+                             for themselves less a zero, for the numbers of FP4 E2M1, and for those of `table`,
+                             as ops/bits.py::with_bytes has them
         number               int8 or FP8 codes [n, padded], which are converted to x's type
         plain                the same, with x quantized to the same type
     form: what `words` [lines a unit, one after another; rows] hold
@@ -128,7 +129,7 @@ def coded(scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]
         codes = torch.arange(16, dtype=torch.uint8, device=weight.device)
         table = scheme.decode({"weight": codes[0::2] | codes[1::2] << 4,
                                "absmax": torch.ones(1, device=weight.device)}, torch.float32)
-        size = min(scheme.block, 128)
+        table, size = with_bytes(table.flatten(), dtype), min(scheme.block, 128)
         words = _floats(_units(parts["absmax"].float(), scheme.block, k, size))
         return _four(weight, n, k, dtype, "table4", 128, form="float", scales=128 // size, words=words, table=table)
     if name in gguf_codes.NAMES:

@@ -14,7 +14,7 @@ from penstock.ops.linear_kernels import _dot, _finish, _place, _together
 
 
 @triton.jit
-def _quarters(code, kind: tl.constexpr, dtype: tl.constexpr, fast: tl.constexpr):
+def quarters(code, kind: tl.constexpr, dtype: tl.constexpr, fast: tl.constexpr):
     """The bits of float numbers for the four 4-bit codes of 16, the lowest first, as `dtype`.
 
     int4: 128 + code (bfloat16) or 1024 + code (float16), whose last bit stands for one: fewer instructions than a conversion.
@@ -49,8 +49,44 @@ def _quarters(code, kind: tl.constexpr, dtype: tl.constexpr, fast: tl.constexpr)
 
 
 @triton.jit
+def bytewise(table):
+    """The words of ops/bits.py::with_bytes."""
+    at = table.to(tl.pointer_type(tl.int32), bitcast=True) + 16
+    words = ()
+    for i in tl.static_range(8):
+        words = words + (tl.load(at + i),)  # noqa: RUF005 (Triton has no starred expressions)
+    return words
+
+
+@triton.jit
+def looked_up(code, table, words, dtype: tl.constexpr, fast: tl.constexpr):
+    """The numbers of `table` for the four 4-bit codes of 16, the lowest first. fast: from `words` of their bytes, of which a
+    permutation takes one for each of four codes, once for codes below 8 and once for the others."""
+    if fast and dtype != tl.float32:
+        # Operands of 32 bits come twice, as one for each of two packed codes: those of words are $5, $7 and so on.
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ .reg .b32 k, s, m, t, p, q, u, v, a, b, c, d; mov.b32 k, 0x0000FF00; "
+            "and.b32 s, $4, 0x77777777; shr.b32 m, $4, 3; and.b32 m, m, 0x11111111; prmt.b32 t, k, k, m; "
+            "prmt.b32 p, $5, $7, s; prmt.b32 q, $9, $11, s; lop3.b32 p, t, q, p, 0xCA; "
+            "prmt.b32 u, $13, $15, s; prmt.b32 v, $17, $19, s; lop3.b32 u, t, v, u, 0xCA; "
+            "prmt.b32 a, p, u, 0x5140; prmt.b32 b, p, u, 0x7362; "
+            "shr.b32 s, s, 16; shr.b32 m, m, 16; prmt.b32 t, k, k, m; "
+            "prmt.b32 p, $5, $7, s; prmt.b32 q, $9, $11, s; lop3.b32 p, t, q, p, 0xCA; "
+            "prmt.b32 u, $13, $15, s; prmt.b32 v, $17, $19, s; lop3.b32 u, t, v, u, 0xCA; "
+            "prmt.b32 c, p, u, 0x5140; prmt.b32 d, p, u, 0x7362; prmt.b32 $0, a, c, 0x5410; prmt.b32 $1, a, c, 0x7632; "
+            "prmt.b32 $2, b, d, 0x5410; prmt.b32 $3, b, d, 0x7632; }", "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [code, words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7]],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2)
+        a, b, c, d = a.to(dtype, bitcast=True), b.to(dtype, bitcast=True), c.to(dtype, bitcast=True), d.to(dtype, bitcast=True)
+    else:
+        a, b = tl.load(table + (code & 15)).to(dtype), tl.load(table + ((code >> 4) & 15)).to(dtype)
+        c, d = tl.load(table + ((code >> 8) & 15)).to(dtype), tl.load(table + ((code >> 12) & 15)).to(dtype)
+    return a, b, c, d
+
+
+@triton.jit
 def _bits(code, kind: tl.constexpr, dtype: tl.constexpr):
-    """One code as `_quarters` gives it."""
+    """One code as `quarters` gives it."""
     if kind == "int4":
         if dtype == tl.float32:
             found = code.to(tl.float32)
@@ -65,7 +101,7 @@ def _bits(code, kind: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _numbers(bits, zero, kind: tl.constexpr, dtype: tl.constexpr):
-    """The numbers that the bits of `_quarters` stand for, less `zero` if they are integers: exact."""
+    """The numbers that the bits of `quarters` stand for, less `zero` if they are integers: exact."""
     if kind == "int4":
         base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
         found = bits - (zero + base).to(dtype)
@@ -116,8 +152,8 @@ def _times(w, x, total, swap: tl.constexpr):
 
 
 @triton.jit
-def _unit(total, code, x, words, xs, table, second: tl.constexpr, kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr,
-          scales: tl.constexpr, grouped: tl.constexpr, swap: tl.constexpr, fast: tl.constexpr):
+def _unit(total, code, x, words, xs, table, table_words, second: tl.constexpr, kind: tl.constexpr, form: tl.constexpr,
+          half: tl.constexpr, scales: tl.constexpr, grouped: tl.constexpr, swap: tl.constexpr, fast: tl.constexpr):
     """Adds the product of a unit of columns to the sums. x: its columns, by quarters where the codes have 4 bits.
 
     `words` has the unit's scales, of which that of a `second` unit is in the upper half; `xs` x's scales, if it has one a unit.
@@ -125,8 +161,10 @@ def _unit(total, code, x, words, xs, table, second: tl.constexpr, kind: tl.const
     dtype: tl.constexpr = x[0].dtype
     four: tl.constexpr = len(x) == 4
     pieces: tl.constexpr = len(x) // scales
-    if four and kind != "table4":
-        found = _quarters(code, kind, dtype, fast)
+    if kind == "table4":
+        found = looked_up(code, table, table_words, dtype, fast)
+    elif four:
+        found = quarters(code, kind, dtype, fast)
     for g in tl.static_range(scales):
         part = total if form == "row" else tl.zeros_like(total)
         word = words[g // 2 if form == "halves" else g]
@@ -137,7 +175,7 @@ def _unit(total, code, x, words, xs, table, second: tl.constexpr, kind: tl.const
             if kind == "plain":
                 w = code
             elif kind == "table4":
-                w = tl.load(table + ((code >> (4 * i)) & 15)).to(dtype)
+                w = found[i]
             elif four:
                 w = _numbers(found[i], zero, kind, dtype)
             else:
@@ -206,6 +244,9 @@ def _walk(x, within, at, beside, xs, row, rows, words, own, n, table, k, begin, 
     rk = tl.arange(0, size)
     total = tl.zeros((height, width), sums)
     other = tl.zeros((height, width), sums)
+    table_words = (own,)
+    if kind == "table4" and fast:
+        table_words = bytewise(table)
     if joined:
         whole = tl.zeros((height, width), sums)
     # The number of stages is said here too: else loads that no product uses, as of scales, are waited for in every step.
@@ -226,11 +267,11 @@ def _walk(x, within, at, beside, xs, row, rows, words, own, n, table, k, begin, 
                 if gated:
                     other_word = _scales(line + n, place, spread, lines, odd)
             code = tl.load(at + place.to(tl.int64) * step)
-            total = _unit(total, code, a, word, factor, table, u % per == 1, kind, form, half, scales, scaled == "group", swap,
-                          fast)
+            total = _unit(total, code, a, word, factor, table, table_words, u % per == 1, kind, form, half, scales,
+                          scaled == "group", swap, fast)
             if gated:
                 code = tl.load(beside + place.to(tl.int64) * step)
-                other = _unit(other, code, a, other_word, factor, table, u % per == 1, kind, form, half, scales,
+                other = _unit(other, code, a, other_word, factor, table, table_words, u % per == 1, kind, form, half, scales,
                               scaled == "group", swap, fast)
         if joined and (start + unit * count) % share == 0:
             whole += total
