@@ -136,13 +136,16 @@ def awq(_name: str, shape: tuple[int, int], random: np.random.Generator) -> tupl
     return {suffix: torch.from_numpy(tensor) for suffix, tensor in tensors.items()}, matrix
 
 
-def fp8(scale: str, per: str, given: dict[str, torch.Tensor] | None = None) -> Writer:
+def fp8(scale: str, per: str, given: dict[str, torch.Tensor] | None = None, powers: bool = False) -> Writer:
     def write(_name: str, shape: tuple[int, int], random: np.random.Generator) -> tuple[dict[str, torch.Tensor], np.ndarray]:
         n, k = shape
         codes = torch.from_numpy(random.standard_normal(shape)).mul(20).to(torch.float8_e4m3fn)
         sizes = {"tensor": (), "row": (n, 1), "block": (-(-n // 128), k // 128)}[per]
         scales = torch.from_numpy(random.uniform(1e-3, 3e-3, sizes).astype(np.float32)) if sizes else torch.tensor(2e-3)
+        if powers:
+            scales = torch.exp2(torch.floor(torch.log2(scales)))
         spread = scales.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1) if per == "block" else scales
+        scales = scales.to(torch.float8_e8m0fnu) if powers else scales
         return {"weight": codes, scale: scales, **(given or {})}, (codes.float() * spread).numpy()
     return write
 
@@ -201,6 +204,10 @@ FORMULAS: dict[str, tuple[dict[str, Any], Writer]] = {
                   fp8("weight_scale_inv", "block")),
     "fp8-static": ({"quant_method": "fp8", "activation_scheme": "static"},
                    fp8("weight_scale", "tensor", {"input_scale": torch.tensor(0.05)})),
+    "fp8-transformers": ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+                         fp8("weight_scale_inv", "tensor", {"activation_scale": torch.tensor(0.05)})),
+    "fp8-block-powers": ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+                         fp8("weight_scale_inv", "block", powers=True)),
     "modelopt-fp8": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
                      fp8("weight_scale", "tensor", {"input_scale": torch.tensor(0.05)})),
     "modelopt-nvfp4": ({"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}, fp4("weight_scale", 16)),

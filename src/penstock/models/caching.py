@@ -66,7 +66,7 @@ def stated(config: Mapping[str, Any]) -> str | None:
         kind = scheme.get("type", "float"), scheme.get("num_bits", 8), bool(scheme.get("dynamic"))
         found = {("float", 8, False): "fp8", ("float", 8, True): "fp8_per_token_head", ("int", 8, True): "int8"}.get(kind)
     else:
-        found = {"FP8": "fp8", "NVFP4": "nvfp4"}.get(str(scheme).upper())
+        found = {"FP8": "fp8", "STATIC": "fp8", "NVFP4": "nvfp4"}.get(str(scheme).upper())
     if found is None:
         raise ModelError(f"quantization_config stores keys and values as {scheme}, which Penstock does not know; set "
                          f"kv_cache_dtype to what it should use: {', '.join([*PLAIN, *CODECS])}")

@@ -208,7 +208,7 @@ def _misfits(name: str, module: _Module, spec: ModelSpec) -> Iterator[str]:
     known = {given.suffix: given for given in form.given}
     for suffix, given in known.items():
         if suffix not in raw:
-            if not given.optional:
+            if not given.optional and given.unless not in raw:
                 yield f"{name}.{suffix} is missing; {form.scheme.name} needs it"
             continue
         kind, shape = TORCH_NAMES.get(raw[suffix].dtype, raw[suffix].dtype), raw[suffix].shape

@@ -30,6 +30,8 @@ class Given:
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...] = ()
     optional: bool = False
+    unless: str = ""
+    """The suffix of another tensor that serves as well."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,9 @@ class Reader(ABC):
         return None
 
 
-def whole(suffix: str, n: int, *, optional: bool = False) -> Given:
+def whole(suffix: str, n: int, *, optional: bool = False, unless: str = "") -> Given:
     """A scale of a whole tensor, or of each of n rows."""
-    return Given(suffix, FLOATS, ((), (1,), (1, 1), (n,), (n, 1)), optional)
+    return Given(suffix, FLOATS, ((), (1,), (1, 1), (n,), (n, 1)), optional, unless)
 
 
 def by_row(scale: torch.Tensor, n: int) -> torch.Tensor:

@@ -17,7 +17,9 @@ class _AutoRound(Reader):
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        packing = str(config.get("packing_format") or "auto_round:auto_gptq")
+        # Before there was packing_format, the backend said AWQ where it was not GPTQ's packing.
+        older = "awq" if "awq" in str(config.get("backend")) else "auto_round:auto_gptq"
+        packing = str(config.get("packing_format") or older)
         if not ("gptq" in packing or "awq" in packing):
             raise ModelError(f"quantization_config: packing_format is {packing!r}; possible are auto_round:auto_gptq and "
                              "auto_round:auto_awq")

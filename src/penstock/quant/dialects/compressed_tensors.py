@@ -87,7 +87,7 @@ def _nvfp4(n: int, k: int) -> Form:
         {"weight": "weight_packed", "scale": "weight_scale"})
 
 
-def _mxfp(n: int, k: int, bits: int) -> Form:
+def mxfp(n: int, k: int, bits: int) -> Form:
     name = "weight_packed" if bits == 4 else "weight"
     given = Given(name, ("uint8",) if bits == 4 else ("float8_e4m3fn",), ((n, k * bits // 8),))
     return Form(MXFP4() if bits == 4 else MXFP8(), (given, Given("weight_scale", ("uint8", "float8_e8m0fnu"), ((n, k // 32),))),
@@ -136,7 +136,7 @@ class _CompressedTensors(Reader):
         if kind == "nvfp4-pack-quantized" or (floating and strategy == "tensor_group"):
             return _nvfp4(n, k)
         if floating and strategy == "group" and size == 32:
-            return _mxfp(n, k, bits)
+            return mxfp(n, k, bits)
         if floating and bits == 8:
             activation = _activation(group.get("input_activations"))
             if strategy == "block":

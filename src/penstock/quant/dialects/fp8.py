@@ -5,29 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from penstock.core.errors import ModelError
 from penstock.quant.activations import Activation
-from penstock.quant.form import FLOATS, Form, Given, Reader, by_row, named, outside_linears, setting, single, whole
+from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, named, outside_linears, setting, single, whole
 from penstock.quant.fp8 import FP8
 
 METHODS = ("fp8", "fbgemm_fp8")
 
 
-def by_rows(n: int, k: int, activation: Activation, scale: str = "weight_scale") -> Form:
-    """A scale for the tensor or for each row."""
-    given = [Given("weight", ("float8_e4m3fn",), ((n, k),)), whole(scale, n)]
+def by_rows(n: int, k: int, activation: Activation) -> Form:
+    """A scale for the tensor or for each row. transformers has names of its own for scales of tensors."""
+    static = activation == "tensor"
     # A given scale of activations is of use only if they are quantized by it.
-    given.append(whole("input_scale", 1, optional=activation != "tensor"))
-    return Form(FP8(activation), tuple(given), lambda raw: {
-        "scale": by_row(raw[scale], n), **({"input_scale": single(raw["input_scale"])} if activation == "tensor" else {})},
-        {"weight": "weight"})
+    given = (Given("weight", ("float8_e4m3fn",), ((n, k),)), whole("weight_scale", n, unless="weight_scale_inv"),
+             whole("weight_scale_inv", n, optional=True), whole("activation_scale", 1, optional=True),
+             whole("input_scale", 1, optional=not static, unless="activation_scale"))
+
+    def parts(raw: Tensors) -> dict[str, torch.Tensor]:
+        found = {"scale": by_row(raw["weight_scale" if "weight_scale" in raw else "weight_scale_inv"], n)}
+        if static:
+            found["input_scale"] = single(raw["input_scale" if "input_scale" in raw else "activation_scale"])
+        return found
+
+    return Form(FP8(activation), given, parts, {"weight": "weight"})
 
 
 def by_blocks(n: int, k: int, block: tuple[int, int], activation: Activation, scale: str = "weight_scale_inv") -> Form:
     """A scale for each block, which multiplies, whatever its name says."""
     shape = -(-n // block[0]), -(-k // block[1])
-    return Form(FP8(activation, block), (Given("weight", ("float8_e4m3fn",), ((n, k),)), Given(scale, FLOATS, (shape,))),
-                lambda raw: {"scale": raw[scale].float()}, {"weight": "weight"})
+    given = Given("weight", ("float8_e4m3fn",), ((n, k),)), Given(scale, (*FLOATS, "float8_e8m0fnu"), (shape,))
+    return Form(FP8(activation, block), given, lambda raw: {"scale": raw[scale].float()}, {"weight": "weight"})
 
 
 class _FP8(Reader):
@@ -39,7 +48,7 @@ class _FP8(Reader):
             raise ModelError(f"quantization_config: weight_block_size is {block!r}; possible is a list of rows and columns")
         self._block = None if block is None else (int(block[0]), int(block[1]))
         self._scheme = setting(config, "activation_scheme", ("dynamic", "static"), "dynamic")
-        setting(config, "fmt", ("e4m3",), "e4m3")
+        setting(config, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
         self._plain = [*(config.get("modules_to_not_convert") or []), *(config.get("ignored_layers") or [])]
 
     def form(self, module: str, n: int, k: int) -> Form | None:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.core.errors import ModelError
+from penstock.quant.dialects.compressed_tensors import mxfp
 from penstock.quant.dialects.fp8 import by_blocks, by_rows
 from penstock.quant.form import Form, Given, Reader, by_row, named, outside_linears, setting, whole
 from penstock.quant.microscaling import NVFP4
 
 METHODS = ("modelopt", "modelopt_fp4")
 
-_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
 
 
 def nvfp4(n: int, k: int) -> Form:
@@ -28,7 +29,7 @@ class _ModelOpt(Reader):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         config = config.get("quantization", config)
-        self._algorithm = setting(config, "quant_algo", _ALGORITHMS)
+        self._algorithm = _algorithm(config, _ALGORITHMS)
         self._plain = [*(config.get("exclude_modules") or []), *(config.get("ignore") or [])]
         self._layers: Mapping[str, Any] = config.get("quantized_layers") or {}
 
@@ -38,7 +39,7 @@ class _ModelOpt(Reader):
             found = next((layer for name, layer in self._layers.items() if named(module, [name])), None)
             if found is None:
                 return None
-            algorithm = setting(found, "quant_algo", _ALGORITHMS[:-1])
+            algorithm = _algorithm(found, _ALGORITHMS[:-1])
         elif named(module, self._plain) or (outside_linears(module) and not module.endswith("lm_head")):
             return None
         if algorithm == "FP8":
@@ -47,9 +48,15 @@ class _ModelOpt(Reader):
             return by_rows(n, k, "token")
         if algorithm == "FP8_PB_WO":
             return by_blocks(n, k, (128, 128), "none", "weight_scale")
-        if k % 16:
-            raise ModelError(f"{module} has rows of {k} columns, which NVFP4's blocks of 16 do not fill")
-        return nvfp4(n, k)
+        block = 32 if algorithm == "MXFP8" else 16
+        if k % block:
+            raise ModelError(f"{module} has rows of {k} columns, which blocks of {block} of {algorithm} do not fill")
+        return mxfp(n, k, 8) if algorithm == "MXFP8" else nvfp4(n, k)
+
+
+def _algorithm(config: Mapping[str, Any], possible: tuple[str, ...]) -> str:
+    found: str = setting({"quant_algo": str(config.get("quant_algo")).upper()}, "quant_algo", possible)
+    return found
 
 
 reader = _ModelOpt
