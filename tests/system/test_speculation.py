@@ -373,10 +373,10 @@ def test_a_drafter_of_an_installed_package_may_write_anything(drafter: type[Draf
             assert found == expected and stats.drafts > len(ITEMS)
 
 
-@pytest.mark.parametrize(("filtered", "tokens"), [({"top_k": 20}, 4096), *(
-    pytest.param(filtered, 1 << 20, marks=pytest.mark.exhaustive)
+@pytest.mark.parametrize(("filtered", "tokens", "rule"), [({"top_k": 20}, 4096, "strict"), ({"top_k": 20}, 4096, "block"), *(
+    pytest.param(filtered, 1 << 20, rule, marks=pytest.mark.exhaustive) for rule in ("strict", "probabilistic", "block")
     for filtered in ({}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.02}))], ids=str)
-def test_sampled_tokens_have_the_targets_distribution(filtered: dict[str, float], tokens: int) -> None:
+def test_sampled_tokens_have_the_targets_distribution(filtered: dict[str, float], tokens: int, rule: str) -> None:
     """Two-sample chi-square between the third tokens of answers with drafts and of others, with other seeds, without."""
     prompt, each = "The", 64
 
@@ -388,7 +388,8 @@ def test_sampled_tokens_have_the_targets_distribution(filtered: dict[str, float]
         third = torch.tensor([one.token_ids[2] for of in found for one in of.outputs])
         return torch.bincount(third, minlength=512).double()
 
-    drafted = counted(0, speculative_model=str(need(MODELS / "stories260k")), draft_policy="fixed", num_speculative_tokens=3)
+    drafted = counted(0, speculative_config={"model": str(need(MODELS / "stories260k")), "draft_policy": "fixed",
+                                             "num_speculative_tokens": 3, "rejection_sample_method": rule})
     plain = counted(1 << 30)
     seen = drafted + plain >= 10
     one, other = (torch.cat((side[seen], side[~seen].sum()[None])) for side in (drafted, plain))
@@ -397,6 +398,24 @@ def test_sampled_tokens_have_the_targets_distribution(filtered: dict[str, float]
     square = ((one - expected)[filled] ** 2 / expected[filled]).sum().item() * 2
     freedom = int(filled.sum()) - 1
     assert freedom >= 10 and square < freedom + 5 * (2 * freedom) ** 0.5, (square, freedom)
+
+
+@pytest.mark.parametrize("rule", ["probabilistic", "block"])
+@pytest.mark.parametrize("drafter", [{"model": DRAFT}, {"model": EAGLE}, {"method": "suffix"}], ids=str)
+def test_rejection_changes_no_greedy_answer_and_repeats_itself(rule: str, drafter: dict[str, str]) -> None:
+    config = {**drafter, "rejection_sample_method": rule, **FIXED}
+    drawn: dict[str, Any] = {"temperature": 2.0, "top_k": 50, "n": 2}
+    with opened() as plain, opened(speculative_config=config) as drafting:
+        for asked in ({}, {"repetition_penalty": 1.3}):
+            assert answers(drafting, **asked)[0] == answers(plain, **asked)[0]
+        before = drafting.engine.stats().accepted_tokens
+        found, stats = answers(drafting, **drawn)
+        assert found == answers(drafting, **drawn)[0] != answers(plain, **drawn)[0]
+        assert stats.accepted_tokens - before > 20
+        # Log probabilities are of the tokens that the strict rule chooses.
+        assert answers(drafting, logprobs=2, **drawn)[0] == answers(plain, logprobs=2, **drawn)[0]
+    with pytest.raises(ConfigError, match="possible are strict, probabilistic, block"):
+        speculation(EngineOptions(speculative_config={"method": "ngram", "rejection_sample_method": "blocks"}))
 
 
 def test_a_shape_without_weights_drafts_for_another(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ _NUMBERS = {"num_speculative_tokens": "tokens", "prompt_lookup_max": "longest", 
 _KEYS = ("method", "model", "draft_policy", "parallel_drafting", "rejection_sample_method",
          "use_relaxed_acceptance_for_thinking", *_NUMBERS)
 """Keys of vLLM's configuration that are supported; those for relaxed acceptance have TensorRT-LLM's names."""
+_RULES = {"strict": "", "synthetic": "", "probabilistic": "token", "block": "block"}
+"""Rules of verification, by their names in the configuration: `Speculation.rejection`."""
 _SHARES = ("synthetic", "delta")
 """The fields that are not whole numbers."""
 _HARMLESS: dict[str, tuple[Any, ...]] = {"draft_tensor_parallel_size": (1, None), "disable_padded_drafter_batch": (True, False),
@@ -55,6 +57,9 @@ class Speculation:
     """layer_skip: the model's first layers that draft; 0: a quarter of them."""
     parallel: bool | None = None
     """Whether a draft model or head drafts all tokens in one pass, by mask tokens (PARD, P-EAGLE); None: as its config says."""
+    rejection: str = ""
+    """token or block: drafts are kept by rejection sampling, one by one or by the probability of all; empty: where the target
+    samples the same token. Another answer, of the same distribution."""
     synthetic: float | None = None
     """For measurements: drafts are kept with this probability, whatever they are. Answers mean nothing then."""
     relaxed: int = 0
@@ -112,9 +117,9 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
                           f"{', '.join([*METHODS, *sorted(own_drafters().names)])}")
     numbers = {ours: given[theirs] for theirs, ours in _NUMBERS.items() if given.get(theirs) is not None}
     rule, thinking = given.get("rejection_sample_method") or "strict", given.get("use_relaxed_acceptance_for_thinking")
-    if rule not in ("strict", "synthetic") or (rule == "synthetic") != ("synthetic" in numbers):
-        raise ConfigError(f"speculative_config: rejection_sample_method is {rule!r}; possible are strict, and synthetic with "
-                          "synthetic_acceptance_rate")
+    if rule not in _RULES or (rule == "synthetic") != ("synthetic" in numbers):
+        raise ConfigError(f"speculative_config: rejection_sample_method is {rule!r}; possible are strict, probabilistic, "
+                          "block, and synthetic with synthetic_acceptance_rate")
     if thinking:
         numbers.setdefault("relaxed", 10)
     elif {"relaxed", "delta"} & set(numbers):
@@ -133,7 +138,8 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
     policy = given.get("draft_policy", options.draft_policy)
     if policy not in ("adaptive", "fixed"):
         raise ConfigError(f"speculative_config: draft_policy is {policy!r}; possible are adaptive and fixed")
-    found = Speculation(_NAMES.get(method, method), model, adaptive=policy == "adaptive", parallel=parallel)
+    found = Speculation(_NAMES.get(method, method), model, adaptive=policy == "adaptive", parallel=parallel,
+                        rejection=_RULES[rule])
     return _checked(dataclasses.replace(found, **numbers))
 
 
@@ -154,6 +160,8 @@ def _checked(found: Speculation) -> Speculation:
     if not 0 <= found.relaxed <= 128 or found.delta < 0:
         raise ConfigError(f"relaxed_topk is {found.relaxed} and relaxed_delta {found.delta}; possible are 1 to 128, and "
                           "0 or more")
+    if found.relaxed and found.rejection:
+        raise ConfigError("use_relaxed_acceptance_for_thinking needs rejection_sample_method strict; leave one of them out")
     if found.layers < 0 or (found.layers and method != "layer_skip"):
         raise ConfigError(f"draft_layers is {found.layers} with speculate {method}; it is the number of layers that draft by "
                           "layer_skip, at least 1")

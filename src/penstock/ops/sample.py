@@ -173,6 +173,14 @@ class SampleOps:
         found[lines] = torch.where(top_p[:, None] < 1, torch.maximum(floor, border), floor)[:, 0]
         return found
 
+    def probabilities(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor,
+                      threshold: torch.Tensor | None = None) -> torch.Tensor:
+        """[S, V] float32: the distributions from which `choose` draws for rows with Feature.RANDOM."""
+        x = logits.float() * table[row.long()].view(torch.float32)[:, Column.INVERSE_TEMPERATURE, None]
+        if threshold is not None:
+            x = x.masked_fill(x < threshold[:, None], -torch.inf)
+        return x.softmax(-1)
+
     def penalize(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
                  position: torch.Tensor, lines: torch.Tensor) -> None:
         """Repetition, frequency and presence penalties on the `lines` [L] int32 of logits (float32), in place.

@@ -72,6 +72,9 @@ class Drafting:
         return row, torch.where(unsure > 0, self.rows.length[row.long()], known)
 
 
+Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
 @dataclass(frozen=True)
 class Host:
     """The parts of a worker that drafters work with."""
@@ -87,6 +90,14 @@ class Host:
     """The drafter's windows into the arena, in the order of `LoadedDrafter.states`."""
     capture: Callable[[Decoder], Graphs | None]
     """Captures another model's steps as CUDA graphs, if the worker captures any."""
+    draw: Draw | None = None
+    """Draws drafts in place of the rule by which their targets are sampled, if drafts are verified by rejection."""
+
+    def choose(self, logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
+        """Writes the drafts that follow from logits [S, V] to these positions [S] of rows."""
+        self.sampler.choose(logits, row, position)
+        if self.draw is not None:
+            self.draw(logits, row, position)
 
 
 class LoadedDrafter(ABC):

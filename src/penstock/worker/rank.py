@@ -45,6 +45,7 @@ from penstock.worker.drafters import loading as drafters
 from penstock.worker.drafters.ngram import SCRATCH
 from penstock.worker.drafting import LoadedDrafter
 from penstock.worker.rehearsal import rehearse
+from penstock.worker.rejection import scratch
 from penstock.worker.sizes import fitted
 from penstock.worker.worker import Launched, Worker
 
@@ -203,7 +204,9 @@ class Rank:
         each = [memory.working_bytes(one, config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len, config.page,
                                      device, config.graph_tokens) for one in self._held(model)]
         # The models run one after another, so that they can share all memory except their graphs.
-        drafting = SCRATCH if config.speculation is not None else 0
+        drafting, asked = 0, config.speculation
+        if asked is not None:
+            drafting = SCRATCH + scratch(asked.rejection, config.max_num_seqs, asked.tokens, model.spec.vocab_size)
         working = memory.Working(max(one.step for one in each) + drafting, sum(one.graphs for one in each),
                                  max(one.scratch for one in each))
         if kept is not None:

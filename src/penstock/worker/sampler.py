@@ -71,12 +71,18 @@ MAX_LOGITS_ROWS = 256
 class Sampled:
     """Sampled tokens. The host may read them once the device has run the work of `Sampler.launch`."""
 
-    def __init__(self, tokens: torch.Tensor, scores: Scores | None) -> None:
+    def __init__(self, tokens: torch.Tensor, scores: Scores | None, probabilities: torch.Tensor | None = None) -> None:
         self.chosen = tokens
         """[S] int32, on the device unless the kernel wrote them to host memory directly."""
         self.scores = scores
         """Log probabilities of the tokens whose rows ask for them."""
+        self.probabilities = probabilities
+        """[S, V] float32, on the device, if they were asked for: the distributions that the tokens were drawn from."""
         self._tokens = to_host(tokens)
+
+    def settle(self, tokens: torch.Tensor) -> None:
+        """Replaces the tokens by others [S]."""
+        self.chosen, self._tokens, self.probabilities = tokens, to_host(tokens), None
 
     def tokens(self) -> Ints:
         """[S]; NOT_FINITE where no token can be chosen."""
@@ -140,19 +146,21 @@ class Sampler:
         assert self._outbox is not None
         self._choose(logits, row, position, None, self._outbox.memory, shift)
 
-    def launch(self, logits: torch.Tensor, lines: LogitsRows, masks: RowMasks | None = None, stay: bool = False) -> Sampled:
+    def launch(self, logits: torch.Tensor, lines: LogitsRows, masks: RowMasks | None = None, stay: bool = False,
+               whole: bool = False) -> Sampled:
         """Samples tokens from logits [S, V] float32, which are modified in place, and writes them to their rows. `stay`: keep
-        the sampled tokens on the device as well."""
+        the sampled tokens on the device as well. `whole`: return the distributions, too."""
         features = self._rows.parameters.features[lines.rows]
         every = int(np.bitwise_or.reduce(features, initial=0))
         out = None
         if self._outbox is not None and not stay and not every & int(Feature.LOGPROBS):
             out = self._outbox.take(len(lines.rows))
-        if masks is None and not every & _MORE:
+        if masks is None and not every & _MORE and not whole:
             return Sampled(self._choose(logits, lines.row, lines.position, None, out, None), None)
         if self._model is not None:
             group = self._model.group
-            if group is not None and masks is None and not every & _BEYOND and self._rows.parameters.narrow(lines.rows, _BEST):
+            few = masks is None and not whole and not every & _BEYOND and self._rows.parameters.narrow(lines.rows, _BEST)
+            if group is not None and few:
                 best = group.gather(logits.topk(min(_BEST, logits.shape[1])).values).transpose(0, 1).flatten(1)
                 border = self._ops.threshold(best.contiguous(), self._rows.parameters.table, lines.row)
                 return Sampled(self._choose(logits, lines.row, lines.position, border, out, None), None)
@@ -171,11 +179,12 @@ class Sampler:
             self._ops.penalize(logits, parameters.table, rows.tokens, lines.row, lines.position, penalized)
         threshold = self._ops.threshold(logits, parameters.table, lines.row) if every & int(Feature.FILTER) else None
         tokens = self.choose(logits, lines.row, lines.position, threshold, out)
+        drawn = self._ops.probabilities(logits, parameters.table, lines.row, threshold) if whole else None
         if not len(asking):
-            return Sampled(tokens, None)
+            return Sampled(tokens, None, drawn)
         top = max(map(parameters.logprobs, lines.rows[picks[2]].tolist()))
         found = self._ops.score(own[0], tokens[asking.long()], top, own[1])
-        return Sampled(tokens, Scores([(lines.segments[picks[2]], lines.positions[picks[2]], found)]))
+        return Sampled(tokens, Scores([(lines.segments[picks[2]], lines.positions[picks[2]], found)]), drawn)
 
     def _mask(self, logits: torch.Tensor, masks: RowMasks) -> None:
         count, words = masks.bits.shape

@@ -31,6 +31,8 @@ class Acceptance:
     synthetic: float | None = None
     relaxed: int = 0
     delta: float = 0.0
+    method: str = ""
+    """token or block: drafts are verified by rejection sampling (`rejection.py`); empty: by the noise that drew them."""
 
 
 STRICT = Acceptance()

@@ -28,6 +28,7 @@ from penstock.worker.dummy import dummy_round
 from penstock.worker.graphs import Graphs
 from penstock.worker.movers import Movers
 from penstock.worker.pooling import REPORTS, Reports
+from penstock.worker.rejection import Judging, Rejection, settled
 from penstock.worker.returning import Returning
 from penstock.worker.rows import Rows
 from penstock.worker.runner import Runner
@@ -201,7 +202,8 @@ class Worker:
             self.returning = Returning(pipe, self.rows) if pipe is not None else None
             if drafter is not None:
                 self.drafter = drafter.start(Host(model, self.rows, layout.page, self.sampler, budget, views[own:],
-                                                  partial(self._capture, graph_tokens)))
+                                                  partial(self._capture, graph_tokens),
+                                                  None if self.rejection is None else self.rejection.draw))
         except BaseException:
             self.close()
             raise
@@ -214,7 +216,9 @@ class Worker:
         self.runner = Runner(model, self.rows, layout.page)
         self.runner.adapters = self.adapters = Adapters(max_num_seqs, self._slabs, model.kernels.lora, device)
         self.sampler = Sampler(model.kernels.sample, self.rows, model.kernels.chosen["sample"].capturable, model)
-        self.verifier = Verifier(self.rows, STRICT if self._loaded_drafter is None else self._loaded_drafter.acceptance)
+        rule = STRICT if self._loaded_drafter is None else self._loaded_drafter.acceptance
+        self.verifier = Verifier(self.rows, rule)
+        self.rejection = Rejection(self.rows, rule.method, model.spec.vocab_size) if rule.method else None
         self.clock = Clock(device)
         self.graphs: Graphs | None = None
         self.stream = compute_stream(device) if device.type == "cuda" else None
@@ -321,6 +325,8 @@ class Worker:
             self.movers.load(plan)
         if self.drafter is not None and not plan.idle:
             drafting = Drafting(plan, self.rows)
+            if self.rejection is not None:
+                self.rejection.begin(drafting)
             self.drafter.propose(drafting)
             if plan.tells_drafts:
                 told = Arriving(drafting.written())
@@ -384,11 +390,16 @@ class Worker:
         drafts = self.verifier.drafts(lines) if checks and len(lines.rows) else None
         thinking = self.verifier.thinking
         stay = checks or self.returning is not None or thinking is not None
-        found.sampled = list(self._sample(plan, forward, masks, stay, drafts))
+        judging = self.rejection.judge(lines, drafts) if self.rejection is not None and drafts is not None else None
+        judging = judging if judging is not None and judging.needed else None
+        found.sampled = list(self._sample(plan, forward, masks, stay, drafts, judging))
         if self.returning is not None and found.sampled:
             self.returning.send([sampled.chosen for sampled in found.sampled])
         if drafts is not None:
             chosen = torch.cat([sampled.chosen for sampled in found.sampled])
+            if judging is not None:
+                drafts, chosen = judging.settle(chosen)
+                settled(found.sampled, chosen)
             found.verified = self.verifier.verify(plan, lines, drafts, chosen)
         elif thinking is not None and found.sampled:
             thinking.follow(lines, torch.cat([sampled.chosen for sampled in found.sampled]))
@@ -403,9 +414,9 @@ class Worker:
         return found
 
     def _sample(self, plan: StepPlan, forward: Forward, masks: Masks | None, stay: bool,
-                drafts: torch.Tensor | None) -> Iterator[Sampled]:
+                drafts: torch.Tensor | None, judging: Judging | None) -> Iterator[Sampled]:
         """Samples the step's logits rows, MAX_LOGITS_ROWS at a time. `drafts`: the tokens at their positions, if there are
-        any."""
+        any. `judging`: verifies them by rejection."""
         at, line = 0, 0
         logits, forward.logits = forward.logits, None
         for part in forward.lines.parts(MAX_LOGITS_ROWS):
@@ -418,5 +429,9 @@ class Worker:
                 line += len(which)
             if drafts is not None and self.verifier.thinking is not None:
                 self.verifier.thinking.relax(logits, part, drafts[at:at + len(part.rows)])
-            yield self.sampler.launch(logits, part, masked, stay)
+            sampled = self.sampler.launch(logits, part, masked, stay, judging is not None)
+            if judging is not None and sampled.probabilities is not None:
+                judging.take(part, sampled.probabilities)
+                sampled.probabilities = None
+            yield sampled
             logits, at = None, at + MAX_LOGITS_ROWS

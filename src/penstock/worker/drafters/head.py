@@ -124,7 +124,7 @@ class Head(Drafter):
             if self._tokens is not None:
                 logits = logits.new_full((len(some), target.spec.vocab_size), -torch.inf).index_copy_(1, self._tokens, logits)
             end = at + len(some)
-            self._host.sampler.choose(logits[:, :target.spec.vocab_size].contiguous(), row[at:end], position[at:end])
+            self._host.choose(logits[:, :target.spec.vocab_size].contiguous(), row[at:end], position[at:end])
 
     def follow(self, plan: StepPlan, ends: torch.Tensor, lines: LogitsRows, verified: Verified | None) -> None:
         model, tokens = self._runner.model, int(plan.counts.sum())

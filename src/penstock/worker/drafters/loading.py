@@ -107,7 +107,7 @@ def load(found: Found, target: Decoder, room: int, **how: Any) -> LoadedDrafter:
     """Loads the drafter. `room`: the most tokens of a padded step. `how`: the arguments of `models/registry.py::load`, among
     them `place` and `group`. ModelError if its files are wrong."""
     drafter = _load(found, target, room, **how)
-    drafter.acceptance = Acceptance(found.asked.synthetic, found.asked.relaxed, found.asked.delta)
+    drafter.acceptance = Acceptance(found.asked.synthetic, found.asked.relaxed, found.asked.delta, found.asked.rejection)
     return drafter
 
 

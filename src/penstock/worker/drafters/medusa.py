@@ -89,7 +89,7 @@ class Medusa(Drafter):
             x = states[still]
             for weight, bias in layers:
                 x = x + F.silu(F.linear(x, weight, bias))
-            self._host.sampler.choose(F.linear(x, logits).float(), row[still], length[still] + place)
+            self._host.choose(F.linear(x, logits).float(), row[still], length[still] + place)
 
     def follow(self, plan: StepPlan, ends: torch.Tensor, lines: LogitsRows, verified: Verified | None) -> None:  # noqa: ARG002
         row, states = last_of(ends, lines, verified)

@@ -123,7 +123,7 @@ class DraftModel(Drafter):
                 own, numbers = self._tokens
                 logits = logits.new_full((len(logits), target), -torch.inf).index_copy_(1, numbers, logits[:, own])
             # Entries that were never computed may hold anything, but a draft must be a token.
-            self._host.sampler.choose(torch.nan_to_num(logits), row[some], position[some])
+            self._host.choose(torch.nan_to_num(logits), row[some], position[some])
 
 
 class ParallelModel(DraftModel):
