@@ -6,7 +6,7 @@ Ranks are threads of this process (`ranks.py`); those in processes are in test_p
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from penstock.engine.engine import Engine
 from penstock.layers.decoder import Decoder
 from penstock.layers.experts import Experts, ExpertsSpec
 from penstock.models.registry import describe
+from penstock.parallel import runs
 from penstock.parallel.placement import Held
+from penstock.parallel.runs import Runs
 from tests.models.families import CASES, Case, make
 from tests.sampling import sampled
 from tests.system.random_models import saved_random
@@ -83,7 +85,7 @@ def test_every_shape_of_every_family(case: Case, ranks: int, tmp_path: Path) -> 
 
 
 @functools.cache
-def runs(name: str) -> bool:
+def has_family(name: str) -> bool:
     try:
         describe(read_config(canary.model_folder() if name == "canary" else ASSETS / name))
     except PenstockError:
@@ -99,7 +101,7 @@ def members(counts: Sequence[int], each: int) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "ranks"), members(RANKS, 3))
 def test_every_trained_model(name: str, ranks: int) -> None:
-    if not runs(name):
+    if not has_family(name):
         pytest.skip("no family runs it yet")
     same("canary" if name == "canary" else ASSETS / name, ranks)
 
@@ -118,6 +120,35 @@ def test_sums_are_made_by_the_norm_after_them() -> None:
         group = same("canary", 2)
     blocks = len(describe(read_config(canary.model_folder())).blocks)
     assert group.ranks and len(seen) % (2 * 2 * blocks) == 0 and seen
+
+@pytest.mark.parametrize(("name", "ranks", "stages"), [
+    ("canary", 2, 1), ("canary", 3, 1), ("canary", 4, 1), ("canary-moe", 3, 1), ("canary-moe", 2, 2), ("canary-mla", 4, 1),
+    ("canary-sink", 3, 1)])
+def test_long_sums_are_made_in_runs(name: str, ranks: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are left, summed and normed run by run, by each rank its share where there are more than two."""
+    seen: list[tuple[bool, int]] = []
+    leave = Runs.leave
+
+    def watched(self: Runs, compute: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        seen.append((self.shares, len(self.borders)))
+        return leave(self, compute)
+
+    monkeypatch.setattr(runs, "LEAST", 8)
+    monkeypatch.setattr(Runs, "leave", watched)
+    folder = "canary" if name == "canary" else ASSETS / name
+    for batch, params in ((24, None), (64, None), (24, {"logprobs": 3, "prompt_logprobs": 2})):
+        same(folder, ranks, stages, params=params, max_num_batched_tokens=batch)
+    if name == "canary" and ranks == 2:
+        same(folder, ranks, context_parallel_size=2, block_size=4)
+    assert any(shares for shares, _ in seen) == (ranks > 2)
+    assert max(count for _, count in seen) > 2
+
+
+def test_sums_in_runs_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "LEAST", 8)
+    monkeypatch.setattr(Threads, "overlaps", False)
+    monkeypatch.setattr(Runs, "leave", None)
+    same("canary", 2)
 
 
 @pytest.mark.parametrize("params", [
@@ -150,7 +181,7 @@ STAGES = ((1, 2), (1, 3), (2, 2))
     (name, *mesh) if i % len(STAGES) == at else pytest.param(name, *mesh, marks=pytest.mark.exhaustive)
     for i, name in enumerate(MEMBERS) for at, mesh in enumerate(STAGES)])
 def test_every_trained_model_in_stages(name: str, ranks: int, stages: int) -> None:
-    if not runs(name):
+    if not has_family(name):
         pytest.skip("no family runs it yet")
     folder = "canary" if name == "canary" else ASSETS / name
     if len(describe(read_config(canary.model_folder() if name == "canary" else folder)).blocks) < stages:  # type: ignore[arg-type]
@@ -204,7 +235,7 @@ def test_every_shape_of_every_family_by_contexts(case: Case, ranks: int, tmp_pat
 
 @pytest.mark.parametrize(("name", "ranks"), members(CONTEXTS, 4))
 def test_every_trained_model_by_contexts(name: str, ranks: int) -> None:
-    if not runs(name):
+    if not has_family(name):
         pytest.skip("no family runs it yet")
     over_contexts("canary" if name == "canary" else ASSETS / name, ranks)
 

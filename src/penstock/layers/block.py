@@ -5,8 +5,10 @@ The stream is carried as a sum not yet done, `residual + delta`, so that the add
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,6 +18,7 @@ from penstock.layers.norm import Norm, NormSpec, RMSNorm, build_norm
 from penstock.layers.parameter import Parameter
 from penstock.layers.step import Step
 from penstock.parallel.group import Group
+from penstock.parallel.runs import Runs
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,37 @@ class Branch:
         self.scale = spec.scale
         self.same = spec.same
         self.replaces = spec.replaces
+        self.leaves = False
+        """The body's result is this rank's part of a sum, which the next norm makes."""
 
-    def enter(self, delta: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the body's input, the stream) for the stream `residual + delta`. `residual` may be overwritten."""
+    def enter(self, delta: torch.Tensor | None, residual: torch.Tensor,
+              runs: Runs | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the body's input, the stream) for the stream `residual + delta`. `residual` may be overwritten. `runs`: the step's;
+        they may keep the stream."""
+        if runs is not None:
+            if runs.holds(delta):
+                return torch.cat([run() for run in self._entered(residual, runs)]), residual
+            residual = runs.whole(residual)
         if delta is None:
             return (residual if self.pre is None else self.pre(residual)), residual
         if self.pre is None:
             total = delta + residual
             return total, total
         return self.pre.add(delta, residual)
+
+    def _entered(self, residual: torch.Tensor, runs: Runs) -> list[Callable[[], torch.Tensor]]:
+        assert isinstance(self.pre, RMSNorm)
+        return runs.enter(residual, self.pre.add_own)
+
+    def by_runs(self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step,
+                runs: Runs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enters and leaves a body that looks at one token at a time, so that sums travel while other runs are computed."""
+        if runs.holds(delta):
+            entered = self._entered(residual, runs)
+        else:
+            x, residual = self.enter(delta, residual, runs)
+            entered = [partial(operator.getitem, x, slice(*border)) for border in runs.borders]
+        return runs.leave(lambda run: self.body(entered[run](), step.run(runs.borders[run][0]))), residual
 
     def leave(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None) -> torch.Tensor:
         """Returns the branch's contribution to the stream, given the body's input; with `ends`, at those tokens alone."""
@@ -104,8 +129,13 @@ class Block:
                  ends: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and gives the stream as (delta, residual), all [T, W]; with `ends` [E], gives it at those tokens alone."""
         for i, (first, *others) in enumerate(self.stages):
-            x, residual = first.enter(delta, residual)
-            at = ends if i == self._last else None
+            at, runs = ends if i == self._last else None, step.runs
+            if runs is not None and at is None and first.leaves and not first.body.looks_around:
+                delta, residual = first.by_runs(delta, residual, step, runs)
+                continue
+            x, residual = first.enter(delta, residual, runs)
+            if runs is not None and (at is not None or not first.leaves):
+                residual = runs.whole(residual)
             delta = first.leave(x, step, at)
             for branch in others:
                 if not branch.same:
@@ -146,6 +176,6 @@ def sums_left(blocks: Sequence[Block], end: Norm | None, ranks: Group | None) ->
         norm, (branch, *others) = after[1][0].pre if after[1] is not None else end, stage
         plain = branch.post is None and branch.after is None and branch.scale == 1.0 and not branch.replaces
         if plain and not others and isinstance(norm, RMSNorm) and branch.body.leave_sum():
-            norm.ranks = ranks
+            norm.ranks, branch.leaves = ranks, True
             found[after[0]] |= after[0] != number
     return found

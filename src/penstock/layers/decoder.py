@@ -16,12 +16,13 @@ from penstock.layers.embedding import Embedding, Head
 from penstock.layers.experts import Experts
 from penstock.layers.identity import computation
 from penstock.layers.linear import Linear
-from penstock.layers.norm import build_norm
+from penstock.layers.norm import RMSNorm, build_norm
 from penstock.layers.spec import ModelSpec
 from penstock.layers.step import BASE, Adapted, StateView, Step, Works
 from penstock.ops.registry import Kernels
 from penstock.parallel.group import Group
 from penstock.parallel.lockstep import Lockstep
+from penstock.parallel.runs import Runs, runs_of
 
 
 class Decoder:
@@ -116,6 +117,7 @@ class Decoder:
         if self.spec.drafts:
             step.beside = self.entry(len(step.tokens))
         division, ends = step.division, step.ends if self.spec.ends else None
+        step.runs = self._runs(step)
         if division is not None and self.context is not None:
             hidden = division.whole(self._divided(step, division.own), self.context)
             return hidden if ends is None else hidden.index_select(0, ends)
@@ -127,7 +129,7 @@ class Decoder:
             delta, residual = block(delta, residual, step)
         self._tap(len(blocks), delta, residual)
         if not self._taps or (max(self._taps) <= len(blocks) and min(self._taps) >= 0):
-            return self._end(*last(delta, residual, step, ends))
+            return self._end(*last(delta, residual, step, ends), step.runs)
         delta, residual = last(delta, residual, step)
         self._tap(len(blocks) + 1, delta, residual)
         hidden = self._end(delta, residual)
@@ -142,9 +144,20 @@ class Decoder:
         for block in self.blocks:
             delta, residual = block(delta, residual, step)
         assert delta is not None
-        return self._end(delta, residual)
+        return self._end(delta, residual, step.runs)
 
-    def _end(self, delta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def _runs(self, step: Step) -> Runs | None:
+        """Of few rows, sums are made at once; and where something else reads or adds to what a branch leaves."""
+        if self.group is None or not any(self._parts) or self._taps or step.delta is not None:
+            return None
+        return runs_of(self.group, len(step.tokens) if step.division is None else len(step.division.own))
+
+    def _end(self, delta: torch.Tensor, residual: torch.Tensor, runs: Runs | None = None) -> torch.Tensor:
+        if runs is not None:
+            if runs.holds(delta):
+                assert isinstance(self.norm, RMSNorm)
+                return torch.cat([run() for run in runs.enter(residual, self.norm.add_own)])
+            residual = runs.whole(residual)
         return delta + residual if self.norm is None or self.spec.drafts else self.norm.add(delta, residual)[0]
 
     def follow(self) -> None:

@@ -68,6 +68,7 @@ class Linear:
         self.bias = build.values.tensor(f"{path}.bias") if spec.bias else None
         self._apply = self.weight.ops.apply
         self._reduce = build.group.reduce if build.group is not None and spec.split is Split.COLUMNS else None
+        self._leaves = False
         members = self.weight.members if isinstance(self.weight, Joined) else (self.weight,)
         self.shape: tuple[object, ...] = (*(type(one.ops) for one in members), self.weight.n, self.weight.k, self.bias is None)
         """Equal for projections that launch the same kernels for the same rows."""
@@ -76,6 +77,9 @@ class Linear:
         """`step` says which rows have which adapter."""
         if step.delta is not None:
             return self._adapted(x, step.delta)
+        if self._leaves and step.runs is not None:
+            borders = step.runs.borders
+            return step.runs.leave(lambda run: self._apply(x[slice(*borders[run])], self.weight, None))
         if self._reduce is None:
             return self._apply(x, self.weight, self.bias)
         return self._whole(self._apply(x, self.weight, None))
@@ -92,7 +96,7 @@ class Linear:
         something is added to it."""
         if self._reduce is None or self.bias is not None:
             return False
-        self._reduce = None
+        self._reduce, self._leaves = None, True
         return True
 
     def _whole(self, part: torch.Tensor) -> torch.Tensor:

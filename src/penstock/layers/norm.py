@@ -70,6 +70,10 @@ class RMSNorm:
         """(norm(x + residual), x + residual); `residual` may be overwritten."""
         if self.ranks is not None:
             return self.ranks.add_norm(x, residual, self.weight, self.eps, self.offset, self._add_norm)
+        return self.add_own(x, residual)
+
+    def add_own(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`add`, of which x is all."""
         return self._add_norm(x, residual, self.weight, self.eps, self.offset)
 
 

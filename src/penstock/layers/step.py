@@ -12,6 +12,7 @@ import torch
 
 from penstock.ops.attention import AttentionOps, Geometry, Span
 from penstock.parallel.group import Group
+from penstock.parallel.runs import Runs
 
 Apart = Sequence[tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]]
 """(rows, matrices) of each adapter that changes a layer otherwise than by its projections."""
@@ -47,14 +48,20 @@ class Adapted(Protocol):
     @property
     def delta(self) -> Delta | None: ...
 
+    @property
+    def runs(self) -> Runs | None: ...
 
+
+@dataclass(frozen=True)
 class Base:
-    """Rows without adapters, outside of a step."""
+    """Rows outside of a step."""
 
     delta: Delta | None = None
+    runs: Runs | None = None
 
 
 BASE = Base()
+"""Rows without adapters."""
 
 
 @dataclass(slots=True)
@@ -109,6 +116,8 @@ class Step:
     """None if no row has an adapter. Of a divided step: for this rank's own tokens."""
     end_delta: Delta | None = None
     """The same for the tokens `ends` alone."""
+    runs: Runs | None = None
+    """The runs in which a projection that leaves a sum over ranks is computed. None: all rows at once."""
     beside: torch.Tensor | None = None
     """[T, width]: of a draft head, the hidden states that go with the tokens; behind its entry, the tokens' embeddings."""
 
@@ -120,7 +129,12 @@ class Step:
         """(x, this step) for the tokens `ends` alone; None: for all."""
         if ends is None:
             return x, self
-        return x.index_select(0, ends), self if self.delta is None else replace(self, delta=self.end_delta)
+        same = self.delta is None and self.runs is None
+        return x.index_select(0, ends), self if same else replace(self, delta=self.delta and self.end_delta, runs=None)
+
+    def run(self, first: int) -> Step:
+        """This step as a layer sees it that is given a run of its rows, from `first` on."""
+        return replace(self, query_start=self.query_start[-1:] - first, runs=None)
 
 
 @dataclass(frozen=True)

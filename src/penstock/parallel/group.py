@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +36,8 @@ class Group(ABC):
 
     rank: int
     size: int
+    overlaps = True
+    """Whether long sums may be made in runs (parallel/runs.py)."""
 
     @abstractmethod
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,6 +55,17 @@ class Group(ABC):
     def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
         """[size, ...] -> [...]: the sum of the ranks' parts x[rank]."""
         return added(self.gather(x)[:, self.rank].unbind())
+
+    def begin(self, x: torch.Tensor, share: bool) -> Callable[[], torch.Tensor]:
+        """Begins the sum of the ranks' x [T, ...], which may be overwritten; a call waits for it. `share`: only of this rank's
+        share of the rows, of which there are equally many for each rank."""
+        found = self.reduce_own(x.unflatten(0, (self.size, -1))) if share else self.reduce(x)
+        return lambda: found
+
+    def begin_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to gather the rows x [T, ...] of all ranks; a call waits for them, [size * T, ...]."""
+        found = self.gather(x).flatten(0, 1)
+        return lambda: found
 
 
 _JOIN_SECONDS = 120.0
@@ -127,14 +140,40 @@ class Processes(Group):
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         if self._peers is not None and self._peers.takes(x):
             return self._peers.gather(x)
-        found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        # As bytes: gloo does not know every type.
-        self._gather(found.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8), group=self._group)
-        return found
+        return self._gathered(x)()
 
     def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
         if self._peers is not None and self._peers.takes(x):
             return self._peers.reduce(x)[self.rank]
-        found = torch.empty_like(x)
-        self._exchange(found.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8), group=self._group)
-        return added(found.unbind())
+        return added(self._exchanged(x)().unbind())
+
+    def begin(self, x: torch.Tensor, share: bool) -> Callable[[], torch.Tensor]:
+        if share:
+            arrived = self._exchanged(x.unflatten(0, (self.size, -1)), later=True)
+            return lambda: added(arrived().unbind())
+        if self._sums:
+            work = self._reduce(x, group=self._group, async_op=True)
+            return lambda: (work.wait(), x)[1]
+        arrived = self._gathered(x, later=True)
+        return lambda: added(arrived().unbind())
+
+    def begin_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        arrived = self._gathered(x, later=True)
+        return lambda: arrived().flatten(0, 1)
+
+    def _gathered(self, x: torch.Tensor, later: bool = False) -> Callable[[], torch.Tensor]:
+        """[size, *x.shape], by the library. `later`: a call waits for it."""
+        found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        # As bytes: gloo does not know every type.
+        work = self._gather(_bytes(found), _bytes(x.contiguous()), group=self._group, async_op=later)
+        return lambda: (work and work.wait(), found)[1]
+
+    def _exchanged(self, x: torch.Tensor, later: bool = False) -> Callable[[], torch.Tensor]:
+        """[size, ...] -> [size, ...]: this rank's part of every rank's x, by the library."""
+        found = torch.empty_like(x, memory_format=torch.contiguous_format)
+        work = self._exchange(_bytes(found), _bytes(x.contiguous()), group=self._group, async_op=later)
+        return lambda: (work and work.wait(), found)[1]
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)

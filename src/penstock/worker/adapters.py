@@ -6,7 +6,6 @@ Slot 0 is the model without an adapter. The engine decides which adapter is in w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.core.plan import Ints, StepPlan
-from penstock.layers.step import BASE, Adapted, Apart
+from penstock.layers.step import BASE, Adapted, Apart, Base
 from penstock.models.adapters import APART, EMBEDDING, HEAD, Weights
 from penstock.ops.lora import Groups, LoraOps, Slabs, size, write
 from penstock.worker.staging import Staging, upload
@@ -93,7 +92,7 @@ class Adapters:
         if not self.adapted(plan, HEAD):
             return BASE
         (delta,) = self._grouped(False, (self._slot[plan.rows][segments] - 1, rows))
-        return Rows(delta)
+        return Base(delta)
 
     def _grouped(self, captured: bool, *each: tuple[Ints, int]) -> list[LowRankDelta]:
         """Uploads the groups of rows with such slots, padded to so many."""
@@ -121,13 +120,6 @@ class Adapters:
             for path, matrices in self._apart[slot].items():
                 found.setdefault(path, []).append((rows, matrices))
         return found
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows outside of a step (`layers/step.py::Adapted`)."""
-
-    delta: LowRankDelta
 
 
 class LowRankDelta:
