@@ -133,7 +133,7 @@ class CpuExperts(ExpertsOps):
 class CpuLora(LoraOps):
     """The operation `lora` of one library: both products of a row at once."""
 
-    _ARGUMENTS = struct.Struct("26q")
+    _CALL, _PROJECTION = struct.Struct("10q"), struct.Struct("16q")
 
     def __init__(self, owner: CpuOperations) -> None:
         self._owner = owner
@@ -143,14 +143,20 @@ class CpuLora(LoraOps):
 
     def expand(self, low: torch.Tensor, path: str, slabs: Slabs, groups: Groups, out: torch.Tensor,
                bias: torch.Tensor | None) -> None:
+        known, (number, tiles, order, _) = low.dim() > 2, groups
+        self._owner.lib.penstock_lora(self._CALL.pack(
+            low.data_ptr(), low.stride(1 if known else 0), known, number.data_ptr(), tiles.data_ptr(), order.data_ptr(),
+            out.data_ptr(), out.stride(0), 0 if bias is None else bias.data_ptr(), tiles.shape[1])
+            + (slabs.packed.get(path) or self._projection(path, slabs)),
+            _CODES[slabs.data.dtype], out.dtype is not slabs.data.dtype)
+
+    def _projection(self, path: str, slabs: Slabs) -> bytes:
         target, data, gains, facts = slabs.layout.targets[path], slabs.data, slabs.gains, slabs.facts
-        sizes, known = (*target.pieces, 0, 0, 0)[:MOST_PIECES], low.dim() > 2
-        self._owner.lib.penstock_lora(self._ARGUMENTS.pack(
-            low.data_ptr(), low.stride(1 if known else 0), known, data.data_ptr(), gains.data_ptr(), facts.data_ptr(),
-            groups.number.data_ptr(), groups.tiles.data_ptr(), groups.order.data_ptr(), out.data_ptr(), out.stride(0),
-            0 if bias is None else bias.data_ptr(), groups.tiles.shape[1], data.stride(0), gains.stride(0), facts.stride(0),
-            len(target.pieces), *sizes, target.inputs, target.down, target.up, target.gains, target.facts),
-            _CODES[data.dtype], out.dtype is not data.dtype)
+        slabs.packed[path] = found = self._PROJECTION.pack(
+            data.data_ptr(), gains.data_ptr(), facts.data_ptr(), data.stride(0), gains.stride(0), facts.stride(0),
+            len(target.pieces), *(*target.pieces, 0, 0, 0)[:MOST_PIECES], target.inputs, target.down, target.up, target.gains,
+            target.facts)
+        return found
 
 
 class CpuAttention(AttentionOps):

@@ -97,6 +97,8 @@ class Slabs:
                   for target in layout.targets.values()}
         self.blocks = {path: tables[target.pieces] for path, target in layout.targets.items()}
         """[blocks, 3] int32: `Target.blocks`."""
+        self.packed: dict[str, bytes] = {}
+        """By path, arguments of a kernel that are the same in every call."""
 
     @staticmethod
     def nbytes(layout: Layout, slots: int, rank: int, dtype: torch.dtype) -> int:

@@ -41,9 +41,13 @@ class Adapters:
         self._used = False
         """Whether a slot was ever filled."""
         self._staging = {captured: Staging(torch.int32, device) for captured in (False, True)}
+        self._last: dict[bool, tuple[list[tuple[bytes, int]], list[LowRankDelta]]] = {}
+        """What `_grouped` did last for a captured step and for another: decode steps of the same rows are grouped once."""
 
     def apply(self, plan: StepPlan) -> None:
         """Fills slots and notes the slots of entering rows."""
+        if plan.adapters:
+            self._last.clear()
         for slot, name in plan.adapters:
             assert self.slabs is not None
             self._used = True
@@ -70,6 +74,7 @@ class Adapters:
     def reserve(self, tokens: int) -> None:
         """Gives the groups of captured steps of up to so many tokens a fixed address."""
         if self.slabs is not None:
+            self._last.clear()
             self._staging[True].reserve(2 * size(tokens, len(self.slabs.data)))
 
     def deltas(self, plan: StepPlan, tokens: int, ends: int, segments: npt.NDArray[np.int64],
@@ -98,6 +103,9 @@ class Adapters:
         """Uploads the groups of rows with such slots, padded to so many."""
         assert self.slabs is not None
         count, staging = len(self.slabs.data), self._staging[captured]
+        asked = [(slots.tobytes(), rows) for slots, rows in each]
+        if captured in self._last and self._last[captured][0] == asked:
+            return self._last[captured][1]
         places = list(accumulate((size(rows, count) for _, rows in each), initial=0))
         host = staging.host(places[-1])
         for at, (slots, rows) in zip(places, each, strict=False):
@@ -108,6 +116,7 @@ class Adapters:
         for at, (slots, rows) in zip(places, each, strict=False):
             found.append(LowRankDelta(self._ops, self.slabs, Groups.of(there[at:], rows, count),
                                       {} if captured else self._changes(slots)))
+        self._last[captured] = asked, found
         return found
 
     def _changes(self, slots: Ints) -> dict[str, list[tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]]]:

@@ -11,47 +11,61 @@
 namespace {
 
 constexpr int64_t WORTH = 1 << 16;  // multiplications from which on the thread pool is used
-constexpr int64_t PIECES = 4, WIDE = 4;  // ops/lora.py::MOST_PIECES; vectors of results in registers
+constexpr int PIECES = 4, WIDE = 4;  // ops/lora.py::MOST_PIECES; vectors of results in registers
 
 struct Arguments {
     const void* x;  // or x A^T in float, if that is known
     int64_t ldx, known;
-    const void *data, *gains;
-    const int32_t *facts, *count, *tiles, *order;
+    const int32_t *count, *tiles, *order;
     void* out;
     int64_t ldo;
     const void* bias;
-    int64_t most, line, spread, told;  // tiles' width; strides of data, gains and facts
+    int64_t most;  // tiles' width
+    const void *data, *gains;
+    const int32_t* facts;
+    int64_t line, spread, told;  // strides of data, gains and facts
     int64_t pieces, sizes[PIECES], inputs, down, up, gain, fact;
 };
 
-// Four numbers rounded to T.
-template <class T>
-void narrow(const float* from, float* to) {
-    const vf found = rounded<T>(load_upto(from, 4));
-    for (int64_t i = 0; i < 4; i++) to[i] = found[i];
-}
-
-// inner [R][rank] = x A^T rounded to T, for A [rank, k] and R rows of x; rank is a multiple of 4. `room` lies between rows of inner.
+// inner [R][rank] = x A^T rounded to T, for A [rank, k] and R rows of x; rank is a multiple of VW. `room` lies between rows of
+// inner. There are always VW sums at once, whose lanes are added up together.
 template <class T, int R>
 void shrink(const T* const* x, const T* a, float* inner, int64_t room, int64_t rank, int64_t k) {
-    for (int64_t j = 0; j < rank; j += 4) {
-        vf sums[R][4] = {};
+    constexpr int C = VW / R;
+    for (int64_t j = 0; j < rank; j += C) {
+        vf sums[VW] = {};
         const T* line = a + j * k;
-        for (int64_t i = 0; i < k; i += VW) {
-            vf w[4];
-            for (int64_t c = 0; c < 4; c++) w[c] = load_upto(line + c * k + i, k - i);
-            for (int r = 0; r < R; r++) {
-                const vf v = load_upto(x[r] + i, k - i);
-                for (int64_t c = 0; c < 4; c++) sums[r][c] = fma(v, w[c], sums[r][c]);
+        auto add = [&](int64_t i, auto load) {
+            vf v[R];
+            for (int r = 0; r < R; r++) v[r] = load(x[r] + i);
+            for (int c = 0; c < C; c++) {
+                const vf w = load(line + c * k + i);
+                for (int r = 0; r < R; r++) sums[r * C + c] = fma(v[r], w, sums[r * C + c]);
             }
-        }
-        for (int r = 0; r < R; r++) {
-            float found[4];
-            for (int64_t c = 0; c < 4; c++) found[c] = hsum(sums[r][c]);
-            narrow<T>(found, inner + r * room + j);
-        }
+        };
+        int64_t i = 0;
+        for (; i + VW <= k; i += VW) add(i, [](const T* p) { return ::load(p); });
+        if (i < k) add(i, [&](const T* p) { return load_first(p, k - i); });
+        transpose(sums);
+        for (int half = VW / 2; half; half /= 2)
+            for (int s = 0; s < half; s++) sums[s] += sums[s + half];
+        const vf found = rounded<T>(sums[0]);
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) inner[r * room + j + c] = found[r * C + c];
     }
+}
+
+// N vectors of results of R rows, of which `left` numbers are wanted: sums[r][v] = inner times rows of B^T, n apart.
+template <class T, int R, int N>
+void grow(const T* up, int64_t n, const float* inner, int64_t room, int64_t rank, int64_t left, vf (*sums)[WIDE]) {
+    vf found[R][N] = {};
+    for (int64_t j = 0; j < rank; j++)
+        for (int v = 0; v < N; v++) {
+            const vf w = N > 1 ? load(up + j * n + v * VW) : load_upto(up + j * n, left);
+            for (int r = 0; r < R; r++) found[r][v] = fma(w, set1(inner[r * room + j]), found[r][v]);
+        }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < N; v++) sums[r][v] = found[r][v];
 }
 
 // R rows of one slot: the matrices are loaded once for all of them. A row's sums do not depend on R.
@@ -73,16 +87,15 @@ void several(const Arguments& a, const int32_t* rows, int64_t slot, float* inner
             shrink<T, R>(x, data + (a.down + p * a.inputs) * width, inner, width, rank, a.inputs);
         else
             for (int r = 0; r < R; r++)
-                for (int64_t j = 0; j < rank; j += 4)
-                    narrow<T>((const float*)a.x + rows[r] * a.ldx + j, inner + r * width + j);
-        for (int64_t c = begin; c < end; c += WIDE * VW) {
-            vf sums[R][WIDE] = {};
-            const int64_t vectors = std::min(WIDE, (end - c + VW - 1) / VW);
-            for (int64_t j = 0; j < rank; j++)
-                for (int64_t v = 0; v < vectors; v++) {
-                    const vf w = load_upto(up + j * n + c + v * VW, end - c - v * VW);
-                    for (int r = 0; r < R; r++) sums[r][v] = fma(w, set1(inner[r * width + j]), sums[r][v]);
-                }
+                for (int64_t j = 0; j < rank; j += VW)
+                    store(inner + r * width + j, rounded<T>(load((const float*)a.x + rows[r] * a.ldx + j)));
+        for (int64_t c = begin; c < end;) {
+            vf sums[R][WIDE];
+            const int64_t vectors = c + WIDE * VW <= end ? WIDE : 1;
+            if (vectors == WIDE)
+                grow<T, R, WIDE>(up + c, n, inner, width, rank, 0, sums);
+            else
+                grow<T, R, 1>(up + c, n, inner, width, rank, end - c, sums);
             for (int r = 0; r < R; r++)
                 for (int64_t v = 0; v < vectors; v++) {
                     const int64_t at = c + v * VW, left = end - at;
@@ -93,6 +106,7 @@ void several(const Arguments& a, const int32_t* rows, int64_t slot, float* inner
                     }
                     store_upto(out[r] + at, total + sums[r][v], left);
                 }
+            c += vectors * VW;
         }
     }
 }
