@@ -2,9 +2,10 @@
 
 usage: cpu_peer.py --peer-python PYTHON --peer-script SCRIPT --peer-model FILE.gguf [--same] [--rounds 2] [--dtype bfloat16]
                    [--output FILE.jsonl]
-       cpu_peer.py --make FOLDER [--schemes q8_0,q4_0,q4_k_m]
+       cpu_peer.py --make FOLDER [--schemes q8_0,q4_0,q4_k_m] [--shape llama1b | olmoe]
 
---same runs FILE.gguf here too; --make writes the shape with random weights as such files. SCRIPT is bench/cpu_peer_llama.py,
+--same runs FILE.gguf here too; --make writes the shape with random weights as such files (olmoe: 6.9 billion weights, of which
+a token takes 1.2, in q8_0 or q4_0, by the package gguf). SCRIPT is bench/cpu_peer_llama.py,
 for llama-cpp-python (LLAMA_CPP_LIB_PATH names the folder of a libllama that was built apart). For each of 1, 4, 8 and 16
 sequences it prints a line of JSON: {"batch", "prefill_tok_s", "step_ms"}, for prompts of 128 tokens followed by decode steps
 of all sequences together, on two threads. The same is measured here through Engine.turn (planning, sampling and bookkeeping
@@ -95,6 +96,54 @@ def make(folder: Path, schemes: list[str]) -> None:
         print(out, flush=True)
 
 
+OLMOE = {"width": 2048, "layers": 16, "heads": 16, "inner": 1024, "experts": 64, "picks": 8, "vocab": 50304}
+
+
+def make_olmoe(out: Path, scheme: str) -> None:
+    """OLMoE's shape in blocks of random bytes, whose scales give weights a standard deviation of about 0.02."""
+    import gguf
+    import numpy as np
+
+    kind, scale = gguf.GGMLQuantizationType[scheme.upper()], 0.02 / {"q8_0": 74, "q4_0": 4.6}[scheme]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    width, inner, count = OLMOE["width"], OLMOE["inner"], OLMOE["experts"]
+    writer = gguf.GGUFWriter(out, "olmoe")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(width)
+    writer.add_block_count(OLMOE["layers"])
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(OLMOE["heads"])
+    writer.add_head_count_kv(OLMOE["heads"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(OLMOE["picks"])
+    writer.add_vocab_size(OLMOE["vocab"])
+    writer.add_tokenizer_model("no_vocab")
+    layer = {"attn_norm": (width,), **{f"attn_{name}": (width, width) for name in ("q", "k", "v", "output")},
+             "attn_q_norm": (width,), "attn_k_norm": (width,), "ffn_norm": (width,), "ffn_gate_inp": (count, width),
+             **{f"ffn_{name}_exps": (count, inner, width) for name in ("gate", "up")}, "ffn_down_exps": (count, width, inner)}
+    shapes = {"token_embd": (OLMOE["vocab"], width), "output_norm": (width,), "output": (OLMOE["vocab"], width),
+              **{f"blk.{i}.{name}": shape for i in range(OLMOE["layers"]) for name, shape in layer.items()}}
+    plain = {name for name, shape in shapes.items() if len(shape) == 1 or name.endswith("gate_inp")}
+    for name, shape in shapes.items():
+        bytes_of = (4 * int(np.prod(shape))) if name in plain else int(np.prod(shape)) // block * size
+        writer.add_tensor_info(f"{name}.weight", shape if name in plain else (*shape[:-1], shape[-1] // block * size),
+                               np.dtype(np.float32 if name in plain else np.uint8), bytes_of, None if name in plain else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    draw = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        if name in plain:
+            data = np.ones(shape, np.float32) if len(shape) == 1 else draw.normal(0, 0.02, shape).astype(np.float32)
+        else:
+            data = np.frombuffer(draw.bytes(int(np.prod(shape)) // block * size), np.uint8).reshape(-1, size).copy()
+            data[:, :2] = np.array([scale], np.float16).view(np.uint8)
+        writer.write_tensor_data(data)
+    writer.close()
+
+
 def resident() -> int:
     """Bytes of memory that this process holds now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -137,12 +186,18 @@ def main() -> None:
     parser.add_argument("--same", action="store_true", help="run the peer's file here too")
     parser.add_argument("--make", type=Path, metavar="FOLDER", help="write the shape as GGUF files there")
     parser.add_argument("--schemes", default="q8_0,q4_0,q4_k_m")
+    parser.add_argument("--shape", choices=("llama1b", "olmoe"), default="llama1b", help="of --make")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, help="append the record to this file")
     parser.add_argument("--measure", type=Path, help="only this side, on a model folder")
     options = parser.parse_args()
+    if options.make and options.shape == "olmoe":
+        options.make.mkdir(parents=True, exist_ok=True)
+        for scheme in options.schemes.split(","):
+            make_olmoe(options.make / f"olmoe-{scheme}.gguf", scheme)
+        return None
     if options.make:
         return make(options.make, options.schemes.split(","))
     if options.measure:

@@ -22,6 +22,8 @@ _EXPERTS = {"ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.@.gate_pro
             "ffn_down_exps": "mlp.experts.@.down_proj", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
             "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
             "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_MIXTRAL = {"ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.@.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.@.w3", "ffn_down_exps": "block_sparse_moe.experts.@.w2"}
 _SANDWICH = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
              "post_ffw_norm": "post_feedforward_layernorm"}
 
@@ -88,7 +90,11 @@ _PICKS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_t
 
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", permuted=True),
+    "llama with experts": Architecture("MixtralForCausalLM", {**_LLAMA, **_MIXTRAL}, permuted=True, keys={
+        "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}),
     "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", {**_LLAMA, **_EXPERTS}, keys=_PICKS),
+    "olmoe": Architecture("OlmoeForCausalLM", {**_LLAMA, **_EXPERTS}, keys=_PICKS),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", {**_LLAMA, **_EXPERTS}, keys=_PICKS,
                              more=lambda _: {"norm_topk_prob": True}),
@@ -117,6 +123,8 @@ _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\
 def architecture(metadata: Mapping[str, Any]) -> Architecture:
     """ModelError for one that is not known."""
     name = str(metadata.get("general.architecture"))
+    if metadata.get(f"{name}.expert_count") and f"{name} with experts" in ARCHITECTURES:
+        name = f"{name} with experts"
     if name not in ARCHITECTURES:
         raise ModelError(f"general.architecture is {name!r}, which Penstock does not read from GGUF files; it reads "
                          f"{', '.join(sorted(ARCHITECTURES))}")
