@@ -42,7 +42,7 @@ class Adapters:
         """Whether a slot was ever filled."""
         self._staging = {captured: Staging(torch.int32, device) for captured in (False, True)}
         self._last: dict[bool, tuple[list[tuple[bytes, int]], list[LowRankDelta]]] = {}
-        """What `_grouped` did last for a captured step and for another: decode steps of the same rows are grouped once."""
+        """The last result of `_grouped` for a captured step and for another: decode steps of the same rows are grouped once."""
 
     def apply(self, plan: StepPlan) -> None:
         """Fills slots and notes the slots of entering rows."""
