@@ -44,11 +44,13 @@ class Quoted:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text as it is that is valid under a schema's pattern, format, minLength and maxLength, and in which `stop` does not
-    occur. A Literal that begins with `stop` must follow in the same Sequence."""
+    """A text as it is that is valid under a schema's enum, pattern, format, minLength and maxLength, and in which `stop` does
+    not occur. A Literal that begins with `stop` must follow in the same Sequence."""
 
     schema: Any
     stop: str
+    unlike: tuple[str, ...] = ()
+    """Regexes, of which none may match the whole text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,12 @@ class Tools:
         schema = self._schemas.get(tool, {})
         properties = schema.get("properties")
         found = properties.get(key) if isinstance(properties, Mapping) else None
-        return frozenset(_types(found, schema, 0)) if isinstance(found, Mapping) else frozenset()
+        return types_of(found, schema)
 
-    def properties(self, tool: str) -> tuple[Mapping[str, Any], frozenset[str], Mapping[str, Any]]:
-        """Returns (a tool's parameters by name, the required ones, the whole schema)."""
+    def properties(self, tool: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Returns (a tool's parameters by name, the whole schema)."""
         schema = self._schemas.get(tool, {})
-        return schema.get("properties") or {}, frozenset(schema.get("required") or ()), schema
+        return schema.get("properties") or {}, schema
 
     def shaped(self, tool: str, key: str, tree: Tree) -> Any:
         """A parameter's value, given its elements."""
@@ -51,6 +51,11 @@ class Tools:
         return list(self._schemas)
 
 
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the JSON types that a schema in `root` allows; empty if it does not restrict them."""
+    return frozenset(_types(schema, root, 0))
+
+
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if not isinstance(schema, Mapping) or depth > 20:
         return set()
@@ -58,7 +63,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if kind is not None:
         return {_ALIASES.get(each, each) for each in ([kind] if isinstance(kind, str) else kind) if isinstance(each, str)}
     if isinstance(reference := schema.get("$ref"), str):
-        return _types(_at(root, reference), root, depth + 1)
+        return _types(at(root, reference), root, depth + 1)
     if values := schema.get("enum", [schema["const"]] if "const" in schema else None):
         return {KINDS.get(type(value), "string") for value in values}
     types: set[str] = set()
@@ -90,7 +95,7 @@ def elements(text: str, mark: str) -> Tree:
 
 
 def _shaped(tree: Tree, schema: Any, root: Mapping[str, Any]) -> Any:
-    types = frozenset(_types(schema, root, 0))
+    types = types_of(schema, root)
     if isinstance(tree, str):
         if not tree.strip() and types & {"array", "object"}:
             return [] if "array" in types else {}
@@ -105,15 +110,17 @@ def _inside(schema: Any, key: str | None, root: Mapping[str, Any], depth: int = 
     if not isinstance(schema, Mapping) or depth > 20:
         return None
     if isinstance(reference := schema.get("$ref"), str):
-        return _inside(_at(root, reference), key, root, depth + 1)
+        return _inside(at(root, reference), key, root, depth + 1)
     inner = schema.get("items") if key is None else (schema.get("properties") or {}).get(key)
     others = (_inside(each, key, root, depth + 1) for word in ("anyOf", "oneOf", "allOf") for each in schema.get(word) or ())
     return inner if inner is not None else next((one for one in others if one is not None), None)
 
 
-def _at(root: Mapping[str, Any], reference: str) -> Any:
+def at(root: Mapping[str, Any], reference: Any) -> Any:
     """The place of a schema that `#/...` points to; None if there is none."""
-    found: Any = root if reference.startswith("#/") else None
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = root
     for step in reference[2:].split("/"):
         found = found.get(step) if isinstance(found, Mapping) else None
     return found

@@ -7,10 +7,8 @@ import json
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
-from string import Formatter
 from typing import Any
 
-from penstock.core.errors import RequestError
 from penstock.core.structure import (
     Either,
     Json,
@@ -20,13 +18,13 @@ from penstock.core.structure import (
     Regex,
     Repeat,
     Sequence,
-    Text,
     Triggered,
     Until,
 )
-from penstock.dialects.description import HARMONY, Block, Dialect, Form, Named, Python, Tags, Written
+from penstock.dialects.description import HARMONY, Block, Dialect, Named, Python, Tags, Written
 from penstock.dialects.description import Json as JsonForm
 from penstock.dialects.schemas import KINDS, Tools
+from penstock.dialects.values import Values, filled
 
 
 def write(dialect: Dialect, calls: List[tuple[str, Mapping[str, Any]]]) -> str:
@@ -83,17 +81,21 @@ def structure(dialect: Dialect, tools: Tools, parallel: bool) -> Node:
 
 def triggered(dialect: Dialect, tools: Tools, parallel: bool) -> Node | None:
     """Returns the structure of an answer that may call the tools: text, then calls; a call once begun must be completed.
-    None for a dialect that writes no calls, or where the prompt may have begun one."""
+    None for a dialect that writes no calls."""
     how = dialect.written
-    if how is None or dialect.lead:
+    if how is None:
         return None
     if dialect.harmony:
         return _messages(dialect, how, tools)
     begins = tuple(dict.fromkeys(block.begin for block in dialect.blocks if not block.bare))
+    if dialect.lead in begins:
+        return _addressed(dialect, how, tools, parallel)
     unlike = tuple(_bare_call(block) for block in dialect.blocks if block.bare)
-    begin = next((each for each in begins if (how.head + how.call).startswith(each)), None)
+    # The header of the message with a call is text like any other: the call itself has the name too.
+    call = how.call.removeprefix(dialect.lead + "{name}") if dialect.lead else how.call
+    begin = next((each for each in begins if (how.head + call).startswith(each)), None)
     reasoning = dialect.reasoning
-    special = (*dialect.hidden, *((*reasoning.start, *reasoning.end) if reasoning else ()))
+    special = (*dialect.hidden, dialect.header, *((*reasoning.start, *reasoning.end) if reasoning else ()))
     never = tuple(each for each in begins if each != begin)
     if begin is None:
         # Calls begin like text, and only at the start of the answer. The first literal extends to the point where no text can
@@ -101,7 +103,7 @@ def triggered(dialect: Dialect, tools: Tools, parallel: bool) -> Node | None:
         first = replace(how, head="", call=how.head.replace("{", "{{") + how.call)
         calls = _one_or_more(dialect, first, how, tools, parallel)
         return Triggered((), 0, 1, never, special, last=True, start=calls, unlike=unlike)
-    first = replace(how, head=how.head.removeprefix(begin)) if how.head else replace(how, call=how.call.removeprefix(begin))
+    first = replace(how, head=how.head.removeprefix(begin)) if how.head else replace(how, call=call.removeprefix(begin))
     calls = _one_or_more(dialect, first, how, tools, parallel)
     return Triggered(((begin, calls),), 0, 1, never, special, last=True, unlike=unlike)
 
@@ -137,6 +139,15 @@ def _messages(dialect: Dialect, how: Written, tools: Tools) -> Node:
     return Sequence((Repeat(Either(tuple(said))), Either((last, _either(dialect, how, tools)))))
 
 
+def _addressed(dialect: Dialect, how: Written, tools: Tools, parallel: bool) -> Node:
+    """Returns the structure of answers of messages that name their recipients, the first of which the prompt has begun: the
+    user, or a tool."""
+    first = replace(how, call=how.call.removeprefix(dialect.lead))
+    calls = _one_or_more(dialect, first, how, tools, parallel)
+    said = Triggered(((dialect.lead, calls),), 0, 1, last=True)
+    return Either((calls, *(Sequence((Literal(each.removeprefix(dialect.lead)), said)) for each in dialect.hidden)))
+
+
 def _calls(dialect: Dialect, how: Written, tools: Tools, parallel: bool) -> Node:
     calls = _either(dialect, how, tools)
     if parallel and dialect.parallel:
@@ -150,7 +161,7 @@ def _either(dialect: Dialect, how: Written, tools: Tools) -> Node:
 
 
 def _call(dialect: Dialect, how: Written, tools: Tools, name: str) -> Node:
-    properties, required, schema = tools.properties(name)
+    properties, schema = tools.properties(name)
     fields: dict[str, Node] = {"name": Literal(name), "index": Regex("[0-9]{1,3}")}
     if not how.parameter:
         grammars = {key: value["lark"] for key, value in properties.items() if isinstance(value, Mapping) and "lark" in value}
@@ -158,63 +169,9 @@ def _call(dialect: Dialect, how: Written, tools: Tools, name: str) -> Node:
             # The text of a custom tool is its only parameter.
             [(key, grammar)] = grammars.items()
             fields["arguments"] = Sequence((Literal(f'{{"{key}": '), Quoted(grammar), Literal("}")))
-            return _filled(how.call, fields)
+            return filled(how.call, fields)
         # Parameters that the schema does not list are allowed only if it says so.
         fields["arguments"] = Json({"properties": {}, "additionalProperties": False, **schema, "type": "object"})
-        return _filled(how.call, fields)
-    form = dialect.blocks[0].form
-    parts = {key: _parameter(how, form, key, value, tools.types(name, key), schema) for key, value in properties.items()}
-    fields["arguments"] = _joined([parts[key] for key in parts if key in required],
-                                  [parts[key] for key in parts if key not in required], how.joiner)
-    return _filled(how.call, fields)
-
-
-def _joined(needed: list[Node], free: list[Node], joiner: str) -> Node:
-    """Returns the required parts, then any of the optional ones, in order, with a joiner between adjacent parts."""
-    if not needed and joiner:
-        # Each optional part may be the first.
-        starts = [_joined([part], free[place + 1:], joiner) for place, part in enumerate(free)]
-        return Either((Literal(""), *starts))
-    found: list[Node] = []
-    for place, part in enumerate(needed):
-        found += [Literal(joiner), part] if place and joiner else [part]
-    found += [Either((Literal(""), Sequence((Literal(joiner), part)) if joiner else part)) for part in free]
-    return Sequence(tuple(found)) if found else Literal("")
-
-
-def _parameter(how: Written, form: Form, key: str, schema: Any, types: frozenset[str], root: Mapping[str, Any]) -> Node:
-    whole = schema if not isinstance(schema, Mapping) or "$defs" not in root else {**schema, "$defs": root["$defs"]}
-    text = types == {"string"}
-    value: Node = Json(whole)
-    stop = form.quote if isinstance(form, Named) else how.parameter.split("{value}")[1].replace("{key}", key)
-    if "lark" in schema and not isinstance(form, Python):
-        raise RequestError("the Lark grammar of a custom tool cannot be enforced: this model's dialect writes texts between "
-                           'tags. Send a regex (syntax "regex"), or leave format out', param="tools",
-                           code="unsupported_parameter")
-    if "lark" in schema:
-        value = Quoted(schema["lark"])
-    elif text and not isinstance(form, Python):
-        given = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        held = {key: schema[key] for key in ("pattern", "format", "minLength", "maxLength") if key in schema}
-        value = Either(tuple(Literal(str(each)) for each in given)) if given else Text(held, stop) if held else Until(stop)
-        if isinstance(form, Named):
-            value = Sequence((Literal(stop), value, Literal(stop)))
-    return _filled(how.parameter, {"key": Literal(key), "value": value, "string": Literal(json.dumps(text)),
-                                   "kind": Literal("string") if text else Regex("number|boolean|null|object|array")})
-
-
-def _filled(template: str, fields: Mapping[str, Node]) -> Node:
-    """Fills the placeholders of a template of `Written` with nodes."""
-    parts: list[Node] = []
-    said = ""
-    for text, field, _, _ in Formatter().parse(template):
-        said += text
-        if field is None:
-            continue
-        node = fields[field]
-        if isinstance(node, Literal):
-            said += node.text
-            continue
-        parts += [Literal(said), node] if said else [node]
-        said = ""
-    return Sequence((*parts, Literal(said)) if said else tuple(parts))
+        return filled(how.call, fields)
+    fields["arguments"] = Values(how, dialect.blocks[0].form, schema).all()
+    return filled(how.call, fields)

@@ -76,6 +76,8 @@ def matching(schema: Mapping[str, Any]) -> tuple[str, ...]:
         found += matching(meaning)
     if "pattern" in schema:
         found.append("|".join(_unanchored(one) for one in alternatives(translate(schema["pattern"]))))
+    if "enum" in schema:
+        found.append("|".join(map(_escaped, schema["enum"])))
     if schema.keys() & {"minLength", "maxLength"}:
         found.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
     return tuple(f"(?:{regex_text(one)[1:-1]})" for one in found)
@@ -143,11 +145,12 @@ class _Writer:
                  *((_ANY if not pattern.startswith("^") else "") + regex_text(pattern)[1:-1] for pattern in unlike)]
         return self._terminal(" & ".join([f"/{_ANY}/", *(f"~/{one}{_ANY}/" for one in never)]))
 
-    def _upto(self, stop: str, patterns: tuple[str, ...] = ()) -> str:
-        """Returns a rule for text that matches the patterns, up to and including the first `stop`."""
+    def _upto(self, stop: str, patterns: tuple[str, ...] = (), unlike: tuple[str, ...] = ()) -> str:
+        """Returns a rule for text that matches the patterns and none of `unlike`, up to and including the first `stop`."""
         found = self._split.match(stop) if self._split else None
-        here = [f"~/{_ANY}{_escaped(stop)}{_ANY}/"] if patterns and found is None else []
-        text = self._terminal(" & ".join([*(f"/{pattern}/" for pattern in patterns), *here] or [f"/{_ANY}/"]))
+        here = [f"~/{_ANY}{_escaped(stop)}{_ANY}/"] if (patterns or unlike) and found is None else []
+        here += [f"~{regex_text(one)}" for one in unlike]
+        text = self._terminal(" & ".join([*(f"/{pattern}/" for pattern in patterns or (_ANY,)), *here]))
         if found is not None:
             return f"{text} {self._literal(stop)}"
         return self._rule(f"{text} {_quoted(stop)}", "[lazy]")
@@ -156,7 +159,8 @@ class _Writer:
         out, stop = [], ""
         for part, following in zip(parts, (*parts[1:], None), strict=True):
             if isinstance(part, Until | Text) and isinstance(following, Literal) and following.text.startswith(part.stop):
-                out.append(self._upto(part.stop, matching(part.schema) if isinstance(part, Text) else ()))
+                out.append(self._upto(part.stop, matching(part.schema), part.unlike) if isinstance(part, Text) else
+                           self._upto(part.stop))
                 stop = part.stop
                 continue
             out.append(self.write(Literal(part.text.removeprefix(stop)) if stop and isinstance(part, Literal) else part))

@@ -1,6 +1,7 @@
 """Random calls, written in each dialect and read back, cut anywhere."""
 
 import json
+import re
 from random import Random
 from typing import Any
 
@@ -77,7 +78,10 @@ def test_no_beginning_of_an_answer_loses_text(name: str) -> None:
         found = read(dialect, [text[:cut]], tools=tools)
         assert read(dialect, list(text[:cut]), tools=tools) == found
         if not found.calls and not dialect.harmony:
-            assert found.content.rstrip() == text[:cut].rstrip()
+            # The header of a message is never content.
+            header = f"{re.escape(dialect.header)}.*?(?={re.escape(dialect.blocks[0].begin)}|$)"
+            said = re.sub(header, "", text[:cut]) if dialect.header else text[:cut]
+            assert found.content.rstrip() == said.rstrip()
         for call in found.calls:
             assert json.loads(call.arguments) in ({"city": "Rome", "n": [1, {"k": None}]}, {})
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher
@@ -38,8 +39,31 @@ BARE = ("gemma3", "llama3_json", "pythonic", "xlam")
 
 
 def test_every_dialect_can_be_held() -> None:
-    """All but Functionary 3.2, where the prompt has begun a message."""
-    assert set(HELD) == {name for name, dialect in dialects().items() if dialect.written is not None and not dialect.lead}
+    assert set(HELD) == {name for name, dialect in dialects().items() if dialect.written is not None}
+
+
+@pytest.mark.parametrize(("text", "right"), [
+    ("all\nHello", True), ('all\nI look.>>>look\n{"city": "Lima"}', True), ('look\n{"city": "Lima"}', True),
+    ('look\n{"city": "Lima"}>>>look\n{"city": "Rome"}', True), ("hook\n{}", False), ("Hello", False),
+    ("all\nHi>>>hook\n{}", False), ('look\n{"town": "Lima"}', False)])
+def test_the_first_recipient_where_the_prompt_has_begun_a_message(text: str, right: bool) -> None:
+    assert accepts(dialects()["functionary_v3.2"], text, ()) == right
+
+
+LOOK = '{"name":"look","args":{"city":"Lima"}}'
+HEADER, SAID, INVOKE, ENDED = "<|message_model|>", "<|content_text|>", "<|content_invoke_tool_json|>", "<|end_message|>"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(("text", "right"), [
+    (f"{SAID}Hi{ENDED}", True),
+    (f"<|content_thinking|>hm{ENDED}{HEADER}{SAID}Hi{ENDED}{HEADER}look{INVOKE}{LOOK}{ENDED}", True),
+    (f"look{INVOKE}{LOOK}{ENDED}", True), (f"{INVOKE}{LOOK}{ENDED}{HEADER}look{INVOKE}{LOOK}{ENDED}", True),
+    (f"look{INVOKE}{LOOK.replace('look', 'hook')}{ENDED}", False), (f"{INVOKE}{LOOK.replace('city', 'town')}{ENDED}", False),
+    (f"{INVOKE}{LOOK}{ENDED}{HEADER}{SAID}Hi", False)])
+def test_messages_with_headers_are_free_until_a_call(text: str, right: bool, marked: bool) -> None:
+    special = (HEADER, SAID, INVOKE, ENDED, "<|content_thinking|>") if marked else ()
+    assert accepts(dialects()["inkling"], text, special) == right
 
 
 @pytest.mark.parametrize("name", BARE)
@@ -92,7 +116,7 @@ def test_harmony_calls_by_its_header_alone(text: str, right: bool) -> None:
 
 
 @pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("name", sorted({*HELD} - {*BARE, "openai"}))
+@pytest.mark.parametrize("name", sorted({*HELD} - {*BARE, "openai", "functionary_v3.2"}))
 def test_text_is_free_and_calls_are_held(name: str, marked: bool) -> None:
     dialect = dialects()[name]
     begins = tuple(block.begin for block in dialect.blocks if not block.bare)
@@ -155,7 +179,7 @@ def test_several_calls_can_be_forced(name: str) -> None:
     two = write(dialect, [("look", {"city": "Lima", "n": 3}), ("look", {"city": "Rome"})])
     if any(isinstance(block.form, Python) for block in dialect.blocks):
         two = two.replace("'", '"')
-    assert judge(node_grammar(structure(dialect, TOOLS, True), {}), two) == [True]
+    assert judge(node_grammar(structure(dialect, TOOLS, True), {}), two.removeprefix(dialect.lead)) == [True]
 
 
 @pytest.mark.parametrize("name", sorted(name for name, one in dialects().items()
@@ -169,3 +193,93 @@ def test_a_forced_answer_may_have_several_calls(name: str) -> None:
     for parallel in (True, False):
         grammar = node_grammar(structure(dialect, TOOLS, parallel), {})
         assert judge(grammar, one, two, "Hm. " + one) == [True, parallel and dialect.parallel, False]
+
+
+COLOURS = {"Colour": {"enum": ["red", "green"]}}
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), [
+    ({"$ref": "#/$defs/Colour"}, ["red"], ["blue"]), ({"allOf": [{"$ref": "#/$defs/Colour"}]}, ["green"], ["blue"]),
+    ({"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "string", "pattern": "^x+$"}]}, ["red", "xx"], ["blue", "redx"]),
+    ({"type": "string", "anyOf": [{"minLength": 3}, {"enum": ["a"]}]}, ["a", "abc"], ["b"]),
+    ({"type": "string", "enum": ["a", "ab"], "minLength": 2}, ["ab"], ["a"]),
+    ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ["a", "b"], ["c"]),
+    ({"type": ["string", "null"]}, ["Lima", "null", "5", "nullable"], ['"a"', " None"]),
+    ({"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}]}, ["red", "null"], ["blue", "none"]),
+    ({"type": ["string", "null"], "enum": ["a", None]}, ["a", "null"], ["b"]), (True, ["3", '"x"'], ["x"])])
+@pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m3"])
+def test_strings_between_tags_keep_every_keyword(name: str, schema: Any, right: list[str], wrong: list[str]) -> None:
+    tools = Tools([{"name": "f", "parameters": {"$defs": COLOURS, "properties": {"c": schema}, "required": ["c"]}}])
+    grammar = node_grammar(structure(dialects()[name], tools, True), {})
+    assert judge(grammar, *(write(dialects()[name], [("f", {"c": text})]) for text in (*right, *wrong))) == \
+        [True] * len(right) + [False] * len(wrong)
+    if schema is True:
+        return
+    for text in right:
+        parser = Parser(dialects()[name], tools.given)
+        parser.push(write(dialects()[name], [("f", {"c": text})]))
+        parser.finish()
+        assert json.loads(parser.message().calls[0].arguments) == {"c": None if text == "null" else text}
+
+
+@pytest.mark.parametrize(("schema", "place"), [
+    ({"properties": {"c": {"type": "string", "not": {"const": "a"}}}}, "#/properties/c/not"),
+    ({"properties": {"c": {"type": "string", "pattern": "a", "allOf": [{"pattern": "b"}]}}}, "#/properties/c/pattern"),
+    ({"properties": {"c": {"oneOf": [{"type": "string", "minLength": 2}, {"type": "string", "maxLength": 3}]}}},
+     "#/properties/c/oneOf"),
+    ({"properties": {"c": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "string", "anyOf": [{"$ref": "#/$defs/A"}]}}},
+     "anyOf"),
+    ({"properties": {"c": {"type": "string"}}, "anyOf": [{"required": ["c"]}, {"required": ["d"]}]}, "#/anyOf")])
+def test_what_tags_cannot_keep_is_refused_by_its_place(schema: Any, place: str) -> None:
+    with pytest.raises(RequestError, match=f"cannot be enforced at .*{re.escape(place)}"):
+        structure(dialects()["qwen3_coder"], Tools([{"name": "f", "parameters": schema}]), True)
+
+
+MARK = "]<]minimax[>["
+KIDS = {"type": "array", "items": {"$ref": "#/$defs/Node"}}
+NODE = {"type": "object", "properties": {"v": {"type": "integer"}, "kids": KIDS}, "required": ["v"]}
+NESTED: dict[str, Any] = {"$defs": {"Node": NODE}, "type": "object", "properties": {
+    "home": {"type": "object", "properties": {
+        "city": {"type": "string"}, "zip": {"type": ["string", "null"]},
+        "rooms": {"type": "array", "items": {"type": "object", "properties": {"size": {"type": "integer", "minimum": 1}},
+                                             "required": ["size"]}, "maxItems": 2}}, "required": ["city"]},
+    "tags": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}, "tree": {"$ref": "#/$defs/Node"},
+    "free": {"type": "object"}}}
+
+
+def elements(value: Any) -> str:
+    """As MiniMax M3's template writes a value."""
+    if isinstance(value, dict):
+        return "".join(f"{MARK}<{key}>{elements(each)}{MARK}</{key}>" for key, each in value.items())
+    if isinstance(value, list):
+        return "".join(elements({"item": each}) for each in value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@pytest.mark.parametrize(("arguments", "right"), [
+    ({"home": {"city": "Oslo <x>", "zip": None, "rooms": [{"size": 3}, {"size": 4}]}}, True), ({"home": {"zip": "x"}}, False),
+    ({"home": {"city": "A", "zip": "5"}}, True), ({"home": {"city": "A", "rooms": [{"size": 0}]}}, False),
+    ({"home": {"city": "A", "rooms": [{"size": 1}] * 3}}, False), ({"home": {"city": "A", "street": "B"}}, False),
+    ({"tags": ["a", "b c", "3"]}, True), ({"tags": None}, True), ({"tags": []}, True), ({"tree": {"v": 1, "kids": []}}, True)])
+def test_values_within_tags_are_elements(arguments: Any, right: bool) -> None:
+    dialect, tools = dialects()["minimax_m3"], Tools([{"name": "f", "parameters": NESTED}])
+    call = f'{MARK}<tool_call>\n{MARK}<invoke name="f">{elements(arguments)}{MARK}</invoke>\n{MARK}</tool_call>'
+    assert judge(node_grammar(structure(dialect, tools, True), {}), call) == [right]
+    parser = Parser(dialect, tools.given)
+    parser.push(call)
+    parser.finish()
+    assert json.loads(parser.message().calls[0].arguments) == arguments
+
+
+def test_values_whose_names_are_open_stay_json_within_tags() -> None:
+    dialect, tools = dialects()["minimax_m3"], Tools([{"name": "f", "parameters": NESTED}])
+    for arguments in ({"free": {"a": [1]}}, {"tree": {"v": 1, "kids": [{"v": 2, "kids": [{"v": 3}]}]}}):
+        said = {key: json.dumps(value) if key == "free" else value for key, value in arguments.items()}
+        if "tree" in said:
+            said["tree"] = {"v": 1, "kids": [json.dumps(each) for each in arguments["tree"]["kids"]]}
+        call = f'{MARK}<tool_call>\n{MARK}<invoke name="f">{elements(said)}{MARK}</invoke>\n{MARK}</tool_call>'
+        assert judge(node_grammar(structure(dialect, tools, True), {}), call) == [True]
+        parser = Parser(dialect, tools.given)
+        parser.push(call)
+        parser.finish()
+        assert json.loads(parser.message().calls[0].arguments) == arguments
