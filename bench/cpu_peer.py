@@ -67,16 +67,17 @@ def measure(model: Path, dtype: str, threads: int) -> None:
     engine.close()
 
 
-def make(folder: Path, schemes: list[str]) -> None:
-    """The shape with random weights and a vocabulary of numbers, quantized into FOLDER/llama1b-SCHEME.gguf."""
+def written(folder: Path, **changes: Any) -> Path:
+    """The shape's folder with random weights and a vocabulary of numbers."""
     import torch
     from safetensors.torch import save_file
 
-    from penstock.models import describe, gguf_out
+    from penstock.models import describe
     from penstock.models.registry import family_of
 
     model = write("llama1b", folder)
-    config = json.loads((model / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text()) | changes
+    (model / "config.json").write_text(json.dumps(config))
     rules, tensors = family_of(config)[1].RULES, {}
     for parameter in describe(config).parameters():
         for one in parameter.pieces or (parameter,):
@@ -89,6 +90,14 @@ def make(folder: Path, schemes: list[str]) -> None:
     words = {f"▁{i}": i for i in range(config["vocab_size"])}
     (model / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []},
                                                       "normalizer": {"type": "Prepend", "prepend": "▁"}}))
+    return model
+
+
+def make(folder: Path, schemes: list[str]) -> None:
+    """The shape with random weights, quantized into FOLDER/llama1b-SCHEME.gguf."""
+    from penstock.models import gguf_out
+
+    model = written(folder)
     for scheme in schemes:
         out = folder / f"llama1b-{scheme}.gguf"
         ends = {} if scheme == "q4_k_m" else {"lm_head": scheme, "embed_tokens": scheme}

@@ -135,8 +135,9 @@ class ModelSpec:
                if parameter.scheme is not None and not _divides(parameter, ranks)}
         if cut or len(list(own.parameters())) != len(list(self.parameters())):
             names = ", ".join(sorted(cut))
-            raise ModelError(f"{ranks} ranks would cut apart blocks in which matrices are stored ({names}); use another "
-                             "tensor_parallel_size")
+            fewer = [str(n) for n in range(1, ranks) if all(_divides(parameter, n) for parameter in self.parameters())]
+            raise ModelError(f"{ranks} ranks would cut apart blocks in which matrices are stored ({names}); possible for "
+                             f"tensor_parallel_size {'are' if fewer[1:] else 'is'} {', '.join(fewer)}")
         return own
 
     def leaves(self, block: int) -> bool:
