@@ -2,9 +2,9 @@
 
 usage: cpu_load.py [--layers 8] [--folder /tmp/penstock-cpu-load] [--rounds 3] [--output FILE.jsonl]
 
-Writes a random Llama (llama1b's width) in bf16, FP8, INT4 as AWQ packs it, and GGUF's Q8_0, Q4_0 and Q4_K_M unless they are there.
-Each is loaded in a process of its own, by turns, from the system's file cache; matrices are packed for the CPU's kernels as an
-engine packs them. Memory is what the process holds beside mapped files, above what it held before.
+Writes a random Llama of llama1b's width in bf16, FP8, INT4 as AWQ packs it, and GGUF's Q8_0, Q4_0 and Q4_K_M, unless they are
+there. Each is loaded in a process of its own, by turns, from the system's file cache, and packed for the CPU's kernels.
+Memory is that of the process beside mapped files, above what it held before.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def make(folder: Path, layers: int) -> dict[str, Path]:
         elif kind == "awq":
             _awq(plain, path)
         else:
-            gguf_out.write(plain, path, kind, {"lm_head": "q8_0", "embed_tokens": "q8_0"} if kind[-1] == "0" else {}, "bfloat16")
+            ends = {"lm_head": "q8_0", "embed_tokens": "q8_0"} if kind != "q4_k_m" else {}
+            gguf_out.write(plain, path, kind, ends, "bfloat16")
     return found
 
 
@@ -120,7 +121,8 @@ def main() -> None:
                                   stdout=subprocess.PIPE, text=True, check=True)
             taken.setdefault(kind, []).append(json.loads(done.stdout))
     base = 0.0
-    print("| stored as | bytes | seconds | ns a byte | of bf16's | peak memory, of the bytes | after |\n|---|---|---|---|---|---|---|")
+    print("| stored as | bytes | seconds | ns a byte | of bf16's | peak memory, of the bytes | after |")
+    print("|---|---|---|---|---|---|---|")
     for kind, lines in taken.items():
         seconds, stored = statistics.median(line["seconds"] for line in lines), lines[0]["stored"]
         each = seconds / stored * 1e9

@@ -35,9 +35,10 @@ def llama(folder: Path, hidden: int, head: int) -> Path:
     import transformers
 
     torch.manual_seed(6)
-    return saved_random(transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=head, vocab_size=160, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)), folder, 0.1)
+        head_dim=head, vocab_size=160, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+    return saved_random(made, folder, 0.1)
 
 
 @pytest.fixture(scope="module")

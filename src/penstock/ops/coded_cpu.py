@@ -27,6 +27,9 @@ _F32, _F32S, _F16, _F16S, _K45, _K6 = range(6)
 """As csrc/coded.h."""
 _PANEL = 16
 _BLOCK = 32
+Lie = tuple[int, int, int]
+"""Of codes in rows: bytes of a block of 32 columns (of q4_k 256), where its codes begin, and csrc/coded.cpp's form."""
+_SINGLE, _PAIRS = (32, 0, 0), (16, 0, 1)
 _CALL = struct.Struct("16q")
 _GROUPS = (32, 64, 128)
 NAMES = (*gguf_codes.NAMES, "int8",
@@ -66,12 +69,12 @@ class CodedCpu:
         self._owner = owner
 
     def pack(self, scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> CodedPanels:
-        codes, bits, form = _unpacked(scheme, parts, shape[1])
+        codes, lie, bits, form = _taken(scheme, parts, shape[1])
         n, k = shape
         panels, blocks = -(-n // _PANEL), -(-k // _BLOCK)
-        data = torch.zeros(panels * blocks * _PANEL * _BLOCK * bits // 8, dtype=torch.uint8)
+        data = torch.empty(panels * blocks * _PANEL * _BLOCK * bits // 8, dtype=torch.uint8)
         codes = codes.contiguous()
-        self._owner.lib.penstock_coded_pack(codes.data_ptr(), n, k, bits, data.data_ptr())
+        self._owner.lib.penstock_coded_pack(codes.data_ptr(), codes.shape[1], *lie, n, k, bits, data.data_ptr())
         return CodedPanels(data, n, k, dtype, bits=bits, **form)
 
     def apply(self, x: torch.Tensor, weight: CodedPanels, bias: torch.Tensor | None = None,
@@ -136,26 +139,27 @@ def _values(codes: torch.Tensor, ids: torch.Tensor, weight: CodedPanels) -> torc
     return found if shift is None else found + spread(shift)
 
 
-def _unpacked(scheme: Any, parts: Mapping[str, torch.Tensor], k: int) -> tuple[torch.Tensor, int, dict[str, Any]]:
-    """Codes [n, k], one a byte, their bits as they are packed, and the rest of CodedPanels."""
+def _taken(scheme: Any, parts: Mapping[str, torch.Tensor], k: int) -> tuple[torch.Tensor, Lie, int, dict[str, Any]]:
+    """Codes uint8 [n, bytes], how they lie there, their bits as they are packed, and the rest of CodedPanels."""
     name, data = scheme.name, parts["weight"]
     if name == "int8":
         fixed = {"none": None, "token": torch.zeros(1), "tensor": parts.get("input_scale")}[scheme.activation]
-        return data.view(torch.uint8), 8, _row(parts["scale"], k) | {"fixed": fixed}
+        return data.view(torch.uint8), _SINGLE, 8, _row(parts["scale"], k) | {"fixed": fixed}
     if name.startswith("q"):
         return _gguf(name, data)
     bits, size, scale, zero = scheme.bits, scheme.group or k, parts["scale"].float(), parts.get("zero")
-    codes, middle = unpack(data, bits), 1 << bits - 1
+    codes, lie = (data, _PAIRS) if bits == 4 else (unpack(data, bits), _SINGLE)
+    middle = 1 << bits - 1
     order = parts["order"].long() if scheme.ordered else None
     if bits == 8:
         codes = codes ^ 128
     stored = 8 if bits == 8 else 4
     if zero is None:
         form = _row(scale, k) if not scheme.group else {"kind": _F32, "scales": _lines(scale), "group": size // _BLOCK}
-        return codes, stored, form | {"offset": 0 if bits == 8 else middle, "order": order}
+        return codes, lie, stored, form | {"offset": 0 if bits == 8 else middle, "order": order}
     shift = ((128.0 if bits == 8 else 0.0) - zero.float()) * scale
-    return codes, stored, {"kind": _F32S, "scales": _lines(scale, shift), "group": -(-size // _BLOCK), "offset": 0,
-                           "order": order}
+    return codes, lie, stored, {"kind": _F32S, "scales": _lines(scale, shift), "group": -(-size // _BLOCK), "offset": 0,
+                                "order": order}
 
 
 def _row(scale: torch.Tensor, k: int) -> dict[str, Any]:
@@ -164,16 +168,19 @@ def _row(scale: torch.Tensor, k: int) -> dict[str, Any]:
     return {"kind": _F32, "scales": _lines(torch.ones(len(flat), 1)), "group": -(-k // _BLOCK), "offset": 0, "gains": flat}
 
 
-def _gguf(name: str, data: torch.Tensor) -> tuple[torch.Tensor, int, dict[str, Any]]:
+def _gguf(name: str, data: torch.Tensor) -> tuple[torch.Tensor, Lie, int, dict[str, Any]]:
     """The same of GGUF's blocks."""
-    codes, heads, small = gguf_codes.taken_apart(name, data)
+    (heads, small), (begin, nbytes) = gguf_codes.numbers(name, data), gguf_codes.BYTES[name]
+    direct = name in gguf_codes.FORMS
+    lie = (nbytes, nbytes - 128 if name == "q4_k" else begin, gguf_codes.FORMS[name]) if direct else _SINGLE
+    codes = data if direct else gguf_codes.codes(name, data)
     bits = {"q8_0": 8, "q5_k": 6, "q6_k": 6}.get(name, 4)
     offset = gguf_codes.MIDDLES.get(name, 0)
     if small is None:
-        return codes, bits, {"kind": _F16S if name == "q4_1" else _F16, "scales": _lines(*heads.unbind(-1)), "group": 1,
-                             "offset": offset}
-    return codes, bits, {"kind": _K6 if name == "q6_k" else _K45, "scales": _bytes(heads.view(torch.uint8), small), "group": 8,
-                         "offset": offset}
+        return codes, lie, bits, {"kind": _F16S if name == "q4_1" else _F16, "scales": _lines(*heads.unbind(-1)), "group": 1,
+                                  "offset": offset}
+    return codes, lie, bits, {"kind": _K6 if name == "q6_k" else _K45, "scales": _bytes(heads.view(torch.uint8), small),
+                              "group": 8, "offset": offset}
 
 
 def _lines(*each: torch.Tensor) -> torch.Tensor:

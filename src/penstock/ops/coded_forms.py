@@ -139,7 +139,7 @@ def coded(scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]
 
 def _gguf(name: str, data: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> CodedWeight:
     """Rows of GGUF's blocks. Scales of superblocks are products, rounded to float16 relative to their row's largest."""
-    codes, heads, small = gguf_codes.taken_apart(name, data)
+    codes, (heads, small) = gguf_codes.codes(name, data), gguf_codes.numbers(name, data)
     scale, shift = gguf_codes.scales(name, heads, small)
     four = name.startswith("q4")
     size = 16 if name == "q6_k" else 32

@@ -64,7 +64,7 @@ def _prototypes() -> dict[str, tuple[type | None, str]]:
         "penstock_packed_size": (ctypes.c_int64, "iii"),
         "penstock_pack": (None, "ppiiiii"),
         "penstock_linear": (None, "pipppiiiii"),
-        "penstock_coded_pack": (None, "piiip"),
+        "penstock_coded_pack": (None, "piiiiiiip"),
         "penstock_coded_rows": (None, "pipiip"),
         "penstock_coded": (None, "b"),
         "penstock_gather": (ctypes.c_int64, "pipiipi"),

@@ -67,7 +67,8 @@ def _groups(values: torch.Tensor, size: int) -> torch.Tensor:
 def _coded(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Of a type that `ops/gguf_codes.py` takes apart."""
     def decode(block: torch.Tensor) -> torch.Tensor:
-        codes, heads, small = gguf_codes.taken_apart(name, block.reshape(-1, block.shape[-1]))
+        rows = block.reshape(-1, block.shape[-1])
+        codes, (heads, small) = gguf_codes.codes(name, rows), gguf_codes.numbers(name, rows)
         scale, shift = gguf_codes.scales(name, heads, small)
         numbers = codes.view(torch.int8).float() if name == "q8_0" else codes.float() - gguf_codes.MIDDLES.get(name, 0)
         found = scale[..., None] * _groups(numbers, numbers.shape[-1] // scale.shape[-1])
