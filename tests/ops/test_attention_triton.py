@@ -162,7 +162,7 @@ def by_library(case: Case, monkeypatch: pytest.MonkeyPatch) -> list[Span]:
 def test_long_prompts_by_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the host names, beside others; padded lengths, and no room behind the last token."""
     for segments in ([(1100, 1), (1010, 1010), (1200, 90), (1100, 1100)], [(1024, 1024)], [(1500, 1500), (64, 64)],
-                     [(1024, 1024)] * 2, [(9, 9), (1500, 1500), (1490, 1490), (1470, 1470)]):
+                     [(1024, 1024)] * 2, [(1500, 1500)] * 2, [(9, 9), (1500, 1500), (1490, 1490), (1470, 1470)]):
         spans = by_library(built(Case(segments, heads=2, kv=1), HALF), monkeypatch)
         named = [s for s, (end, count) in enumerate(segments) if end == count and (count == 1024 or count > 1400)]
         assert [span.segment for span in spans] == named

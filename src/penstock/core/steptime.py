@@ -7,8 +7,10 @@ attention.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +18,8 @@ import numpy.typing as npt
 
 KNOTS = (0, 4, 16, 64, 256, 1024, 4096)
 """Tokens at which the slope may change."""
-_KNOTS = np.array(KNOTS, np.float64)
-_WIDTHS = np.diff(_KNOTS, append=np.inf)
+_PIECES = tuple((float(knot), float(upto) - knot) for knot, upto in zip(KNOTS, (*KNOTS[1:], math.inf), strict=True))
+"""(first, length) in tokens of the pieces with one slope."""
 TERMS = ("step", "prefill", "segment", "read", "work", *(f"tokens_from_{knot}" for knot in KNOTS))
 """`prefill` is counted once for a step with a segment of several tokens."""
 _KEEP = 0.97
@@ -81,7 +83,7 @@ class StepTime:
 
     def seconds(self, load: Load) -> float:
         """Predicted seconds of a step; 0 before anything is known."""
-        return float((self._terms([load]) @ self.weights)[0])
+        return sum(map(mul, self._terms(load), self.weights))
 
     def prompt(self, tokens: int, start: int = 0) -> float:
         """Predicted seconds to compute a prompt's `tokens` positions from `start` on with nothing beside it; 0 before anything
@@ -123,7 +125,7 @@ class StepTime:
             self._fit(loads, np.array(measured))
 
     def _fit(self, loads: Sequence[Load], seconds: npt.NDArray[np.float64]) -> None:
-        terms = self._terms(loads)
+        terms = np.array([self._terms(load) for load in loads])
         predicted = terms @ self.weights
         weights = np.full(len(loads), self._weight)
         if self.known:
@@ -153,14 +155,11 @@ class StepTime:
             self._weight = 1.0
         self.weights = self._solved()
 
-    def _terms(self, loads: Sequence[Load]) -> npt.NDArray[np.float64]:
-        """[loads, terms]"""
-        found = np.empty((len(loads), len(TERMS)))
-        for i, load in enumerate(loads):
-            found[i, :5] = 1.0, load.tokens > load.segments, load.segments, load.read, load.work
-        padded = np.array([self._padded(load.tokens) for load in loads])
-        found[:, 5:] = np.minimum(np.maximum(padded[:, None] - _KNOTS, 0.0), _WIDTHS)
-        return found
+    def _terms(self, load: Load) -> list[float]:
+        """Without NumPy, because a single load is asked for several times for each request that arrives."""
+        padded = self._padded(load.tokens)
+        return [1.0, float(load.tokens > load.segments), load.segments, load.read, load.work,
+                *[min(max(padded - first, 0.0), length) for first, length in _PIECES]]
 
     def _padded(self, tokens: int) -> int:
         at = bisect_left(self.buckets, tokens)

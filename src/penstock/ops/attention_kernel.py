@@ -348,20 +348,23 @@ def _finish(acc, peak, total, out, logs, out_token, out_head, token, mates, list
     tl.store(out_at, result.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit(do_not_specialize=["table", "begin", "end"])
-def gather(k_cache, v_cache, k, v, table, begin, end, page_stride, head_stride, slot_stride, k_scales, v_scales, k_table,
-           v_table, k_fixed, v_fixed, ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot, size: tl.constexpr,
+@triton.jit(do_not_specialize=["table", "table_stride", "begin", "end"])
+def gather(k_cache, v_cache, k, v, table, table_stride, begin, end, page_stride, head_stride, slot_stride, k_scales, v_scales,
+           k_table, v_table, k_fixed, v_fixed, ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot, size: tl.constexpr,
            page_size: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr,
            linked: tl.constexpr):
-    """Copies the keys and values of one block table row from position `begin` on to contiguous k and v [N, KV heads, size];
-    writes zeros for positions from `end` on. Codes (k_form, v_form) are decoded.
+    """Copies the keys and values of G rows of a block table from position `begin` on to contiguous k and v
+    [G, N, KV heads, size]; writes zeros for positions from `end` on. Codes (k_form, v_form) are decoded.
 
-    Grid (KV heads, N / block_n).
+    Grid (KV heads, N / block_n, G).
     """
     if linked:
         gdc_launch_dependents()
         gdc_wait()
-    head = tl.program_id(0)
+    head, segment = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    table += segment * table_stride
+    of_segment = segment * tl.num_programs(1) * block_n * tl.num_programs(0) * size
+    k, v = k + of_segment, v + of_segment
     place, d = tl.program_id(1) * block_n + tl.arange(0, block_n), tl.arange(0, block_d)
     key = begin + place
     page = tl.load(table + key // page_size, mask=key < end, other=0).to(tl.int64)

@@ -121,8 +121,11 @@ def whole_prompts(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     """Returns the attention of a group of prompts that begin at position 0: [G, N, H, D], padded to N rows per prompt."""
     length = _padded(group[0].count)
     k, v = q.new_empty(2, len(group), length, k_cache.shape[1], q.shape[2])
-    for place, span in enumerate(group):
-        _gather(k_cache, v_cache, scales, table[span.segment], 0, span.count, k[place], v[place])
+    # One launch for all, unless they end at different positions: launches are what prompts of small models wait for.
+    equal = len({span.count for span in group}) == 1
+    for at, span in enumerate(group[:1] if equal else group):
+        some = slice(at, None if equal else at + 1)
+        _gather(k_cache, v_cache, scales, table[span.segment:], 0, span.count, k[some], v[some])
     if exact(group):
         queries = q[group[0].first:group[0].first + len(group) * length].unflatten(0, (len(group), length))
     else:
@@ -175,21 +178,23 @@ def _blocks(before: int) -> Iterator[int]:
 def _gathered(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales | None, row: torch.Tensor,
               begin: int, end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`Rows` of a block table row of a cache of keys and values."""
-    k, v = q.new_empty(2, size, k_cache.shape[1], q.shape[2])
-    _gather(k_cache, v_cache, scales, row, begin, end, k, v)
-    return k, v
+    k, v = q.new_empty(2, 1, size, k_cache.shape[1], q.shape[2])
+    _gather(k_cache, v_cache, scales, row[None], begin, end, k, v)
+    return k[0], v[0]
 
 
-def _gather(k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales | None, row: torch.Tensor, begin: int, end: int,
+def _gather(k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales | None, table: torch.Tensor, begin: int, end: int,
             k: torch.Tensor, v: torch.Tensor) -> None:
-    """Copies keys and values from position `begin` on to k and v [N, KV, D]; writes zeros from position `end` on."""
+    """Copies keys and values of the first G rows of `table` from position `begin` on to k and v [G, N, KV, D]; writes zeros
+    from position `end` on."""
     from penstock.ops.attention_kernel import gather  # triton takes 0.3 s to import, and may be absent
 
-    kv_heads, page, size = *k_cache.shape[1:3], k.shape[2]
+    kv_heads, page, size = *k_cache.shape[1:3], k.shape[3]
     linked, (given, forms, fixed) = gpu.linked(k.device), decoding(scales, k_cache, v_cache, k)
-    gather[(kv_heads, k.shape[0] // 64)](k_cache, v_cache, k, v, row, begin, end, *k_cache.stride()[:3], *given[:4], *fixed,
-                                         *given[4:], **forms, size=size, page_size=page, block_n=64,
-                                         block_d=max(16, gpu.covering(size)), linked=linked, num_warps=4, launch_pdl=linked)
+    gather[(kv_heads, k.shape[1] // 64, len(k))](
+        k_cache, v_cache, k, v, table, table.stride(0), begin, end, *k_cache.stride()[:3], *given[:4], *fixed, *given[4:],
+        **forms, size=size, page_size=page, block_n=64, block_d=max(16, gpu.covering(size)), linked=linked, num_warps=4,
+        launch_pdl=linked)
 
 
 def _call(queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,

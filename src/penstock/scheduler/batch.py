@@ -39,10 +39,20 @@ class Batch:
         budget = self._budget(step, running, now)
         head = next(iter(queues.waiting)) if queues.waiting and queues.rows and not queues.crowded else None
         hinted, spare = drafting.active, self.spare()
-        resting = self._resting()
+        resting, answering = self._resting(), list[Sequence]()
+        sequences, counts = step.sequences, step.counts
         while at < len(running):
             sequence = running[at]
-            count = sequence.goal - sequence.planned
+            planned = sequence.planned
+            count = sequence.goal - planned
+            if count == 1 and not hinted and sequence.prompt_len <= planned < sequence.room and sequence not in resting:
+                # The usual case, which must cost little: it is met for every row of every step.
+                sequences.append(sequence)
+                counts.append(1)
+                answering.append(sequence)
+                budget -= 1
+                at += 1
+                continue
             if not count or sequence in resting:
                 at += 1
                 continue
@@ -78,6 +88,7 @@ class Batch:
                 policy.charge(sequence, count)
                 budget -= count
                 at += 1
+        policy.charge_each(answering)
         return None if preempted else budget
 
     def extend(self, step: InFlight, budget: int) -> None:

@@ -63,6 +63,9 @@ class Policy:
     def charge(self, sequence: Sequence, positions: int) -> None:
         """Reports that `positions` positions were planned. May raise the standing of the sequence's group only."""
 
+    def charge_each(self, sequences: list[Sequence]) -> None:
+        """As `charge`, of one position behind the prompt of each of these."""
+
     def expendable(self, sequence: Sequence, head: Sequence | None = None) -> int:  # noqa: ARG002
         """Returns how readily a running sequence gives up its pages, or its row for a waiting one (`head`); 0: not at all, if
         any other can. Of equal ones the last in order is taken."""

@@ -150,8 +150,22 @@ class Promises(Policy):
         return sequence.request.priority, sequence.promise, sequence.request.arrival, sequence.index
 
     def charge(self, sequence: Sequence, positions: int) -> None:
-        tenant, tier = sequence.request.tenant, sequence.request.tier
         cost = positions if sequence.planned < sequence.prompt_len else positions * self._output_cost
+        self._charge(sequence.request.tenant, sequence.request.tier, cost)
+
+    def charge_each(self, sequences: list[Sequence]) -> None:
+        if len(self._tenants) == 1 and len(next(iter(self._shares.values()))) == 1:
+            counts = Counter({self._owner(sequence): len(sequences) for sequence in sequences[:1]})
+        else:
+            counts = Counter(map(self._owner, sequences))
+        for (tenant, tier), count in counts.items():
+            self._charge(tenant, tier, count * self._output_cost)
+
+    @staticmethod
+    def _owner(sequence: Sequence) -> tuple[str, str]:
+        return sequence.request.tenant, sequence.request.tier
+
+    def _charge(self, tenant: str, tier: str, cost: float) -> None:
         self._tenants[tenant].had += cost
         self._shares[tenant][tier].had += cost / self.classes[tier].weight
 
