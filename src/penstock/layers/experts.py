@@ -21,6 +21,7 @@ from penstock.ops.experts import Glu, changed
 from penstock.ops.experts_hosted import HostedStack, Residency
 from penstock.ops.linear import Weight
 from penstock.ops.routing import Routing
+from penstock.parallel.dispatch import Tokens, together
 from penstock.parallel.lockstep import Lockstep
 from penstock.parallel.placement import Held, linear, places_of
 from penstock.quant.scheme import PLAIN
@@ -158,17 +159,20 @@ class Experts:
                           and isinstance(self.down, HostedStack) else None)
         """If some experts are in host memory alone."""
         self.placement: torch.Tensor | None = None
-        """[E, R] int32: where in the stacks an expert's R replicas are, -1 where another rank has it; None: at its own number.
-        Neighbouring tokens take different replicas."""
+        """[E, R] int32: where in the stacks an expert's R replicas are; -1 where another rank has it, unless `owners` says
+        which; None: at its own number. Neighbouring tokens take different replicas."""
+        self.owners: torch.Tensor | None = None
+        """[E, R] int32: the rank of each replica, where ranks have other tokens, too."""
         self.held: Held | None = None
         """Of ranks that divide the experts: where each one is."""
-        self._data = build.data
+        self._data, self._payload = build.data, build.kernels.payload
         group = build.group if build.data is None else build.data.group
         if spec.slots:
             self._rank = 0 if group is None else group.rank
             # The last line is nobody's: it stands for no pick.
             self.placement = torch.full((spec.routing.experts + 1, 1 + spec.spare * spec.divided[1]), -1, dtype=torch.int32,
                                         device=build.device)
+            self.owners = None if build.data is None else self.placement.clone()
             self.hold(linear(spec.routing.experts, spec.divided[1], spec.slots))
         self._route = build.kernels.route
         self._reduce = None if build.group is None else build.group.reduce
@@ -177,8 +181,12 @@ class Experts:
         """Says which rank has which experts from now on. Memory that graphs know stays where it is."""
         assert self.placement is not None
         self.held = held
-        self.placement[:-1].copy_(torch.tensor(places_of(held, self.spec.routing.experts, self.placement.shape[1], self._rank),
-                                          dtype=torch.int32))
+        owners, slots = torch.tensor(places_of(held, *self.placement[:-1].shape), dtype=torch.int32).unbind(-1)
+        if self.owners is None:
+            slots = slots.masked_fill(owners != self._rank, -1)
+        else:
+            self.owners[:-1].copy_(owners)
+        self.placement[:-1].copy_(slots)
         own = torch.tensor([max(0, expert) for expert in held[self._rank]], device=self.placement.device)
         found = [None if bias is None else bias[own] for bias in self._whole_biases]
         if self.up_bias is self._whole_biases[0]:
@@ -236,21 +244,12 @@ class Experts:
                        torch.empty(0, count, device=x.device))
 
     def _together(self, data: Lockstep, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The experts' results for this rank's tokens, where every rank has other tokens and other experts: all tokens go to
-        all ranks with their picks and weights in one message, and each rank gets the sum of the results for its own."""
-        assert self.placement is not None
-        size, tokens, width, count = data.group.size, len(x), x.shape[1], picks.shape[1]
-        parts = [part.contiguous().view(torch.int32) for part in (x, picks, weights)]
-        sizes = [part.shape[1] for part in parts]
-        sent = torch.zeros(data.most, sum(sizes), dtype=torch.int32, device=x.device)
-        sent[:tokens] = torch.cat(parts, 1)
-        sent[tokens:, sizes[0]:sizes[0] + count] = self.spec.routing.experts
-        found = data.group.gather(sent).flatten(0, 1).split(sizes, 1)
-        everyones, chosen, shares = (part.contiguous() for part in found)
-        out = self.up.grouped.apply(everyones.view(x.dtype).view(-1, width), placed(chosen.view(-1, count), self.placement),
-                                    shares.view(torch.float32), self.up, self.down, self.spec.glu, self.up_bias, self.down_bias,
-                                    self.spec.inward)
-        return data.group.reduce_own(out.view(size, data.most, width))[:tokens]
+        """The experts' results for this rank's tokens, where every rank has other tokens and other experts."""
+        assert self.placement is not None and self.owners is not None
+        up, spec = self.up, self.spec
+        tokens = Tokens(x, placed(picks, self.owners), placed(picks, self.placement), weights)
+        return together(data, tokens, self._payload, lambda x, places, shares: up.grouped.apply(
+            x, places, shares, up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward))
 
     def _with_shared(self, out: torch.Tensor, x: torch.Tensor, step: Step) -> torch.Tensor:
         assert self.shared is not None

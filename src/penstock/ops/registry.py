@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.ops.attention import AttentionOps
     from penstock.ops.experts import ExpertsOps
     from penstock.ops.lora import LoraOps
+    from penstock.ops.payload import Payload
     from penstock.ops.sample import SampleOps
 
 Supports = Callable[[DeviceFacts, torch.dtype], str | None]
@@ -78,9 +79,9 @@ class Implementation:
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
 _MODULES = ("linear", "routing", "experts", "norm", "rope", "codec", "codec_triton", "attention", "attention_triton",
-            "activation", "step", "sample", "sample_triton", "lora", "lora_triton", "linear_triton", "linear_invariant",
-            "coded_triton", "routing_triton", "experts_triton", "norm_triton", "rope_triton", "activation_triton",
-            "step_triton", "latent", "latent_triton", "cpu")
+            "activation", "step", "payload", "sample", "sample_triton", "lora", "lora_triton", "linear_triton",
+            "linear_invariant", "coded_triton", "routing_triton", "experts_triton", "norm_triton", "rope_triton",
+            "activation_triton", "step_triton", "latent", "latent_triton", "cpu")
 """Modules whose import registers implementations; a new provider is one more name."""
 
 
@@ -136,6 +137,7 @@ class Kernels:
     route: Route
     experts: ExpertsOps
     """For stacks of plain matrices; `experts_for` says which serves another scheme."""
+    payload: Payload
     latent_write: LatentWrite
     head_linear: HeadMatrixOps
     attention: AttentionOps

@@ -62,6 +62,11 @@ class Group(ABC):
         found = self.reduce_own(x.unflatten(0, (self.size, -1))) if share else self.reduce(x)
         return lambda: found
 
+    @abstractmethod
+    def begin_exchange(self, x: torch.Tensor, sent: list[int], received: list[int]) -> Callable[[], torch.Tensor]:
+        """Begins to send the first `sent[0]` rows x [T, W] to rank 0, the next to rank 1, and so on; a call waits for the rows
+        that came, `received[r]` from rank r, in that order."""
+
     def begin_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begins to gather the rows x [T, ...] of all ranks; a call waits for them, [size * T, ...]."""
         found = self.gather(x).flatten(0, 1)
@@ -160,6 +165,13 @@ class Processes(Group):
     def begin_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         arrived = self._gathered(x, later=True)
         return lambda: arrived().flatten(0, 1)
+
+    def begin_exchange(self, x: torch.Tensor, sent: list[int], received: list[int]) -> Callable[[], torch.Tensor]:
+        found = torch.empty((sum(received), *x.shape[1:]), dtype=x.dtype, device=x.device)
+        size = x.shape[1] * x.element_size()
+        work = self._exchange(_bytes(found), _bytes(x.contiguous()), [count * size for count in received],
+                              [count * size for count in sent], group=self._group, async_op=True)
+        return lambda: (work.wait(), found)[1]
 
     def _gathered(self, x: torch.Tensor, later: bool = False) -> Callable[[], torch.Tensor]:
         """[size, *x.shape], by the library. `later`: a call waits for it."""

@@ -26,6 +26,8 @@ class Lockstep:
         self.group = group
         self.most = 0
         """The most tokens that any rank has in this round."""
+        self.decodes = False
+        """Whether this round's steps are replayed, as all ranks only decode."""
         self.each: Callable[[], None] | None = None
         """Called in every round that has tokens, by all ranks."""
         self._agreeing = agreeing
@@ -51,4 +53,5 @@ class Lockstep:
             self._ended += 1
         elif self.each is not None:
             self.each()
-        return bool(sizes[:, 1].all())
+        self.decodes = bool(sizes[:, 1].all())
+        return self.decodes

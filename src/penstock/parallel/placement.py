@@ -38,15 +38,14 @@ def round_robin(experts: int, ranks: int, slots: int) -> Held:
                  for rank in range(ranks))
 
 
-def places_of(held: Held, experts: int, replicas: int, rank: int) -> list[list[int]]:
-    """[expert][replica] the slot, or -1 where another rank has that replica. Replicas beyond an expert's own repeat."""
+def places_of(held: Held, experts: int, replicas: int) -> list[list[tuple[int, int]]]:
+    """[expert][replica] (rank, slot). Replicas beyond an expert's own repeat."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
     for owner, slots in enumerate(held):
         for slot, expert in enumerate(slots):
             if expert >= 0:
                 found[expert].append((owner, slot))
-    lines = [[places[i % len(places)] for i in range(replicas)] for places in found]
-    return [[slot if owner == rank else -1 for owner, slot in line] for line in lines]
+    return [[places[i % len(places)] for i in range(replicas)] for places in found]
 
 
 def moved(held: Held, moves: Sequence[Move]) -> Held:

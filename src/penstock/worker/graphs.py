@@ -150,7 +150,7 @@ class Graphs:
     def _run(self, bucket: Bucket, parts: Parts, deltas: tuple[Delta, Delta] | None) -> torch.Tensor:
         ends = None if bucket.tokens == bucket.segments else bucket.segments
         if self.model.lockstep is not None:
-            self.model.lockstep.most = bucket.tokens
+            self.model.lockstep.most, self.model.lockstep.decodes = bucket.tokens, True
         step = self.builder.step(bucket, parts, ends, self._columns)
         if deltas is not None:
             step.delta, step.end_delta = deltas

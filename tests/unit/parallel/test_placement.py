@@ -20,7 +20,8 @@ def loads(held: Held, counts: list[float]) -> list[float]:
 def test_every_replica_is_on_one_rank(experts: int, ranks: int, spare: int) -> None:
     for make in (linear, round_robin):
         held = make(experts, ranks, -(-experts // ranks) + spare)
-        tables = [places_of(held, experts, 3, rank) for rank in range(ranks)]
+        found = places_of(held, experts, 3)
+        tables = [[[slot if owner == rank else -1 for owner, slot in line] for line in found] for rank in range(ranks)]
         for expert in range(experts):
             for replica in range(3):
                 there = [(rank, table[expert][replica]) for rank, table in enumerate(tables) if table[expert][replica] >= 0]

@@ -1,0 +1,70 @@
+"""Tokens that travel to the experts of other ranks: results are those of one rank that has all experts."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.ops.payload import EightBits, Payload
+from penstock.parallel import dispatch
+from penstock.parallel.dispatch import Tokens, together
+from penstock.parallel.lockstep import Lockstep
+from tests.system.ranks import Shared, Threads
+
+_WIDTH, _EXPERTS = 8, 12
+
+
+@pytest.mark.parametrize("payload", [Payload, EightBits])
+@pytest.mark.parametrize(("ranks", "picks", "counts", "form"), [
+    (2, 1, (40, 3), "picked"), (3, 2, (21, 0, 64), "picked"), (4, 2, (9, 70, 0, 33), "picked"), (2, 4, (40, 0), "everywhere"),
+    (3, 2, (5, 0, 7), "everywhere"), (4, 6, (64, 1, 2, 63), "everywhere")])
+def test_each_token_gets_the_results_of_its_experts(ranks: int, picks: int, counts: tuple[int, ...], form: str,
+                                                    payload: type[Payload], tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one batch and of two; a rank without tokens takes part."""
+    monkeypatch.setattr(dispatch, "LEAST", 16)
+    made: list[str] = []
+    for kind in (dispatch._Picked, dispatch._Everywhere):
+        monkeypatch.setattr(kind, "compute", lambda self, compute, was=kind.compute: (
+            made.append(type(self).__name__), was(self, compute))[1])
+    draw = torch.Generator().manual_seed(ranks)
+    factors = torch.randn(_EXPERTS, generator=draw)
+    shared, agreed = Shared(ranks), Shared(ranks)
+    inputs = [(torch.randn(count, _WIDTH, generator=draw),
+               torch.stack([torch.randperm(_EXPERTS, generator=draw)[:picks] for _ in range(count)]).int() if count else
+               torch.zeros(0, picks, dtype=torch.int32), torch.rand(count, picks, generator=draw)) for count in counts]
+
+    def one(rank: int) -> torch.Tensor:
+        data = Lockstep(Threads(rank, shared), Threads(rank, agreed), str(tmp_path / "wave"))
+        x, experts, weights = inputs[rank]
+        data.begin(len(x), False)
+
+        def compute(x: torch.Tensor, places: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+            # Expert e is on rank e modulo ranks, at place e / ranks.
+            own = factors[(places * ranks + rank).clamp(0, _EXPERTS - 1)] * (places >= 0)
+            return x * (own * shares).sum(1, keepdim=True)
+
+        return together(data, Tokens(x, experts % ranks, experts // ranks, weights), payload(), compute)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(one, range(ranks)))
+    for (x, experts, weights), out in zip(inputs, found, strict=True):
+        most = float(x.abs().max() if len(x) else 0) * picks * float(factors.abs().max())
+        close = 1e-6 if payload is Payload else 0.07 * most
+        torch.testing.assert_close(out, x * (factors[experts.long()] * weights).sum(1, keepdim=True), rtol=1e-5, atol=close)
+    assert set(made) == {"_Picked" if form == "picked" else "_Everywhere"}
+    assert len(made) == ranks * (2 if max(counts) >= 32 else 1)
+
+
+def test_tokens_in_eight_bits_lose_little() -> None:
+    x = torch.randn(50, 64) * torch.logspace(-6, 4, 50)[:, None]
+    x[7] = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        words = EightBits.pack(x.to(dtype))
+        assert words.dtype == torch.int32 and words.shape == (50, 17)
+        found = EightBits.unpack(words, dtype)
+        assert found.dtype == dtype and bool(((found.float() - x).abs() <= 0.04 * x.abs().amax(1, keepdim=True)).all())
+        assert torch.equal(Payload.unpack(Payload.pack(x.to(dtype)), dtype), x.to(dtype))
