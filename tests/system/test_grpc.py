@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 import struct
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +148,32 @@ def test_health_says_that_the_server_drains(server: Served) -> None:
                 while next(watch):
                     pass
             assert other.ended() == 0 and time.monotonic() - began < 10
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed, which makes the certificate")
+@pytest.mark.parametrize("mutual", [False, True])
+def test_tls_with_a_key_in_the_certificates_file(tmp_path: Path, mutual: bool) -> None:
+    key, certificate, both = (tmp_path / name for name in ("key.pem", "certificate.pem", "both.pem"))
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", str(key), "-out", str(certificate),
+                    "-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+                   check=True, capture_output=True)
+    both.write_bytes(key.read_bytes() + certificate.read_bytes())
+    asked = ("--ssl-ca-certs", str(certificate), "--ssl-cert-reqs", "2") if mutual else ()
+    with served("canary", "--grpc-port", "0", "--ssl-certfile", str(both), *asked, wait=False) as server:
+        until = time.monotonic() + 60
+        while "ready at https://" not in server.log and time.monotonic() < until:
+            assert server.process.poll() is None, server.log
+            time.sleep(0.05)
+        found = re.search(r"gRPC at (127.0.0.1:[0-9]+)", server.log)
+        assert found, server.log
+        own = (key.read_bytes(), certificate.read_bytes()) if mutual else (None, None)
+        with grpc.secure_channel(found[1], grpc.ssl_channel_credentials(certificate.read_bytes(), *own)) as channel:
+            assert call(channel, "ServerReady", metadata=()).ready
+            assert call(channel, "ModelInfer", ask(["Once"], max_tokens=2), metadata=()).outputs
+        refused = [grpc.insecure_channel(found[1])]
+        if mutual:
+            refused.append(grpc.secure_channel(found[1], grpc.ssl_channel_credentials(certificate.read_bytes())))
+        for channel in refused:
+            with channel, pytest.raises(grpc.RpcError) as error:
+                call(channel, "ServerReady", metadata=())
+            assert error.value.code() == grpc.StatusCode.UNAVAILABLE

@@ -20,6 +20,7 @@ import httptools
 
 from penstock import __version__
 from penstock.core.errors import PenstockError
+from penstock.server.inside import inside
 
 App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 
@@ -287,16 +288,6 @@ class Local:
         return reply
 
     async def _call(self, method: str, path: str, body: bytes, reply: Reply, gone: asyncio.Event) -> None:
-        sent = False
-
-        async def receive() -> dict[str, Any]:
-            nonlocal sent
-            if not sent:
-                sent = True
-                return {"type": "http.request", "body": body, "more_body": False}
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
         async def send(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 headers = {n.decode("latin-1").lower(): v.decode("latin-1") for n, v in message.get("headers", ())}
@@ -308,10 +299,7 @@ class Local:
                 if not message.get("more_body"):
                     reply.finish()
 
-        headers = [*self._headers, (b"content-length", str(len(body)).encode())]
-        scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": method,
-                 "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-                 "headers": headers, "client": ("127.0.0.1", 0), "server": ("localhost", 80), "state": {}}
+        scope, receive = inside(method, path, body, self._headers, gone)
         try:
             with contextlib.suppress(OSError):
                 await self._app(scope, receive, send)

@@ -219,6 +219,11 @@ def _check_server(options: ServerOptions) -> None:
         raise ConfigError(f"ssl_cert_reqs is {options.ssl_cert_reqs}; possible are 0, 1 and 2")
     if (options.ssl_keyfile or options.ssl_ca_certs) and not options.ssl_certfile:
         raise ConfigError("HTTPS needs a certificate: give ssl_certfile, and ssl_keyfile if the key is not in the same file")
+    if options.ssl_cert_reqs and not options.ssl_ca_certs:
+        raise ConfigError("ssl_cert_reqs needs ssl_ca_certs: the authorities whose certificates clients may have")
+    if options.grpc_port is not None and (options.ssl_ciphers or options.ssl_cert_reqs == 1):
+        raise ConfigError(f"{'ssl_ciphers' if options.ssl_ciphers else 'ssl_cert_reqs 1'} is not possible with grpc_port: gRPC "
+                          "has its own ciphers, and asks every client for a certificate (2) or none (0)")
     if options.port > 65535:
         raise ConfigError(f"port is {options.port}; it must be between 0 and 65535")
     for name in ("api_key", "admin_api_key", "served_model_name"):

@@ -66,6 +66,9 @@ def test_values_get_their_types() -> None:
 @pytest.mark.parametrize(("given", "said"), [
     ({"port": 70000}, "between 0 and 65535"), ({"api_key": [" "]}, "api_key must not be empty"),
     ({"max_body_bytes": 0}, "at least 1"), ({"shutdown_timeout": -1.0}, "at least 0"), ({"log_level": "loud"}, "possible are"),
+    ({"ssl_certfile": "c", "ssl_cert_reqs": 2}, "needs ssl_ca_certs"),
+    ({"ssl_certfile": "c", "grpc_port": 1, "ssl_ciphers": "ALL"}, "ssl_ciphers is not possible with grpc_port"),
+    ({"ssl_certfile": "c", "grpc_port": 1, "ssl_cert_reqs": 1, "ssl_ca_certs": "a"}, "ssl_cert_reqs 1 is not possible"),
 ])
 def test_options_of_the_server(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

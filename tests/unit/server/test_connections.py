@@ -1,4 +1,4 @@
-"""What a connection's bytes may cost: parsing ends where a limit is passed."""
+"""Limits on a connection's bytes: parsing ends where one is passed."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from penstock.server.batches.files import content_of, write_file
 from penstock.server.batches.lines import Ask, answer_of, answered, parse, write_answer, written
 from penstock.server.dialect import ErrorShapes
 from penstock.server.fleet import Slot
+from penstock.server.inside import inside
 from penstock.server.promise import LOWEST
 from penstock.server.state import State
 from penstock.server.store import Database
@@ -194,14 +195,7 @@ class Runner:
 
     async def _send(self, path: str, body: bytes, owner: str, request_id: str) -> tuple[int, bytes]:
         """(status, content) of an answer of the application to a request of this owner."""
-        status, chunks, sent, never = 500, list[bytes](), False, asyncio.Event()
-
-        async def receive() -> Message:
-            nonlocal sent
-            if sent:
-                await never.wait()
-            sent = True
-            return {"type": "http.request", "body": body, "more_body": False}
+        status, chunks = 500, list[bytes]()
 
         async def send(message: Message) -> None:
             nonlocal status
@@ -211,10 +205,9 @@ class Runner:
                 chunks.append(message.get("body", b""))
 
         # The key itself is not kept; batches of a key share a cache among themselves.
-        scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "root_path": "",
-                 "raw_path": path.encode(), "query_string": b"", "headers": [(b"content-type", b"application/json")],
-                 "client": None, "server": None, "request_id": request_id, "api_key": owner.encode(), "admin": False,
-                 "key": None, "error_shape": self._shapes().of(path)}
+        scope, receive = inside("POST", path, body, [(b"content-type", b"application/json")], asyncio.Event(), client=None,
+                                server=None, request_id=request_id, api_key=owner.encode(), admin=False, key=None,
+                                error_shape=self._shapes().of(path))
         with contextlib.suppress(Exception):
             await self._app(scope, receive, send)
         content = b"".join(chunks)

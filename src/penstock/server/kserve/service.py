@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message
 import penstock
 from penstock.core.errors import ConfigError
 from penstock.observe.log import LOG
+from penstock.server.inside import inside
 from penstock.server.kserve.messages import METHODS, SERVICE, message, request_of
 from penstock.server.state import State
 
@@ -147,19 +148,13 @@ class Service:
         """The pieces of the application's answer. CallError if it is none of success."""
         content = b"" if body is None else json.dumps(body).encode()
         pieces: asyncio.Queue[Message | None] = asyncio.Queue(64)
-        sent, gone = False, asyncio.Event()
-
-        async def receive() -> Message:
-            nonlocal sent
-            if not sent:
-                sent = True
-                return {"type": "http.request", "body": content, "more_body": False}
-            await gone.wait()
-            return {"type": "http.disconnect"}
+        gone = asyncio.Event()
+        scope, receive = inside(method, path, content, _headers(context), gone, http_version="2", client=_client(context),
+                                server=None)
 
         async def run() -> None:
             try:
-                await self._app(_scope(method, path, len(content), context), receive, pieces.put)
+                await self._app(scope, receive, pieces.put)
             finally:
                 await pieces.put(None)
 
@@ -215,11 +210,11 @@ async def serve(app: ASGIApp, state: State) -> Any:
                                          reflection.SERVICE_NAME), server)
     address = f"[{options.host}]:{options.grpc_port}" if ":" in options.host else f"{options.host}:{options.grpc_port}"
     try:
-        if options.ssl_certfile and options.ssl_keyfile:
+        if options.ssl_certfile:
             authorities = Path(options.ssl_ca_certs).read_bytes() if options.ssl_ca_certs else None
-            credentials = grpc.ssl_server_credentials(
-                [(Path(options.ssl_keyfile).read_bytes(), Path(options.ssl_certfile).read_bytes())], authorities,
-                options.ssl_cert_reqs == 2)
+            key, certificate = (Path(path).read_bytes() for path in (options.ssl_keyfile or options.ssl_certfile,
+                                                                     options.ssl_certfile))
+            credentials = grpc.ssl_server_credentials([(key, certificate)], authorities, options.ssl_cert_reqs == 2)
             port = server.add_secure_port(address, credentials)
         else:
             port = server.add_insecure_port(address)
@@ -230,15 +225,16 @@ async def serve(app: ASGIApp, state: State) -> Any:
     return server
 
 
-def _scope(method: str, path: str, size: int, context: Any) -> dict[str, Any]:
+def _headers(context: Any) -> list[tuple[bytes, bytes]]:
     given = {name: value for name, value in context.invocation_metadata() or () if name in _HEADERS and isinstance(value, str)}
-    headers = {"content-type": "application/json", "content-length": str(size), "host": "grpc", **given}
+    headers = {"content-type": "application/json", "host": "grpc", **given}
+    return [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+
+
+def _client(context: Any) -> tuple[str, int] | None:
     kind, _, rest = context.peer().partition(":")
     address, _, port = rest.rpartition(":")
-    return {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "2", "method": method,
-            "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "state": {},
-            "headers": [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()],
-            "client": (address, int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None, "server": None}
+    return (address, int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None
 
 
 def _one_version(version: str) -> None:
